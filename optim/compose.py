@@ -1,7 +1,4 @@
-"""Which parts go together: what can be told before a run that its method cannot do.
-
-From a recipe's name to a method: every kind of part there is, and how a row of the table becomes parts.
-"""
+"""Compose methods: the registry of components, how a recipe becomes components, and which of them fit together."""
 
 import dataclasses
 import difflib
@@ -68,51 +65,58 @@ from optim.topologies import Butterfly, Gather, Groups, Topology
 
 
 def check_compatibility(method: Method, round_number: int) -> None:
-    """UnknownOption, one line that says what to choose instead. `method`: with the options of that round."""
+    """Check that the components of a method, with the options of that round, fit together.
+
+    Raises:
+        UnknownOption: they do not; one line that says what to choose instead.
+    """
     signal, update = method.signal, method.update
     if signal.kind not in update.signals:
         raise UnknownOption(
-            f"update {update.kind!r} makes no step of signal {signal.kind!r}; "
-            f"it takes {' or '.join(map(repr, update.signals))}"
+            f"update {update.kind!r} does not accept signal {signal.kind!r}; "
+            f"it accepts {' or '.join(map(repr, update.signals))}"
         )
     if isinstance(signal, Momentum) and isinstance(update, FrozenAdam) and signal.beta != update.beta1:
-        raise UnknownOption(f"signal.beta = {signal.beta} and update.beta1 = {update.beta1} are one momentum; set both")
+        raise UnknownOption(
+            f"signal.beta = {signal.beta} and update.beta1 = {update.beta1} are the same momentum; set both"
+        )
     if isinstance(update, FrozenAdam) and round_number < update.warm_rounds and isinstance(method.codec, BlockSign):
         warm = update.warm_rounds
         raise UnknownOption(
-            f"in update.warm_rounds = {warm} squares of gradients are learned, of which signs tell nothing; "
+            f"update.warm_rounds = {warm} rounds learn the squares of gradients, which signs do not contain; "
             f'set codec.kind = [{{ value = "none", rounds = {warm} }}, "sign"]'
         )
     if method.feedback.keeps_error and not method.codec.is_contractive:
         raise UnknownOption(
-            f"what codec {method.codec.kind!r} leaves over only grows under error feedback; set feedback.kind = 'none'"
+            f"error feedback would let the residual of codec {method.codec.kind!r} grow without bound; "
+            "set feedback.kind = 'none'"
         )
     if method.aggregate.state_size and (method.topology.reduces_parts or method.schedule.fragments > 1):
         raise UnknownOption(
-            f"aggregate {method.aggregate.kind!r} remembers every block: set topology.kind = 'gather' and "
+            f"aggregate {method.aggregate.kind!r} keeps statistics of every block: set topology.kind = 'gather' and "
             "schedule.fragments = 1, or aggregate.statistics = 'round'"
         )
     if method.adoption.unsent and signal.kind != "pseudo-gradient":
         raise UnknownOption(
-            f"what is left of signal {signal.kind!r} is no progress to train on from; set adoption.unsent = 0"
+            f"the residual of signal {signal.kind!r} is not progress to train on from; set adoption.unsent = 0"
         )
     if isinstance(method.topology, Groups):
         _check_consensus(update, method.topology.size)
 
 
 def _check_consensus(update: object, size: int) -> None:
-    """In groups every peer has an anchor of its own: the update must bring them together faster than they part."""
+    """Check that the outer step of groups, whose peers have anchors of their own, makes the anchors converge."""
     if isinstance(update, Replace):
         return
     if not isinstance(update, Gossip | GossipWeights):
         raise UnknownOption("in groups the peers' anchors differ; set update.kind to gossip, gossip-weights or replace")
     factor = consensus_factor(update.alpha, update.gamma, size)
     if factor >= 1:
-        pull = "gamma" if isinstance(update, Gossip) else "beta"
+        option = "gamma" if isinstance(update, Gossip) else "beta"
         raise UnknownOption(
-            f"with update.alpha = {update.alpha} and update.{pull} = {update.gamma} anchors in groups of {size} do not "
-            f"come together (their variance goes by {factor:.2f} a round); "
-            + (f"lower update.{pull} or update.alpha" if update.gamma else f"raise update.{pull} above 0")
+            f"with update.alpha = {update.alpha} and update.{option} = {update.gamma} anchors in groups of {size} do "
+            f"not converge (their variance changes by a factor of {factor:.2f} per round); "
+            + (f"lower update.{option} or update.alpha" if update.gamma else f"raise update.{option} above 0")
         )
 
 
@@ -168,29 +172,38 @@ SCHEDULABLE: Final = (
     "feedback",
     "aggregate",
     "update",
-)  # parts whose options may change over a run
+)  # components whose options may change over a run
 NO_OVERRIDES: Final[OptionTables] = types.MappingProxyType({})
 
 
 def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES) -> Method:
-    """The recipe with some parts' options changed: {"codec": {"k": 128}, "update": {"kind": "sgd"}}.
+    """Return the method of a recipe, with some options changed: {"codec": {"k": 128}, "update": {"kind": "sgd"}}.
 
-    A table with another `kind` replaces the recipe's part; the options it does not give are that kind's defaults.
-    UnknownRecipe or UnknownOption, each one line that names the nearest known name or the allowed values.
+    A table with a different `kind` replaces the recipe's component; options that it does not set have that kind's
+    defaults.
+
+    Raises:
+        UnknownRecipe: no recipe has that name; one line that suggests the nearest one.
+        UnknownOption: one line that suggests the nearest known name or lists the allowed values.
     """
     if recipe not in RECIPES:
         raise UnknownRecipe(f"no recipe is called {recipe!r}; {_suggest_name(recipe, RECIPES)}")
-    for part in overrides:
-        if part not in COMPONENTS:
-            raise UnknownOption(f"a method has no part {part!r}; {_suggest_name(part, COMPONENTS)}")
-    row = RECIPES[recipe]
-    options = _read_tables({part: _merge_tables(row.tables[part], overrides.get(part, {})) for part in COMPONENTS})
+    for component in overrides:
+        if component not in COMPONENTS:
+            raise UnknownOption(f"a method has no component {component!r}; {_suggest_name(component, COMPONENTS)}")
+    recipe_row = RECIPES[recipe]
+    options = _read_tables(
+        {
+            component: _merge_tables(recipe_row.tables[component], overrides.get(component, {}))
+            for component in COMPONENTS
+        }
+    )
     breakpoints = tuple(sorted({0, *_breakpoints_of(options)}))
     for number in _rounds_to_check(breakpoints):
-        _build_method(row, options, number)  # every fault is found now
+        _build_method(recipe_row, options, number)  # find every fault now
     if len(breakpoints) == 1:
-        return _build_method(row, options, 0)
-    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, row, options))
+        return _build_method(recipe_row, options, 0)
+    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, recipe_row, options))
     return dataclasses.replace(in_round(0), breakpoints=breakpoints, build_for_round=in_round)
 
 
@@ -204,8 +217,11 @@ def _rounds_to_check(breakpoints: tuple[int, ...]) -> Iterable[int]:
 
 
 def _build_method(recipe: Recipe, options: Mapping[str, ReadOptions], round_number: int) -> Method:
-    parts = {part: _build_component(part, REGISTRY[part], options[part], round_number) for part in COMPONENTS}
-    method = Method(name=recipe.name, paper=recipe.paper, **parts)
+    components = {
+        component: _build_component(component, REGISTRY[component], options[component], round_number)
+        for component in COMPONENTS
+    }
+    method = Method(name=recipe.name, paper=recipe.paper, **components)
     check_compatibility(method, round_number)
     return method
 
@@ -234,7 +250,7 @@ def _read_option(component: str, option: str, value: OptionValue) -> Scalar | Op
 
 def _spend(budget: BitBudget, options: Mapping[str, ReadOptions]) -> int | OptionSchedule:
     if any(isinstance(value, OptionSchedule) for value in options["codec"].values()):
-        raise UnknownOption("schedule.inner_steps: a budget takes a codec that does not change over the rounds")
+        raise UnknownOption("schedule.inner_steps: a budget needs a codec that does not change over the rounds")
     codec = _build_component("codec", CODECS, options["codec"], 0)
     vectors = _build_component("signal", SIGNALS, options["signal"], 0).vector_count
     fragments = options["schedule"].get("fragments", 1)
@@ -290,12 +306,12 @@ def _value_in_round(value: Scalar | OptionSchedule, round_number: int) -> Scalar
 
 
 def _describe_error(component: str, error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
-    place = ".".join((component, *map(str, fault["loc"])))
-    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{place} = {fault['input']!r}: {message}" if fault["loc"] else f"{component}: {message}"
+    first = error.errors(include_url=False)[0]
+    option = ".".join((component, *map(str, first["loc"])))
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{option} = {first['input']!r}: {message}" if first["loc"] else f"{component}: {message}"
 
 
 def _suggest_name(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(known)}"
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f"did you mean {matches[0]!r}? " if matches else "") + f"Known: {', '.join(known)}"

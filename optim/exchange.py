@@ -1,4 +1,7 @@
-"""The two sides of an exchange: the trainer's `Sender` and the daemon's `Merger`. Flat fp32 vectors on the CPU."""
+"""The two sides of an exchange: the trainer encodes contributions, the daemon aggregates them.
+
+All vectors are flat fp32 on the CPU.
+"""
 
 from collections.abc import Sequence
 
@@ -12,27 +15,31 @@ from optim.feedback import Feedback
 from optim.kernels.vectors import ConcatenatedVector, Floats, Vector
 from optim.round_plan import RoundPlan, RoundPlanner
 
-Payloads = Sequence[Payload | Vector]  # as they came, or as `Merger.read` has read them
+Payloads = Sequence[Payload | Vector]  # encoded, or decoded by `Aggregator.decode_part`
 
 
 class ContributionEncoder:
-    """Encodes local progress, and keeps in the residual what others will not get."""
+    """Encodes local progress, and keeps in the residual what the other peers will not receive."""
 
     def __init__(self, planner: RoundPlanner) -> None:
         self._planner = planner
 
     def encode(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
-        """One payload a part. `delta` and `residual` are whole; of both only what that round sends is looked at, and
-        there `residual` changes in place so that
+        """Encode a contribution, one payload per part, and update the residual in place.
 
-        decay * residual_before + delta == share * decoded + residual_after   (without feedback: residual_after = 0).
+        Of `delta` and `residual`, whole vectors of the signal, only the spans that the round sends are read. There
 
-        CodecError if a value of `delta` is not finite; then `residual` is of no use any more.
+            decay * residual_before + delta == share * decoded + residual_after
+
+        and residual_after = 0 without feedback.
+
+        Raises:
+            CodecError: a value of `delta` is not finite. The residual is invalid afterwards.
         """
         plan = self._planner.plan(round_number)
-        total, sent = plan.gather(residual), as_array(plan.gather(delta))
+        total, progress = plan.gather(residual), as_array(plan.gather(delta))
         payloads = [
-            _encode_part(plan.method.feedback, codec, total[start:stop], sent[start:stop])
+            _encode_part(plan.method.feedback, codec, total[start:stop], progress[start:stop])
             for codec, (start, stop) in plan.parts
         ]
         plan.scatter(total, residual)
@@ -41,11 +48,13 @@ class ContributionEncoder:
     def restore_to_residual(
         self, round_number: int, payloads: Sequence[Payload], residual: torch.Tensor, weight: float = 1.0
     ) -> None:
-        """Add a message that was left out of its round to the residual again, so that the next one carries it; so many
-        times: a negative `weight` undoes that."""
+        """Add a contribution that missed its round to the residual, times `weight`, so that the next one carries it.
+
+        A negative weight undoes that.
+        """
         plan = self._planner.plan(round_number)
         if not plan.method.signal.is_delta:
-            return  # absolute values of that moment: the next message has newer ones
+            return  # absolute values: the next contribution has newer ones
         total = plan.gather(residual)
         for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
             values = codec.decode_vector(payload, stop - start)
@@ -54,42 +63,46 @@ class ContributionEncoder:
 
 
 def nonzero_mask(plan: RoundPlan, payloads: Sequence[Payload], numel: int) -> torch.Tensor:
-    """(numel,) bool: of which of a vector's values a message of that round says anything but zero."""
-    message, whole = torch.zeros(plan.numel), torch.zeros(numel)
+    """Return a (numel,) bool mask of the values of a vector for which a contribution has anything but zero."""
+    contribution, whole = torch.zeros(plan.numel), torch.zeros(numel)
     for payload, (codec, (start, stop)) in zip(payloads, plan.parts, strict=True):
-        message[start:stop] = codec.decode(payload, stop - start)
-    plan.scatter(message, whole)
+        contribution[start:stop] = codec.decode(payload, stop - start)
+    plan.scatter(contribution, whole)
     return whole != 0
 
 
-def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, sent: Floats) -> Payload:
-    """The payload of a part; `total` is left with what it does not carry."""
-    before = ResidualUpdate(feedback.decay, sent)
+def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, delta: Floats) -> Payload:
+    """Return the payload of a part, and leave in `total` what it does not carry."""
+    update = ResidualUpdate(feedback.decay, delta)
     if not feedback.keeps_error:
-        before.apply(as_array(total))
+        update.apply(as_array(total))
         payload = codec.encode(total)
         total.zero_()
         return payload
-    payload = codec.encode_updated(before, total)
+    payload = codec.encode_updated(update, total)
     if feedback.share < 1:
         codec.decode_vector(payload, total.numel()).add_to(as_array(total), 1 - feedback.share)
     return payload
 
 
 class Aggregator:
-    """Turns the payloads of a round into one vector; the same bits on every machine and with any threads."""
+    """Combines the payloads of a round into one vector: the same bits on every machine and with any threads."""
 
     def __init__(self, planner: RoundPlanner) -> None:
         self._planner = planner
 
     def decode_part(self, round_number: int, payload: Payload, part: int) -> Vector:
-        """CodecError if this is not a well-formed payload of that part (a member's, or the reduced one)."""
+        """Decode a payload of that part, a member's or the reduced one.
+
+        Raises:
+            CodecError: it is malformed.
+        """
         plan = self._planner.plan(round_number)
         start, stop = plan.part_spans[part]
         return plan.codecs[part].decode_vector(payload, stop - start)
 
     def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> Payload:
-        """Butterfly: the members' payloads of one part, in the agreed order, to the reduced one."""
+        """Reduce the members' payloads of one part, in the agreed order, to one payload (butterfly)."""
         plan = self._planner.plan(round_number)
         combined = plan.method.aggregate.combine(_weighted_payloads(plan, part, payloads, weights))
         return plan.codecs[part].encode(torch.from_numpy(combined))
@@ -97,21 +110,21 @@ class Aggregator:
     def merge(
         self, round_number: int, payloads: Payloads, weights: Sequence[float], state: torch.Tensor | None = None
     ) -> Vector:
-        """What the round came to, as its plan lays it out; much of it is computed when it is asked for.
+        """Return the merged vector of a round, as its plan lays it out; much of it is computed when it is read.
 
-        Gather: the members' payloads with their weights, in the agreed order, and `memory`, which changes in place, of
-        an aggregate that has one. Butterfly: the reduced payloads, part by part; `weights` were used up in reducing
-        and are ignored.
+        In a gather, takes the members' payloads with their weights, in the agreed order, and the state of a rule that
+        has one, which is updated in place. In a butterfly, takes the reduced payloads, part by part; `weights` are
+        ignored, because they were applied in the reduction.
         """
         plan = self._planner.plan(round_number)
         if not plan.method.topology.reduces_parts:
-            messages = _weighted_payloads(plan, 0, payloads, weights)
-            return plan.method.aggregate.combine_lazily(messages, None if state is None else state.numpy())
+            members = _weighted_payloads(plan, 0, payloads, weights)
+            return plan.method.aggregate.combine_lazily(members, None if state is None else state.numpy())
         if len(payloads) != len(plan.part_spans):
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.part_spans)}")
         reduced = zip(payloads, plan.parts, strict=True)
-        messages = [WeightedPayload(codec, payload, stop - start, 1.0) for payload, (codec, (start, stop)) in reduced]
-        return ConcatenatedVector(tuple(message.decode() for message in messages))
+        members = [WeightedPayload(codec, payload, stop - start, 1.0) for payload, (codec, (start, stop)) in reduced]
+        return ConcatenatedVector(tuple(member.decode() for member in members))
 
 
 def _weighted_payloads(

@@ -1,4 +1,4 @@
-"""When which values are sent, how long a message may travel, and who is waited for."""
+"""The schedule of exchanges: which values are sent when, how long they may travel, and how many peers to wait for."""
 
 from typing import ClassVar, Literal
 
@@ -14,20 +14,24 @@ Pattern = Literal["strided", "contiguous"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EverySteps:
-    """Every value is sent once in `inner_steps` local steps, all in one message or, as in Streaming DiLoCo (arXiv
-    2501.18512), in `fragments` messages one after the other: fragment p of P in rounds p, P + p, 2 P + p, ...
+    """Send every value once in `inner_steps` local steps.
 
-    `ahead`: so many steps a peer trains on while its message travels, then it waits for its fate (0: at once).
-    `delay`: so many steps after the message the result is applied at the earliest; then it is at the same step on every
-    peer whose link is fast enough (a delay of `ahead` steps).
-    `seconds`: a message is also due once a peer has trained for so long and made `least_steps`; 0 for never. Everyone
-    is then done at the same time, each with as many steps as it makes: a common clock (A-EDiT, arXiv 2412.07210), steps
-    within bounds so that a group arrives together (FedCompass, arXiv 2309.14675), and with the time that the fastest
-    takes for `inner_steps` those in proportion to speed (dynamic local updates, arXiv 2401.09135):
+    All values are sent in one contribution or, as in Streaming DiLoCo (arXiv 2501.18512), in `fragments` contributions
+    one after the other: fragment p of P in rounds p, P + p, 2 P + p, ...
 
-    K_i = min(inner_steps, max(least_steps, ceil(seconds / seconds of a step)))
+    `ahead` is the number of steps that a peer trains on while its contribution travels; then it waits for the result
+    (0: at once). `delay` is the least number of steps after which the result is applied, so that all peers with a fast
+    enough link apply it at the same step (with a delay of `ahead` steps).
 
-    `quorum`: the share of the living peers whose messages close the roster of a round (1: all, within its grace).
+    `seconds` makes a contribution due after that time as well, once the peer has made `least_steps`; 0 means never. All
+    peers then finish at the same time, each with as many steps as it makes: a common clock (A-EDiT, arXiv 2412.07210),
+    steps within bounds so that a group arrives together (FedCompass, arXiv 2309.14675), or steps in proportion to
+    speed, if it is the time that the fastest peer takes for `inner_steps` (dynamic local updates, arXiv 2401.09135):
+
+        K_i = min(inner_steps, max(least_steps, ceil(seconds / seconds of a step)))
+
+    `quorum` is the fraction of the living peers whose contributions close the roster of a round (1: all, within the
+    grace period).
     """
 
     kind: ClassVar[str] = "every-steps"
@@ -44,23 +48,28 @@ class EverySteps:
     @model_validator(mode="after")
     def _check_bounds(self) -> "EverySteps":
         if self.delay > self.ahead:
-            raise ValueError("delay must not be above ahead: a peer that waits applies what it waits for")
+            raise ValueError("delay must not be above ahead: a peer applies a result once it waits for it")
         if self.fragments > self.inner_steps:
-            raise ValueError("fragments must not be above inner_steps: each takes a step of its own")
+            raise ValueError("fragments must not be above inner_steps: each takes at least one step")
         return self
 
     def steps(self, round_number: int) -> int:
-        """Local steps of that round: floor((r + 1) H / P) - floor(r H / P), so that P rounds make H."""
+        """Return the local steps of that round: floor((r + 1) H / P) - floor(r H / P), so that P rounds make H."""
         before, after = ((round_number + more) % self.fragments * self.inner_steps // self.fragments for more in (0, 1))
         return after - before if after > before else self.inner_steps - before
 
     def is_due(self, steps: int, seconds: float) -> bool:
-        """Whether time alone makes a message due, after so many steps and seconds of training for it."""
+        """Return whether time alone makes a contribution due after that many steps and seconds of training."""
         return 0 < self.seconds <= seconds and steps >= self.least_steps
 
     def spans(self, round_number: int, layout: Layout) -> tuple[Span, ...]:
-        """Which values of a vector of that layout are sent in that round: block b of the model in fragment b mod P, or
-        neighbouring blocks together. UnknownOption where the model has too few blocks."""
+        """Return the spans of a vector of that layout to send in that round.
+
+        Block b of the model is in fragment b mod P (strided), or neighbouring blocks are together (contiguous).
+
+        Raises:
+            UnknownOption: the model has fewer blocks than fragments.
+        """
         blocks, count = layout.block_spans, self.fragments
         if count == 1:
             return ((0, layout.numel),)

@@ -1,10 +1,11 @@
-"""What becomes of that part of a message which the codec could not carry.
+"""Error feedback: the part of a contribution that the codec could not carry.
 
-Every method encodes x = decay * residual + delta. Error feedback keeps residual <- x - decode(encode(x)), so that what
-was left out is sent later (arXiv 1901.09847; with decay: arXiv 2508.15706). With a `share` below 1 only that part of
-what was sent is taken off: residual <- x - share * decode(encode(x)) (arXiv 2411.19870, second version).
-Without feedback the residual is emptied: it then only ever holds messages that were excluded from their round and have
-been taken back.
+Every method encodes x = decay * residual + delta. Error feedback keeps residual <- x - decode(encode(x)), so that the
+rest is sent later (arXiv 1901.09847; with decay: arXiv 2508.15706). With `share` below 1, only that fraction of the
+sent values is subtracted: residual <- x - share * decode(encode(x)) (arXiv 2411.19870, second version).
+
+Without feedback the residual is emptied by every contribution. It then holds only contributions that were excluded from
+their round and have been restored.
 """
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Which tensors a flat vector is made of: for what has to know rows from columns, or one layer from the next."""
+"""The tensors of a flat vector, for code that must tell rows from columns or one layer from the next."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ Span = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class Layout:
-    """Shapes of tensors that follow one another without a gap, row by row.
+    """The shapes of tensors that follow one another without a gap, in row-major order.
 
-    `blocks`: to which block of the model (a layer, the embedding) each tensor belongs, ascending from 0; by default
-    each is its own.
+    `blocks` gives the block of the model (a layer, the embedding) that each tensor belongs to, ascending from 0; by
+    default each tensor is a block.
     """
 
     shapes: tuple[Shape, ...]
@@ -27,13 +27,13 @@ class Layout:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Where each tensor stands."""
+        """Return the span of each tensor."""
         stops = list(accumulate(math.prod(shape) for shape in self.shapes))
         return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
     @cached_property
     def block_spans(self) -> tuple[Span, ...]:
-        """Where each block stands."""
+        """Return the span of each block."""
         blocks = self.blocks or tuple(range(len(self.shapes)))
         spans: dict[int, Span] = {}
         for block, (start, stop) in zip(blocks, self.spans, strict=True):
@@ -42,30 +42,30 @@ class Layout:
 
     @cached_property
     def matrix_spans(self) -> tuple[Span, ...]:
-        """Where the tensors of at least two dimensions stand; neighbours are joined."""
+        """Return the spans of all tensors of at least two dimensions, with adjacent ones merged."""
         return merge_adjacent([span for shape, span in self.iter_tensors() if len(shape) > 1])
 
     def select(self, spans: Sequence[Span]) -> "Layout":
-        """Of the tensors within these spans, which start and stop at tensors."""
-        wanted = [
+        """Return the layout of the tensors within these spans, which start and stop at tensors."""
+        selected = [
             (shape, block)
             for shape, block, (start, stop) in zip(
                 self.shapes, self.blocks or range(len(self.shapes)), self.spans, strict=True
             )
             if any(first <= start and stop <= last for first, last in spans)
         ]
-        return Layout(tuple(shape for shape, _ in wanted), tuple(block for _, block in wanted))
+        return Layout(tuple(shape for shape, _ in selected), tuple(block for _, block in selected))
 
     def iter_tensors(self) -> Iterator[tuple[Shape, Span]]:
         return zip(self.shapes, self.spans, strict=True)
 
     def repeat(self, times: int) -> "Layout":
-        """Several vectors of this layout one after the other."""
+        """Return the layout of several such vectors one after the other."""
         return self if times == 1 else Layout(self.shapes * times)
 
 
 def merge_adjacent(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Ascending spans, those that touch made into one."""
+    """Merge those of the ascending spans that touch."""
     found: list[Span] = []
     for start, stop in spans:
         if found and found[-1][1] == start:
@@ -75,6 +75,6 @@ def merge_adjacent(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def clip_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """What of these spans lies in [start, stop), counted from `start`."""
+    """Return the parts of these spans within [start, stop), relative to `start`."""
     cut = ((max(first, start) - start, min(last, stop) - start) for first, last in spans)
     return tuple((first, last) for first, last in cut if first < last)

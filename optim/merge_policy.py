@@ -1,6 +1,7 @@
-"""How a peer goes over to a new anchor, having trained on since its message.
+"""How a peer moves to a new anchor after it has trained on since its contribution.
 
-`live`: its shared vectors now; `reference`: where its last message left off; `phi`: the agreed vectors after the round.
+`live` are its shared vectors now, `reference` the point that its last contribution was measured up to, and `phi` the
+agreed vectors after the round.
 """
 
 from typing import ClassVar
@@ -13,21 +14,21 @@ from optim.options import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RebaseOnAnchor:
-    """What was trained since the message lives on:
+    """Keep what was trained since the contribution.
 
-    base = phi - unsent * residual
-    live <- base + keep * (live - reference);  reference <- base
+        base = phi - unsent * residual
+        live <- base + keep * (live - reference);  reference <- base
 
-    With keep below 1 the whole of (reference - live) goes into the residual instead, so the next message carries all of
-    it and nothing is lost, and reference <- live: the part that was kept is a loan until its merge comes, not progress.
-    keep = 1: synchronous methods, where there is nothing to carry, and overlap. keep = 0: CO2 (arXiv 2401.16265) starts
-    again from the anchor. keep = 1 / peers: eager updates (arXiv 2502.12996): the own share of the next merge is taken
-    at once.
+    With keep below 1, all of (reference - live) goes into the residual instead and reference <- live, so that the next
+    contribution carries it and nothing is lost: the kept part is a loan until it is merged, not progress. keep = 1 is
+    for synchronous methods, where there is nothing to keep, and for overlap. With keep = 0, CO2 (arXiv 2401.16265)
+    restarts from the anchor. With keep = 1 / peers, eager updates (arXiv 2502.12996) apply the peer's own part of the
+    next merge at once.
 
-    With `unsent` above 0 a peer trains on from where that part of what the codec left out would have brought it, and so
-    makes no gradient for what it knows already. As progress is measured from `reference`, it still counts once, when
-    it is sent. 0: SparseLoCo (arXiv 2508.15706). 1: every peer has its own progress whole, as with error reset
-    (arXiv 2007.13221), and peers drift apart with it.
+    With `unsent` above 0, a peer trains on from where that fraction of its residual would have brought it, so that it
+    does not compute gradients for known progress again. Progress is measured from `reference`, so the residual still
+    counts once, when it is sent. 0 is SparseLoCo (arXiv 2508.15706). With 1 every peer has its whole own progress, as
+    with error reset (arXiv 2007.13221), and the peers drift apart with it.
     """
 
     kind: ClassVar[str] = "carry"
@@ -38,11 +39,12 @@ class RebaseOnAnchor:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Interpolate:
-    """Streaming DiLoCo (arXiv 2501.18512), on the values that the round exchanged:
+    """Mix the values that the round exchanged, as in Streaming DiLoCo (arXiv 2501.18512).
 
-    live <- alpha * live + (1 - alpha) * phi;  reference <- phi
+        live <- alpha * live + (1 - alpha) * phi;  reference <- phi
 
-    What is left of the own deviation is sent again as progress; the part (1 - alpha) of the last steps is given up.
+    The remaining deviation of the peer is sent again as progress; the fraction (1 - alpha) of its last steps is given
+    up.
     """
 
     kind: ClassVar[str] = "mix"

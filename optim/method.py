@@ -1,4 +1,4 @@
-"""A training method: one part of each kind."""
+"""A training method: one component of each kind."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ from optim.outer import OuterOptimizer
 from optim.signals import Signal
 from optim.topologies import Topology
 
-AGGREGATION_STATE = "aggregate_memory"  # the slot of what the aggregate remembers
-REFERENCE_WEIGHT = "usual_weight"  # the slot of what is usually behind a round
-SMALL_SLOTS = (AGGREGATION_STATE, REFERENCE_WEIGHT)  # slots that are not of the model's size
+AGGREGATION_STATE = "aggregate_memory"  # slot of the aggregation rule's state
+REFERENCE_WEIGHT = "usual_weight"  # slot of the weight that rounds usually have
+SMALL_SLOTS = (AGGREGATION_STATE, REFERENCE_WEIGHT)  # not of the model's size
 
 
 @dataclass(frozen=True)
 class Method:
-    """A composition, as it is in some round. `paper` names where it comes from."""
+    """A composition of components with their options of one round. `paper` cites its source."""
 
     name: str
     paper: str
@@ -37,16 +37,19 @@ class Method:
     build_for_round: Callable[[int], "Method"] | None = field(default=None, compare=False, repr=False)
 
     def at_round(self, round_number: int) -> "Method":
-        """The same with the options of that round."""
+        """Return this method with the options of that round."""
         return self if self.build_for_round is None else self.build_for_round(round_number)
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The vectors beside the anchor that all peers hold alike, in ascending order; each zero at the start."""
-        remembered = (AGGREGATION_STATE,) if self.aggregate.state_size else ()
-        usual = (REFERENCE_WEIGHT,) if self.update.is_scaled_by_weight else ()
-        return tuple(sorted({*self.update.slots, *self.signal.shared_names[1:], *remembered, *usual}))
+        """Return the sorted names of the vectors besides the anchor that all peers share.
+
+        Each is zero at the start.
+        """
+        aggregation = (AGGREGATION_STATE,) if self.aggregate.state_size else ()
+        reference = (REFERENCE_WEIGHT,) if self.update.is_scaled_by_weight else ()
+        return tuple(sorted({*self.update.slots, *self.signal.shared_names[1:], *aggregation, *reference}))
 
     def slot_numel(self, slot: str, numel: int) -> int:
-        """Values of that vector, for a model of `numel` parameters."""
+        """Return the size of a slot, for a model of `numel` parameters."""
         return {AGGREGATION_STATE: self.aggregate.state_size, REFERENCE_WEIGHT: 1}.get(slot, numel)

@@ -69,12 +69,11 @@ class Constant(TableModel):
     rounds: Rounds | None = None
 
     def at_round(self, _round_number: int) -> Scalar:
-        """Return the value."""
         return self.value
 
 
 class Curve(TableModel):
-    """A way from `start` to `end` in `rounds` rounds."""
+    """A curve from `start` to `end` in `rounds` rounds."""
 
     start: Number
     end: Number
@@ -89,18 +88,18 @@ class Curve(TableModel):
 
     def at_round(self, round_number: int) -> int | float:
         """Return the value in a round, counted from the beginning of the curve."""
-        share = min(1.0, round_number / self.rounds)
-        value = self._after(share)
+        progress = min(1.0, round_number / self.rounds)
+        value = self._value_after(progress)
         return round(value) if self._is_whole else value
 
-    def _after(self, share: float) -> float:
+    def _value_after(self, progress: float) -> float:
         start, end = float(self.start), float(self.end)
-        if share in (0, 1):
-            return end if share else start  # exact to the bit
+        if progress in (0, 1):
+            return end if progress else start  # exact to the bit
         if self.curve == "exponential":
-            value = math.exp(math.log(start) + (math.log(end) - math.log(start)) * share)
+            value = math.exp(math.log(start) + (math.log(end) - math.log(start)) * progress)
         else:
-            weight = share if self.curve == "linear" else (1 - math.cos(math.pi * share)) / 2
+            weight = progress if self.curve == "linear" else (1 - math.cos(math.pi * progress)) / 2
             value = start + (end - start) * weight
         return min(max(value, min(start, end)), max(start, end))  # rounding must not lead beyond an end
 
@@ -120,9 +119,9 @@ class OptionSchedule:
     def at_round(self, round_number: int) -> Scalar:
         """Return the value in a round."""
         for phase in self.earlier:
-            if round_number < _rounds(phase):
+            if round_number < _round_count(phase):
                 return phase.at_round(round_number)
-            round_number -= _rounds(phase)
+            round_number -= _round_count(phase)
         return self.last.at_round(round_number)
 
     @property
@@ -135,7 +134,7 @@ class OptionSchedule:
         """Return ascending rounds; between two of them the value only rises, only falls, or stays."""
         found, begin = [], 0
         for phase in self.earlier:
-            end = begin + _rounds(phase)
+            end = begin + _round_count(phase)
             found += [begin, end - 1, end] if isinstance(phase, Curve) else [end - 1, end]
             begin = end
         if isinstance(self.last, Curve):
@@ -146,8 +145,7 @@ class OptionSchedule:
 def read_option(name: str, value: OptionValue) -> Scalar | OptionSchedule:
     """Read an option's plain value, curve, or list of phases.
 
-    Args:
-        name: the option in errors, such as "codec.k".
+    `name` is the option in errors, such as "codec.k".
 
     Raises:
         UnknownOption: one line that names the option and the key, and shows a table to write instead.
@@ -194,7 +192,7 @@ def _read_last(name: str, phase: Scalar | Mapping[str, Scalar]) -> Constant | Cu
     return read_table(Curve, name, phase, CURVE_EXAMPLE)
 
 
-def _rounds(phase: Constant | Curve) -> int:
+def _round_count(phase: Constant | Curve) -> int:
     return phase.rounds or 0
 
 
@@ -202,14 +200,18 @@ Read = TypeVar("Read", bound=TableModel)
 
 
 def read_table(kind: type[Read], name: str, table: Mapping[str, Scalar], example: str) -> Read:
-    """Read a table; raises UnknownOption, one line that ends with the example."""
+    """Read a table of an option.
+
+    Raises:
+        UnknownOption: one line that ends with the example.
+    """
     try:
         return kind.model_validate(dict(table))
     except ValidationError as error:
-        raise UnknownOption(f"{_fault(name, error)}; write {example}") from error
+        raise UnknownOption(f"{_describe_fault(name, error)}; write {example}") from error
 
 
-def _fault(name: str, error: ValidationError) -> str:
+def _describe_fault(name: str, error: ValidationError) -> str:
     """Describe one fault; an unknown key first, because a missing key may be the same one misspelt."""
     faults = error.errors(include_url=False)
     fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])

@@ -1,4 +1,4 @@
-"""The rows of the table of methods: compositions of parts by name, with the options that differ from their defaults."""
+"""The table of methods: compositions of components by name, with the options that differ from their defaults."""
 
 import types
 from collections.abc import Mapping
@@ -13,15 +13,18 @@ OptionTables = Mapping[str, OptionTable]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row. `tables`: by part, its kind and the options that differ from the kind's defaults."""
+    """A row of the table.
+
+    `tables` gives, for each component, its kind and the options that differ from the kind's defaults.
+    """
 
     name: str
     paper: str
     tables: OptionTables
 
 
-# What a message says about steep directions, the rounds that it missed have said already, and momentum repeats it: a
-# round late counts an eighth (see docs/reference/recipes.md).
+# The rounds that a late contribution missed have already included its steep directions, and momentum repeats them:
+# therefore a contribution that is one round late counts an eighth (see docs/reference/recipes.md).
 LATE_STALENESS: Final = 3.0
 DEFAULT_TABLES: Final[OptionTables] = types.MappingProxyType(
     {
@@ -35,7 +38,7 @@ DEFAULT_TABLES: Final[OptionTables] = types.MappingProxyType(
         "adoption": {"kind": "carry"},
     }
 )
-# What could not be sent is trained on from: what is sent later is then no second correction of the same errors.
+# Peers train on from their residual; otherwise sending it later would correct the same errors twice.
 INT8: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
     {
         "codec": {"kind": "int8"},
@@ -48,7 +51,7 @@ PLAIN_AVERAGING: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
 )
 EQUAL_WEIGHTS: Final[OptionTable] = types.MappingProxyType({"kind": "mean", "weights": "equal"})
 WEIGHTED_BY_AGE: Final[OptionTable] = types.MappingProxyType({**EQUAL_WEIGHTS, "staleness": 0.5, "over": "members"})
-# Every step's gradient is exchanged, and only the update moves the weights.
+# Every step's gradient is exchanged, and only the outer step moves the weights.
 EVERY_GRADIENT: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
     {
         "inner": {"kind": "gathering"},
@@ -63,7 +66,7 @@ SIGN_OF_MOMENTUM: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
         "update": {"kind": "sign", "learning_rate": 0.001, "weight_decay": 0.1},
     }
 )
-# A sixteenth of the weights moves in a step: ten times as far.
+# Only a sixteenth of the weights moves in a step, so the rate is ten times larger.
 SUBSET: Final[Mapping[str, OptionTable]] = types.MappingProxyType(
     {**SIGN_OF_MOMENTUM, "update": {"kind": "sign", "learning_rate": 0.01, "weight_decay": 0.1}}
 )
@@ -83,7 +86,7 @@ def _every_steps(inner_steps: OptionValue, **options: OptionValue) -> OptionTabl
 
 
 def _overlapped(inner_steps: OptionValue) -> OptionTable:
-    """The result of a round is taken when the next one's message is due: a whole round late."""
+    """Return a schedule whose results are applied a whole round late, when the next contribution is due."""
     return _every_steps(inner_steps, ahead=inner_steps, delay=inner_steps)
 
 
@@ -192,7 +195,7 @@ OVERLAPPED: Final = (
         "arXiv 2502.12996",
         INT8,
         schedule=_overlapped(100),
-        # A round late, more would not be stable.
+        # A larger rate would be unstable, because results are a round late.
         update={"kind": "nesterov", "learning_rate": 0.4, "momentum": 0.6, "shorten": True},
         adoption={"kind": "carry", "keep": 0.125},
     ),
@@ -350,7 +353,10 @@ ASYNCHRONOUS: Final = (
         schedule=_every_steps(20, ahead=80, quorum=0.25),
         signal={"kind": "pseudo-gradient", "equal_steps": 20},
         aggregate=EQUAL_WEIGHTS,
-        update={"kind": "sgd", "learning_rate": 0.25},  # as the quorum: each peer moves the anchor by its share
+        update={
+            "kind": "sgd",
+            "learning_rate": 0.25,
+        },  # equal to the quorum, so that each peer moves the anchor by its fraction
     ),
     _make_recipe(
         "delayed-nesterov",

@@ -1,4 +1,7 @@
-"""A method for one model over the rounds of a run: what each round exchanges, and what comes of it. PURE."""
+"""The rounds of a method for one model: the values that each round exchanges, and its outer step.
+
+This module does no input or output, so that all peers compute the same.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +28,11 @@ MAX_CACHED_PLANS = 64
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One round. `spans`: what is sent of the signal's vectors; `bounds`: its parts, as places in the message, each
-    with its codec."""
+    """One round of a method.
+
+    `spans` are the spans of the signal's vectors to send; `part_spans` are the parts of the contribution, each with its
+    codec.
+    """
 
     round: int
     method: Method
@@ -36,39 +42,39 @@ class RoundPlan:
 
     @property
     def steps(self) -> int:
-        """Local steps before the message."""
+        """Return the number of local steps before the contribution."""
         return self.method.schedule.steps(self.round)
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether peers train on while their messages travel."""
+        """Return whether peers train on while their contributions travel."""
         return self.method.schedule.ahead > 0
 
     @cached_property
     def numel(self) -> int:
-        """Values of a message."""
+        """Return the number of values of a contribution."""
         return _total_size(self.spans)
 
     @property
     def max_sizes(self) -> list[int]:
-        """Of each part's payload, in bytes."""
+        """Return the largest size of each part's payload, in bytes."""
         return [codec.max_bytes(stop - start) for codec, (start, stop) in self.parts]
 
     @property
     def parts(self) -> Iterator[tuple[Codec, Span]]:
-        """Each part's codec and place in the message."""
+        """Return the codec and the span of each part."""
         return zip(self.codecs, self.part_spans, strict=True)
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
-        """What is sent of it; a view where that is one span."""
+        """Return the values of a vector that the round sends, as a view if they are one span."""
         return _gather(vector, self.spans)
 
     def scatter(self, contribution: torch.Tensor, vector: torch.Tensor) -> None:
-        """The opposite, into `vector`."""
+        """Write the values of a contribution to their places in `vector`; the inverse of `gather`."""
         _scatter(contribution, vector, self.spans)
 
     def is_compatible_with(self, other: "RoundPlan") -> bool:
-        """Whether a message made for this round means the same in the other."""
+        """Return whether a contribution made for this round means the same in the other one."""
         if self.round == other.round:
             return True
         if not self.method.signal.is_delta or any(codec.depends_on_round for codec in self.codecs):
@@ -77,7 +83,13 @@ class RoundPlan:
 
 
 class RoundPlanner:
-    """`parts`: into how many a butterfly cuts a message. UnknownOption for a method whose parts do not fit together."""
+    """Plans and applies the rounds of a method for a model.
+
+    A butterfly cuts each contribution into `part_count` parts.
+
+    Raises:
+        UnknownOption: the components of the method do not fit together.
+    """
 
     def __init__(self, method: Method, layout: Layout, part_count: int) -> None:
         _check_method(method)
@@ -90,12 +102,12 @@ class RoundPlanner:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model."""
+        """Return the number of parameters of the model."""
         return self.layout.numel
 
     @property
     def signal_numel(self) -> int:
-        """Values of the signal's vectors, of which a message carries some."""
+        """Return the number of values of the signal's vectors, of which a contribution carries some or all."""
         return self.numel * self.method.signal.vector_count
 
     def _make_plan(self, round_number: int) -> RoundPlan:
@@ -112,12 +124,12 @@ class RoundPlanner:
 
     @property
     def cycle(self) -> range:
-        """Rounds after which the same values are sent again, once no option changes any more."""
+        """Return rounds after which the same values are sent again, once no option changes any more."""
         settled = self.method.breakpoints[-1]
         return range(settled, settled + math.lcm(self.method.schedule.fragments, self.method.signal.period))
 
     def representative_rounds(self) -> Iterator[int]:
-        """Yield rounds that include the greatest of every size: each fragment, or period, at each breakpoint."""
+        """Yield rounds that include the largest of every size: each fragment, or period, at each breakpoint."""
         cycle = len(self.cycle)
         for number in self.method.breakpoints:
             yield from range(max(0, number - cycle + 1), number + cycle)
@@ -135,7 +147,7 @@ class RoundPlanner:
         return max(sum(self.plan(number).max_sizes) for number in self.representative_rounds())
 
     def steps_before(self, round_number: int) -> int:
-        """Local steps that a peer makes before that round's."""
+        """Return the number of local steps that a peer makes in all rounds before that one."""
         if self.method.build_for_round is None:
             schedule = self.method.schedule
             cycles, rest = divmod(round_number, schedule.fragments)
@@ -157,7 +169,10 @@ class RoundPlanner:
         return known[round_number]
 
     def outer_step(self, round_number: int, decay: float = 1.0) -> OuterStep:
-        """`round` counts how often the values that the round sends were updated before."""
+        """Return the position of a round's outer step.
+
+        Its `count` is the number of earlier updates of the values that the round sends.
+        """
         updates = round_number // self.method.schedule.fragments
         return OuterStep(updates, self.steps_before(round_number), decay, self.layout.matrix_spans)
 
@@ -170,16 +185,19 @@ class RoundPlanner:
         decay: float,
         weights: Sequence[float],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A new anchor and new slots, moved by what a round came to; flat fp32 on the CPU, `merged` as in the plan.
-        `weights`: of the round's members."""
-        numbers = {name: slots[name] for name in SMALL_SLOTS if name in slots}
-        share = 1.0
-        if REFERENCE_WEIGHT in numbers:
-            numbers[REFERENCE_WEIGHT] = update_reference_weight(weights, numbers[REFERENCE_WEIGHT])
-            share = compute_step_scale(weights, numbers[REFERENCE_WEIGHT])
-        vectors = {name: slot for name, slot in slots.items() if name not in numbers}
-        anchor, vectors = self._step(plan, anchor, vectors, merged, decay, share)
-        return anchor, vectors | numbers
+        """Return a new anchor and new slots, moved by the merged vector of a round.
+
+        The anchor and the slots are flat fp32 on the CPU and are not changed; `merged` is laid out as in the plan.
+        `decay` is the remaining fraction of the run's learning rate, `weights` those of the round's members.
+        """
+        small_slots = {name: slots[name] for name in SMALL_SLOTS if name in slots}
+        scale = 1.0
+        if REFERENCE_WEIGHT in small_slots:
+            small_slots[REFERENCE_WEIGHT] = update_reference_weight(weights, small_slots[REFERENCE_WEIGHT])
+            scale = compute_step_scale(weights, small_slots[REFERENCE_WEIGHT])
+        vectors = {name: slot for name, slot in slots.items() if name not in small_slots}
+        anchor, vectors = self._step(plan, anchor, vectors, merged, decay, scale)
+        return anchor, vectors | small_slots
 
     def _step(
         self,
@@ -190,7 +208,7 @@ class RoundPlanner:
         decay: float,
         scale: float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`share`: of the way that the update would make of it."""
+        """Take an outer step whose length is scaled by `scale`."""
         signal, update = plan.method.signal, plan.method.update
         is_whole = plan.numel == self.numel * signal.vector_count and not signal.averaged_names
         if is_whole and update.linear_rate is not None:
@@ -215,8 +233,8 @@ class RoundPlanner:
         decay: float,
         scale: float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Everything that is done to a slab while it is in the cache."""
-        update, moment = plan.method.update, self.outer_step(plan.round, decay)
+        """Take an elementwise outer step, slab by slab, so that all operations on a slab find it in the cache."""
+        update, outer_step = plan.method.update, self.outer_step(plan.round, decay)
         moved = torch.from_numpy(empty(self.numel))
         new = {name: torch.from_numpy(empty(self.numel)) for name in slots}
 
@@ -225,8 +243,8 @@ class RoundPlanner:
             merged.decode_into(part, delta)
             if scale != 1:
                 delta *= np.float32(scale)
-            moving = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
-            update.apply(moved[part].copy_(anchor[part]), moving, torch.from_numpy(delta), moment)
+            slot_slabs = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
+            update.apply(moved[part].copy_(anchor[part]), slot_slabs, torch.from_numpy(delta), outer_step)
 
         parallel_for(move, wide_slabs(self.numel))
         return moved, new
@@ -240,19 +258,20 @@ class RoundPlanner:
         decay: float,
         scale: float,
     ) -> None:
-        update, moment = plan.method.update, self.outer_step(plan.round, decay)
+        """Take an outer step on the spans that the round sent, in place."""
+        update, outer_step = plan.method.update, self.outer_step(plan.round, decay)
         spans = clip_spans(plan.spans, 0, self.numel)
-        moment = replace(moment, matrix_spans=self.layout.select(spans).matrix_spans)
+        outer_step = replace(outer_step, matrix_spans=self.layout.select(spans).matrix_spans)
         sent, averaged = torch.split(merged, [size := _total_size(spans), plan.numel - size])
         vectors = [anchor, *(slots[name] for name in update.slots)]
-        near = [_gather(vector, spans) for vector in vectors]
-        update.apply(near[0], dict(zip(update.slots, near[1:], strict=True)), _scaled(sent, scale), moment)
-        for piece, vector in zip(near, vectors, strict=True):
+        gathered = [_gather(vector, spans) for vector in vectors]
+        update.apply(gathered[0], dict(zip(update.slots, gathered[1:], strict=True)), _scaled(sent, scale), outer_step)
+        for piece, vector in zip(gathered, vectors, strict=True):
             _scatter(piece, vector, spans)
         self._apply_mean(plan, slots, averaged)
 
     def _apply_mean(self, plan: RoundPlan, slots: Mapping[str, torch.Tensor], mean: torch.Tensor) -> None:
-        """What no update moves moves by the whole mean."""
+        """Subtract the whole mean from the vectors that have no outer step."""
         signal, numel = plan.method.signal, self.numel
         spans = clip_spans(plan.spans, numel, numel * signal.vector_count)
         for (start, stop), piece in zip(spans, torch.split(mean, [stop - start for start, stop in spans]), strict=True):
@@ -304,9 +323,9 @@ def _check_method(method: Method) -> None:
 
 
 def split_into_parts(numel: int, part_count: int, alignment: int) -> tuple[Span, ...]:
-    """Cut [0, numel) into `parts` spans that start at multiples of `alignment` and differ by at most one `alignment`.
+    """Cut [0, numel) into `part_count` spans that start at multiples of `alignment` and have nearly equal sizes.
 
-    Fewer parts where there are fewer aligned blocks than that: no part is ever empty.
+    Sizes differ by at most one `alignment`. There are fewer parts if there are fewer aligned blocks: no part is empty.
     """
     if numel < 1 or part_count < 1:
         raise ValueError("there must be at least one value and one part")

@@ -1,8 +1,8 @@
-"""What is exchanged.
+"""Signals: the vectors that peers exchange.
 
-A peer's own vectors are its weights and those that its inner optimizer keeps. Of these, a signal `shares` some: their
-agreed values (the anchor and its companions) are the same on all peers. A message is `width` vectors of the model's
-size one after the other, or the spans of them that the schedule picks.
+A peer's own vectors are its weights and the state of its inner optimizer. A signal shares some of them: their agreed
+values, the anchor and its companions, are the same on all peers. A contribution consists of `vector_count` vectors of
+the model's size, one after the other, or of the spans of them that the schedule selects.
 """
 
 import math
@@ -26,37 +26,45 @@ MAX_PERIOD = 1000  # rounds
 
 @plain_dataclass(frozen=True)
 class SignalInputs:
-    """What a peer measures its message from, flat fp32 on the CPU. `live`, `reference` (where its last message left
-    off) and `agreed` go by the names of shared vectors, `own` by those of the inner state that the signal consumes.
+    """The vectors from which a peer measures its contribution, flat fp32 on the CPU.
+
+    `live`, `reference` (up to where the last contribution was measured) and `anchor` are keyed by the names of shared
+    vectors, `inner_state` by those of the inner optimizer's vectors that the signal consumes.
     """
 
     live: Mapping[str, torch.Tensor]
     reference: Mapping[str, torch.Tensor]
     anchor: Mapping[str, torch.Tensor]
     inner_state: Mapping[str, torch.Tensor]
-    steps: int  # since the last message
+    steps: int  # since the last contribution
 
 
 class Signal(ABC):
+    """The kind of vectors that a contribution is made of."""
+
     kind: ClassVar[str]
     shared_names: ClassVar[tuple[str, ...]] = (WEIGHTS,)
-    averaged_names: ClassVar[tuple[str, ...]] = ()  # of the shared ones, those that no update moves: they are averaged
-    consumed_names: ClassVar[tuple[str, ...]] = ()  # vectors of the inner optimizer that begin anew after a message
-    is_delta: ClassVar[bool] = True  # what missed its round may be sent later
-    requires_whole: ClassVar[bool] = False  # not to be sent in fragments
+    averaged_names: ClassVar[tuple[str, ...]] = ()  # shared vectors without an outer step
+    consumed_names: ClassVar[tuple[str, ...]] = ()  # inner optimizer's vectors, reset after each contribution
+    is_delta: ClassVar[bool] = True  # a contribution that missed its round may be sent later
+    requires_whole: ClassVar[bool] = False  # cannot be sent in fragments
     vector_count: ClassVar[int] = 1
 
     @property
     def period(self) -> int:
-        """After so many rounds the same vectors are sent again."""
+        """Return the number of rounds after which the same vectors are sent again."""
         return 1
 
     @abstractmethod
     def measure(self, inputs: SignalInputs) -> torch.Tensor:
-        """A new vector of `width` times the model's size, pointing uphill."""
+        """Return a new vector of `vector_count` times the model's size, pointing uphill."""
 
     def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
-        """What is sent of the measured vector, whose `width` vectors have that layout each."""
+        """Return the spans of the measured vector to send, where each of its vectors has this layout.
+
+        Raises:
+            UnknownOption: the signal cannot be sent in fragments.
+        """
         if self.requires_whole and schedule.fragments > 1:
             raise UnknownOption(f"signal {self.kind!r} is sent whole; set schedule.fragments = 1")
         return schedule.spans(round_number, layout.repeat(self.vector_count))
@@ -64,12 +72,12 @@ class Signal(ABC):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PseudoGradient(Signal):
-    """How far the weights moved since the last message, pointing uphill as a gradient does (arXiv 2311.08105):
+    """The movement of the weights since the last contribution, pointing uphill as a gradient does (arXiv 2311.08105).
 
-    delta = reference - weights
+        delta = reference - weights
 
-    With `equal_steps` = S above 0, times S / steps: as if every peer had made S steps, each as its own on average,
-    so that who made more does not pull harder (anarchic averaging, arXiv 2108.09875).
+    With `equal_steps` = S above 0 it is multiplied by S / steps, as if every peer had made S average steps of its own,
+    so that peers with more steps do not pull harder (anarchic averaging, arXiv 2108.09875).
     """
 
     kind: ClassVar[str] = "pseudo-gradient"
@@ -85,10 +93,12 @@ class PseudoGradient(Signal):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WeightsAndMoments(Signal):
-    """Weights and both of Adam's moments, each averaged on its own period (Local Adam; DES-LOC, arXiv 2505.22549):
-    the weights in every round, the first moment in every `first_every`-th, the second in every `second_every`-th.
+    """Weights and both of Adam's moments, each averaged on its own period (Local Adam; DES-LOC, arXiv 2505.22549).
 
-    delta_x = reference_x - x for each of the three
+        delta_x = reference_x - x for each of the three
+
+    The weights are sent in every round, the first moment in every `first_every`-th, the second in every
+    `second_every`-th.
     """
 
     kind: ClassVar[str] = "inner-state"
@@ -116,16 +126,17 @@ class WeightsAndMoments(Signal):
     def spans(self, round_number: int, layout: Layout, schedule: Schedule) -> tuple[Span, ...]:
         super().spans(round_number, layout, schedule)
         periods = (1, self.first_every, self.second_every)
-        sent = [place for place, period in enumerate(periods) if (round_number + 1) % period == 0]
-        return tuple((place * layout.numel, (place + 1) * layout.numel) for place in sent)
+        vectors = [vector for vector, period in enumerate(periods) if (round_number + 1) % period == 0]
+        return tuple((vector * layout.numel, (vector + 1) * layout.numel) for vector in vectors)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Gradient(Signal):
-    """The mean gradient of the steps since the last message; the weights only move with the anchor. For an inner
-    optimizer that gathers gradients.
+    """The mean gradient of the steps since the last contribution; the weights move only with the anchor.
 
-    g = (sum of gradients) / steps
+        g = (sum of gradients) / steps
+
+    For an inner optimizer that accumulates gradients.
     """
 
     kind: ClassVar[str] = "gradient"
@@ -138,7 +149,7 @@ class Gradient(Signal):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Momentum(Signal):
-    """The agreed momentum moved on by the own gradient (1-bit Adam, arXiv 2102.02888):
+    """The agreed momentum, updated with the peer's own gradient (1-bit Adam, arXiv 2102.02888).
 
     m_i = beta * m + (1 - beta) * g_i
     """
@@ -169,8 +180,10 @@ class Weights(Signal):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PseudoGradientAndAnchor(Signal):
-    """The pseudo-gradient, and the anchor that it was measured from (NoLoCo, arXiv 2506.10911, with its consensus
-    strength apart from its step): delta_i and phi_i, one after the other."""
+    """The pseudo-gradient followed by the anchor that it was measured from: delta_i and phi_i.
+
+    For NoLoCo (arXiv 2506.10911) with a consensus strength that is independent of its step.
+    """
 
     kind: ClassVar[str] = "progress-and-anchor"
     is_delta: ClassVar[bool] = False

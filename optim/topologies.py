@@ -14,8 +14,7 @@ from optim.options import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Butterfly:
-    """Each peer sends part j to the peer that reduces part j, then fetches the reduced parts. For dense contributions.
-    """
+    """Each peer sends part j to the peer that reduces it, then fetches the reduced parts. For dense contributions."""
 
     kind: ClassVar[str] = "butterfly"
     reduces_parts: ClassVar[bool] = True

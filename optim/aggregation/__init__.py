@@ -1,1 +1,1 @@
-"""Combine the contributions of a round into one update."""
+"""Aggregation rules: how the contributions of a round become one update."""

@@ -15,8 +15,10 @@ Decoder = Callable[[], Vector]
 
 @dataclass(frozen=True)
 class WeightedPayload:
-    """One member's payload with its weight; decoded on demand, so that one dense message at a time is in memory, where
-    nobody has read it before."""
+    """One member's payload with its weight.
+
+    It is decoded on demand, so that only one dense contribution at a time is in memory, unless it was decoded before.
+    """
 
     codec: Codec
     payload: Payload | Vector
@@ -28,67 +30,85 @@ class WeightedPayload:
 
 
 def decode_sparse(payloads: Sequence[WeightedPayload]) -> list[SparseVector]:
-    """All of them decoded, where some are already and all have room side by side in the memory of a dense one."""
-    if not any(isinstance(message.payload, SparseVector) for message in payloads):
+    """Decode all payloads, if they are sparse and together need no more memory than a dense one.
+
+    Returns:
+        The vectors in order; an empty list if they are not, or if none is decoded already.
+    """
+    if not any(isinstance(payload.payload, SparseVector) for payload in payloads):
         return []
-    room, vectors = 4 * payloads[0].numel, list[SparseVector]()
-    for message in payloads:
-        vector = message.decode()
-        if not isinstance(vector, SparseVector) or vector.nbytes > room:
+    free_bytes, vectors = 4 * payloads[0].numel, list[SparseVector]()
+    for payload in payloads:
+        vector = payload.decode()
+        if not isinstance(vector, SparseVector) or vector.nbytes > free_bytes:
             return []
-        room -= vector.nbytes
+        free_bytes -= vector.nbytes
         vectors.append(vector)
     return vectors
 
 
 def cached_decoders(payloads: Sequence[WeightedPayload]) -> list[Decoder]:
-    """What decodes each message. Sparse ones that have room side by side in the memory of a dense one are decoded once,
-    however often they are read."""
+    """Return a decoder for each payload, which keeps its vector if all fit into the memory of a dense one.
 
-    def reader(message: WeightedPayload) -> Decoder:
-        known: list[SparseVector] = []
+    Only sparse vectors are kept; they are decoded once, however often they are decode.
+    """
 
-        def read() -> Vector:
-            if known:
-                return known[0]
-            vector = message.decode()
-            if isinstance(vector, SparseVector) and vector.nbytes * len(payloads) <= 4 * message.numel:
-                known.append(vector)
+    def make_decoder(payload: WeightedPayload) -> Decoder:
+        cached: list[SparseVector] = []
+
+        def decode() -> Vector:
+            if cached:
+                return cached[0]
+            vector = payload.decode()
+            if isinstance(vector, SparseVector) and vector.nbytes * len(payloads) <= 4 * payload.numel:
+                cached.append(vector)
             return vector
 
-        return read
+        return decode
 
-    return [reader(message) for message in payloads]
+    return [make_decoder(payload) for payload in payloads]
 
 
 class AggregationRule(ABC):
-    """Messages of one length, in the agreed order, to one vector. A message of weight zero is as if absent."""
+    """A rule that combines payloads of one length, in the agreed order, into one vector. Weight zero means absent."""
 
     kind: ClassVar[str]
 
     @property
     def state_size(self) -> int:
-        """Numbers that all peers hold alike from round to round, zero at the start; 0: a round's messages say all."""
+        """Return the size of the state that all peers share from round to round; 0 for stateless rules.
+
+        It is zero at the start.
+        """
         return 0
 
     def weigh(self, tokens: int, age: int) -> float:
-        """Of a member that trained on so many tokens and whose message is `age` rounds late."""
+        """Return the weight of a member that trained on `tokens` and whose contribution is `age` rounds late."""
         return float(tokens)
 
     @abstractmethod
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
-        """CodecError if a payload is malformed, OptimError if no message has a weight. `memory` changes in place."""
+        """Combine the payloads; updates `state` in place.
+
+        Raises:
+            CodecError: a payload is malformed.
+            OptimError: no payload has a weight, or a weight is invalid.
+        """
 
     def combine_lazily(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Vector:
-        """The same bits, to be had span by span: where a rule can, it computes them when they are asked for."""
+        """Combine the payloads to the same bits as `combine`, computing each span when it is read where possible."""
         return ArrayVector(self.combine(payloads, state))
 
 
 def drop_weightless(payloads: Sequence[WeightedPayload]) -> list[WeightedPayload]:
-    """Those with a weight. OptimError if a weight is nonsense or there is none."""
-    if not all(math.isfinite(message.weight) and message.weight >= 0 for message in payloads):
+    """Return the payloads that have a weight.
+
+    Raises:
+        OptimError: a weight is negative or not finite, or all are zero.
+    """
+    if not all(math.isfinite(payload.weight) and payload.weight >= 0 for payload in payloads):
         raise OptimError("weights must be finite and not negative")
-    members = [message for message in payloads if message.weight]
+    members = [payload for payload in payloads if payload.weight]
     if not members:
         raise OptimError("one of the weights must be above zero")
     return members

@@ -1,6 +1,6 @@
-"""From the members' messages to one pseudo-gradient.
+"""Means of the members' contributions.
 
-Messages are summed in the order in which they are given, in fp32, and divided once: every peer gets the same bits.
+Payloads are summed in the given order, in fp32, and the sum is divided once, so that every peer gets the same bits.
 """
 
 import math
@@ -25,11 +25,13 @@ from optim.options import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _WeightedMean(AggregationRule):
-    """`weights`: by the tokens each member trained on, or all alike. `clip`: no message counts with a norm above the
-    median of all norms (of the part at hand, where messages are reduced in parts). The clip bounds what one member can
-    do and keeps the rest of the mean as it is; the rules of `optim.aggregation.robust` instead leave members out.
-    `staleness`: a message that is `age` rounds late counts (1 + age)^-staleness of its weight (arXiv 2111.04338:
-    0.5)."""
+    """A mean by the tokens that each member trained on, or with equal weights.
+
+    `clip` scales each contribution's norm down to the median of all norms (of the part, if contributions are reduced in
+    parts). This bounds the influence of one member and leaves the rest of the mean as it is; the rules of
+    `optim.aggregation.robust` leave members out instead. `staleness`: a contribution that is `age` rounds late gets (1
+    + age)^-staleness of its weight (0.5 in arXiv 2111.04338).
+    """
 
     weights: Literal["tokens", "equal"] = "tokens"
     clip: bool = False
@@ -39,13 +41,15 @@ class _WeightedMean(AggregationRule):
         return (tokens if self.weights == "tokens" else 1) * power(1 + age, -self.staleness)
 
     def _normalized_weights(self, payloads: Sequence[WeightedPayload]) -> list[float]:
-        """In units of the largest: a message of weight 1 is summed without being multiplied."""
-        most = max(message.weight for message in drop_weightless(payloads))
-        return [message.weight / most for message in payloads]
+        """Return the weights over the largest one, so that a payload of weight 1 is summed without a multiplication."""
+        largest = max(payload.weight for payload in drop_weightless(payloads))
+        return [payload.weight / largest for payload in payloads]
 
     def _clip_scales(self, vectors: Iterable[Vector], weights: Sequence[float]) -> list[float]:
-        """What each message is multiplied by: its weight, and what brings its norm down to the median of those that
-        count. Without a clip `vectors` are not looked at."""
+        """Return the factor of each vector: its weight, times the factor that clips its norm to the median.
+
+        Only norms of vectors with a weight count for the median. Without `clip`, `vectors` is not decode.
+        """
         if not self.clip:
             return list(weights)
         norms = [vector.norm() for vector in vectors]
@@ -65,13 +69,16 @@ class _WeightedMean(AggregationRule):
     def _lazy_mean(
         self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]
     ) -> Vector:
-        """Of sparse messages, to be had span by span."""
+        """Return a mean of sparse vectors that is computed span by span when it is decode."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mean(_WeightedMean):
-    """sum_i w_i x_i / sum_i w_i over all n members of the round; with `over` = "members" and equal weights it is
-    sum_i w_i x_i / n, so that a step of messages that are late is also shorter (arXiv 2106.06639)."""
+    """The weighted mean over all n members of the round, sum_i w_i x_i / sum_i w_i.
+
+    With `over` = "members" and equal weights it is sum_i w_i x_i / n, so that late contributions also shorten the step
+    (arXiv 2106.06639).
+    """
 
     kind: ClassVar[str] = "mean"
 
@@ -84,7 +91,7 @@ class Mean(_WeightedMean):
         return self
 
     def _divisor(self, payloads: Sequence[WeightedPayload], weights: Sequence[float]) -> np.float32:
-        """Of the sum whose weights are `weights`."""
+        """Return the divisor of a sum with these normalized weights."""
         if self.over == "weights":
             return np.float32(math.fsum(weights))
         members = drop_weightless(payloads)
@@ -92,14 +99,17 @@ class Mean(_WeightedMean):
 
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         weights = self._normalized_weights(payloads)
-        readers = cached_decoders(payloads)
-        scales, vectors = self._clip_scales((read() for read in readers), weights), (read() for read in readers)
+        decoders = cached_decoders(payloads)
+        scales, vectors = (
+            self._clip_scales((decode() for decode in decoders), weights),
+            (decode() for decode in decoders),
+        )
         first = next(vectors)
         total = zeros(first.coefficients.numel)
         for vector, scale in zip(chain((first,), vectors), scales, strict=True):
             vector.coefficients.add_to(total, scale)
         total /= self._divisor(payloads, weights)
-        # What transforms values is linear: it is undone once.
+        # Transforms of codecs are linear, so inverting one once, on the sum, is enough.
         return first.with_coefficients(ArrayVector(total)).to_dense()
 
     def _lazy_mean(
@@ -110,19 +120,22 @@ class Mean(_WeightedMean):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SenderMean(_WeightedMean):
-    """As `Mean`, but each coordinate is divided by the weight of those members that sent something for it.
+    """Like `Mean`, but each coordinate is divided by the weight of the members that sent a value for it.
 
-    This is what the public codes of arXiv 2508.15706 do where its text has the mean over all members; with sparse
-    messages it moves several times farther, so learning rates do not carry over from one rule to the other. A
-    coordinate is what was sent: with a codec that transforms values it is a coefficient (arXiv 2411.19870).
+    The public code of arXiv 2508.15706 does this where its text has the mean over all members. With sparse
+    contributions it moves several times farther, so learning rates do not carry over between the two rules. With a
+    codec that transforms values, the coordinates are its coefficients (arXiv 2411.19870).
     """
 
     kind: ClassVar[str] = "sender-mean"
 
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         weights = self._normalized_weights(payloads)
-        readers = cached_decoders(payloads)
-        scales, vectors = self._clip_scales((read() for read in readers), weights), (read() for read in readers)
+        decoders = cached_decoders(payloads)
+        scales, vectors = (
+            self._clip_scales((decode() for decode in decoders), weights),
+            (decode() for decode in decoders),
+        )
         first = next(vectors)
         total, senders = zeros(first.coefficients.numel), zeros(first.coefficients.numel)
         for vector, weight, scale in zip(chain((first,), vectors), weights, scales, strict=True):

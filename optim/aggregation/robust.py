@@ -1,13 +1,13 @@
-"""Rules that hold against members who send what they please (arXiv 1703.02757, 1803.01498, 2012.10333).
+"""Rules that tolerate members who send arbitrary values (arXiv 1703.02757, 1803.01498, 2012.10333).
 
-All members with a weight count alike: tokens are a member's own claim. Of n members, f = ceil(liars * n) may lie, but
-no more than the rule can bear among so few.
+All members with a weight count equally, because tokens are a member's own claim. Of n members f = ceil(liars * n) may
+be byzantine, limited to as many as the rule can tolerate among n.
 
-In a gather a rule sees whole messages. In a butterfly each part is a problem of its own: the rules by coordinate give
-the same there, while Krum and the centred clip judge, and may leave out, other members in each part. Whoever reduces a
-part must be trusted or checked; no rule can see to that.
+In a gather, a rule sees whole contributions. In a butterfly, each part is a problem of its own: rules by coordinate
+give the same result there, while Krum and the centred clip may judge, and leave out, other members in each part. No
+rule protects against the peer that reduces a part: it must be trusted or checked.
 
-Sparse messages need a mean: of a coordinate that few members send, the median is zero, and between members who send
+Sparse contributions need a mean: where few members send a coordinate its median is zero, and between members that send
 different coordinates all distances are large.
 """
 
@@ -43,16 +43,16 @@ class _CoordinateWise(AggregationRule):
 
     @abstractmethod
     def _trim_count(self, members: int) -> int:
-        """How many of the smallest and of the largest values are left out."""
+        """Return the number of smallest, and of largest, values to leave out."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrimmedMean(_CoordinateWise):
-    """By coordinate: the mean without the f largest and the f smallest values. Two members or one: their mean."""
+    """By coordinate: the mean without the f largest and the f smallest values. For two members or one, their mean."""
 
     kind: ClassVar[str] = "trimmed-mean"
 
-    liars: float = Field(default=0.25, ge=0, lt=0.5, description="share of the members that may lie")
+    liars: float = Field(default=0.25, ge=0, lt=0.5, description="fraction of the members that may be byzantine")
 
     def _trim_count(self, members: int) -> int:
         return min(math.ceil(self.liars * members), (members - 1) // 2)
@@ -60,7 +60,7 @@ class TrimmedMean(_CoordinateWise):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CoordinateMedian(_CoordinateWise):
-    """By coordinate: the middle value, or the mean of the middle two. Holds against fewer than half."""
+    """By coordinate: the middle value, or the mean of the middle two. Tolerates fewer than half of the members."""
 
     kind: ClassVar[str] = "median"
 
@@ -70,16 +70,16 @@ class CoordinateMedian(_CoordinateWise):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Krum(AggregationRule):
-    """The message with the least sum of squared distances to its n - f - 2 nearest; with `several`, the mean of the
-    n - f - 2 messages that have the least such sums.
+    """The contribution with the least sum of squared distances to its n - f - 2 nearest ones.
 
-    The proof needs n >= 2 f + 3: below, f shrinks to what n allows, and among fewer than three all count. Every pair
-    of messages is compared, in time quadratic in n.
+    With `several`, the mean of the n - f - 2 contributions that have the least such sums. The proof needs n >= 2 f + 3:
+    below, f shrinks to the largest value that n allows, and among fewer than three members all count. Every pair of
+    contributions is compared, in time quadratic in n.
     """
 
     kind: ClassVar[str] = "krum"
 
-    liars: float = Field(default=0.25, ge=0, lt=0.5, description="share of the members that may lie")
+    liars: float = Field(default=0.25, ge=0, lt=0.5, description="fraction of the members that may be byzantine")
     several: bool = False
 
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
@@ -102,10 +102,11 @@ class Krum(AggregationRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CentredClip(AggregationRule):
-    """v <- v + mean_i (x_i - v) min(1, tau / ||x_i - v||), from v = 0 on, with tau = radius * median_i ||x_i - v||.
+    """v <- v + mean_i (x_i - v) min(1, tau / ||x_i - v||) from v = 0 on, with tau = radius * median_i ||x_i - v||.
 
-    One member moves a step by at most tau / n, however loud. The paper sets tau by hand; the median follows the size
-    of pseudo-gradients as it falls over a run, and shrinks to the honest members' spread once v is among them.
+    One member moves v by at most tau / n per iteration, however large its contribution. The paper sets tau by hand; the
+    median follows the size of pseudo-gradients as it falls over a run, and shrinks to the spread of the honest members
+    once v is among them.
     """
 
     kind: ClassVar[str] = "centred-clip"
@@ -129,13 +130,15 @@ class CentredClip(AggregationRule):
 
 
 def _decode_all(payloads: Sequence[WeightedPayload]) -> list[Vector]:
-    return [message.decode() for message in drop_weightless(payloads)]
+    return [payload.decode() for payload in drop_weightless(payloads)]
 
 
 def _sort_by_coordinate(vectors: Sequence[Vector], slab: slice) -> list[Floats]:
-    """The k-th array has the k-th smallest value of each coordinate: a sorting network of neighbours, whole slabs at a
-    time."""
-    # Which of +0 and -0 counts as the smaller differs between processors; adding zero leaves only +0.
+    """Return arrays of which the k-th has the k-th smallest value of each coordinate.
+
+    This is a sorting network of neighbours, applied to whole slabs.
+    """
+    # Processors differ in which of +0 and -0 they call smaller; adding zero leaves only +0.
     rows = [vector.decode_slab(slab) + np.float32(0) for vector in vectors]
     for turn in range(len(rows)):
         for first in range(turn % 2, len(rows) - 1, 2):

@@ -1,7 +1,7 @@
-"""Means of sparse vectors, computed span by span when they are asked for: no dense vector is made of a message.
+"""Means of sparse vectors, computed span by span when they are read, so that no contribution is made dense.
 
-One loop sums all messages, each from where it lies; each position is added to in their order, as if they were summed
-one by one. The loop goes over blocks that stay in the innermost cache from the sum to what becomes of it.
+One loop sums all vectors from wherever they are in memory. It adds to each position in the order of the vectors, as if
+they were summed one by one. It goes over blocks that stay in the innermost cache from the sum to the result.
 """
 
 from abc import abstractmethod
@@ -16,17 +16,19 @@ from optim.kernels.jit import kernel
 from optim.kernels.parallel import parallel_for, thread_buffer
 from optim.kernels.vectors import Floats, Positions, SparseVector, Vector, wide_slabs
 
-Offsets = npt.NDArray[np.uint64]  # without a sign: a loop need not ask whether one counts from the end
+Offsets = npt.NDArray[np.uint64]  # unsigned: a loop need not check for negative indices
 
 BLOCK_SIZE: Final = 1 << 11  # values
-NEGATIVE_ZERO: Final = np.float32(-0.0)  # added to a number, it leaves its bits as they are; 0 turns -0 to 0
+NEGATIVE_ZERO: Final = np.float32(-0.0)  # adding it leaves all bits as they are; adding 0 turns -0 to 0
 
 
 @dataclass(frozen=True)
 class SparseBatch:
-    """Sparse vectors of one length, as one array in which each lies somewhere: places count from where the first one
-    lies, modulo 2^64, over whatever is between. `begins`: of their positions; `shifts`: how many places later in the
-    array of values than in that of positions."""
+    """Sparse vectors of one length, addressed as if they were one array.
+
+    Offsets are counted in items from the first vector, modulo 2^64, over whatever memory is in between.
+    `position_offsets` locates the positions of each vector; adding `value_shifts` to an offset locates the value.
+    """
 
     vectors: tuple[SparseVector, ...]
     position_offsets: Offsets
@@ -34,33 +36,37 @@ class SparseBatch:
 
     @classmethod
     def from_vectors(cls, vectors: Sequence[SparseVector]) -> Self:
-        begins = _item_offsets([vector.positions for vector in vectors])
-        return cls(tuple(vectors), begins, _item_offsets([vector.values for vector in vectors]) - begins)
+        offsets = _item_offsets([vector.positions for vector in vectors])
+        return cls(tuple(vectors), offsets, _item_offsets([vector.values for vector in vectors]) - offsets)
 
     @property
     def numel(self) -> int:
         return self.vectors[0].numel
 
     def find_offsets(self, slab: slice) -> tuple[Offsets, Offsets]:
-        """Where the positions in a part begin and end."""
+        """Return the offsets at which the positions within a slab begin and end, for each vector."""
         found = [np.searchsorted(vector.positions, (slab.start, slab.stop)) for vector in self.vectors]
         first, last = np.array(found, np.uint64).T
         return self.position_offsets + first, self.position_offsets + last
 
 
 def _item_offsets(arrays: Sequence[npt.NDArray[Any]]) -> Offsets:
-    """Where each begins, in items from the first. ValueError for what a loop could not go over."""
+    """Return the offset of each array in items from the first.
+
+    Raises:
+        ValueError: the arrays differ in type, or one is not contiguous.
+    """
     for array in arrays:
         if not array.flags.carray or array.dtype != arrays[0].dtype:
-            raise ValueError("arrays of different numbers, or whose values do not lie one after the other")
+            raise ValueError("arrays of different types, or that are not contiguous")
     addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
-    places: Offsets = (addresses - addresses[0]).view(np.int64) // arrays[0].itemsize
-    return places.view(np.uint64)
+    offsets: Offsets = (addresses - addresses[0]).view(np.int64) // arrays[0].itemsize
+    return offsets.view(np.uint64)
 
 
 @dataclass(frozen=True)
 class SparseMean(Vector):
-    """sum_i scale_i x_i, divided value by value."""
+    """sum_i scale_i x_i, each value divided by its own divisor."""
 
     batch: SparseBatch
     scales: Floats
@@ -70,25 +76,25 @@ class SparseMean(Vector):
         return self.batch.numel
 
     def decode_into(self, slab: slice, out: Floats) -> None:
-        nothing = thread_buffer("nothing", np.float32, out.size)
-        nothing.fill(NEGATIVE_ZERO)
-        self._add_slab(slab, nothing, 1.0, out)
+        zeros = thread_buffer("zeros", np.float32, out.size)
+        zeros.fill(NEGATIVE_ZERO)
+        self._add_slab(slab, zeros, 1.0, out)
 
     def write_sum(self, before: Floats, weight: float, out: Floats) -> None:
-        """out <- before + weight * self, the product rounded before it is added, in one pass over whole vectors."""
+        """Write before + weight * self to `out` in one pass; the product is rounded before it is added."""
         parallel_for(lambda part: self._add_slab(part, before[part], weight, out[part]), wide_slabs(self.numel))
 
     def _add_slab(self, slab: slice, before: Floats, weight: float, out: Floats) -> None:
-        stack, first, (divisor, shares) = self.batch, self.batch.vectors[0], self._divisor()
+        batch, first, (divisor, sender_weights) = self.batch, self.batch.vectors[0], self._divisor()
         sums, divisors = thread_buffer("means", np.float32, 2 * BLOCK_SIZE).reshape(2, BLOCK_SIZE)
         _add_means(
             first.positions,
             first.values,
-            *stack.find_offsets(slab),
-            stack.value_shifts,
+            *batch.find_offsets(slab),
+            batch.value_shifts,
             self.scales,
             divisor,
-            shares,
+            sender_weights,
             slab.start,
             sums,
             divisors,
@@ -99,12 +105,12 @@ class SparseMean(Vector):
 
     @abstractmethod
     def _divisor(self) -> tuple[np.float32, Floats]:
-        """What every value is divided by, and what each vector adds to that wherever it is not zero."""
+        """Return the divisor of all values, and the weight that each vector adds to it wherever it is not zero."""
 
 
 @dataclass(frozen=True)
 class MeanVector(SparseMean):
-    """Divided by one number."""
+    """A mean with one divisor for all values."""
 
     divisor: np.float32
 
@@ -114,7 +120,7 @@ class MeanVector(SparseMean):
 
 @dataclass(frozen=True)
 class SenderMeanVector(SparseMean):
-    """Divided by the `weights` of those who sent something for the value."""
+    """A mean in which each value is divided by the `weights` of the members that sent it."""
 
     weights: Floats
 
@@ -126,12 +132,12 @@ class SenderMeanVector(SparseMean):
 def _add_means(
     positions: Positions,
     values: Floats,
-    places: Offsets,
+    offsets: Offsets,
     ends: Offsets,
     shifts: Offsets,
     scales: Floats,
     divisor: np.float32,
-    shares: Floats,
+    sender_weights: Floats,
     start: int,
     sums: Floats,
     divisors: Floats,
@@ -139,29 +145,31 @@ def _add_means(
     before: Floats,
     out: Floats,
 ) -> None:
-    """out <- before + weight * sum / divisor: of the span from `start` on. Each product is rounded before it is added.
-    Of each vector those between `places`, which move there, and `ends`. `sums` and `divisors` may hold anything; a
-    block has their length."""
+    """Write before + weight * sum / divisor to `out`, for the span from `start` on.
+
+    Each product is rounded before it is added. Reads each vector from its offset in `offsets`, which moves along, up to
+    `ends`. `sums` and `divisors` are scratch space whose length is that of a block.
+    """
     for begin in range(0, out.size, sums.size):
-        old, block, offset = before[begin : begin + sums.size], out[begin : begin + sums.size], start + begin
+        old, block, first = before[begin : begin + sums.size], out[begin : begin + sums.size], start + begin
         sums[:] = 0
         divisors[:] = divisor
         for vector in range(ends.size):
-            scale, share, shift = scales[vector], shares[vector], shifts[vector]
-            place, end = places[vector], ends[vector]
-            while place != end and positions[place] < offset + block.size:
-                spot, value = np.uint64(positions[place] - offset), values[place + shift]
-                sums[spot] += value * scale
-                divisors[spot] += share if value != 0 else np.float32(0)
-                place += np.uint64(1)
-            places[vector] = place
-        for at in range(block.size):
-            mean = sums[at] / (divisors[at] if divisors[at] > 0 else np.float32(1))
-            block[at] = old[at] + mean * weight
+            scale, sender_weight, shift = scales[vector], sender_weights[vector], shifts[vector]
+            item, end = offsets[vector], ends[vector]
+            while item != end and positions[item] < first + block.size:
+                target, value = np.uint64(positions[item] - first), values[item + shift]
+                sums[target] += value * scale
+                divisors[target] += sender_weight if value != 0 else np.float32(0)
+                item += np.uint64(1)
+            offsets[vector] = item
+        for i in range(block.size):
+            mean = sums[i] / (divisors[i] if divisors[i] > 0 else np.float32(1))
+            block[i] = old[i] + mean * weight
 
 
 @kernel
 def divide_where_sent(total: Floats, senders: Floats) -> None:
-    """`senders`: the weight of those who sent each value; what nobody sent stays."""
-    for place in range(total.size):
-        total[place] /= senders[place] if senders[place] > 0 else np.float32(1)
+    """Divide each value by the weight of its senders; values that nobody sent stay as they are."""
+    for i in range(total.size):
+        total[i] /= senders[i] if senders[i] > 0 else np.float32(1)

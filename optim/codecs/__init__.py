@@ -1,1 +1,1 @@
-"""Wire formats of messages."""
+"""Codecs: wire formats for flat fp32 vectors."""

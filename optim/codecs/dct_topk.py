@@ -1,24 +1,13 @@
-"""The orthonormal discrete cosine transform of tiles, to the same bits on every machine.
+"""The k largest discrete cosine coefficients of each tile of 64 x 64 values, with a transform that is reproducible.
+
+A matrix product sums in an order that depends on the library and the processor. The orthonormal transform here gives
+the same bits on every machine, because all its sums are exact:
 
     T[u, i] = c(u) cos(pi (2 i + 1) u / (2 s)),  c(0) = sqrt(1/s), c(u) = sqrt(2/s);  forward T X T^T, and X T^T of rows
 
-A matrix product sums in an order that depends on the library and the processor. Here all sums are exact, so that the
-order does not matter: T is rounded to integers / 2^24, each tile to integers of 24 bits and a shared power of two, and
-as no row of T has a 1-norm above 8 (s is at most 64), all partial sums are integers below 2^53, which fp64 holds
-exactly. The table's integers come from `math.cos`, whose last bit may differ between systems; 2^-24 is 2^28 times
-coarser than that bit.
-
-The k largest cosine coefficients of each tile of 64 x 64 values (arXiv 2411.19870).
-
-A matrix is cut into tiles whose height and width are the largest divisors of its own up to 64, a vector into stretches;
-a tensor of more than two dimensions counts as a matrix of its first dimension and all others. With `dimensions` = 1 all
-tiles are stretches of rows. A codec that is not bound to tensors takes the vector as rows of 64, filled up with zeros
-to whole tiles.
-
-The coefficients of all tiles, whole tiles of 4096 first, are sent as by `ChunkTopK`. (The paper keeps k of each tile
-whatever its size, which for small tiles is all there is; here the k of a chunk of 4096 are shared by its small tiles.)
-
-Payload: head, payload of the inner codec.
+T is rounded to integers / 2^24, each tile to integers of 24 bits and a shared power of two. No row of T has a 1-norm
+above 8 (s is at most 64), so all partial sums are integers below 2^53, which fp64 holds exactly. The integers of the
+table come from `math.cos`, whose last bit may differ between systems; 2^-24 is 2^28 times coarser than that bit.
 """
 
 import math
@@ -48,19 +37,19 @@ PRECISION_BITS: Final = 24
 
 @lru_cache(maxsize=MAX_SIDE)
 def dct_table(side: int) -> torch.Tensor:
-    """(side, side) fp64, to be divided by 2^24."""
-    share = [math.sqrt((1 if u == 0 else 2) / side) for u in range(side)]
+    """Return the (side, side) fp64 table of T * 2^24."""
+    norms = [math.sqrt((1 if u == 0 else 2) / side) for u in range(side)]
     cosines = [[math.cos(math.pi * (2 * i + 1) * u / (2 * side)) for i in range(side)] for u in range(side)]
-    return torch.from_numpy(np.rint(np.array(cosines) * np.array(share)[:, None] * 2.0**PRECISION_BITS))
+    return torch.from_numpy(np.rint(np.array(cosines) * np.array(norms)[:, None] * 2.0**PRECISION_BITS))
 
 
 def dct(tiles: Floats) -> Floats:
-    """Coefficients of (count, height, width) finite values. Tiles of height 1 are vectors."""
+    """Return the coefficients of (count, height, width) finite values; tiles of height 1 are vectors."""
     return _transform(tiles, dct_table(tiles.shape[1]), dct_table(tiles.shape[2]).T)
 
 
 def inverse_dct(tiles: Floats) -> Floats:
-    """Undo `forward`, to 2^-22 of a tile's largest coefficient or so."""
+    """Undo `dct`, to about 2^-22 of a tile's largest coefficient."""
     return _transform(tiles, dct_table(tiles.shape[1]).T, dct_table(tiles.shape[2]))
 
 
@@ -77,7 +66,7 @@ def _transform(tiles: Floats, left: torch.Tensor, right: torch.Tensor) -> Floats
 
 
 def _to_integers(tiles: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-    """Each tile as integers of at most 24 bits, to be multiplied by 2^exponent. Changes `tiles`."""
+    """Round each tile to integers of at most 24 bits, to be multiplied by 2^exponent. Overwrites `tiles`."""
     flat = tiles.reshape(len(tiles), -1)
     largest = torch.maximum(flat.amax(1), -flat.amin(1)).numpy()
     exponents = np.frexp(largest)[1] - np.int32(PRECISION_BITS)
@@ -86,17 +75,20 @@ def _to_integers(tiles: torch.Tensor) -> tuple[torch.Tensor, npt.NDArray[np.int3
 
 
 def _powers_of_two(exponents: npt.NDArray[np.int32]) -> torch.Tensor:
-    """Multiplying fp64 by a power of two is exact so far from the ends of its range."""
+    """Return 2^exponent; multiplying fp64 by it is exact so far from the ends of its range."""
     return torch.from_numpy(np.ldexp(1.0, exponents))[:, None, None]
 
 
 TILE_SIZE = MAX_SIDE * MAX_SIDE
-BAND_SIZE = 1 << 16  # values; as fp64 they are twice as long
+BAND_SIZE = 1 << 16  # values; their fp64 copies are twice as large
 
 
 @plain_dataclass(frozen=True)
 class TiledTensor:
-    """Those of one tensor. `start`: of its values in the vector; `place`: of its coefficients among all."""
+    """The tiles of one tensor.
+
+    `start` is the place of its values in the vector, `coefficient_start` that of its coefficients among all of them.
+    """
 
     start: int
     coefficient_start: int
@@ -110,23 +102,23 @@ class TiledTensor:
         return self.start + self.rows * self.columns
 
     def bands(self) -> Iterator[slice]:
-        """Values, counted from the tensor's start, in whole rows of tiles, not many more than the cache holds."""
+        """Return spans of values, relative to the tensor, of whole rows of tiles, about as large as fits the cache."""
         band = self.height * self.columns
         return slabs(self.rows * self.columns, max(1, BAND_SIZE // band) * band)
 
     def enclosing_bands(self, first: int, last: int) -> slice:
-        """The least whole rows of tiles that hold these values, counted from the tensor's start."""
+        """Return the least whole rows of tiles that contain these values, relative to the tensor."""
         band = self.height * self.columns
         return slice(first // band * band, -(-last // band) * band)
 
     def transform(self, values: Floats) -> Floats:
-        """Tile after tile, of whole rows of tiles."""
+        """Return the coefficients, tile after tile, of whole rows of tiles."""
         across = self.columns // self.width
         tiles = values.reshape(-1, self.height, across, self.width).transpose(0, 2, 1, 3)
         return dct(tiles.reshape(-1, self.height, self.width)).ravel()
 
     def inverse_transform(self, coefficients: Floats) -> Floats:
-        """Undo `coefficients`."""
+        """Undo `transform`."""
         across = self.columns // self.width
         tiles = inverse_dct(coefficients.reshape(-1, self.height, self.width))
         return tiles.reshape(-1, across, self.height, self.width).transpose(0, 2, 1, 3).ravel()
@@ -134,12 +126,25 @@ class TiledTensor:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DctTopK(Codec):
+    """The k largest cosine coefficients of each tile of 64 x 64 values (arXiv 2411.19870).
+
+    A matrix is cut into tiles whose height and width are the largest divisors of its own up to 64, a vector into
+    stretches; a tensor of more than two dimensions counts as a matrix of its first dimension and all others. With
+    `dimensions` = 1 all tiles are stretches of rows. A codec that is not bound to tensors treats the vector as rows of
+    64, filled up with zeros to whole tiles.
+
+    The coefficients of all tiles, tiles of 4096 first, are sent like the values of `ChunkTopK`. (The paper keeps k of
+    each tile whatever its size, which for small tiles is all of it; here small tiles share the k of a chunk of 4096.)
+
+    Payload: header, payload of the inner codec.
+    """
+
     kind: ClassVar[str] = "dct-topk"
     number: ClassVar[int] = 9
     version: ClassVar[int] = 2
 
-    k: int = Field(default=64, ge=1, le=TILE_SIZE, description="coefficients kept of each 4096")
-    bits: int = Field(default=2, ge=1, le=3, description="bits of a kept coefficient, its sign included")
+    k: int = Field(default=64, ge=1, le=TILE_SIZE, description="coefficients kept of every 4096")
+    bits: int = Field(default=2, ge=1, le=3, description="bits per kept coefficient, including the sign")
     dimensions: Literal[1, 2] = 2
 
     @property
@@ -179,18 +184,18 @@ class DctTopK(Codec):
         return ChunkTopK(k=self.k, chunk=TILE_SIZE, bits=self.bits)
 
     def _tile(self, numel: int) -> tuple[list[TiledTensor], int]:
-        """All tensors' tiles in the order of the vector, and the number of coefficients."""
+        """Return the tiles of all tensors in the order of the vector, and the number of coefficients."""
         tensors: dict[int, TiledTensor] = {}
-        place = 0
+        coefficient_start = 0
         layout = self.bound_layout(numel) or Layout(((-(-numel // TILE_SIZE) * MAX_SIDE, MAX_SIDE),))
         sizes = [(*matrix_shape(shape), start) for shape, (start, _) in layout.iter_tensors()]
         shaped = [
             (rows, columns, start, self._tile_height(rows), _tile_side(columns)) for rows, columns, start in sizes
         ]
         for rows, columns, start, height, width in sorted(shaped, key=lambda tensor: tensor[3] * tensor[4] < TILE_SIZE):
-            tensors[start] = TiledTensor(start, place, rows, columns, height, width)
-            place += rows * columns
-        return [tensors[start] for start in sorted(tensors)], place
+            tensors[start] = TiledTensor(start, coefficient_start, rows, columns, height, width)
+            coefficient_start += rows * columns
+        return [tensors[start] for start in sorted(tensors)], coefficient_start
 
     def _tile_height(self, rows: int) -> int:
         return _tile_side(rows) if self.dimensions == 2 else 1
@@ -198,7 +203,7 @@ class DctTopK(Codec):
 
 @plain_dataclass(frozen=True)
 class TiledVector(Vector):
-    """`kept`: the coefficients. Transformed back on demand."""
+    """A vector whose coefficients are transformed back on demand."""
 
     numel: int
     tensors: list[TiledTensor]
@@ -231,7 +236,7 @@ class TiledVector(Vector):
 
 
 def _tile_side(length: int) -> int:
-    """The largest divisor up to 64."""
+    """Return the largest divisor up to 64."""
     return next(side for side in range(min(length, MAX_SIDE), 0, -1) if length % side == 0)
 
 

@@ -1,11 +1,11 @@
-"""E3M0: four bits a value, sign and a power of two (arXiv 2501.18512 sends its fragments so).
+"""E3M0: four bits per value, a sign and a power of two (as arXiv 2501.18512 sends its fragments).
 
     s = max |x| of a block;  code 0: zero;  codes 1 to 7: s * 2^(code - 7);  bit 3: negative
 
-|x| / s goes to the nearest level: up from 1.5 times a level, and to zero below half the smallest. `stochastic` draws
-between the two neighbours so that the mean is right; nearest shrinks normally distributed values by 3.5 %, and error
-feedback makes up for that. On normally distributed values the relative error is 0.19 (stochastic 0.28); four-bit
-integers have less, but heavy tails favour the powers. The scale that is sent is the smallest level's, s / 64.
+|x| / s is rounded to the nearest level: up from 1.5 times a level, and to zero below half the smallest. `stochastic`
+draws between the two neighbours so that the mean is right; nearest shrinks normally distributed values by 3.5 %, for
+which error feedback compensates. On normally distributed values the relative error is 0.19 (stochastic 0.28); 4-bit
+integers have less, but heavy tails favour the powers. The scale that is sent is that of the smallest level, s / 64.
 """
 
 from functools import partial
@@ -24,12 +24,12 @@ from optim.options import STRICT
 MAX_CODE = 7
 MANTISSA_BITS = 23
 ONE = 127  # the exponent field of 1.0
-# Of fp32: exponent field and first bit of the mantissa; what they are just below 0.5.
+# Bits of fp32: the shift to exponent and first mantissa bit, and their value just below 0.5.
 FIELD_SHIFT, BELOW_HALF = np.uint32(MANTISSA_BITS - 1), np.int32(2 * ONE - 3)
 MAX_STEPS = np.int32(2 * MAX_CODE + 1)
 NONE, SMALLEST, LARGEST = np.int32(0), np.int32(1), np.int32(MAX_CODE)
 SIGN_SHIFT, SIGN_BIT = np.uint32(28), np.uint32(8)  # from the sign of an fp32 to that of a code
-NOISE_SHIFT = np.uint32(32 - MANTISSA_BITS)  # bits of a word of noise
+NOISE_SHIFT = np.uint32(32 - MANTISSA_BITS)  # leaves as many bits of noise as a mantissa has
 MANTISSA_UNITS = np.float32(2.0**MANTISSA_BITS)
 MAX_MULTIPLE = np.float32(64)
 
@@ -53,17 +53,22 @@ class BlockE3M0(PeakBlockCodec):
 
 @kernel
 def _encode_nearest(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-    """As blocks.Coder says, as does the next one. From 0.5 on one more at 1.5, 3, 6 ..., where the mantissa's first bit
-    carries into the exponent."""
-    for place in range(halves.size):
-        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = round_scale(block_peak(row) / MAX_MULTIPLE, ROUND_UP, halves, place)
+    """Encode blocks, as described at `blocks.BlockEncoder`.
+
+    From 0.5 on, the level increases at 1.5, 3, 6, ..., where the first bit of the mantissa carries into the exponent.
+    """
+    for block_index in range(halves.size):
+        row, out = (
+            values[block_index * block : (block_index + 1) * block],
+            codes[block_index * block : (block_index + 1) * block],
+        )
+        scale = round_scale(block_peak(row) / MAX_MULTIPLE, ROUND_UP, halves, block_index)
         if scale < 0:
             return False
         inverse = inverse_or_zero(scale)
         for i in range(row.size):
             bits = float_to_bits(row[i] * inverse)
-            # 1, 2: below 0.75, below 1; 3: up to 1.5; then two a level.
+            # Steps 1 and 2 end at 0.75 and 1, step 3 at 1.5; above, there are two steps per level.
             steps = np.int32(np.int32((bits & MAGNITUDE_MASK) >> FIELD_SHIFT) - BELOW_HALF)
             steps = min(max(steps, NONE), MAX_STEPS)
             out[i] = _make_code(max(np.int32(steps >> SMALLEST), min(steps, SMALLEST)), bits)
@@ -77,17 +82,20 @@ def _encode_stochastic(
     block: int, low: np.uint32, high: np.uint32,
     values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool,
 ) -> bool:  # fmt: skip
-    """Noise in [0, 2^23) is added to the mantissa: what overflows it goes to the next level.
+    """Encode blocks, adding noise in [0, 2^23) to the mantissa: where it overflows, the next level is taken.
 
-    From 1 up the exponent field is the level's number; below it the way to zero is one linear step. The two agree which
-    side is higher: there the step to the smallest level is never the later one.
+    From 1 up, the exponent field is the level's number; below, the range to zero is one linear step. The larger of the
+    two is right: below 1 the step to the smallest level is never the later one.
     """
-    for place in range(halves.size):
-        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = round_scale(block_peak(row) / MAX_MULTIPLE, ROUND_UP, halves, place)
+    for block_index in range(halves.size):
+        row, out = (
+            values[block_index * block : (block_index + 1) * block],
+            codes[block_index * block : (block_index + 1) * block],
+        )
+        scale = round_scale(block_peak(row) / MAX_MULTIPLE, ROUND_UP, halves, block_index)
         if scale < 0:
             return False
-        inverse, key = inverse_or_zero(scale), block_key(low, high, first + place, np.uint32(halves[place]))
+        inverse, key = inverse_or_zero(scale), block_key(low, high, first + block_index, np.uint32(halves[block_index]))
         for i in range(row.size):
             quotient = row[i] * inverse
             bits, carry = float_to_bits(quotient), np.int32(mix_bits(np.uint32(key + np.uint32(i))) >> NOISE_SHIFT)
@@ -102,7 +110,7 @@ def _encode_stochastic(
 
 @subroutine
 def _make_code(level: np.int32, bits: np.uint32) -> np.int8:
-    """With the sign of an fp32 with these `bits`; zero has none."""
+    """Return the code of a level, with the sign of an fp32 that has these `bits`; zero has no sign."""
     return np.int8(np.uint32(level) | (bits >> SIGN_SHIFT & SIGN_BIT)) if level else np.int8(0)
 
 

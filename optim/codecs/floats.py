@@ -1,9 +1,11 @@
-"""One power of two that fp16 values share, so that neither tiny nor large pseudo-gradients leave fp16.
+"""Codecs that carry every value as a float: fp32 unchanged, bfloat16, and fp16 with one shared exponent.
 
-value = fp16 * 2^exponent, where the exponent puts the largest value into [2^14, 2^15): 29 powers of two below it are
-held to 2^-11 relative, and smaller values lose precision only in absolute terms that do not matter beside the largest.
+With the shared exponent, neither tiny nor large pseudo-gradients leave the range of fp16:
 
-Codecs that carry every value as a float: fp32 as it is, bfloat16, and fp16 under one shared power of two.
+    value = fp16 * 2^exponent, where the exponent puts the largest value into [2^14, 2^15)
+
+Values down to 2^-29 of the largest are then exact to 2^-11 relative, and smaller ones lose only absolute precision that
+is negligible compared with the largest.
 """
 
 import math
@@ -36,7 +38,11 @@ FLOAT16_LIMIT = np.float16(2.0**TOP_EXPONENT).view(np.uint16)
 
 
 def shared_exponent(largest: float) -> int:
-    """CodecError where the largest magnitude is not finite or beyond the format."""
+    """Return the exponent that fp16 values up to `largest` share.
+
+    Raises:
+        CodecError: `largest` is not finite or beyond the format.
+    """
     if not largest < MAGNITUDE_LIMIT:
         raise CodecError(f"values up to {largest:.3g} cannot be encoded")
     return max(MIN_EXPONENT, math.frexp(largest)[1] - TOP_EXPONENT) if largest else 0
@@ -50,19 +56,19 @@ def read_exponent(reader: PayloadReader) -> int:
 
 
 def power_of_two(exponent: int) -> np.float32:
-    """2^exponent; multiplying by it is exact but for results below fp32's normal range."""
+    """Return 2^exponent; multiplying by it is exact unless the result is below fp32's normal range."""
     return np.float32(2.0**exponent)
 
 
 BFLOAT16_LIMIT = MAGNITUDE_LIMIT_BITS >> 16
-# Of fp32: what its exponents are more than those of fp16, fp16's least normal number, and a half.
+# Bits of fp32: the difference of the exponent biases of fp32 and fp16, fp16's least normal number, and 0.5.
 FLOAT16_BIAS, MIN_NORMAL, HALF = np.uint32(112 << 23), np.uint32(113 << 23), np.uint32(126 << 23)
 Halves = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Uncompressed(Codec):
-    """fp32, for tests and baselines. Payload: head, values."""
+    """fp32, for tests and baselines. Payload: header, values."""
 
     kind: ClassVar[str] = "none"
     number: ClassVar[int] = 1
@@ -72,13 +78,13 @@ class Uncompressed(Codec):
         return 2 + 4 * numel
 
     def encode_array(self, values: Floats, subtract: bool) -> Payload:
-        draft = PayloadWriter(self.header(), 4 * values.size)
-        room: Floats = draft.reserve("f4", values.size)
+        writer = PayloadWriter(self.header(), 4 * values.size)
+        out: Floats = writer.reserve("f4", values.size)
 
-        parallel_for(lambda part: check_magnitude(_copy(values[part], room[part])), slabs(values.size))
+        parallel_for(lambda part: check_magnitude(_copy(values[part], out[part])), slabs(values.size))
         if subtract:
             values[:] = 0
-        return draft.payload
+        return writer.payload
 
     def decode_vector(self, payload: Payload, numel: int) -> Vector:
         reader = self.open_payload(payload, numel)
@@ -90,7 +96,7 @@ class Uncompressed(Codec):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BFloat16(Codec):
-    """bfloat16: the upper half of an fp32, rounded to nearest, ties to even. Payload: head, values."""
+    """bfloat16: the upper half of an fp32, rounded to nearest, ties to even. Payload: header, values."""
 
     kind: ClassVar[str] = "bf16"
     number: ClassVar[int] = 5
@@ -100,12 +106,12 @@ class BFloat16(Codec):
         return 2 + 2 * numel
 
     def encode_array(self, values: Floats, subtract: bool) -> Payload:
-        draft = PayloadWriter(self.header(), 2 * values.size)
-        halves: Halves = draft.reserve("u2", values.size)
+        writer = PayloadWriter(self.header(), 2 * values.size)
+        halves: Halves = writer.reserve("u2", values.size)
         parallel_for(
             lambda part: check_magnitude(_to_bfloat16(values[part], halves[part], subtract)), slabs(values.size)
         )
-        return draft.payload
+        return writer.payload
 
     def decode_vector(self, payload: Payload, numel: int) -> Vector:
         reader = self.open_payload(payload, numel)
@@ -118,7 +124,7 @@ class BFloat16(Codec):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Float16(Codec):
-    """fp16. Payload: head, exponent (int8), values as fp16 * 2^exponent."""
+    """fp16 with a shared exponent. Payload: header, exponent (int8), values as fp16 * 2^exponent."""
 
     kind: ClassVar[str] = "fp16"
     number: ClassVar[int] = 2
@@ -130,10 +136,10 @@ class Float16(Codec):
     def encode_array(self, values: Floats, subtract: bool) -> Payload:
         exponent = shared_exponent(largest_magnitude(values))
         factor, unit = power_of_two(-exponent), power_of_two(exponent) if subtract else np.float32(0)
-        draft = PayloadWriter(self.header() + np.int8(exponent).tobytes(), 2 * values.size)
-        halves: Halves = draft.reserve("u2", values.size)
+        writer = PayloadWriter(self.header() + np.int8(exponent).tobytes(), 2 * values.size)
+        halves: Halves = writer.reserve("u2", values.size)
         parallel_for(lambda part: _to_float16(values[part], factor, halves[part], unit), slabs(values.size))
-        return draft.payload
+        return writer.payload
 
     def decode_vector(self, payload: Payload, numel: int) -> Vector:
         reader = self.open_payload(payload, numel)
@@ -148,8 +154,11 @@ class Float16(Codec):
 
 @plain_dataclass(frozen=True)
 class _FloatVector(Vector):
-    """Numbers of `width` bytes as they stand in the payload, each to be multiplied by `unit`, a power of two, with no
-    product below fp32's normal numbers. `write(codes, factor, out)` and `add(codes, factor, total)` decode them."""
+    """Floats of `width` bytes as they are in the payload, each to be multiplied by `unit`.
+
+    `unit` is a power of two for which no product is below fp32's normal numbers. `write(codes, factor, out)` and
+    `add(codes, factor, total)` decode the values.
+    """
 
     numel: int
     codes: Bytes
@@ -159,14 +168,14 @@ class _FloatVector(Vector):
     add: Callable[[Bytes, np.float32, Floats], None]
 
     def check_limit(self, largest: Callable[[Bytes], int], limit: int) -> None:
-        """CodecError where a magnitude is above the limit; as integers, magnitudes sort as they do as numbers."""
+        """Raise CodecError if a magnitude is above the limit; as integers, magnitudes sort as the numbers do."""
         parallel_for(lambda part: check_magnitude(largest(self._codes_in(part)), limit), self.decode_slabs())
 
     def decode_into(self, slab: slice, out: Floats) -> None:
         self.write(self._codes_in(slab), self.unit, out)
 
     def add_to(self, total: Floats, weight: float) -> None:
-        # Where the weight is one the product is exact.
+        # With a weight of 1 the product is exact.
         factor = self.unit * np.float32(weight)
         parallel_for(lambda part: self.add(self._codes_in(part), factor, total[part]), self.decode_slabs())
 
@@ -176,17 +185,17 @@ class _FloatVector(Vector):
 
 @kernel
 def _copy(values: Floats, out: Floats) -> int:
-    """And what `max_magnitude_bits` says."""
-    bits, room, top = values.view(np.uint32), out.view(np.uint32), np.uint32(0)
+    """Copy the values and return the bits of the largest magnitude, as `max_magnitude_bits` does."""
+    bits, out_bits, top = values.view(np.uint32), out.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
-        room[i] = bits[i]
+        out_bits[i] = bits[i]
         top = max(top, np.uint32(bits[i] & MAGNITUDE_MASK))
     return int(top)
 
 
 @kernel
 def _to_bfloat16(values: Floats, halves: Halves, subtract: bool) -> int:
-    """And what `max_magnitude_bits` says, of the values as they came."""
+    """Convert the values and return the bits of the largest magnitude before the conversion."""
     bits, top = values.view(np.uint32), np.uint32(0)
     for i in range(bits.size):
         odd = np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1)
@@ -200,8 +209,10 @@ def _to_bfloat16(values: Floats, halves: Halves, subtract: bool) -> int:
 
 @kernel
 def _to_float16(values: Floats, factor: np.float32, halves: Halves, unit: np.float32) -> None:
-    """Products below 2^16. Those below fp16's normal numbers are rounded where 0.5 has a last bit of 2^-24. What they
-    decode to, times the unit, is subtracted, unless that is zero."""
+    """Convert values * factor, whose magnitudes are below 2^16; subtract the decoded values unless `unit` is 0.
+
+    Products below fp16's normal numbers are rounded by adding 0.5, whose last bit is 2^-24.
+    """
     for i in range(values.size):
         product = values[i] * factor
         bits = np.uint32(float_to_bits(product) & MAGNITUDE_MASK)

@@ -2,7 +2,7 @@
 
     scale = max |x| / L, rounded up, L = 127 or 7;  q = round(x / scale);  decoded = q * scale
 
-With blocks of 256 these are 8.06 and 4.06 bits a parameter, and on normally distributed values the relative error is
+With blocks of 256 these take 8.06 and 4.06 bits per parameter; on normally distributed values the relative error is
 0.007 and 0.126. `stochastic` rounds up with the probability of the fraction, so that the mean is right (arXiv
 2302.02390, there with blocks of 1024): q = floor(x / scale + u), u in [0, 1). The error is then sqrt(2) times as large.
 """
@@ -31,7 +31,10 @@ class _BlockIntegers(PeakBlockCodec):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockInt8(_BlockIntegers):
-    """One byte a value, in two's complement: scale = max |x| / 127 of a block;  decoded = round(x / scale) * scale"""
+    """One byte per value, in two's complement.
+
+    scale = max |x| / 127 of a block;  decoded = round(x / scale) * scale
+    """
 
     kind: ClassVar[str] = "int8"
     number: ClassVar[int] = 3
@@ -40,12 +43,15 @@ class BlockInt8(_BlockIntegers):
     levels: ClassVar[int] = 127
 
     def codes_to_multiples(self, codes: Integers) -> None:
-        """A code is its own multiple."""
+        """Do nothing: a code is its own multiple."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BlockInt4(_BlockIntegers):
-    """Two values a byte, in two's complement: scale = max |x| / 7 of a block;  decoded = round(x / scale) * scale"""
+    """Two values per byte, in two's complement.
+
+    scale = max |x| / 7 of a block;  decoded = round(x / scale) * scale
+    """
 
     kind: ClassVar[str] = "int4"
     number: ClassVar[int] = 6
@@ -61,10 +67,13 @@ class BlockInt4(_BlockIntegers):
 def _encode_nearest(
     block: int, levels: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool
 ) -> bool:
-    """As blocks.Coder says, as does the next one."""
-    for place in range(halves.size):
-        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = round_scale(block_peak(row) / np.float32(levels), ROUND_UP, halves, place)
+    """Encode blocks, as described at `blocks.BlockEncoder`."""
+    for block_index in range(halves.size):
+        row, out = (
+            values[block_index * block : (block_index + 1) * block],
+            codes[block_index * block : (block_index + 1) * block],
+        )
+        scale = round_scale(block_peak(row) / np.float32(levels), ROUND_UP, halves, block_index)
         if scale < 0:
             return False
         inverse = inverse_or_zero(scale)
@@ -80,14 +89,17 @@ def _encode_stochastic(
     block: int, levels: int, low: np.uint32, high: np.uint32,
     values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool,
 ) -> bool:  # fmt: skip
-    """Rounded down after a fraction in [0, 1) is added, a multiple of 2^-24."""
+    """Encode blocks, rounding down after adding a fraction in [0, 1), a multiple of 2^-24."""
     highest = np.float32(levels)
-    for place in range(halves.size):
-        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = round_scale(block_peak(row) / highest, ROUND_UP, halves, place)
+    for block_index in range(halves.size):
+        row, out = (
+            values[block_index * block : (block_index + 1) * block],
+            codes[block_index * block : (block_index + 1) * block],
+        )
+        scale = round_scale(block_peak(row) / highest, ROUND_UP, halves, block_index)
         if scale < 0:
             return False
-        inverse, key = inverse_or_zero(scale), block_key(low, high, first + place, np.uint32(halves[place]))
+        inverse, key = inverse_or_zero(scale), block_key(low, high, first + block_index, np.uint32(halves[block_index]))
         for i in range(row.size):
             fraction = np.float32(mix_bits(np.uint32(key + np.uint32(i))) >> np.uint32(8)) * FRACTION_UNIT
             rounded = np.floor(row[i] * inverse + fraction)
@@ -105,6 +117,6 @@ def _subtract_decoded(codes: Integers, scale: np.float32, row: Floats) -> None:
 
 @kernel
 def _sign_extend(codes: Integers) -> None:
-    """Two's complement of the lowest four bits."""
+    """Convert the lowest four bits from two's complement."""
     for i in range(codes.size):
         codes[i] = np.int8((codes[i] & 0x0F) ^ 0x08) - np.int8(0x08)

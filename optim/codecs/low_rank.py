@@ -1,23 +1,23 @@
-"""Each matrix as two factors of low rank in few bits (arXiv 2506.21263, PowerSGD of arXiv 1905.13727 made for rounds).
+"""Each matrix as two factors of low rank in few bits (arXiv 2506.21263; PowerSGD, arXiv 1905.13727, adapted to rounds).
 
-    P = orthonormal basis of M (M^T (M S)), S = random signs from the round and the tensor's place;  P' = as received
+    P = orthonormal basis of M (M^T (M S)), S = random signs from the round and the tensor's index;  P' = as received
     Q = argmin |M - P' Q^T|;  Q' = as received;  decoded = P' Q'^T
 
-PowerSGD averages P between all members, then Q: two exchanges that depend on each other, and whoever leaves between
-them spoils both. Here each member sends both factors of its own matrix in one message, and the mean of R messages has
-up to R times the rank; its error feedback keeps exactly what its own message lacks. Q is fitted to P' as it was
-rounded, which need no longer be orthonormal.
+PowerSGD averages P between all members, then Q: two exchanges that depend on each other, and a member that leaves
+between them spoils both. Here each member sends both factors of its own matrix in one contribution, and the mean of R
+contributions has up to R times the rank; its error feedback keeps exactly what its own contribution lacks. Q is fitted
+to the rounded P', which need no longer be orthonormal.
 
 A tensor of more than two dimensions counts as a matrix of its first dimension and all others. Vectors, and matrices
-with r (a + b) > a b / 2, travel as 8-bit integers. A codec that is not bound to tensors takes the vector as one matrix
-as square as possible, with less than a row left over. The decoded product is a sum of exact terms (subspace.py): the
-same bits on every machine.
+with r (a + b) > a b / 2, are sent as 8-bit integers. A codec that is not bound to tensors treats the vector as one
+matrix as square as possible, with less than a row left over. The decoded product is a sum of exact terms
+(low_rank_linalg.py), which is the same on every machine.
 
-With `energy` below 1 the rank adapts to what there is to send (2506.21263 goes by the effective rank of past means): of
-the r directions found, each member sends of each matrix the fewest that hold that share of their squared norm. Updates
-that lose rank over a run then cost less and less, and `rank` is only the most.
+With `energy` below 1 the rank adapts to the matrix (2506.21263 uses the effective rank of past means): of the r
+directions found, each member sends of each matrix the fewest that hold that fraction of their squared norm. Updates
+that lose rank over a run then cost less and less, and `rank` is only the maximum.
 
-Payload: head; with `energy` below 1 the rank of each matrix (uint16); for each matrix in order the inner codec's
+Payload: header; with `energy` below 1 the rank of each matrix (uint16); for each matrix in order the inner codec's
 payloads of P^T and of Q^T; one int8 payload of all the rest.
 """
 
@@ -59,11 +59,13 @@ FACTOR_CODECS: Final[Mapping[FactorCodec, Codec]] = MappingProxyType(
 )
 REST_CODEC: Final = BlockInt8()
 NO_VALUES = np.empty(0, np.float32)
-MAX_BASIS_ENTRY = 2.0  # no entry of an orthonormal basis is above 1
+MAX_BASIS_ENTRY = 2.0  # a bound with a margin: no entry of an orthonormal basis is above 1
 
 
 @plain_dataclass(frozen=True)
 class MatrixSpan:
+    """A matrix within a vector."""
+
     start: int
     rows: int
     columns: int
@@ -75,14 +77,14 @@ class MatrixSpan:
 
 @plain_dataclass(frozen=True)
 class FactoredMatrix:
-    """A decoded matrix: (rows, r) and (r, columns), rounded for exact sums."""
+    """A decoded matrix: (rows, r) and (r, columns) factors, rounded for exact sums."""
 
     matrix: MatrixSpan
     left: Doubles
     right: Doubles
 
     def decode_span(self, start: int, stop: int) -> Floats:
-        """Values of the matrix, counted from its own start."""
+        """Return values of the matrix, relative to its own start."""
         columns = self.matrix.columns
         first, last = start // columns, -(-stop // columns)
         rows = matmul(self.left[first:last], self.right).astype(np.float32)
@@ -97,24 +99,29 @@ class LowRank(Codec):
 
     rank: int = Field(default=32, ge=1, le=1024)
     values: FactorCodec = "int4"
-    energy: float = Field(default=1.0, gt=0, le=1, description="share of the found directions' energy that is sent")
+    energy: float = Field(default=1.0, gt=0, le=1, description="fraction of the found directions' energy to send")
 
     @property
     def alignment(self) -> int:
-        return 1 << 62  # never cut: parts of a vector know nothing of its matrices
+        return 1 << 62  # never cut, because a part of a vector has no matrices
 
     def max_bytes(self, numel: int) -> int:
-        """Every payload has this length if the rank is fixed."""
+        """Return the length of every payload if the rank is fixed, else the largest."""
         matrices, rest = self._split(numel)
         return self._payload_bytes(matrices, [self.rank] * len(matrices), _total_length(rest))
 
     def bits_per_parameter(self, numel: int) -> float:
         return super().bits_per_parameter(numel) if self._is_adaptive else 8 * self.max_bytes(numel) / numel
 
-    def _payload_bytes(self, matrices: Sequence[MatrixSpan], ranks: Sequence[int], left: int) -> int:
-        """Of a whole payload; `left`: values that are in no matrix."""
+    def _payload_bytes(self, matrices: Sequence[MatrixSpan], ranks: Sequence[int], rest_numel: int) -> int:
+        """Return the size of a whole payload; `rest_numel` is the number of values outside the matrices."""
         factors = sum(sum(self._factor_bytes(matrix, rank)) for matrix, rank in zip(matrices, ranks, strict=True))
-        return 2 + 2 * len(matrices) * self._is_adaptive + factors + (REST_CODEC.max_bytes(left) if left else 0)
+        return (
+            2
+            + 2 * len(matrices) * self._is_adaptive
+            + factors
+            + (REST_CODEC.max_bytes(rest_numel) if rest_numel else 0)
+        )
 
     def encode_array(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
@@ -139,22 +146,22 @@ class LowRank(Codec):
 
     def decode_vector(self, payload: Payload, numel: int) -> DenseVector:
         matrices, rest = self._split(numel)
-        reader, left = self.open_payload(payload, numel), _total_length(rest)
+        reader, rest_numel = self.open_payload(payload, numel), _total_length(rest)
         ranks = reader.read("u2", len(matrices)).tolist() if self._is_adaptive else [self.rank] * len(matrices)
         if not all(1 <= rank <= self.rank for rank in ranks):
-            raise CodecError(f"a rank that is not in 1 to {self.rank}")
-        if len(payload) != (expected := self._payload_bytes(matrices, ranks, left)):
-            raise CodecError(f"payload of {len(payload)} bytes where there must be {expected}")
+            raise CodecError(f"a rank is not in 1 to {self.rank}")
+        if len(payload) != (expected := self._payload_bytes(matrices, ranks, rest_numel)):
+            raise CodecError(f"payload of {len(payload)} bytes; expected {expected}")
         remaining, factored = reader.read_rest(), []
         for matrix, rank in zip(matrices, ranks, strict=True):
             first, second = self._factor_bytes(matrix, rank)
             factored.append(self._decode_factors(remaining[:first], remaining[first : first + second], matrix, rank))
             remaining = remaining[first + second :]
-        plain = REST_CODEC.decode_vector(remaining, left).to_dense() if rest else NO_VALUES
+        plain = REST_CODEC.decode_vector(remaining, rest_numel).to_dense() if rest else NO_VALUES
         return DenseVector(numel, MatrixDecoder(factored, rest, plain).decode_into)
 
     def _encode_factors(self, matrix: Floats, index: int) -> tuple[bytes, int]:
-        """The payloads of both, and their rank."""
+        """Return the payloads of both factors, and their rank."""
         operand = RoundedMatrix(matrix)
         columns = range_basis(operand, self._random_signs(matrix.shape[1], index))
         if self._is_adaptive:
@@ -170,7 +177,7 @@ class LowRank(Codec):
     def _decode_factors(self, left: Payload, right: Payload, matrix: MatrixSpan, rank: int) -> FactoredMatrix:
         rows = self._factor_codec.decode_vector(left, rank * matrix.rows).to_dense()
         if max(rows.max(), -rows.min()) > MAX_BASIS_ENTRY:
-            raise CodecError("a basis is longer than one")
+            raise CodecError("an entry of a basis is too large")
         columns = self._factor_codec.decode_vector(right, rank * matrix.columns).to_dense().reshape(rank, -1)
         bits = exact_bits(rank)
         transposed = np.ascontiguousarray(rows.reshape(rank, -1).T, np.float64)
@@ -179,7 +186,7 @@ class LowRank(Codec):
         )
 
     def _random_signs(self, columns: int, index: int) -> Doubles:
-        """Random signs, other ones for each matrix and round."""
+        """Return random signs that differ for each matrix and round."""
         round_number = -1 if self.binding is None else self.binding.round_number
         count = columns * self.rank
         words = philox_words(f"murmur low rank {round_number} {index}".encode(), -(-count // 64))
@@ -199,7 +206,7 @@ class LowRank(Codec):
         return inner.max_bytes(rank * matrix.rows), inner.max_bytes(rank * matrix.columns)
 
     def _split(self, numel: int) -> tuple[list[MatrixSpan], list[Span]]:
-        """The matrices that are factored, and the spans of all other tensors."""
+        """Return the matrices to factor, and the spans of all other tensors."""
         matrices: list[MatrixSpan] = []
         rest: list[Span] = []
         for shape, (start, stop) in (self.bound_layout(numel) or _nearly_square(numel)).iter_tensors():
@@ -212,7 +219,7 @@ class LowRank(Codec):
 
 
 class MatrixDecoder:
-    """Factored matrices and all other values, each where it belongs."""
+    """Decodes factored matrices and all other values to their places in the vector."""
 
     def __init__(self, matrices: Sequence[FactoredMatrix], rest: Sequence[Span], plain: Floats) -> None:
         self._matrices = matrices
@@ -227,8 +234,8 @@ class MatrixDecoder:
         taken = 0
         for span in self._rest:
             for first, last in _overlap(span, slab):
-                place = taken + first - span[0]
-                out[first - slab.start : last - slab.start] = self._plain[place : place + last - first]
+                start = taken + first - span[0]
+                out[first - slab.start : last - slab.start] = self._plain[start : start + last - first]
             taken += span[1] - span[0]
 
 
@@ -237,7 +244,7 @@ def _total_length(spans: Sequence[Span]) -> int:
 
 
 def _overlap(span: Span, part: slice) -> Iterator[Span]:
-    """What of the span lies in the part, if anything."""
+    """Yield the part of the span that is in the slab, if any."""
     first, last = max(span[0], part.start), min(span[1], part.stop)
     if first < last:
         yield first, last
@@ -251,5 +258,5 @@ def _nearly_square(numel: int) -> Layout:
 
 
 def _flatten_columns(columns: Doubles) -> Floats:
-    """One column after the other, so that scales are not shared between strong and weak directions."""
+    """Return one column after the other, so that strong and weak directions do not share scales."""
     return np.ascontiguousarray(columns.T, np.float32).ravel()

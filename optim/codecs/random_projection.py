@@ -1,17 +1,17 @@
-"""A vector as one byte for each of a few random directions (arXiv 2306.10015: one byte a gradient, whatever the model).
+"""A vector as one byte for each of a few random directions (arXiv 2306.10015: one byte per gradient for any model).
 
     p_j = <x, z_j>, every z_j of -1 and 1 alone, drawn from a seed;   decoded = sum_j p_j z_j / d
 
-The mean of z z^T is the unit matrix, so the mean over many messages is x, but one message is sqrt(N / d) times as long
-as x: for fine-tuning with small steps, not for training from nothing, and not with error feedback, whose residual would
-grow by as much in every round. The paper measures p with two evaluations of the
-loss, (L(theta + eps z) - L(theta - eps z)) / (2 eps), and no gradient; <x, z> with a gradient x is where that goes
-with eps. A newcomer that knows the messages needs no weights: they are the model's whole change.
+The mean of z z^T is the unit matrix, so the mean over many contributions is x, but one contribution is sqrt(N / d)
+times as long as x. It is meant for fine-tuning with small steps, not for training from scratch, and not for error
+feedback, whose residual would grow by the same factor in every round. The paper measures p with two evaluations of the
+loss, (L(theta + eps z) - L(theta - eps z)) / (2 eps), and no gradient; <x, z> with a gradient x is the limit of that
+for small eps. A new peer that has the contributions needs no weights: they are the whole change of the model.
 
-A byte is a sign, five bits of exponent and two of fraction, rounded up with the probability of what is cut off, so that
-the mean is right. Signs and whole powers make every product exact, the same on all machines.
+A byte is a sign, five bits of exponent and two of fraction, rounded up with the probability of the remainder, so that
+the mean is right. With signs and powers of two every product is exact, hence the same on all machines.
 
-Payload: head, count of values (uint32), seed (8 bytes), a byte a direction.
+Payload: header, count of values (uint32), seed (8 bytes), one byte per direction.
 """
 
 import hashlib
@@ -33,22 +33,22 @@ from optim.options import STRICT
 
 SIGN_BIT = 0x80
 MIN_LEVEL = 2.0**-20
-# Of the codes 0 to 127: zero, then four to an octave.
+# The magnitudes of codes 0 to 127: zero, then four per octave.
 LEVELS: Floats = np.array([(4 + code % 4) / 4 * 2.0 ** (code // 4) * MIN_LEVEL for code in range(128)], np.float32)
 LEVELS[0] = 0
-SIGNS_PER_COUNTER = 256  # values that one step of the generator's counter makes signs for
+SIGNS_PER_COUNTER = 256  # signs that one step of the generator's counter makes
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RandomProjection(Codec):
-    """decoded = sum_j <x, z_j> z_j / d, z_j of random signs; each <x, z_j> in one byte"""
+    """decoded = sum_j <x, z_j> z_j / d, where each z_j has random signs; each <x, z_j> takes one byte."""
 
     kind: ClassVar[str] = "direction"
     number: ClassVar[int] = 12
     version: ClassVar[int] = 1
     is_contractive: ClassVar[bool] = False
 
-    directions: int = Field(default=1, ge=1, le=4096, description="d: bytes of a message")
+    directions: int = Field(default=1, ge=1, le=4096, description="d: bytes per contribution")
 
     def max_bytes(self, numel: int) -> int:
         return 2 + 4 + SEED_BYTES + self.directions
@@ -65,12 +65,12 @@ class RandomProjection(Codec):
     def decode_vector(self, payload: Payload, numel: int) -> DenseVector:
         reader = self.open_payload(payload, numel)
         if int(reader.read("u4", 1)[0]) != numel:
-            raise CodecError("a direction of another length")
+            raise CodecError("the payload is of a vector of another length")
         seed = reader.read("u1", SEED_BYTES).tobytes()
         codes = reader.read("u1", self.directions)
         reader.expect_end()
         if (codes == SIGN_BIT).any():
-            raise CodecError("a zero with a sign")
+            raise CodecError("a zero has a sign")
         steps = LEVELS[codes & ~np.uint8(SIGN_BIT)] / np.float32(self.directions)
         steps[codes >= SIGN_BIT] *= -1
 
@@ -82,16 +82,16 @@ class RandomProjection(Codec):
         return DenseVector(numel, restore)
 
     def _encode_projection(self, values: Floats, seed: bytes, number: int) -> int:
-        size = sum(_project(values[part], _sign_bits(seed, number, part)) for part in slabs(values.size))
-        below = int(np.searchsorted(LEVELS, abs(size), side="right")) - 1
+        projection = sum(_project(values[part], _sign_bits(seed, number, part)) for part in slabs(values.size))
+        below = int(np.searchsorted(LEVELS, abs(projection), side="right")) - 1
         if below < LEVELS.size - 1:
-            share = (abs(size) - float(LEVELS[below])) / float(LEVELS[below + 1] - LEVELS[below])
-            below += _generator(seed, number, values.size).random_raw() < share * 2.0**64
-        return below | SIGN_BIT if size < 0 and below else below
+            fraction = (abs(projection) - float(LEVELS[below])) / float(LEVELS[below + 1] - LEVELS[below])
+            below += _generator(seed, number, values.size).random_raw() < fraction * 2.0**64
+        return below | SIGN_BIT if projection < 0 and below else below
 
 
 def _project(values: Floats, bits: npt.NDArray[np.uint8]) -> float:
-    """sum of x where the bit is 0, less the sum where it is 1."""
+    """Return the sum of the values whose bit is 0, minus the sum of the others."""
     signs = thread_buffer("signs", np.float32, values.size)
     np.multiply(bits, np.float32(-2), out=signs)
     signs += 1
@@ -100,13 +100,16 @@ def _project(values: Floats, bits: npt.NDArray[np.uint8]) -> float:
 
 
 def _sign_bits(seed: bytes, number: int, slab: slice) -> npt.NDArray[np.uint8]:
-    """1 where that direction is -1."""
+    """Return 1 for each value of the slab where that direction is -1, else 0."""
     first = slab.start // SIGNS_PER_COUNTER * SIGNS_PER_COUNTER
     words = _generator(seed, number, first).random_raw(-(-(slab.stop - first) // 64)).astype("<u8", copy=False)
     return np.unpackbits(words.view(np.uint8), bitorder="little")[slab.start - first : slab.stop - first]
 
 
-def _generator(seed: bytes, number: int, place: int) -> np.random.Philox:
-    """Counter-based, and its raw words are the same everywhere. `place`: the first value it makes signs for."""
+def _generator(seed: bytes, number: int, first_value: int) -> np.random.Philox:
+    """Return a generator whose first word has the signs from value `first_value` on.
+
+    Philox is counter-based, and its raw words are the same everywhere.
+    """
     key = hashlib.sha256(b"murmur direction" + seed + struct.pack("<I", number)).digest()[:16]
-    return np.random.Philox(key=np.frombuffer(key, "<u8")).advance(place // SIGNS_PER_COUNTER)
+    return np.random.Philox(key=np.frombuffer(key, "<u8")).advance(first_value // SIGNS_PER_COUNTER)

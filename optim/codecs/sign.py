@@ -1,9 +1,9 @@
-"""One bit a value: its sign, under the mean magnitude of its block (arXiv 2102.02888).
+"""One bit per value: its sign, scaled by the mean magnitude of its block (arXiv 2102.02888).
 
     scale = sum |x| / n;  decoded = scale where x >= 0, else -scale
 
-Of all scales the mean leaves the least squared error (the root of the mean square would keep the norm instead). 1.02
-bits a parameter; on normally distributed values the relative error is 0.60, so error feedback is needed.
+Of all scales the mean has the least squared error (the root of the mean square would keep the norm instead). This takes
+1.02 bits per parameter; on normally distributed values the relative error is 0.60, so error feedback is needed.
 """
 
 from functools import partial
@@ -38,11 +38,14 @@ class BlockSign(BlockCodec):
 
 @kernel
 def _encode_signs(block: int, values: Floats, first: int, halves: Halves, codes: Integers, subtract: bool) -> bool:
-    """As blocks.Coder says."""
+    """Encode blocks, as described at `blocks.BlockEncoder`."""
     sums = np.empty(block, np.float32)
-    for place in range(halves.size):
-        row, out = values[place * block : (place + 1) * block], codes[place * block : (place + 1) * block]
-        scale = round_scale(_mean_magnitude(row, sums), ROUND_NEAREST, halves, place)
+    for block_index in range(halves.size):
+        row, out = (
+            values[block_index * block : (block_index + 1) * block],
+            codes[block_index * block : (block_index + 1) * block],
+        )
+        scale = round_scale(_mean_magnitude(row, sums), ROUND_NEAREST, halves, block_index)
         if scale < 0:
             return False
         for i in range(row.size):
@@ -55,8 +58,10 @@ def _encode_signs(block: int, values: Floats, first: int, halves: Halves, codes:
 
 @subroutine
 def _mean_magnitude(row: Floats, sums: Floats) -> np.float32:
-    """Of the magnitudes. The second half is added to the first until one is left, a short block filled up with zeros:
-    an order that never depends on the machine."""
+    """Return the mean magnitude, summed in an order that does not depend on the machine.
+
+    The second half is added to the first until one value is left; short blocks are filled up with zeros.
+    """
     sums[:] = np.float32(0)
     for i in range(row.size):
         sums[i] = abs(row[i])

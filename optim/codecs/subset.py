@@ -1,18 +1,18 @@
 """A subset of the values that both sides know, without a byte for the positions (arXiv 2502.06728).
 
-`random`: the vector is cut into as many stretches as values are sent, all of nearly the same length, and of each one
-value is drawn. `striding`: every stride-th value, from round mod stride on, so that in `stride` rounds each value has
-its turn. (The paper's public code moves the offset by a multiple of the number of rows, which is no move at all where
-that divides: the same rows for ever. Here the offset moves by one a round; a vector that is sent only every few rounds
-is covered if their number has no divisor in common with the stride.)
+`random` cuts the vector into as many stretches of nearly equal length as values are sent, and draws one value of each.
+`striding` sends every stride-th value, from round mod stride on, so that each value is sent once in `stride` rounds.
+(The paper's public code moves the offset by a multiple of the number of rows, which has no effect where that divides:
+it sends the same rows for ever. Here the offset moves by one per round; a vector that is sent only every few rounds is
+covered if their number has no common divisor with the stride.)
 
-`shared`: all members send the same positions, drawn from the round's number that the codec must be bound to, and sums
-of messages are as sparse as one message; encoding such a sum loses nothing but the precision of its values. Otherwise
-each draws apart, from a seed in its payload that comes from the values: each message has another subset, and the same
-values always give the same bytes. Values are not scaled up by the inverse of the density; error feedback brings what
-was left out in a later round.
+With `shared`, all members send the same positions, drawn from the round number that the codec must be bound to. Sums of
+contributions are then as sparse as one of them, and encoding such a sum loses only the precision of its values.
+Otherwise each member draws from a seed in its payload that is made from the values: each contribution has another
+subset, and the same values always give the same bytes. Values are not scaled up by the inverse of the density; error
+feedback sends the omitted ones in a later round.
 
-Payload: head, seed (u64, every one is valid) unless shared, payload of the inner codec.
+Payload: header, seed (u64, every one is valid) unless shared, payload of the inner codec.
 """
 
 import math
@@ -45,7 +45,7 @@ class RandomSubset(Codec):
     number: ClassVar[int] = 10
     version: ClassVar[int] = 2
 
-    density: float = Field(default=1 / 64, ge=2**-16, le=1, description="share of the values that is sent")
+    density: float = Field(default=1 / 64, ge=2**-16, le=1, description="fraction of the values to send")
     values: ValueCodec = "int8"
     selection: Literal["random", "striding"] = "random"
     shared: bool = True
@@ -53,7 +53,7 @@ class RandomSubset(Codec):
     @model_validator(mode="after")
     def _check_striding(self) -> Self:
         if self.selection == "striding" and not self.shared:
-            raise ValueError("striding goes by the round's number, which all share: shared must be true")
+            raise ValueError("striding follows the round number, which all members share: set shared = true")
         return self
 
     @property
@@ -61,14 +61,14 @@ class RandomSubset(Codec):
         return self.shared
 
     def max_bytes(self, numel: int) -> int:
-        most = self._sent_count(numel) if self.selection == "random" else -(-numel // self._stride(numel))
-        return 2 + self._seed_bytes + self._value_codec.max_bytes(most)
+        count = self._sent_count(numel) if self.selection == "random" else -(-numel // self._stride(numel))
+        return 2 + self._seed_bytes + self._value_codec.max_bytes(count)
 
     def bits_per_parameter(self, numel: int) -> float:
         sampled = min(numel, SAMPLE_SIZE)
         kept = self._sent_count(sampled) / sampled if self.selection == "random" else 1 / self._stride(sampled)
-        head = 8 * (2 + self._seed_bytes) / sampled
-        return head + kept * self._value_codec.bits_per_parameter(max(1, round(sampled * kept)))
+        prefix_bits = 8 * (2 + self._seed_bytes) / sampled
+        return prefix_bits + kept * self._value_codec.bits_per_parameter(max(1, round(sampled * kept)))
 
     def encode_array(self, values: Floats, subtract: bool) -> Payload:
         largest_magnitude(values)
@@ -111,13 +111,13 @@ class RandomSubset(Codec):
 
     def _bound_round(self) -> int:
         if self.binding is None:
-            raise ValueError("positions that all share go by the round's number: bind the codec to one first")
+            raise ValueError("shared positions follow the round number: bind the codec to a round first")
         return self.binding.round_number
 
 
 def _draw_positions(seed: bytes, numel: int, count: int) -> Positions:
-    """One position of each stretch. Philox is counter-based and its raw words are the same everywhere."""
+    """Draw one position of each stretch. Philox is counter-based, and its raw words are the same everywhere."""
     edges = np.arange(count + 1, dtype=np.int64) * numel // count
     words = np.random.Philox(key=int.from_bytes(seed, "little")).random_raw(count) >> np.uint64(32)
-    # As if each stretch were cut into 2^32 equal steps.
+    # A word is a fraction of 2^32 of its stretch.
     return edges[:-1] + (words.astype(np.int64) * np.diff(edges) >> 32)

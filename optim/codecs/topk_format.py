@@ -1,12 +1,11 @@
-"""What is kept of a vector's chunks: a code for each value, and the levels that the codes of a chunk name.
+"""The kept values of a vector's chunks: a code for each value, and the levels that the codes of a chunk refer to.
 
-A code holds a value's index in its chunk, whether it is negative, and the number of its level. A level is a bfloat16,
-so that its bits follow from its chunk alone: what the codes say is subtracted while the chunk is in the cache.
+A code holds the index of a value in its chunk, its sign, and the number of its level. A level is a bfloat16, so that
+its bits follow from its chunk alone, and the decoded values can be subtracted while the chunk is in the cache.
 
-Bits that are sent as they are: the flags of all codes, and the low bits of the gaps between their indices.
-
-Most significant bits first: whether each value is negative; as far as a level's number has them, all low and then all
-high bits of the numbers; then each gap's low bits, which tell the members of its class apart.
+The flags of all codes, and the low bits of the gaps between their indices, are sent as plain bits, most significant
+bits first: the signs; all low and then all high bits of the level numbers, if these have as many; then the low bits of
+each gap, which distinguish the members of its class.
 """
 
 from dataclasses import dataclass
@@ -29,14 +28,14 @@ from optim.kernels.vectors import SPARSE_SLAB_SIZE, Floats, Positions, SparseVec
 
 Codes = npt.NDArray[np.uint32]  # index << 3 | negative << 2 | level
 
-INDEX_SHIFT, NEGATIVE_SHIFT = np.uint32(3), np.uint32(2)  # where they begin
-LEVEL_MASK = np.uint32(3)  # its bits
+INDEX_SHIFT, NEGATIVE_SHIFT = np.uint32(3), np.uint32(2)  # the lowest bits of index and sign
+LEVEL_MASK = np.uint32(3)  # the bits of the level
 FLOAT_SIGN_SHIFT = np.uint32(31)
 
 
 @dataclass(frozen=True)
 class TopKLayout:
-    """How many values of which chunk are kept. `span`, `keep`: of a full chunk. `bits`: of a kept value."""
+    """The number of kept values of each chunk. `chunk_size` and `keep` are of full chunks; `bits` is per kept value."""
 
     numel: int
     chunk_size: int
@@ -53,7 +52,7 @@ class TopKLayout:
 
     @property
     def tail(self) -> int:
-        """Values in the short last chunk; 0 if there is none."""
+        """Return the number of values in the short last chunk; 0 if there is none."""
         return self.numel % self.chunk_size
 
     @property
@@ -70,25 +69,25 @@ class TopKLayout:
 
     @property
     def frequencies(self) -> rans.Frequencies:
-        """Of the gaps' classes, were positions uniform."""
+        """Return the frequencies of the classes of gaps if positions were uniform."""
         if self.full_chunks:
             return gap_coding.uniform_frequencies(self.chunk_size, self.keep)
         return gap_coding.uniform_frequencies(self.tail, self.tail_keep)
 
     @property
     def gap_limit(self) -> int:
-        """All gaps are below it."""
+        """Return a bound that all gaps are below."""
         return self.chunk_size if self.full_chunks else self.tail
 
     def chunk_runs(self) -> list[slice]:
-        """All chunks, a few at a time; a short last one by itself."""
+        """Return runs of a few chunks each that cover all chunks; a short last chunk is a run of its own."""
         return [
             *slabs(self.full_chunks, max(1, SPARSE_SLAB_SIZE // self.keep)),
             *([slice(self.full_chunks, self.chunks)] * (self.tail > 0)),
         ]
 
     def kept_slice(self, chunks: slice) -> tuple[slice, int]:
-        """The place of what is kept of such a run, and how much of each chunk."""
+        """Return the span of the codes of a run of chunks, and the number of values kept of each."""
         keep = self.keep if chunks.start < self.full_chunks else self.tail_keep
         first = chunks.start * self.keep
         return slice(first, first + (chunks.stop - chunks.start) * keep), keep
@@ -97,9 +96,17 @@ class TopKLayout:
 def select_codes(
     values: Floats, layout: TopKLayout, subtract: bool = False, update: ResidualUpdate = NO_UPDATE
 ) -> tuple[Codes, Halves]:
-    """The codes of all kept values in chunk order, ascending by index, and (chunks, levels) levels' upper halves.
-    CodecError if a value is not finite or too large. `before`: what the values become, each chunk just before it is
-    looked at; `subtract`: and what of them is left just behind that."""
+    """Select and encode the values to keep of each chunk.
+
+    `update` is applied to each chunk right before it is encoded; with `subtract`, the decoded values are subtracted
+    from it right afterwards.
+
+    Returns:
+        The codes in chunk order, ascending by index, and the upper halves of the levels (chunks, levels).
+
+    Raises:
+        CodecError: a value is not finite or too large.
+    """
     codes, halves = empty_array(np.uint32, layout.kept_count), np.empty((layout.chunks, layout.levels), np.uint16)
     bits = values.view(np.uint32)
 
@@ -109,9 +116,9 @@ def select_codes(
             slice(chunks.start * layout.chunk_size, chunks.stop * layout.chunk_size),
             (chunks.stop - chunks.start, -1),
         )
-        decay, sent = np.float32(update.decay), update.delta[run].reshape(shape)
+        decay, delta = np.float32(update.decay), update.delta[run].reshape(shape)
         rows = bits[run].reshape(shape), codes[part].reshape(-1, keep), halves[chunks]
-        if not _select_rows(decay, sent, *rows, subtract):
+        if not _select_rows(decay, delta, *rows, subtract):
             raise CodecError("a value is not finite or too large")
 
     parallel_for(choose, layout.chunk_runs())
@@ -120,34 +127,41 @@ def select_codes(
 
 @kernel
 def _select_rows(decay: np.float32, delta: Floats, chunks: Bits, codes: Codes, halves: Halves, subtract: bool) -> bool:
-    """(rows, span) values, (rows, keep) codes and (rows, count) upper halves of levels; values <- decay * values + sent
-    before, where anything is `sent`, and minus what the codes say behind, where that is asked for. False if a value is
-    not finite or too large."""
+    """Encode (rows, span) values to (rows, keep) codes and (rows, count) upper halves of levels.
+
+    Updates the values to decay * values + delta before, if there is a `delta`, and subtracts the decoded values
+    afterwards, if `subtract`. Returns False if a value is not finite or too large.
+    """
     rows, span = chunks.shape
     keep = codes.shape[1]
-    places, magnitudes, numbers = np.empty(span, np.uint32), np.empty(span, np.uint32), np.empty(keep, np.uint32)
+    positions, magnitudes, level_numbers = (
+        np.empty(span, np.uint32),
+        np.empty(span, np.uint32),
+        np.empty(keep, np.uint32),
+    )
     levels = np.empty(halves.shape[1], np.float32)
     for row in range(rows):
         chunk, values = chunks[row], chunks[row].view(np.float32)
         if delta.size:
             decay_and_add(values, decay, delta[row])
-        if not select_largest(chunk, keep, places, magnitudes):
+        if not select_largest(chunk, keep, positions, magnitudes):
             return False
-        fit_levels(magnitudes[:keep], numbers, levels)
+        fit_levels(magnitudes[:keep], level_numbers, levels)
         for level in range(levels.size):
             levels[level] = round_scale(levels[level], ROUND_NEAREST, halves[row], level)
         if levels[-1] < 0:
             return False
         for kept in range(keep):
-            place = places[kept]
-            code = place << INDEX_SHIFT | chunk[place] >> FLOAT_SIGN_SHIFT << NEGATIVE_SHIFT | numbers[kept]
+            position = positions[kept]
+            code = position << INDEX_SHIFT | chunk[position] >> FLOAT_SIGN_SHIFT << NEGATIVE_SHIFT | level_numbers[kept]
             codes[row, kept] = code
             if subtract:
-                values[place] -= _decode_value(code, levels)
+                values[position] -= _decode_value(code, levels)
     return True
 
 
 def decode_codes(codes: Codes, levels: Floats, layout: TopKLayout) -> SparseVector:
+    """Decode all codes to a sparse vector."""
     positions, values = empty_array(np.int64, layout.kept_count), empty(layout.kept_count)
 
     def restore(chunks: slice) -> None:
@@ -163,7 +177,7 @@ def decode_codes(codes: Codes, levels: Floats, layout: TopKLayout) -> SparseVect
 
 @kernel
 def _decode_rows(codes: Codes, levels: Floats, first: int, span: int, positions: Positions, values: Floats) -> None:
-    """(rows, keep) codes of chunks from position `first` on."""
+    """Decode the (rows, keep) codes of chunks that begin at position `first`."""
     rows, keep = codes.shape
     for row in range(rows):
         for kept in range(keep):
@@ -174,22 +188,22 @@ def _decode_rows(codes: Codes, levels: Floats, first: int, span: int, positions:
 
 @subroutine
 def _decode_value(code: np.uint32, levels: Floats) -> np.float32:
-    """Decode one value. The sign is moved as a bit because a branch on it could not be predicted."""
+    """Decode a code. The sign bit is inserted without a branch, because a branch could not be predicted."""
     negative = np.uint32(code >> NEGATIVE_SHIFT & np.uint32(1))
     return bits_to_float(np.uint32(float_to_bits(levels[code & LEVEL_MASK]) | negative << FLOAT_SIGN_SHIFT))
 
 
 Bytes = npt.NDArray[np.uint8]
-Widths = npt.NDArray[np.uint8]  # of a class's low bits
+Widths = npt.NDArray[np.uint8]  # numbers of low bits, per class
 
 ZERO, ONE = np.uint64(0), np.uint64(1)
-BYTE_SHIFT, BIT_MASK = np.uint64(3), np.uint64(7)  # bits of a bit's place in its byte, and the last one
-READ_AHEAD_BYTES = 2  # bytes that can be read behind the last: low bits, at most 13, are taken from three
+BYTE_SHIFT, BIT_MASK = np.uint64(3), np.uint64(7)  # a bit's address is its byte << 3 | its number in the byte
+READ_AHEAD_BYTES = 2  # low bits, at most 13, are read from three bytes, so up to two after the last one
 
 
 @kernel
 def count_low_bits(classes: Symbols, widths: Widths) -> int:
-    """Low bits of all gaps."""
+    """Return the number of low bits of all gaps."""
     bits = 0
     for symbol in classes:
         bits += widths[symbol]
@@ -198,7 +212,7 @@ def count_low_bits(classes: Symbols, widths: Widths) -> int:
 
 @kernel
 def write_bit_planes(codes: Codes, bits: int, distances: Gaps, classes: Symbols, widths: Widths, packed: Bytes) -> None:
-    """To the front of `packed`. `bits`: of a code's flags."""
+    """Write the flags of all codes, `bits` per code, and the low bits of the gaps to the front of `packed`."""
     pending, filled, byte = 0, 0, 0
     for flag in range(bits):
         plane = (flag + 2) % 3
@@ -208,9 +222,9 @@ def write_bit_planes(codes: Codes, bits: int, distances: Gaps, classes: Symbols,
             if filled == 8:
                 packed[byte] = pending
                 pending, filled, byte = 0, 0, byte + 1
-    for place in range(distances.size):
-        width = widths[classes[place]]
-        pending = pending << width | distances[place] & (1 << width) - 1
+    for i in range(distances.size):
+        width = widths[classes[i]]
+        pending = pending << width | distances[i] & (1 << width) - 1
         filled += width
         while filled >= 8:
             filled -= 8
@@ -224,29 +238,32 @@ def write_bit_planes(codes: Codes, bits: int, distances: Gaps, classes: Symbols,
 def read_bit_planes(
     packed: Bytes, bits: int, classes: Symbols, lowest: Gaps, widths: Widths, span: int, keep: int, codes: Codes
 ) -> int:
-    """Undo `write`, for chunks with `keep` codes each but the last; how far the last chunk's indices go. Below zero if
-    those of another leave it. `BEHIND` bytes behind the last are read."""
+    """Undo `write_bit_planes`, for chunks of `keep` codes each, of which the last may have fewer.
+
+    `READ_AHEAD_BYTES` bytes after the last one are read. Returns the last index of the last chunk, or a negative number
+    if an index of another chunk is outside of it.
+    """
     size, bit, index = np.uint64(classes.size), np.uint64(bits * classes.size), -1
-    for first in range(np.uint64(0), size, np.uint64(keep)):  # a place that may be negative is looked at each time
+    for first in range(np.uint64(0), size, np.uint64(keep)):  # unsigned, so that no index is checked for being negative
         if index >= span:
             return -1
         index = -1
-        for place in range(first, min(first + np.uint64(keep), size)):
-            symbol = classes[place]
+        for i in range(first, min(first + np.uint64(keep), size)):
+            symbol = classes[i]
             width = np.uint64(widths[symbol])
             index += 1 + int(lowest[symbol]) + int(_low_bits(packed, bit, width))
             bit += width
             code = np.uint64(index)
             for plane in (2, 1, 0):
                 flag = 0 if plane == 2 else plane + 1
-                code = code << ONE | (_low_bits(packed, np.uint64(flag) * size + place, ONE) if flag < bits else ZERO)
-            codes[place] = np.uint32(code)
+                code = code << ONE | (_low_bits(packed, np.uint64(flag) * size + i, ONE) if flag < bits else ZERO)
+            codes[i] = np.uint32(code)
     return index
 
 
 @subroutine
 def _low_bits(packed: Bytes, bit: np.uint64, width: np.uint64) -> np.uint64:
-    """Return `width` bits from `bit` on."""
+    """Return `width` bits from bit number `bit` on."""
     byte = bit >> BYTE_SHIFT
     window = np.uint64(packed[byte]) << np.uint64(16) | np.uint64(packed[byte + ONE]) << np.uint64(8)
     window |= np.uint64(packed[byte + ONE + ONE])

@@ -30,7 +30,7 @@ from optim.options import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdamW(InnerUpdateRule):
-    """AdamW (arXiv 1711.05101):
+    """AdamW (arXiv 1711.05101).
 
         m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * g^2
         theta <- theta * (1 - rate * weight_decay)            matrices only
@@ -52,7 +52,7 @@ class AdamW(InnerUpdateRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class QuasiHyperbolic(InnerUpdateRule):
-    """AdamW with a slow momentum beside the fresh gradient (arXiv 2510.05361, 1810.06801):
+    """AdamW with a slow momentum in addition to the fresh gradient (arXiv 2510.05361, 1810.06801).
 
         u <- beta * u + (1 - beta) * g;  v <- beta2 * v + (1 - beta2) * g^2
         theta <- theta * (1 - rate * weight_decay)            matrices only
@@ -81,12 +81,12 @@ ACCUMULATED = "accumulated"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AccumulatingAdamW(InnerUpdateRule):
-    """AdamW whose moments change every s-th step, by the mean of s gradients (arXiv 2410.11998):
+    """AdamW whose moments change every s-th step, by the mean of s gradients (arXiv 2410.11998).
 
-        m' = beta1 * m + (1 - beta1) * g;  v' = beta2 * v + (1 - beta2) * g^2;  n = ceil(count / s)
-        theta <- theta * (1 - rate * weight_decay)            matrices only
-        theta <- theta - rate * m' / (1 - beta1^n) / (sqrt(v' / (1 - beta2^n)) + eps)
-        every s-th step:  m, v <- as m', v', but with the mean of the last s gradients
+    m' = beta1 * m + (1 - beta1) * g;  v' = beta2 * v + (1 - beta2) * g^2;  n = ceil(count / s)
+    theta <- theta * (1 - rate * weight_decay)            matrices only
+    theta <- theta - rate * m' / (1 - beta1^n) / (sqrt(v' / (1 - beta2^n)) + eps)
+    every s-th step:  m, v <- as m', v', but with the mean of the last s gradients
     """
 
     kind: ClassVar[str] = "accumulating-adamw"

@@ -47,7 +47,7 @@ class _MomentumRule(InnerUpdateRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AdaptiveBraking(_MomentumRule):
-    """Momentum in which a gradient along the velocity counts less, and one against it more (arXiv 2007.01397):
+    """Momentum in which a gradient along the velocity counts less, and one against it more (arXiv 2007.01397).
 
         a = 1 - rho * <g, v> / (|g| |v|) for each tensor;  v <- mu * v + a * g;  theta <- theta - rate * v
 
@@ -68,9 +68,9 @@ class AdaptiveBraking(_MomentumRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SpikeCompensation(_MomentumRule):
-    """A late gradient contributes at once what it would have contributed in the D steps it missed (arXiv 2003.11666):
+    """A late gradient contributes at once what it would have contributed in the D steps it missed (arXiv 2003.11666).
 
-        v <- mu * v + g;  theta <- theta - rate * (mu^D * v + (1 - mu^D) / (1 - mu) * g),  D = `delay`
+    v <- mu * v + g;  theta <- theta - rate * (mu^D * v + (1 - mu^D) / (1 - mu) * g),  D = `delay`
     """
 
     kind: ClassVar[str] = "spike-compensation"
@@ -84,9 +84,9 @@ class SpikeCompensation(_MomentumRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WeightPrediction(_MomentumRule):
-    """The gradient is computed where the velocity will lead until it arrives (arXiv 2003.11666):
+    """The gradient is computed where the velocity will lead until it arrives (arXiv 2003.11666).
 
-        g at theta - rate * D * v, D = `delay`;  v <- mu * v + g;  theta <- theta - rate * v
+    g at theta - rate * D * v, D = `delay`;  v <- mu * v + g;  theta <- theta - rate * v
     """
 
     kind: ClassVar[str] = "weight-prediction"

@@ -1,5 +1,4 @@
-"""Inner optimizers without a local step: gradients are summed until they are sent; only the anchor moves the weights.
-"""
+"""Inner optimizers that take no local step: they sum gradients, and only the anchor moves the weights."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -16,7 +15,7 @@ MOMENTUM = "momentum"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GradientAccumulator(InnerUpdateRule):
-    """G <- G + g;  theta does not change"""
+    """G <- G + g;  theta does not change."""
 
     kind: ClassVar[str] = "gathering"
     vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
@@ -27,7 +26,7 @@ class GradientAccumulator(InnerUpdateRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LookaheadAccumulator(InnerUpdateRule):
-    """Gradients are summed, each computed at the weights that the next outer step is likely to reach:
+    """Gradients are summed, each computed at the weights that the next outer step is likely to reach.
 
         G <- G + g;  M <- beta * M + g;  theta does not change;  g at theta - reach * rate * sign(M)
 

@@ -32,10 +32,10 @@ TALLY = "tally"  # gradients gathered, sum of their squared norms, wanted batch 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GrowingBatch(InnerUpdateRule):
-    """AdamW on the mean of n local gradients, where n grows by the norm test (arXiv 2508.18182):
+    """AdamW on the mean of n local gradients, where n grows by the norm test (arXiv 2508.18182).
 
-        G <- G + g_j for n local steps, then AdamW with the mean G / n, and
-        n <- max(n, ceil(sum_j |g_j - G / n|^2 / (n - 1) / (theta^2 |G / n|^2))), at most `most`
+    G <- G + g_j for n local steps, then AdamW with the mean G / n, and
+    n <- max(n, ceil(sum_j |g_j - G / n|^2 / (n - 1) / (theta^2 |G / n|^2))), at most `most`
     """
 
     kind: ClassVar[str] = "growing-batch"

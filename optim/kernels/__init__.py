@@ -1,1 +1,1 @@
-"""Compiled loops over values, and the memory and threads that they use."""
+"""Compiled loops, threads and memory that the codecs and aggregation rules compute with."""

@@ -1,8 +1,8 @@
 """Elementwise work on slabs of memory, in as many threads as torch would use in the caller's place.
 
-Torch's own threads wait for one another at the end of each operation: where other work has the processors, that takes
-twenty times as long as the operation. Here each thread takes the next slab when it is done with one. The workers are
-threads of ours in which torch keeps to itself; both torch and numpy let go of the interpreter while they compute.
+Torch's own threads wait for one another at the end of each operation; on a busy machine that takes twenty times as long
+as the operation. Here each thread takes the next slab when it has finished one. The workers are our own threads, in
+which torch uses a single thread; both torch and numpy release the interpreter's lock while they compute.
 """
 
 import os
@@ -17,23 +17,23 @@ import numpy.typing as npt
 import torch
 
 Item = TypeVar("Item")
-MAX_THREADS = 8  # more threads than that only wait for the memory
-THREAD_NAME_PREFIX = "slabs"  # of the workers
-ALIGNMENT = 64  # bytes: a line of the cache, and the widest register; across two lines each store takes twice as long
+MAX_THREADS = 8  # more threads would only wait for memory
+THREAD_NAME_PREFIX = "slabs"  # of the worker threads
+ALIGNMENT = 64  # bytes: a cache line and the widest register; a store across two lines takes twice as long
 
 _pool_lock = threading.Lock()
 _local = threading.local()
 
 
 def parallel_for(work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Call `work` for every item, in any order, and raise what it raises. Within `work` it is a plain loop."""
-    waiting = list(items)
-    threads = min(torch.get_num_threads(), os.cpu_count() or 1, MAX_THREADS, len(waiting))
+    """Call `work` for every item, in any order, and raise its exceptions. Nested calls are plain loops."""
+    work_items = list(items)
+    threads = min(torch.get_num_threads(), os.cpu_count() or 1, MAX_THREADS, len(work_items))
     if threads < 2 or threading.current_thread().name.startswith(THREAD_NAME_PREFIX):
-        for item in waiting:
+        for item in work_items:
             work(item)
         return
-    remaining = iter(waiting)  # of a list: `next` is atomic
+    remaining = iter(work_items)  # over a list, so that `next` is atomic
 
     def drain() -> None:
         for item in remaining:
@@ -48,7 +48,7 @@ def parallel_for(work: Callable[[Item], object], items: Iterable[Item]) -> None:
 
 
 def thread_buffer(name: str, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
-    """An array of this thread's that keeps its memory, and loses its content at the next call with that name."""
+    """Return an uninitialized array of this thread, which reuses the memory of the last call with that name."""
     array: npt.NDArray[Any] | None = getattr(_local, name, None)
     if array is None or array.size < count or array.dtype != dtype:
         array = _allocate_aligned(dtype, count)
@@ -57,7 +57,7 @@ def thread_buffer(name: str, dtype: npt.DTypeLike, count: int) -> npt.NDArray[An
 
 
 def thread_buffer_like(name: str, dtype: npt.DTypeLike, other: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same, in the shape of another array."""
+    """Return a thread buffer in the shape of another array."""
     return thread_buffer(name, dtype, other.size).reshape(other.shape)
 
 
@@ -70,17 +70,20 @@ def _allocate_aligned(dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Workers in which torch has one thread. Torch keeps that number for each thread, but what one sets is also what
-    threads to come begin with: all workers start here, and then the caller's own number is set again."""
+    """Start the workers, each with one torch thread.
+
+    Torch keeps the number of threads per thread, but setting it also sets the default of threads to come. Therefore all
+    workers start here, and afterwards the caller's own number is set again.
+    """
     count = min(os.cpu_count() or 1, MAX_THREADS)
     threads = torch.get_num_threads()
-    together = threading.Barrier(count)
+    barrier = threading.Barrier(count)
     pool = ThreadPoolExecutor(count, THREAD_NAME_PREFIX, initializer=_use_one_torch_thread)
-    wait([pool.submit(together.wait) for _ in range(count)])
+    wait([pool.submit(barrier.wait) for _ in range(count)])
     torch.set_num_threads(threads)
     return pool
 
 
 def _use_one_torch_thread() -> None:
-    torch.get_num_threads()  # the first call in a thread sets the number to the common one
+    torch.get_num_threads()  # the first call in a thread sets its number to the default
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""What a payload says once it is decoded: a vector, dense or sparse, that can be summed the same way on every machine.
+"""Decoded payloads: vectors, dense or sparse, that can be summed to the same bits on every machine.
 
-Sums are made of elementwise operations with one rounding each, in an order fixed here, so neither the number of threads
-nor the width of the processor's registers can change a bit.
+Sums consist of elementwise operations with one rounding each, in a fixed order, so that neither the number of threads
+nor the width of the processor's registers changes a bit.
 """
 
 from abc import ABC, abstractmethod
@@ -19,46 +19,46 @@ from optim.kernels.parallel import parallel_for, thread_buffer
 
 Floats = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
-SLAB_SIZE = 1 << 18  # values whose temporaries stay in the cache
-NORM_LANES = 1 << 12  # of squares, side by side: they stay in the innermost cache
-MAX_SLAB_FACTOR, MIN_SLABS = 2, 16  # so many times as long at most, and where so many are left for threads to share
-SPARSE_SLAB_SIZE = 1 << 16  # of a sparse vector's values, in one thread
+SLAB_SIZE = 1 << 18  # in values: temporaries of this size stay in the cache
+NORM_LANES = 1 << 12  # sums of squares side by side; they stay in the innermost cache
+MAX_SLAB_FACTOR, MIN_SLABS = 2, 16  # of wide slabs: their length in slabs, and their least number
+SPARSE_SLAB_SIZE = 1 << 16  # values of a sparse vector per work item
 
 
 class Vector(ABC):
-    """A decoded message of known length; every value is finite."""
+    """A decoded contribution of known length; every value is finite."""
 
     numel: int
 
     @abstractmethod
     def decode_into(self, slab: slice, out: Floats) -> None:
-        """Write the values from `part.start` to `part.stop`, at most `numel`, to an array of that length."""
+        """Write the values of the slab to `out`, which has its length."""
 
     def decode_slab(self, slab: slice) -> Floats:
-        """The same in a new array."""
+        """Return the values of the slab in a new array."""
         out = np.empty(slab.stop - slab.start, np.float32)
         self.decode_into(slab, out)
         return out
 
     @property
     def coefficients(self) -> "Vector":
-        """As it was sent, before any transform that the receiver undoes."""
+        """Return the vector as it was sent, before the receiver inverts any transform."""
         return self
 
     def with_coefficients(self, coefficients: "Vector") -> "Vector":
-        """What it would be had that been sent."""
+        """Return the vector that sending these coefficients would have given."""
         return coefficients
 
     def decode_slabs(self) -> Iterable[slice]:
-        """All spans one after the other, as they are cheapest to restore."""
+        """Return consecutive spans that cover the vector, chosen so that decoding is cheapest."""
         return slabs(self.numel)
 
     def add_to(self, total: Floats, weight: float) -> None:
-        """total <- total + weight * self, the product rounded before it is added."""
+        """Add weight * self to `total`; the product is rounded before it is added."""
         self.write_sum(total, weight, total)
 
     def write_sum(self, before: Floats, weight: float, out: Floats) -> None:
-        """out <- before + weight * self, the product rounded before it is added; `out` may be `before`."""
+        """Write before + weight * self to `out`; the product is rounded before it is added. `out` may be `before`."""
         size, combine = abs(weight), np.add if weight >= 0 else np.subtract
 
         def write(part: slice) -> None:
@@ -79,27 +79,26 @@ class Vector(ABC):
         parallel_for(add, self.decode_slabs())
 
     def subtract_from(self, values: Floats) -> None:
-        """values <- values - self"""
-        self.add_to(values, -1.0)  # times minus one is exact
+        self.add_to(values, -1.0)  # multiplying by -1 is exact
 
     def to_dense(self) -> Floats:
-        """A writable array of the whole length."""
+        """Return all values as an array; it may be the vector's own memory."""
         whole = np.empty(self.numel, np.float32)
         self.write_to(whole)
         return whole
 
     def write_to(self, whole: Floats) -> None:
-        """All values, to an array of the whole length."""
+        """Write all values to `whole`."""
         parallel_for(lambda part: self.decode_into(part, whole[part]), self.decode_slabs())
 
     def norm(self) -> float:
-        """The Euclidean norm, the same on every machine."""
+        """Return the Euclidean norm, the same on every machine."""
         return norm(map(self.decode_slab, self.decode_slabs()))
 
 
 @dataclass(frozen=True)
 class DenseVector(Vector):
-    """`restorer` decodes a span on demand, in any thread: beside the payload no more than slabs are in memory."""
+    """A vector that is decoded on demand, in any thread, so that only its payload and slabs are in memory."""
 
     numel: int
     decoder: Callable[[slice, Floats], None]
@@ -110,7 +109,7 @@ class DenseVector(Vector):
 
 @dataclass(frozen=True)
 class ArrayVector(Vector):
-    """Values as they are."""
+    """A vector of values in memory."""
 
     values: Floats
 
@@ -122,7 +121,7 @@ class ArrayVector(Vector):
         np.copyto(out, self.values[slab])
 
     def to_dense(self) -> Floats:
-        """Not copied."""
+        """Return the values without a copy."""
         return self.values
 
 
@@ -143,16 +142,16 @@ class ConcatenatedVector(Vector):
     def decode_into(self, slab: slice, out: Floats) -> None:
         start = slab.start
         while start < slab.stop:
-            place = bisect_right(self._ends, start)
-            vector, stop = self.vectors[place], min(self._ends[place], slab.stop)
-            first = self._ends[place] - vector.numel
+            index = bisect_right(self._ends, start)
+            vector, stop = self.vectors[index], min(self._ends[index], slab.stop)
+            first = self._ends[index] - vector.numel
             vector.decode_into(slice(start - first, stop - first), out[start - slab.start : stop - slab.start])
             start = stop
 
 
 @dataclass(frozen=True)
 class SparseVector(Vector):
-    """`positions` are strictly increasing and below `numel`."""
+    """A vector that is zero outside `positions`, which are strictly increasing and below `numel`."""
 
     positions: Positions
     values: Floats
@@ -170,12 +169,12 @@ class SparseVector(Vector):
         parallel_for(lambda part: self.add_slab_to(part, total[part], weight), self.decode_slabs())
 
     def add_slab_to(self, slab: slice, total: Floats, weight: float) -> None:
-        """As `add_to`, to a total of that span alone."""
+        """Add the values of a slab to `total`, which has the slab's length."""
         _scatter_add(self.positions, self.values, slab.start, np.float32(weight), total)
 
     def add_nonzero_mask_to(self, total: Floats, weight: float) -> None:
-        present = (self.values != 0).astype(np.float32)
-        _scatter_add(self.positions, present, 0, np.float32(weight), total)
+        sent = (self.values != 0).astype(np.float32)
+        _scatter_add(self.positions, sent, 0, np.float32(weight), total)
 
     def norm(self) -> float:
         return norm([self.values])
@@ -183,14 +182,14 @@ class SparseVector(Vector):
 
 @kernel
 def _scatter_add(positions: Positions, values: Floats, start: int, weight: np.float32, total: Floats) -> None:
-    """Of those in the span of `total` from `start` on."""
-    for place in range(_lower_bound(positions, start), _lower_bound(positions, start + total.size)):
-        total[positions[place] - start] += values[place] * weight
+    """Add the weighted values at positions within the span of `total`, which begins at `start`."""
+    for i in range(_lower_bound(positions, start), _lower_bound(positions, start + total.size)):
+        total[positions[i] - start] += values[i] * weight
 
 
 @subroutine
 def _lower_bound(positions: Positions, bound: int) -> int:
-    """How many there are, by bisection."""
+    """Return the number of positions below a bound, by bisection."""
     low, high = 0, positions.size
     while low < high:
         middle = (low + high) // 2
@@ -203,12 +202,12 @@ def _lower_bound(positions: Positions, bound: int) -> int:
 
 @kernel
 def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
-    """Of every so many values to the same sum."""
+    """Add the square of value i to sum i modulo the number of sums."""
     for first in range(0, values.size, sums.size):
         row = values[first : first + sums.size]
-        for place in range(row.size):
-            value = np.float64(row[place])
-            sums[place] += value * value
+        for i in range(row.size):
+            value = np.float64(row[i])
+            sums[i] += value * value
 
 
 def slabs(numel: int, size: int = SLAB_SIZE) -> Iterator[slice]:
@@ -216,14 +215,17 @@ def slabs(numel: int, size: int = SLAB_SIZE) -> Iterator[slice]:
 
 
 def wide_slabs(numel: int) -> Iterator[slice]:
-    """Of a long vector longer ones: for what goes over memory once, where each call costs more than a cache saves."""
+    """Return slabs that are wider for long vectors.
+
+    They suit single passes over memory, where the cost of a call matters more than the cache.
+    """
     return slabs(numel, SLAB_SIZE * max(1, min(MAX_SLAB_FACTOR, numel // (MIN_SLABS * SLAB_SIZE))))
 
 
 def norm(pieces: Iterable[Floats]) -> float:
-    """Of the pieces one after the other; where one ends and the next begins matters to the last bits.
+    """Return the norm of the concatenated pieces; the last bits depend on how it is cut.
 
-    Squares of fp32 are exact in fp64; folding halves sums them in an order that never depends on the machine.
+    Squares of fp32 are exact in fp64, and halves are folded in an order that does not depend on the machine.
     """
     sums = np.zeros(NORM_LANES, np.float64)
     for piece in pieces:

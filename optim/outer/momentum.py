@@ -1,5 +1,4 @@
-"""Outer optimizers that use merged progress as a gradient: plain, with momentum, and with momentum for late progress.
-"""
+"""Outer optimizers that use merged progress as a gradient: without momentum, with it, and with it for late progress."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -67,9 +66,9 @@ class _MomentumOptimizer(_ScalableOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Nesterov(_MomentumOptimizer):
-    """Nesterov's momentum as in torch.optim.SGD(nesterov=True), the outer optimizer of DiLoCo (arXiv 2311.08105):
+    """Nesterov's momentum as in torch.optim.SGD(nesterov=True), the outer optimizer of DiLoCo (arXiv 2311.08105).
 
-        m <- mu * m + delta;  phi <- phi - eta * (delta + mu * m)
+    m <- mu * m + delta;  phi <- phi - eta * (delta + mu * m)
     """
 
     kind: ClassVar[str] = "nesterov"
@@ -82,9 +81,9 @@ class Nesterov(_MomentumOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HeavyBall(_MomentumOptimizer):
-    """Polyak's momentum as in torch.optim.SGD(nesterov=False):
+    """Polyak's momentum as in torch.optim.SGD(nesterov=False).
 
-        m <- mu * m + delta;  phi <- phi - eta * m
+    m <- mu * m + delta;  phi <- phi - eta * m
     """
 
     kind: ClassVar[str] = "heavy-ball"
@@ -131,7 +130,7 @@ class DelayedNesterov(OuterOptimizer):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StalenessPenalised(OuterOptimizer):
-    """CO2's outer step on progress that is one round late (arXiv 2401.16265):
+    """CO2's outer step on progress that is one round late (arXiv 2401.16265).
 
         m <- mu * m + delta / L;  m <- clamp(m, -c', c');  phi <- phi - eta * m
         L = 1 + |x_t - x_(t-1)| / |a|,  a = the running mean of |x_t - x_(t-1)| by coordinate

@@ -68,7 +68,7 @@ def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
         chosen = {other: str(kind if other == part else tables[other]["kind"]) for other in ("codec", "feedback")}
         grows = chosen["feedback"] == "error" and chosen["codec"] == "direction"
         tells_nothing = tables["update"]["kind"] == "frozen-adam" and chosen["codec"] == "sign"
-        refused = "only grows" if grows else "signs tell nothing" if tells_nothing else ""
+        refused = "grow without bound" if grows else "signs do not contain" if tells_nothing else ""
         with pytest.raises(UnknownOption, match=refused) if refused else contextlib.nullcontext():
             assert isinstance(getattr(compose(recipe, {part: {"kind": kind}}), part), built)
 
@@ -80,7 +80,7 @@ def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> 
         if signal in OUTER_OPTIMIZERS[kind].signals:
             assert isinstance(compose("averaging", tables).update, OUTER_OPTIMIZERS[kind])
         else:
-            with pytest.raises(UnknownOption, match=f"update '{kind}' makes no step of signal '{signal}'"):
+            with pytest.raises(UnknownOption, match=f"update '{kind}' does not accept signal '{signal}'"):
                 compose("averaging", tables)
 
 
@@ -140,7 +140,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ({"codec": {"block": 8}}, "codec.block = 8: should be greater than or equal to 16"),
         ({"codec": {"block": True}}, "codec.block = True: should be a valid integer"),
         ({"codec": {"block": 32.5}}, "codec.block = 32.5"),
-        ({"codec": {"kind": "topk", "k": 5000}}, "k must be at most the chunk's 4096"),
+        ({"codec": {"kind": "topk", "k": 5000}}, "k must be at most 4096"),
         ({"codec": {"kind": "topk", "bits": 4}}, "codec.bits = 4: should be less than or equal to 3"),
         ({"codec": {"kind": "e3m0", "rounding": "up"}}, "should be 'nearest' or 'stochastic'"),
         ({"codec": {"kind": "dct-topk", "dimensions": 3}}, "should be 1 or 2"),

@@ -1,1 +1,1 @@
-"""Bit-level coding that several codecs share."""
+"""Building blocks of the wire formats: selecting, fitting, packing and entropy-coding of values."""

@@ -1,10 +1,10 @@
-"""Noise for stochastic rounding that the values themselves determine: encoding is a function, on every machine.
+"""Noise for stochastic rounding that the values themselves determine, so that encoding is a function on every machine.
 
-A message's key is made from the round, where the codec is bound to one, and from a sample of the values; a block's from
-that, its number and its scale: neither another round nor another message nor another part of it sees the same noise. A
-value's word is a function of its block's key and its place, in whole numbers of 32 bits, which machines compute several
-at once and all alike: multiplications and shifts that let each bit reach every other (the constants are those that the
-search of github.com/skeeto/hash-prospector found least biased).
+The key of a contribution is made from the round, if the codec is bound to one, and from a sample of the values. The key
+of a block is made from that, its number and its scale. So no other round, contribution or part of it sees the same
+noise. The word of a value is a function of its block's key and its index, in 32-bit integers, which processors compute
+several at once and all alike: multiplications and shifts that let each bit affect every other. (The constants are those
+that the search of github.com/skeeto/hash-prospector found least biased.)
 """
 
 import hashlib
@@ -16,19 +16,21 @@ import numpy.typing as npt
 from optim.kernels.jit import subroutine
 from optim.kernels.vectors import Floats
 
-MAX_SAMPLED_VALUES = 1 << 16  # values that a seed is made from
-SEED_BYTES = 8  # bytes of it
-FRACTION_UNIT = np.float32(2.0**-24)  # of the upper 24 bits of a word: to [0, 1)
+MAX_SAMPLED_VALUES = 1 << 16  # most values to make a seed from
+SEED_BYTES = 8
+FRACTION_UNIT = np.float32(2.0**-24)  # scales the upper 24 bits of a word to [0, 1)
 FIRST_SHIFT, SHIFT, FIRST_FACTOR, SECOND_FACTOR = map(np.uint32, (16, 15, 0x21F0_AAAD, 0xD35A_2D97))
 
 
 class NoiseKey(NamedTuple):
+    """The key of a contribution's noise."""
+
     low: np.uint32
     high: np.uint32
 
 
 def seed_from_values(values: Floats) -> bytes:
-    """That follows from the values, so that encoding is a function, and that another member hardly has."""
+    """Return a seed that follows from the values and hardly ever occurs for another member."""
     sample = np.ascontiguousarray(values[:: -(-values.size // MAX_SAMPLED_VALUES)], "<f4")
     return short_digest(sample.tobytes())
 
@@ -58,6 +60,6 @@ def mix_bits(word: np.uint32) -> np.uint32:
 
 
 def philox_words(text: bytes, count: int) -> npt.NDArray[np.uint64]:
-    """64-bit words that follow from `text` alone: Philox is counter-based, and they are the same everywhere."""
+    """Return 64-bit words that follow from `text` alone: Philox is counter-based and the same everywhere."""
     key = np.frombuffer(hashlib.sha256(text).digest()[:16], "<u8")
     return np.random.Philox(key=key).random_raw(count).astype("<u8", copy=False)

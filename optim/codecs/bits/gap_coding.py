@@ -1,10 +1,10 @@
 """Gaps between sorted positions as entropy-coded classes and plain low bits.
 
-A gap (0 between neighbours) below 8 is its own class; above, each octave is cut into four classes of equal width,
-whose members are told apart by plain bits. With the mean gap fixed, no distribution has more entropy than the geometric
-one, which is within 2.3 % of log2 C(n, k) for k >= 16 of n = 4096: the frequencies of the classes, counted over the
-payload, therefore bring any set of positions, clustered or not, close to that bound or below it. Uniformly drawn
-positions need no table of frequencies: of the subsets of n positions, C(n - a, k) begin with a gap of at least a.
+A gap (0 between neighbours) below 8 is its own class; above, each octave is cut into four classes of equal width, whose
+members are told apart by plain bits. Among distributions with the same mean gap the geometric one has the most entropy,
+and it is within 2.3 % of log2 C(n, k) for k >= 16 of n = 4096. Therefore the frequencies of the classes, counted over
+the payload, bring any set of positions, clustered or not, close to that bound or below it. Uniformly drawn positions
+need no table of frequencies: of the subsets of n positions, C(n - a, k) begin with a gap of at least a.
 """
 
 from functools import lru_cache
@@ -21,19 +21,19 @@ Gaps = npt.NDArray[np.uint16]
 Indices = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
 
-DIRECT_CLASSES = 8  # gaps that are their own class
-CLASSES_PER_OCTAVE = 4  # classes in each octave above
+DIRECT_CLASSES = 8  # gaps below it are their own class
+CLASSES_PER_OCTAVE = 4  # above DIRECT_CLASSES
 
 
 def classify_gaps(gaps: Gaps) -> Symbols:
-    """The class of each gap below 2^16."""
+    """Return the class of each gap below 2^16."""
     exponent = np.frexp(np.maximum(gaps, DIRECT_CLASSES).astype(np.float32))[1].astype(np.int32) - 3
     return np.where(gaps < DIRECT_CLASSES, gaps, (CLASSES_PER_OCTAVE * exponent + (gaps >> exponent))).astype(np.uint8)
 
 
 @lru_cache(maxsize=16)
 def class_table(span: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
-    """The lowest gap and the number of plain bits of each class, for gaps below `span`."""
+    """Return the lowest gap and the number of plain bits of each class, for gaps below `span`."""
     widths = [0] * DIRECT_CLASSES
     lowest = list(range(DIRECT_CLASSES))
     while lowest[-1] + (1 << widths[-1]) < span:
@@ -44,7 +44,10 @@ def class_table(span: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8
 
 @lru_cache(maxsize=16)
 def uniform_frequencies(span: int, keep: int) -> Frequencies:
-    """Of the first gap in a subset of `keep` of `span` positions; at least one for every class that can occur."""
+    """Return the frequencies of the first gap of random subsets of `keep` of `span` positions.
+
+    Every class that can occur has at least one.
+    """
     lowest = class_table(span)[0].tolist()
     at_least = [comb(max(0, span - first), keep) for first in lowest] + [0]
     counts = [at_least[i] - at_least[i + 1] for i in range(len(lowest))]
@@ -54,7 +57,7 @@ def uniform_frequencies(span: int, keep: int) -> Frequencies:
 
 @lru_cache(maxsize=16)
 def class_lookup(span: int) -> Symbols:
-    """The class of each gap below `span`."""
+    """Return the class of each gap below `span`."""
     return classify_gaps(np.arange(span, dtype=np.uint16))
 
 
@@ -62,15 +65,18 @@ def class_lookup(span: int) -> Symbols:
 def compute_gaps(
     indices: Indices, keep: int, class_of_gap: Symbols, gaps: Gaps, classes: Symbols, counts: Counts
 ) -> None:
-    """Of chunks with `keep` ascending indices each, the last may have fewer: write how many positions lie between each
-    and the one before it in its chunk, and its class, and count the classes."""
+    """Write the gap before each index and its class, and count the classes.
+
+    The indices ascend in chunks of `keep` each, of which the last may have fewer. A gap is the number of positions
+    between an index and the one before it in its chunk.
+    """
     for first in range(0, indices.size, keep):
-        next_place = np.uint32(0)
-        for place in range(first, min(first + keep, indices.size)):
-            gap = indices[place] - next_place
-            next_place = indices[place] + np.uint32(1)
-            gaps[place], classes[place] = gap, class_of_gap[gap]
-            counts[classes[place]] += 1
+        next_index = np.uint32(0)
+        for i in range(first, min(first + keep, indices.size)):
+            gap = indices[i] - next_index
+            next_index = indices[i] + np.uint32(1)
+            gaps[i], classes[i] = gap, class_of_gap[gap]
+            counts[classes[i]] += 1
 
 
 def check_frequencies(frequencies: Frequencies) -> None:

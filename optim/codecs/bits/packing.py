@@ -1,4 +1,4 @@
-"""Where the codes of a blockwise format stand in its bytes (described in blocks.py)."""
+"""The layout of the codes of a blockwise format in its bytes (described in blocks.py)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,40 +18,47 @@ Integers = npt.NDArray[np.int8]
 
 @dataclass(frozen=True)
 class Packing(ABC):
-    """`parts` are spans of values that fill bytes of their own, together with those that `spans` adds."""
+    """The packed codes of `numel` values.
+
+    A slab, together with the span that `spans` adds, fills bytes of its own.
+    """
 
     numel: int
-    first_half: int  # values before the second half, a multiple of the block; all where there is none
+    first_half: int  # values before the second half, a multiple of the block; otherwise all values
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Bytes of all codes."""
+        """Return the size of all codes in bytes."""
 
     def slabs(self, slab_size: int) -> Iterator[slice]:
+        """Return slabs that cover the packed bytes."""
         return slabs(min(self.numel, self.first_half), slab_size)
 
     def spans(self, slab: slice) -> list[slice]:
+        """Return the spans of values that are packed with this slab."""
         return [slab]
 
     def code_buffers(self, packed: Bytes, slab: slice) -> list[Integers]:
-        """For the codes of the part's spans, until they are joined."""
+        """Return buffers for the codes of the slab's spans until they are packed."""
         return [thread_buffer(f"codes {i}", np.int8, span.stop - span.start) for i, span in enumerate(self.spans(slab))]
 
     @abstractmethod
     def pack(self, packed: Bytes, slab: slice, codes: Sequence[Integers]) -> None:
-        """Write the codes of the part's spans, in their room, to their bytes."""
+        """Pack the codes of the slab's spans, which are in its buffers."""
 
     @abstractmethod
     def unpack(self, packed: Bytes, span: slice, codes: Integers) -> None:
-        """Undo `join` for any span that starts at a multiple of eight."""
+        """Undo `pack` for any span that starts at a multiple of eight."""
 
     @abstractmethod
     def check_padding(self, packed: Bytes) -> None:
-        """CodecError where a bit is set that belongs to no value."""
+        """Raise CodecError if a bit that belongs to no value is set."""
 
 
 class Bits8(Packing):
+    """One code per byte."""
+
     @property
     def size(self) -> int:
         return self.numel
@@ -60,16 +67,18 @@ class Bits8(Packing):
         return [packed[slab].view(np.int8)]
 
     def pack(self, packed: Bytes, slab: slice, codes: Sequence[Integers]) -> None:
-        """Their room is their bytes."""
+        """Do nothing: the buffers are the packed bytes."""
 
     def unpack(self, packed: Bytes, span: slice, codes: Integers) -> None:
         codes.view(np.uint8)[:] = packed[span]
 
     def check_padding(self, packed: Bytes) -> None:
-        """Every bit belongs to a value."""
+        """Do nothing: every bit belongs to a value."""
 
 
 class Bits4(Packing):
+    """Two codes per byte: value i of the first half, and value i of the second half in the high bits."""
+
     @property
     def size(self) -> int:
         return min(self.numel, self.first_half)
@@ -92,6 +101,8 @@ class Bits4(Packing):
 
 
 class Bits1(Packing):
+    """Eight codes per byte."""
+
     @property
     def size(self) -> int:
         return -(-self.numel // 8)

@@ -136,7 +136,7 @@ def test_striding_sends_something_of_the_shortest_vector(numel: int) -> None:
 def test_shared_positions_of_no_round_are_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="bind"):
         RandomSubset().encode(draw(640, 0))
-    with pytest.raises(ValueError, match="shared must be true"):
+    with pytest.raises(ValueError, match="set shared = true"):
         RandomSubset(selection="striding", shared=False)
 
 
