@@ -1,4 +1,4 @@
-"""One model's layout, and peers that hold a method's shared state, for tests of whole methods."""
+"""The layout of one model, and peers that hold a method's shared state, for tests of whole methods."""
 
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +33,7 @@ def curve(start: float, end: float, rounds: int, form: str = "linear") -> dict[s
 
 
 LOSSLESS: Tables = {"codec": {"kind": "none"}}
-NO_PROGRESS: Tables = {"adoption": {"unsent": 0.0}}  # for signals of which what is left is none
+NO_PROGRESS: Tables = {"adoption": {"unsent": 0.0}}  # for signals whose residual is not progress
 
 
 def make_planner(recipe: str | Method, overrides: Tables | None = None, part_count: int = PART_COUNT) -> RoundPlanner:
@@ -49,9 +49,9 @@ def random_values(seed: int, numel: int = NUMEL) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
 
-def decode_contribution(planner: RoundPlanner, number: int, payloads: Sequence[Payload]) -> torch.Tensor:
-    """A message as its receivers read it: as long as what is measured, zero where the round sends nothing."""
-    plan, whole = planner.plan(number), torch.zeros(planner.signal_numel)
+def decode_contribution(planner: RoundPlanner, round_number: int, payloads: Sequence[Payload]) -> torch.Tensor:
+    """Return a contribution as its receivers read it: as long as the signal, zero where the round sends nothing."""
+    plan, whole = planner.plan(round_number), torch.zeros(planner.signal_numel)
     parts = [
         codec.decode(payload, stop - start)
         for codec, payload, (start, stop) in zip(plan.codecs, payloads, plan.part_spans, strict=True)
@@ -60,16 +60,16 @@ def decode_contribution(planner: RoundPlanner, number: int, payloads: Sequence[P
     return whole
 
 
-def sent_mask(planner: RoundPlanner, number: int) -> torch.Tensor:
-    """1 where that round sends something, else 0."""
+def sent_mask(planner: RoundPlanner, round_number: int) -> torch.Tensor:
+    """Return 1 for each value that the round sends, else 0."""
     mask = torch.zeros(planner.signal_numel)
-    for start, stop in planner.plan(number).spans:
+    for start, stop in planner.plan(round_number).spans:
         mask[start:stop] += 1
     return mask
 
 
 class FakePeer:
-    """One peer's share of a method: anchor, outer state, residual."""
+    """A peer's state of a method: anchor, slots, residual."""
 
     def __init__(self, planner: RoundPlanner) -> None:
         self.planner, method = planner, planner.method
@@ -86,7 +86,7 @@ class FakePeer:
         return torch.from_numpy(self._aggregate(number, messages, weights).to_dense())
 
     def _aggregate(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
-        """As a swarm would, whoever reduces which part."""
+        """Aggregate as a swarm would, whichever peers reduce the parts."""
         plan = self.planner.plan(number)
         if plan.method.topology.kind != "butterfly":
             return self.aggregator.merge(

@@ -1,4 +1,4 @@
-"""Bits that are given for a run, as a schedule of the steps between messages."""
+"""A bit budget for a run, as a schedule of the steps between contributions."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.optim.fake_peers import LAYOUT, curve
 
 
 def distances(inner_steps: int | OptionSchedule, steps: int) -> list[int]:
-    """Return the steps before each message until the run's are made."""
+    """Return the steps before each contribution until the run's steps are made."""
     found: list[int] = []
     while sum(found) < steps:
         now = inner_steps.at_round(len(found)) if isinstance(inner_steps, OptionSchedule) else inner_steps
@@ -22,16 +22,16 @@ def distances(inner_steps: int | OptionSchedule, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("steps", [120, 1000])
-@pytest.mark.parametrize("messages", [8, 20, 31, 49])
-def test_it_is_spent_but_never_more_than_that(steps: int, messages: int) -> None:
-    found = distances(BitBudget(bits=8.0 * messages, steps=steps).inner_steps(8.0), steps)
-    assert len(found) <= messages
-    assert len(found) >= 0.9 * messages and found == sorted(found) and found[0] == 1
-    early = sum(found[: messages // 2]) / steps
-    assert early < 0.4 or steps < 4 * messages, "most of them early: of equal distances these would be half"
+@pytest.mark.parametrize("contributions", [8, 20, 31, 49])
+def test_budget_is_spent_and_never_exceeded(steps: int, contributions: int) -> None:
+    found = distances(BitBudget(bits=8.0 * contributions, steps=steps).inner_steps(8.0), steps)
+    assert len(found) <= contributions
+    assert len(found) >= 0.9 * contributions and found == sorted(found) and found[0] == 1
+    early = sum(found[: contributions // 2]) / steps
+    assert early < 0.4 or steps < 4 * contributions, "most of them early: with equal distances half of them would be"
 
 
-def test_the_least_and_the_most() -> None:
+def test_smallest_and_largest_budget() -> None:
     assert BitBudget(bits=8, steps=500).inner_steps(8.0) == 500  # a single message, at the end
     assert BitBudget(bits=1e6, steps=500).inner_steps(8.0) == 1
     with pytest.raises(UnknownOption, match="raise it or choose"):
@@ -39,7 +39,7 @@ def test_the_least_and_the_most() -> None:
 
 
 @pytest.mark.parametrize("value", [7, "8 bits", "", curve(1, 3, 9), [{"value": 8, "rounds": 5}, 3], {}], ids=str)
-def test_other_values_are_none(value: OptionValue) -> None:
+def test_other_values_are_not_a_budget(value: OptionValue) -> None:
     assert read_bit_budget(value) is None
 
 
@@ -56,13 +56,13 @@ def test_other_values_are_none(value: OptionValue) -> None:
     ],
     ids=str,
 )
-def test_a_budget_that_cannot_be_spent_is_one_line(value: OptionValue, reason: str) -> None:
+def test_invalid_budget_is_refused_in_one_line(value: OptionValue, reason: str) -> None:
     with pytest.raises(UnknownOption) as caught:
         read_bit_budget(value)
     assert str(caught.value) == f"schedule.inner_steps: {reason}; write {{ bits = 8, steps = 500 }}"
 
 
-def test_the_old_text_is_refused_with_the_table_to_write_instead() -> None:
+def test_old_text_form_is_refused_with_the_table_to_write_instead() -> None:
     with pytest.raises(UnknownOption, match=r"is a table; write \{ bits = 8, steps = 500 \}$"):
         compose("averaging", {"schedule": {"inner_steps": "8 bits over 500 steps"}})
 
@@ -70,7 +70,7 @@ def test_the_old_text_is_refused_with_the_table_to_write_instead() -> None:
 @pytest.mark.parametrize(
     ("recipe", "bits"), [("diloco", 80), ("sparseloco", 2), ("noloco", 400), ("streaming-diloco", 60)]
 )
-def test_any_recipe_keeps_to_it(recipe: str, bits: float) -> None:
+def test_every_recipe_keeps_within_the_budget(recipe: str, bits: float) -> None:
     budget: OptionValue = {"bits": bits, "steps": 400}
     planner = RoundPlanner(compose(recipe, {"schedule": {"inner_steps": budget, "ahead": 0, "delay": 0}}), LAYOUT, 1)
     spent, number = 0.0, 0
@@ -81,7 +81,7 @@ def test_any_recipe_keeps_to_it(recipe: str, bits: float) -> None:
     assert 0.75 * bits < spent <= bits * 1.01
 
 
-def test_a_codec_that_changes_has_no_price() -> None:
+def test_budget_is_refused_for_a_codec_that_changes() -> None:
     budget: OptionValue = {"bits": 8, "steps": 500}
     with pytest.raises(UnknownOption, match="does not change"):
         compose("sparseloco", {"schedule": {"inner_steps": budget}, "codec": {"k": curve(64, 8, 9)}})

@@ -17,13 +17,13 @@ from tests.optim.fake_peers import NO_PROGRESS, Tables, constant, curve
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_row_composes_and_names_its_paper(name: str) -> None:
+def test_every_recipe_composes_and_names_its_paper(name: str) -> None:
     method = compose(name)
     assert method.name == name and method.paper.startswith("arXiv ")
     assert set(RECIPES[name].tables) == set(COMPONENTS)
 
 
-def test_diloco() -> None:
+def test_diloco_recipe() -> None:
     method = compose("diloco")
     assert method.codec == BlockInt8(block=256)
     assert method.feedback == ErrorFeedback(decay=1.0)
@@ -31,7 +31,7 @@ def test_diloco() -> None:
     assert method.update == Nesterov(learning_rate=0.7, momentum=0.9, shorten=True)
 
 
-def test_sparseloco() -> None:
+def test_sparseloco_recipe() -> None:
     method = compose("sparseloco")
     assert method.codec == ChunkTopK(k=64, chunk=4096)
     assert method.feedback == ErrorFeedback(decay=0.95)
@@ -39,7 +39,7 @@ def test_sparseloco() -> None:
     assert method.update == Sgd(learning_rate=1.0)
 
 
-def test_options_and_kinds_are_overridden() -> None:
+def test_overrides_replace_options_and_kinds() -> None:
     method = compose(
         "diloco", {"schedule": {"inner_steps": 7}, "codec": {"kind": "fp16"}, "feedback": {"kind": "none"}}
     )
@@ -48,12 +48,12 @@ def test_options_and_kinds_are_overridden() -> None:
     assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == Butterfly()
 
 
-def test_another_kind_starts_from_its_own_defaults() -> None:
+def test_different_kind_starts_from_its_own_defaults() -> None:
     assert compose("sparseloco", {"codec": {"kind": "int8"}}).codec == BlockInt8()
     assert compose("sparseloco", {"codec": {"kind": "topk", "chunk": 64}}).codec == ChunkTopK(k=64, chunk=64)
 
 
-def test_whole_numbers_may_stand_for_reals() -> None:
+def test_integer_is_accepted_for_a_float_option() -> None:
     assert compose("diloco", {"update": {"learning_rate": 1}}).update == Nesterov(
         learning_rate=1.0, momentum=0.9, shorten=True
     )
@@ -61,8 +61,8 @@ def test_whole_numbers_may_stand_for_reals() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("part", ["codec", "feedback", "aggregate", "adoption", "schedule"])
-def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
-    """But for error feedback where what a codec leaves over would only grow, and signs where squares are learned."""
+def test_every_kind_of_most_components_fits_every_recipe(recipe: str, part: str) -> None:
+    """The exceptions: error feedback with a residual that would only grow, and signs while squares are learned."""
     tables = RECIPES[recipe].tables
     for kind, built in REGISTRY[part].items():
         chosen = {other: str(kind if other == part else tables[other]["kind"]) for other in ("codec", "feedback")}
@@ -74,7 +74,7 @@ def test_every_kind_of_these_fits_every_recipe(recipe: str, part: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OUTER_OPTIMIZERS)
-def test_every_update_goes_with_the_signals_it_names_and_no_other(kind: str) -> None:
+def test_outer_optimizer_accepts_only_the_signals_it_lists(kind: str) -> None:
     for signal in SIGNALS:
         tables = NO_PROGRESS | {"update": {"kind": kind}, "signal": {"kind": signal}}
         if signal in OUTER_OPTIMIZERS[kind].signals:
@@ -89,7 +89,7 @@ def test_an_option_may_change_over_the_rounds() -> None:
         "sparseloco", {"codec": {"kind": [constant("int8", 9), "topk"], "k": curve(256, 64, 20, "exponential")}}
     )
     assert method.breakpoints == (0, 8, 9, 20)
-    assert method.at_round(8).codec == BlockInt8(), "an option of the other kind is left out"
+    assert method.at_round(8).codec == BlockInt8(), "options of the other kind are left out"
     assert method.at_round(20).codec == ChunkTopK(k=64)
 
 
@@ -111,7 +111,7 @@ def test_an_option_may_change_over_the_rounds() -> None:
     ],
     ids=str,
 )
-def test_a_schedule_that_cannot_be_is_found_before_the_run(overrides: Tables, text: str) -> None:
+def test_invalid_schedule_is_refused_before_the_run(overrides: Tables, text: str) -> None:
     with pytest.raises(UnknownOption, match=text) as caught:
         compose("diloco", overrides)
     assert "\n" not in str(caught.value)
@@ -121,7 +121,7 @@ def test_no_two_codecs_share_a_number() -> None:
     assert len({codec.number for codec in CODECS.values()}) == len(CODECS)
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
+def test_unknown_recipe_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownRecipe, match="did you mean 'diloco'.*sparseloco"):
         compose("diloko")
     with pytest.raises(UnknownRecipe, match="Known: diloco, sparseloco"):
@@ -131,7 +131,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ({"codek": {}}, "no part 'codek'; did you mean 'codec'"),
+        ({"codek": {}}, "no component 'codek'; did you mean 'codec'"),
         ({"codec": {"kind": "in8"}}, "did you mean 'int8'.*Known: none, fp16, .*topk"),
         ({"codec": {"kind": 8}}, "codec.kind = 8"),
         ({"codec": {"k": 3}}, "codec 'int8' has no option 'k'"),
@@ -161,7 +161,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
     ],
     ids=str,
 )
-def test_bad_options_get_one_line_that_says_what_is_allowed(
+def test_invalid_options_are_refused_in_one_line_with_the_allowed_values(
     overrides: Mapping[str, Mapping[str, Scalar]], text: str
 ) -> None:
     with pytest.raises(UnknownOption, match=text) as caught:
@@ -169,13 +169,13 @@ def test_bad_options_get_one_line_that_says_what_is_allowed(
     assert "\n" not in str(caught.value)
 
 
-def test_a_fault_between_the_breakpoints_of_two_schedules_is_found_before_the_run() -> None:
+def test_collision_between_breakpoints_of_two_schedules_is_found_before_the_run() -> None:
     with pytest.raises(UnknownOption, match="delay must not be above ahead"):
         compose("diloco", {"schedule": {"ahead": curve(30, 0, 10), "delay": curve(30, 0, 10, "cosine")}})
     compose("diloco", {"schedule": {"ahead": curve(30, 0, 10), "delay": curve(15, 0, 10)}})
 
 
-def test_an_option_of_neither_kind_is_refused_and_one_of_either_is_taken() -> None:
+def test_option_of_either_kind_is_accepted_and_of_neither_refused() -> None:
     with pytest.raises(UnknownOption, match="has no option 'kk'"):
         compose("sparseloco", {"codec": {"kind": [constant("int8", 5), "topk"], "kk": 3}})
     method = compose("sparseloco", {"codec": {"kind": [constant("int8", 5), "topk"], "k": 32, "block": 512}})

@@ -7,7 +7,7 @@ from tests.optim.fake_peers import constant
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_row_goes_together(recipe: str) -> None:
+def test_components_of_every_recipe_are_compatible(recipe: str) -> None:
     method = compose(recipe)
     assert method.name == recipe and method.paper.startswith("arXiv ")
 
@@ -22,19 +22,19 @@ REFUSED: list[tuple[str, OptionTables, str]] = [
     ("one-bit-adam", {"update": {"warm_rounds": 200}}, 'set codec.kind = [{ value = "none", rounds = 200 }, "sign"]'),
     ("diloco", {"topology": {"kind": "groups"}}, "set update.kind to gossip"),
     ("noloco-weights", {"update": {"beta": 1.9}}, "lower update.beta"),
-    ("des-loc", {"adoption": {"unsent": 0.5}}, "what is left of signal 'inner-state' is no progress"),
+    ("des-loc", {"adoption": {"unsent": 0.5}}, "the residual of signal 'inner-state' is not progress"),
     ("noloco", {"update": {"gamma": 0.0}}, "raise update.gamma above 0"),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "changes", "said"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_is_refused_in_one_line(recipe: str, changes: OptionTables, said: str) -> None:
+@pytest.mark.parametrize(("recipe", "changes", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_incompatible_components_are_refused_in_one_line(recipe: str, changes: OptionTables, reason: str) -> None:
     with pytest.raises(UnknownOption) as refusal:
         compose(recipe, changes)
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+    assert reason in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_what_only_a_later_round_would_do_is_refused_before_the_run() -> None:
+def test_incompatibility_of_a_later_round_is_refused_before_the_run() -> None:
     with pytest.raises(UnknownOption, match="do not converge"):
         compose("noloco", {"update": {"alpha": [constant(0.5, 100), 0.9]}})
     compose("noloco", {"update": {"alpha": [constant(0.5, 100), 0.6]}})

@@ -1,4 +1,4 @@
-"""When which values are sent."""
+"""The schedule of exchanges: which values are sent in which round."""
 
 import pytest
 from hypothesis import given
@@ -14,8 +14,8 @@ periods = st.integers(1, 60).flatmap(lambda steps: st.tuples(st.just(steps), st.
 patterns = st.sampled_from(["strided", "contiguous"])
 
 
-def covered(schedule: EverySteps, rounds: range, layout: Layout) -> list[int]:
-    """How often each value is sent in these rounds."""
+def count_sent(schedule: EverySteps, rounds: range, layout: Layout) -> list[int]:
+    """Return how often each value is sent in these rounds."""
     counts = [0] * layout.numel
     for number in rounds:
         for start, stop in schedule.spans(number, layout):
@@ -25,14 +25,16 @@ def covered(schedule: EverySteps, rounds: range, layout: Layout) -> list[int]:
 
 
 @given(periods, patterns, st.integers(0, 30))
-def test_each_value_is_sent_once_in_any_fragments_rounds(period: tuple[int, int], pattern: Pattern, first: int) -> None:
+def test_each_value_is_sent_once_in_a_cycle_from_any_round_on(
+    period: tuple[int, int], pattern: Pattern, first: int
+) -> None:
     steps, fragments = period
     schedule, layout = EverySteps(inner_steps=steps, fragments=fragments, pattern=pattern), Layout(((2,),) * 12)
-    assert covered(schedule, range(first, first + fragments), layout) == [1] * layout.numel
+    assert count_sent(schedule, range(first, first + fragments), layout) == [1] * layout.numel
 
 
 @given(periods, st.integers(0, 5))
-def test_fragments_rounds_make_inner_steps_from_any_whole_cycle_on(period: tuple[int, int], cycle: int) -> None:
+def test_every_cycle_makes_inner_steps(period: tuple[int, int], cycle: int) -> None:
     steps, fragments = period
     schedule = EverySteps(inner_steps=steps, fragments=fragments)
     made = [schedule.steps(number) for number in range(cycle * fragments, (cycle + 1) * fragments)]
@@ -40,8 +42,8 @@ def test_fragments_rounds_make_inner_steps_from_any_whole_cycle_on(period: tuple
 
 
 @given(periods, st.integers(0, 300))
-def test_each_fragment_is_sent_floor_t_by_h_times(period: tuple[int, int], total: int) -> None:
-    """In T steps; one that is due early in the unfinished period once more."""
+def test_each_fragment_is_sent_once_per_inner_steps(period: tuple[int, int], total: int) -> None:
+    """In T steps it is sent floor(T / H) times; a fragment that is early in the unfinished cycle once more."""
     steps, fragments = period
     schedule = EverySteps(inner_steps=steps, fragments=fragments)
     times, step, number = [0] * fragments, schedule.steps(0), 0
@@ -66,7 +68,7 @@ def test_strided_and_contiguous_by_hand() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["strided", "contiguous"])
-def test_fragments_are_whole_blocks_and_one_fragment_is_all(pattern: Pattern) -> None:
+def test_fragments_are_whole_blocks_and_a_single_one_is_everything(pattern: Pattern) -> None:
     edges = {edge for span in LAYOUT.block_spans for edge in span}
     for fragments in (2, 3, len(LAYOUT.block_spans)):
         schedule = EverySteps(inner_steps=50, fragments=fragments, pattern=pattern)
@@ -90,6 +92,6 @@ def test_more_fragments_than_blocks_are_refused() -> None:
         ({"inner_steps": 2.5}, "valid integer"),
     ],
 )
-def test_options_that_fit_no_run(options: dict[str, object], reason: str) -> None:
+def test_contradictory_options_are_refused(options: dict[str, object], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         EverySteps(**options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A method as it is in some round."""
+"""The options of a method in a round."""
 
 import dataclasses
 
@@ -14,12 +14,12 @@ from optim.recipes import RECIPES
 from tests.optim.fake_peers import constant, curve
 
 
-def test_without_a_schedule_every_round_has_the_same_method() -> None:
+def test_method_without_schedules_is_the_same_in_every_round() -> None:
     method = compose("diloco")
     assert method.at_round(0) is method and method.at_round(10**6) is method and method.breakpoints == (0,)
 
 
-def test_with_a_schedule_each_round_has_its_own() -> None:
+def test_method_with_schedules_has_options_of_its_own_in_each_round() -> None:
     method = compose(
         "diloco",
         {"codec": {"kind": [constant("none", 3), "sign"]}, "update": {"momentum": curve(0.0, 0.8, 4)}},
@@ -28,11 +28,11 @@ def test_with_a_schedule_each_round_has_its_own() -> None:
     assert [type(method.at_round(number).codec) for number in (0, 2, 3, 9)] == [Uncompressed] * 2 + [BlockSign] * 2
     found = [method.at_round(number).update for number in (0, 1, 4, 5)]
     assert [update.momentum for update in found if isinstance(update, Nesterov)] == pytest.approx([0.0, 0.2, 0.8, 0.8])
-    assert method.update == method.at_round(0).update, "the method itself is that of the first round"
+    assert method.update == method.at_round(0).update, "the method itself has the options of the first round"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_peers_hold_alike_is_the_same_in_every_round(recipe: str) -> None:
+def test_slots_are_the_same_in_every_round(recipe: str) -> None:
     method = compose(recipe)
     for number in (0, *method.breakpoints, method.breakpoints[-1] + 7):
         now = method.at_round(number)
@@ -45,6 +45,6 @@ def test_what_peers_hold_alike_is_the_same_in_every_round(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_equal_options_are_equal_methods(recipe: str) -> None:
+def test_methods_with_equal_options_are_equal(recipe: str) -> None:
     assert compose(recipe) == compose(recipe)
     assert {field.name for field in dataclasses.fields(compose(recipe))} >= set(COMPONENTS)

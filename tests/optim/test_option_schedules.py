@@ -60,7 +60,7 @@ def test_schedules_by_hand(value: OptionValue, rounds: tuple[int, ...], expected
     assert [schedule(value).at_round(number) for number in rounds] == pytest.approx(expected)
 
 
-def test_the_schedules_that_are_documented_are_some() -> None:
+def test_documented_schedules_are_valid() -> None:
     text = (
         (Path(__file__).parents[2] / "docs" / "reference" / "recipes.md").read_text().split("## Options that change")[1]
     )
@@ -71,7 +71,7 @@ def test_the_schedules_that_are_documented_are_some() -> None:
     assert tables and all(len(compose("averaging", table).breakpoints) > 1 for table in tables)
 
 
-def test_words_may_change_too() -> None:
+def test_text_values_may_change() -> None:
     found = schedule([constant("none", 50), "sign"])
     assert (found.at_round(49), found.at_round(50)) == ("none", "sign")
     halved = schedule([constant(1, 5), 0.5])
@@ -83,19 +83,19 @@ def test_words_may_change_too() -> None:
     [(curve(10, 100, 7, "exponential"), True), (curve(1, 3, 9), True), (curve(10.0, 100, 7), False)]
     + [(curve(0, 1, 7), False), (curve(0.5, 3, 7), False)],
 )
-def test_integers_stay_integers_where_they_are_written_so(value: OptionValue, whole: bool) -> None:
+def test_curve_between_integers_has_integer_values(value: OptionValue, whole: bool) -> None:
     found = [schedule(value).at_round(number) for number in range(9)]
     assert all(isinstance(one, int) for one in found) is whole
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, "int8", "tokens", "over"])
-def test_plain_values_are_no_schedules(value: Scalar) -> None:
+def test_plain_values_are_not_schedules(value: Scalar) -> None:
     found = read_option(NAME, value)
     assert found == value and type(found) is type(value)
 
 
 @given(schedules())
-def test_values_stay_between_their_ends_and_turn_at_the_breakpoints_only(value: OptionValue) -> None:
+def test_values_stay_between_the_ends_and_turn_only_at_breakpoints(value: OptionValue) -> None:
     found = schedule(value)
     breakpoints = [0, *found.breakpoints, max(found.breakpoints) + 20]
     assert found.breakpoints == tuple(sorted(set(found.breakpoints)))
@@ -104,22 +104,22 @@ def test_values_stay_between_their_ends_and_turn_at_the_breakpoints_only(value: 
         piece = path[start : stop + 1]
         assert all(min(piece[0], piece[-1]) <= one <= max(piece[0], piece[-1]) for one in piece), (start, stop)
         assert piece == sorted(piece) or piece == sorted(piece, reverse=True), (start, stop)
-    assert len(set(path[max(found.breakpoints) :])) == 1, "after the last breakpoint it stays"
+    assert len(set(path[max(found.breakpoints) :])) == 1, "constant after the last breakpoint"
 
 
 @given(numbers, numbers, st.integers(1, 40), forms)
-def test_a_curve_ends_on_its_ends_to_the_bit(start: float, end: float, rounds: int, form: str) -> None:
+def test_curve_reaches_its_ends_to_the_bit(start: float, end: float, rounds: int, form: str) -> None:
     path = values(schedule(curve(start, end, rounds, form)), rounds + 3)
     assert (path[0], path[-1]) == (float(start), float(end))
 
 
 @given(schedules())
-def test_every_schedule_is_the_same_after_it_was_written_as_toml(value: OptionValue) -> None:
+def test_schedule_survives_a_round_trip_through_toml(value: OptionValue) -> None:
     assert schedule(tomllib.loads(f"v = {as_toml(value)}")["v"]) == schedule(value)
 
 
-def test_the_negative_control_a_breakpoint_left_out_hides_a_turn() -> None:
-    """Between rounds 0 and 9 this rises, falls and rises again: without the breakpoints both ends say little."""
+def test_negative_control_a_missing_breakpoint_hides_a_turn() -> None:
+    """Between rounds 0 and 9 the value rises, falls and rises again, which both ends alone do not show."""
     found = schedule([constant(1, 3), constant(9, 3), 2])
     path = values(found, 10)
     assert max(path) > max(path[0], path[-1])
@@ -159,7 +159,7 @@ def test_the_negative_control_a_breakpoint_left_out_hides_a_turn() -> None:
     ],
     ids=str,
 )
-def test_nonsense_is_one_line_that_names_option_and_key(value: OptionValue, reason: str) -> None:
+def test_invalid_table_is_refused_in_one_line_that_names_option_and_key(value: OptionValue, reason: str) -> None:
     with pytest.raises(UnknownOption) as caught:
         read_option(NAME, value)
     assert str(caught.value).startswith(reason) and "\n" not in str(caught.value)
@@ -175,7 +175,7 @@ def test_nonsense_is_one_line_that_names_option_and_key(value: OptionValue, reas
         ("int8 until 50 then topk", "[{ value = 1, rounds = 50 }, 30]"),
     ],
 )
-def test_the_old_texts_are_refused_with_a_table_to_write_instead(text: str, example: str) -> None:
+def test_old_text_forms_are_refused_with_a_table_to_write_instead(text: str, example: str) -> None:
     with pytest.raises(UnknownOption) as caught:
         read_option(NAME, text)
     told = str(caught.value)
@@ -193,7 +193,7 @@ tables: st.SearchStrategy[Mapping[str, Any]] = st.dictionaries(keys, numbers | f
 
 
 @given(anything | tables | st.lists(tables | anything, max_size=4))
-def test_no_value_breaks_it(value: OptionValue) -> None:
+def test_any_value_is_read_or_refused(value: OptionValue) -> None:
     try:
         found = read_option(NAME, value)
     except UnknownOption:
@@ -203,6 +203,6 @@ def test_no_value_breaks_it(value: OptionValue) -> None:
             found.at_round(number)
 
 
-def test_the_constants_of_a_schedule_are_all_that_it_may_be() -> None:
+def test_constants_are_the_values_of_all_constant_phases() -> None:
     found = schedule([constant("none", 5), constant("int8", 1), "sign"])
     assert found.constants == {"none", "int8", "sign"}

@@ -1,4 +1,4 @@
-"""What each signal measures, shares and sends."""
+"""The vectors that each signal measures, shares and sends."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SHARED = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT)
 
 
 def progress(steps: int = 4) -> SignalInputs:
-    """Every vector another one."""
+    """Return inputs in which every vector is different."""
     own = {name for inner in INNER_RULES.values() for name in inner.vectors}
     return SignalInputs(
         live={name: random_values(place) for place, name in enumerate(SHARED)},
@@ -42,7 +42,7 @@ def test_pseudo_gradient_points_uphill() -> None:
     assert torch.equal(measured, given.reference[WEIGHTS] - given.live[WEIGHTS])
 
 
-def test_inner_state_is_three_differences() -> None:
+def test_inner_state_is_the_difference_of_three_vectors() -> None:
     given = progress()
     for name, measured in zip(SHARED, torch.split(WeightsAndMoments().measure(given), NUMEL), strict=True):
         assert torch.equal(measured, given.reference[name] - given.live[name])
@@ -54,7 +54,7 @@ def test_gradient_is_the_mean_over_the_steps() -> None:
     assert torch.isfinite(Gradient().measure(progress(steps=0))).all()
 
 
-def test_momentum_moves_the_agreed_one_on() -> None:
+def test_momentum_updates_the_agreed_one_with_the_own_gradient() -> None:
     given = progress(steps=2)
     expected = 0.75 * given.anchor[FIRST_MOMENT] + 0.25 * given.inner_state[GRADIENT_SUM] / 2
     torch.testing.assert_close(Momentum(beta=0.75).measure(given), expected)
@@ -68,7 +68,7 @@ def test_weights_are_a_copy() -> None:
     assert given.live[WEIGHTS].any()
 
 
-def test_progress_and_anchor_stand_one_after_the_other() -> None:
+def test_progress_and_anchor_are_concatenated() -> None:
     given = progress()
     moved, anchor = torch.split(PseudoGradientAndAnchor().measure(given), NUMEL)
     assert torch.equal(moved, given.reference[WEIGHTS] - given.live[WEIGHTS])
@@ -76,7 +76,7 @@ def test_progress_and_anchor_stand_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("kind", SIGNALS)
-def test_what_every_signal_promises(kind: str) -> None:
+def test_every_signal_measures_a_new_vector_of_its_size(kind: str) -> None:
     signal: Signal = SIGNALS[kind]()
     given = progress()
     inputs = [
@@ -85,7 +85,9 @@ def test_what_every_signal_promises(kind: str) -> None:
     measured = signal.measure(given)
     assert measured.shape == (NUMEL * signal.vector_count,)
     after = [*given.live.values(), *given.reference.values(), *given.inner_state.values()]
-    assert all(torch.equal(one, two) for one, two in zip(inputs, after, strict=True)), "measuring changes nothing"
+    assert all(torch.equal(one, two) for one, two in zip(inputs, after, strict=True)), (
+        "measuring does not change the inputs"
+    )
     assert signal.shared_names[0] == WEIGHTS and set(signal.averaged_names) <= set(signal.shared_names[1:])
     assert len(signal.averaged_names) < signal.vector_count
     known = {name for inner in INNER_RULES.values() for name in inner.vectors}
@@ -93,7 +95,7 @@ def test_what_every_signal_promises(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SIGNALS)
-def test_over_its_cycle_every_value_is_sent(kind: str) -> None:
+def test_every_value_is_sent_within_a_cycle(kind: str) -> None:
     signal: Signal = SIGNALS[kind]()
     sent = torch.zeros(NUMEL * signal.vector_count)
     for number in range(signal.period):
@@ -106,7 +108,7 @@ def test_over_its_cycle_every_value_is_sent(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SIGNALS)
-def test_in_fragments_only_what_has_a_meaning_in_fragments(kind: str) -> None:
+def test_signals_that_must_be_whole_refuse_fragments(kind: str) -> None:
     signal: Signal = SIGNALS[kind]()
     if signal.requires_whole:
         with pytest.raises(UnknownOption, match=rf"signal '{kind}' is sent whole; set schedule\.fragments = 1"):
@@ -120,13 +122,13 @@ def test_moments_are_sent_on_their_own_periods() -> None:
     signal = WeightsAndMoments(first_every=2, second_every=3)
     sent = [[start // NUMEL for start, _ in signal.spans(number, LAYOUT, EverySteps())] for number in range(6)]
     assert sent == [[0], [0, 1], [0, 2], [0, 1], [0], [0, 1, 2]]
-    # The periods that the paper recommends halve what three vectors in every round would cost.
+    # The periods that the paper recommends cost half as much as three vectors in every round.
     recommended = WeightsAndMoments()
     values = sum(len(recommended.spans(number, LAYOUT, EverySteps())) for number in range(recommended.period))
     assert values == 3 * recommended.period / 2
 
 
-def test_periods_that_hardly_ever_meet_are_refused() -> None:
+def test_periods_with_a_large_common_multiple_are_refused() -> None:
     assert WeightsAndMoments(first_every=999, second_every=999).period == 999
     with pytest.raises(ValidationError, match=f"within {MAX_PERIOD} rounds"):
         WeightsAndMoments(first_every=31, second_every=37)

@@ -1,4 +1,4 @@
-"""Each rule against a slow one, and against members who lie."""
+"""Each robust rule, compared with a slow implementation and attacked by byzantine members."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ RULES: list[AggregationRule] = [TrimmedMean(), CoordinateMedian(), Krum(), Krum(
 each_rule = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
-def messages(
+def payloads_of(
     values: Sequence[torch.Tensor], weights: Sequence[float] | None = None, codec: Codec | None = None
 ) -> list[WeightedPayload]:
     codec, weights = codec or Uncompressed(), weights or [1.0] * len(values)
@@ -33,8 +33,8 @@ def messages(
     ]
 
 
-def honest(count: int, numel: int = 500, spread: float = 0.5) -> list[torch.Tensor]:
-    """A common direction of norm sqrt(numel), and each member's own noise."""
+def honest_contributions(count: int, numel: int = 500, spread: float = 0.5) -> list[torch.Tensor]:
+    """Return contributions in a common direction of norm sqrt(numel), each with noise of its own."""
     generator = torch.Generator().manual_seed(count)
     truth = torch.randn(numel, generator=generator)
     return [truth + spread * torch.randn(numel, generator=generator) for _ in range(count)]
@@ -79,9 +79,11 @@ SLOW: list[tuple[AggregationRule, Callable[[Array], Array]]] = [
 
 @pytest.mark.parametrize(("rule", "slow"), SLOW, ids=[str(rule) for rule, _ in SLOW])
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 8, 13])
-def test_agrees_with_a_slow_rule(rule: AggregationRule, slow: Callable[[Array], Array], members: int) -> None:
-    values = honest(members, 50)
-    combined = rule.combine(messages(values))
+def test_rule_agrees_with_a_slow_implementation(
+    rule: AggregationRule, slow: Callable[[Array], Array], members: int
+) -> None:
+    values = honest_contributions(members, 50)
+    combined = rule.combine(payloads_of(values))
     assert combined == pytest.approx(slow(torch.stack(values).double().numpy()), rel=1e-4, abs=1e-5)
 
 
@@ -94,93 +96,93 @@ ATTACKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @each_rule
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize(("members", "liars"), [(4, 1), (8, 2), (12, 3)])
-def test_liars_do_not_move_the_result_as_they_move_the_mean(
-    rule: AggregationRule, attack: str, members: int, liars: int
+@pytest.mark.parametrize(("members", "byzantine"), [(4, 1), (8, 2), (12, 3)])
+def test_byzantine_members_hardly_move_the_result(
+    rule: AggregationRule, attack: str, members: int, byzantine: int
 ) -> None:
-    values = honest(members)
-    truth = torch.stack(values[liars:]).mean(0)
-    lied = [ATTACKS[attack](value) for value in values[:liars]] + values[liars:]
-    distance = float((torch.from_numpy(rule.combine(messages(lied))) - truth).norm() / truth.norm())
+    values = honest_contributions(members)
+    truth = torch.stack(values[byzantine:]).mean(0)
+    attacked = [ATTACKS[attack](value) for value in values[:byzantine]] + values[byzantine:]
+    distance = float((torch.from_numpy(rule.combine(payloads_of(attacked))) - truth).norm() / truth.norm())
     assert distance < 0.6  # one honest member is 0.4 away
-    # The control: the mean goes far astray.
-    mean = torch.from_numpy(Mean().combine(messages(lied)))
+    # The control: the mean moves far away.
+    mean = torch.from_numpy(Mean().combine(payloads_of(attacked)))
     assert float((mean - truth).norm() / truth.norm()) > 2
 
 
 @each_rule
-def test_a_loud_claim_of_tokens_buys_nothing(rule: AggregationRule) -> None:
-    values = honest(5)
-    plain = rule.combine(messages(values))
-    assert np.array_equal(plain, rule.combine(messages(values, [1e9, 1, 1, 1, 1])))
+def test_claimed_tokens_do_not_change_the_result(rule: AggregationRule) -> None:
+    values = honest_contributions(5)
+    plain = rule.combine(payloads_of(values))
+    assert np.array_equal(plain, rule.combine(payloads_of(values, [1e9, 1, 1, 1, 1])))
 
 
 @each_rule
-def test_nobody_lies(rule: AggregationRule) -> None:
-    values = honest(6)
+def test_result_is_near_the_mean_of_honest_members(rule: AggregationRule) -> None:
+    values = honest_contributions(6)
     truth = torch.stack(values).mean(0)
-    assert float((torch.from_numpy(rule.combine(messages(values))) - truth).norm() / truth.norm()) < 0.45
-    same = rule.combine(messages([values[0]] * 6))
+    assert float((torch.from_numpy(rule.combine(payloads_of(values))) - truth).norm() / truth.norm()) < 0.45
+    same = rule.combine(payloads_of([values[0]] * 6))
     assert np.allclose(same, values[0].numpy(), rtol=1e-5, atol=1e-6)
 
 
 @each_rule
 @pytest.mark.parametrize("members", [1, 2])
-def test_one_or_two_members_are_their_mean(rule: AggregationRule, members: int) -> None:
-    values = honest(members, spread=0.01)
-    assert np.allclose(rule.combine(messages(values)), torch.stack(values).mean(0).numpy(), rtol=1e-4, atol=1e-4)
+def test_result_for_one_or_two_members_is_their_mean(rule: AggregationRule, members: int) -> None:
+    values = honest_contributions(members, spread=0.01)
+    assert np.allclose(rule.combine(payloads_of(values)), torch.stack(values).mean(0).numpy(), rtol=1e-4, atol=1e-4)
 
 
 @each_rule
 @pytest.mark.parametrize("codec", [Uncompressed(), BlockInt8(), ChunkTopK(k=8, chunk=64)], ids=str)
-def test_a_member_of_weight_zero_is_as_if_absent(rule: AggregationRule, codec: Codec) -> None:
-    members = messages(honest(5), [3, 0, 5, 7, 1], codec)
+def test_member_of_weight_zero_is_absent(rule: AggregationRule, codec: Codec) -> None:
+    members = payloads_of(honest_contributions(5), [3, 0, 5, 7, 1], codec)
     assert np.array_equal(rule.combine(members), rule.combine(members[:1] + members[2:]))
 
 
 @pytest.mark.parametrize("rule", RULES[:4], ids=str)
-def test_the_order_of_members_changes_next_to_nothing(rule: AggregationRule) -> None:
-    members = messages(honest(7))
+def test_order_of_members_changes_only_rounding(rule: AggregationRule) -> None:
+    members = payloads_of(honest_contributions(7))
     assert np.allclose(rule.combine(members), rule.combine(members[::-1]), rtol=1e-6, atol=1e-7)
 
 
 @each_rule
-def test_slabs_leave_no_seam(rule: AggregationRule) -> None:
-    """A vector of several slabs, against the same vector put together from two lengths that need only one."""
-    values = honest(5, SLAB_SIZE + 100)
+def test_slabs_do_not_change_the_result(rule: AggregationRule) -> None:
+    """Compares a vector of several slabs with two vectors that each fit into one slab."""
+    values = honest_contributions(5, SLAB_SIZE + 100)
     if isinstance(rule, TrimmedMean | CoordinateMedian):
-        whole = rule.combine(messages(values))
+        whole = rule.combine(payloads_of(values))
         pieces = [
-            rule.combine(messages([value[part].contiguous() for value in values]))
+            rule.combine(payloads_of([value[part].contiguous() for value in values]))
             for part in (slice(0, SLAB_SIZE), slice(SLAB_SIZE, None))
         ]
         assert np.array_equal(whole, np.concatenate(pieces))
     truth = torch.stack(values).mean(0)
-    assert float((torch.from_numpy(rule.combine(messages(values))) - truth).norm() / truth.norm()) < 0.6
+    assert float((torch.from_numpy(rule.combine(payloads_of(values))) - truth).norm() / truth.norm()) < 0.6
 
 
 def test_plus_and_minus_zero_give_the_same_bits() -> None:
-    """A processor may call either the smaller; neither may reach the anchor's digest."""
+    """Processors differ in which of the two they call smaller; neither may reach the anchor's digest."""
     columns = torch.tensor([[0.0, -0.0, 0.0], [-0.0, -0.0, 0.0], [0.0, 0.0, -0.0]])
     for rule in (TrimmedMean(), CoordinateMedian()):
-        assert not np.signbit(rule.combine(messages(list(columns)))).any()
+        assert not np.signbit(rule.combine(payloads_of(list(columns)))).any()
 
 
-def test_the_median_of_sparse_messages_is_nothing() -> None:
-    """Why sparse messages need a mean: members who keep different coordinates outvote each other."""
-    members = messages(honest(5, 4096, spread=20.0), codec=ChunkTopK(k=64))
+def test_median_of_sparse_contributions_is_nearly_zero() -> None:
+    """Members that keep different coordinates outvote each other, so sparse contributions need a mean."""
+    members = payloads_of(honest_contributions(5, 4096, spread=20.0), codec=ChunkTopK(k=64))
     assert np.linalg.norm(CoordinateMedian().combine(members)) < 0.1 * np.linalg.norm(Mean().combine(members))
 
 
 @each_rule
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1]])
-def test_weights_that_make_no_sense_are_refused(rule: AggregationRule, weights: list[float]) -> None:
+def test_invalid_weights_are_refused(rule: AggregationRule, weights: list[float]) -> None:
     with pytest.raises(OptimError, match="weights"):
-        rule.combine(messages(honest(2), weights))
+        rule.combine(payloads_of(honest_contributions(2), weights))
 
 
 @each_rule
-def test_a_malformed_message_is_a_codec_error(rule: AggregationRule) -> None:
-    members = messages(honest(2))
+def test_malformed_payload_is_a_codec_error(rule: AggregationRule) -> None:
+    members = payloads_of(honest_contributions(2))
     with pytest.raises(CodecError):
         rule.combine([members[0], WeightedPayload(Uncompressed(), b"nonsense", 500, 1)])

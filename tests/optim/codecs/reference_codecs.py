@@ -1,4 +1,4 @@
-"""The dense codecs once more, in operations on whole arrays: slow, plain, what the compiled loops must agree with."""
+"""The dense codecs in plain operations on whole arrays: slow references that the compiled kernels must agree with."""
 
 from dataclasses import dataclass
 
@@ -27,16 +27,16 @@ class Encoded:
         return self.multiples * (self.scales * np.float32(weight))
 
 
-def half_precision(values: Floats) -> Encoded:
+def encode_float16(values: Floats) -> Encoded:
     largest = np.abs(values).max()
     exponent = max(LOWEST_EXPONENT, int(np.frexp(largest)[1]) - 15) if largest else 0
     halves = (values * np.float32(2.0**-exponent)).astype("<f2")
-    head = bytes((2, 1)) + np.int8(exponent).tobytes()
-    return Encoded(head + halves.tobytes(), halves.astype(np.float32), np.full_like(values, 2.0**exponent))
+    header = bytes((2, 1)) + np.int8(exponent).tobytes()
+    return Encoded(header + halves.tobytes(), halves.astype(np.float32), np.full_like(values, 2.0**exponent))
 
 
-def brain_float(values: Floats) -> Encoded:
-    """Of the two neighbours the nearer, of two equally near that with an even last bit."""
+def encode_bfloat16(values: Floats) -> Encoded:
+    """Round to the nearer neighbour; ties go to the one with an even last bit."""
     bits = values.view(np.uint32)
     below = bits >> 16
     rest = bits & 0xFFFF
@@ -45,7 +45,7 @@ def brain_float(values: Floats) -> Encoded:
     return Encoded(bytes((5, 1)) + halves.astype("<u2").tobytes(), widened, np.ones_like(values))
 
 
-def blockwise(codec: BlockCodec, values: Floats) -> Encoded:
+def encode_blockwise(codec: BlockCodec, values: Floats) -> Encoded:
     blocks = -(-values.size // codec.block)
     rows = np.pad(values, (0, blocks * codec.block - values.size)).reshape(blocks, codec.block)
     sizes = np.full(blocks, codec.block, np.float32)
@@ -76,8 +76,8 @@ def _widen(halves: npt.NDArray[np.uint16]) -> Floats:
 
 def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
     if not isinstance(codec, BlockSign):
-        tops: dict[type[BlockCodec], int] = {BlockInt8: 127, BlockInt4: 7, BlockE3M0: 64}
-        largest: Floats = np.abs(rows).max(1) / np.float32(tops[type(codec)])
+        divisors: dict[type[BlockCodec], int] = {BlockInt8: 127, BlockInt4: 7, BlockE3M0: 64}
+        largest: Floats = np.abs(rows).max(1) / np.float32(divisors[type(codec)])
         return largest
     sums = np.abs(rows.T)
     while len(sums) > 1:
@@ -110,7 +110,7 @@ def _encode_powers(codec: BlockE3M0, quotients: Floats, words: Words) -> tuple[C
 
 
 def noise_words(key: NoiseKey, halves: npt.NDArray[np.uint16], block: int) -> Words:
-    """A word a value, of whole blocks with such scales."""
+    """Return one word per value of whole blocks that have these scales."""
     numbers: Words = np.arange(halves.size).astype(np.uint32)
     numbered: Words = _mix_bits(numbers ^ key.low) ^ key.high
     keys = _mix_bits(numbered + halves.astype(np.uint32))

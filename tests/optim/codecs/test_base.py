@@ -1,4 +1,4 @@
-"""What every codec promises, whatever its format."""
+"""The promises of every codec."""
 
 import os
 import re
@@ -62,7 +62,7 @@ CODECS: list[Codec] = [
     RandomProjection(),
     RandomProjection(directions=5),
 ]
-# Those whose error may exceed what they were given: only the mean over many messages is right.
+# The error of these may exceed the values; only the mean over many contributions is right.
 UNBIASED = [
     codec
     for codec in CODECS
@@ -76,7 +76,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def sample(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """Heavy-tailed values, some of them zero, chunks of different size: what a pseudo-gradient looks like."""
+    """Return values like a pseudo-gradient's: heavy-tailed, some of them zero, in chunks of different scale."""
     generator = np.random.default_rng(seed)
     values = generator.standard_t(3, numel) * generator.lognormal(0, 1, numel) * (generator.random(numel) > 0.1)
     return torch.from_numpy((values * scale).astype(np.float32))
@@ -85,7 +85,7 @@ def sample(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 @each_codec
 @quick
 @given(numels, seeds, st.sampled_from([1e-30, 1e-8, 1e-3, 1.0, 1e6, 0.0]))
-def test_decodes_to_finite_values_near_the_input(codec: Codec, numel: int, seed: int, scale: float) -> None:
+def test_decoded_values_are_finite_and_near_the_input(codec: Codec, numel: int, seed: int, scale: float) -> None:
     values = sample(numel, seed, scale)
     decoded = codec.decode(codec.encode(values), numel)
     assert decoded.shape == values.shape and decoded.dtype == torch.float32
@@ -97,7 +97,7 @@ def test_decodes_to_finite_values_near_the_input(codec: Codec, numel: int, seed:
 @each_codec
 @quick
 @given(numels, seeds)
-def test_size_stays_below_the_bound_and_bytes_are_deterministic(codec: Codec, numel: int, seed: int) -> None:
+def test_payload_is_deterministic_and_within_the_maximum_size(codec: Codec, numel: int, seed: int) -> None:
     values = sample(numel, seed)
     payload = codec.encode(values)
     assert len(payload) <= codec.max_bytes(numel)
@@ -107,7 +107,7 @@ def test_size_stays_below_the_bound_and_bytes_are_deterministic(codec: Codec, nu
 @each_codec
 @quick
 @given(numels, seeds)
-def test_extract_leaves_exactly_what_the_receiver_does_not_get(codec: Codec, numel: int, seed: int) -> None:
+def test_encode_and_subtract_leaves_exactly_the_part_that_was_not_sent(codec: Codec, numel: int, seed: int) -> None:
     values = sample(numel, seed)
     rest = values.clone()
     payload = codec.encode_and_subtract(rest)
@@ -117,8 +117,8 @@ def test_extract_leaves_exactly_what_the_receiver_does_not_get(codec: Codec, num
 
 @each_codec
 @pytest.mark.parametrize("numel", [1, 4096, 70_001])
-def test_what_is_left_and_what_is_new_may_be_added_on_the_way(codec: Codec, numel: int) -> None:
-    """Each product and each sum is rounded, wherever a codec makes them."""
+def test_encode_updated_agrees_with_a_separate_update(codec: Codec, numel: int) -> None:
+    """Each product and each sum is rounded, wherever a codec computes them."""
     left, new = sample(numel, 1), sample(numel, 2)
     expected, decay = left * 0.8, ResidualUpdate(0.8, new.numpy())
     expected += new
@@ -128,7 +128,7 @@ def test_what_is_left_and_what_is_new_may_be_added_on_the_way(codec: Codec, nume
 
 @each_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**60])
-def test_what_is_new_must_be_finite_and_within_bounds(codec: Codec, bad: float) -> None:
+def test_update_must_be_finite_and_within_bounds(codec: Codec, bad: float) -> None:
     new = sample(5000, 2)
     new[1234] = bad
     with pytest.raises(CodecError):
@@ -148,8 +148,8 @@ def test_threads_change_no_bit(codec: Codec) -> None:
 
 
 @each_codec
-def test_a_payload_stays_as_it_is_while_it_is_held(codec: Codec) -> None:
-    """Its memory is given to others once nobody holds it, and not before."""
+def test_payload_keeps_its_memory_while_it_is_referenced(codec: Codec) -> None:
+    """Its memory is reused once the payload is dropped, not before."""
     payload = codec.encode(sample(300_000, 1))
     before, others = bytes(payload), [codec.encode(sample(300_000, seed)) for seed in range(2, 8)]
     assert payload == before and others[0] != before
@@ -157,14 +157,14 @@ def test_a_payload_stays_as_it_is_while_it_is_held(codec: Codec) -> None:
         payload[0] = 0  # type: ignore[index]
 
 
-@pytest.mark.parametrize("head", [b"ab", b"abc", b"a" * 70])
-def test_a_draft_is_written_in_place_behind_its_head(head: bytes) -> None:
+@pytest.mark.parametrize("header", [b"ab", b"abc", b"a" * 70])
+def test_payload_is_written_in_place_after_its_header(header: bytes) -> None:
     count = MIN_POOLED_BYTES
-    draft = PayloadWriter(head, 4 * count + 3)
-    numbers, rest = draft.reserve("f4", count), draft.reserve("u1", 3)
+    writer = PayloadWriter(header, 4 * count + 3)
+    numbers, rest = writer.reserve("f4", count), writer.reserve("u1", 3)
     numbers[:], rest[:] = np.arange(count), (7, 8, 9)
     assert numbers.ctypes.data % ALIGNMENT == 0
-    assert draft.payload == head + np.arange(count, dtype="<f4").tobytes() + bytes((7, 8, 9))
+    assert writer.payload == header + np.arange(count, dtype="<f4").tobytes() + bytes((7, 8, 9))
 
 
 @each_codec
@@ -182,7 +182,7 @@ def test_values_that_are_not_finite_are_refused(codec: Codec, bad: float, place:
 
 
 @each_codec
-def test_other_lengths_other_codecs_and_every_truncation_are_refused(codec: Codec) -> None:
+def test_other_lengths_codecs_and_truncations_are_refused(codec: Codec) -> None:
     payload = bytes(codec.encode(sample(5000, 3)))
     wrong = [payload[:cut] for cut in range(0, len(payload), max(1, len(payload) // 97))]
     wrong += [payload + b"\0", payload + payload, b"", b"\xff" * len(payload), b"\0" * len(payload)]
@@ -228,11 +228,11 @@ def test_hostile_bytes_are_refused_or_harmless(codec: Codec, data: st.DataObject
 
 
 @each_codec
-def test_the_wire_decides_no_allocation(codec: Codec) -> None:
-    head = bytes(codec.encode(sample(1000, 5))[:2])
+def test_payload_cannot_cause_a_large_allocation(codec: Codec) -> None:
+    header = bytes(codec.encode(sample(1000, 5))[:2])
     tracemalloc.start()
     for seed in range(200):
-        hostile = head + np.random.default_rng(seed).bytes(600)
+        hostile = header + np.random.default_rng(seed).bytes(600)
         with pytest.raises(CodecError):
             codec.decode_vector(hostile, 1000)
     peak = tracemalloc.get_traced_memory()[1]
@@ -240,15 +240,15 @@ def test_the_wire_decides_no_allocation(codec: Codec) -> None:
     assert peak < 1_000_000
 
 
-# What adapts its rank looks for the strongest directions by LAPACK, whose last bits are the machine's.
+# An adaptive rank finds the strongest directions with LAPACK, whose last bits depend on the machine.
 LOOSE = (BlockInt8(block=16), ChunkTopK(k=5, chunk=100), LowRank(rank=6, energy=0.9))
 PINNED = [codec for codec in CODECS if codec not in LOOSE]
 
 
 @pytest.mark.parametrize("codec", PINNED, ids=str)
 def test_golden_files_pin_the_wire_format(codec: Codec) -> None:
-    """Run with WRITE_GOLDEN=1 after a change of format, which also takes a new version number."""
-    # All of these are exact in fp32 on any machine, which a sine is not.
+    """Run with WRITE_GOLDEN=1 after a change of the format, which also needs a new version number."""
+    # These values are exact in fp32 on any machine; a sine would not be.
     numel = 18_000 if codec == ChunkTopK() else 1000
     values = (torch.arange(numel) * 7919 % 1009 - 504).float().mul(2.0**-20)
     if codec == ChunkTopK():
@@ -265,14 +265,14 @@ def test_golden_files_pin_the_wire_format(codec: Codec) -> None:
 
 
 @each_codec
-def test_bits_per_parameter_is_what_the_bytes_say(codec: Codec) -> None:
+def test_bits_per_parameter_agrees_with_encoded_bytes(codec: Codec) -> None:
     values = torch.from_numpy(np.random.default_rng(9).standard_normal(100_000, np.float32))
     measured = 8 * len(codec.encode(values)) / values.numel()
     assert codec.bits_per_parameter(100_000) == pytest.approx(measured, rel=0.02)
 
 
 @each_codec
-def test_a_tensor_it_cannot_take_is_the_callers_mistake(codec: Codec) -> None:
+def test_unsuitable_tensor_is_a_value_error(codec: Codec) -> None:
     for tensor in (torch.zeros(4, 4), torch.zeros(8, dtype=torch.float64), torch.zeros(8)[::2], torch.zeros(0)):
-        with pytest.raises(ValueError, match="codec takes|nothing to encode"):
+        with pytest.raises(ValueError, match="codec needs|nothing to encode"):
             codec.encode(tensor)

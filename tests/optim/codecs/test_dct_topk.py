@@ -12,7 +12,7 @@ from optim.layout import Layout, Shape
 
 
 def smooth(count: int) -> torch.Tensor:
-    """Tiles of a few low frequencies each, with a little noise."""
+    """Return tiles of a few low frequencies each, with a little noise."""
     generator = np.random.default_rng(0)
     spectrum = np.zeros((count, 64, 64), np.float32)
     spectrum[:, :6, :6] = generator.choice(np.array([-2, -1, 1, 2], np.float32), (count, 6, 6))
@@ -25,14 +25,14 @@ def error(codec: DctTopK | ChunkTopK, values: torch.Tensor) -> float:
     return float((decoded - values).norm() / values.norm())
 
 
-def test_what_is_smooth_is_caught_where_top_k_of_the_values_misses_it() -> None:
+def test_smooth_values_need_few_coefficients_but_many_values() -> None:
     values = smooth(5)
     assert error(DctTopK(k=36), values) < 0.05
     assert error(ChunkTopK(k=36), values) > 0.8
 
 
 @pytest.mark.parametrize("numel", [1, 4096, 4097, 10_000])
-def test_keeping_all_of_two_magnitudes_loses_nothing(numel: int) -> None:
+def test_keeping_all_coefficients_of_two_magnitudes_is_exact(numel: int) -> None:
     coefficients = np.random.default_rng(1).choice(np.array([-3, -1, 1, 3], np.float32), (3, 64, 64))
     values = torch.from_numpy(inverse_dct(coefficients).ravel()[: numel // TILE_SIZE * TILE_SIZE or TILE_SIZE].copy())
     assert error(DctTopK(k=TILE_SIZE), values) < 2e-6
@@ -42,12 +42,12 @@ def test_keeps_the_largest_coefficients_of_each_tile() -> None:
     values = torch.from_numpy(np.random.default_rng(2).standard_normal(3 * TILE_SIZE + 100, np.float32))
     codec = DctTopK(k=20)
     padded = np.pad(values.numpy(), (0, TILE_SIZE - 100)).reshape(-1, 64, 64)
-    wanted = np.sort(np.argsort(-np.abs(dct(padded).reshape(4, TILE_SIZE)), axis=1)[:, :20], axis=1)
+    expected = np.sort(np.argsort(-np.abs(dct(padded).reshape(4, TILE_SIZE)), axis=1)[:, :20], axis=1)
     kept = ChunkTopK(k=20).decode_vector(codec.encode(values)[2:], 4 * TILE_SIZE)
-    assert np.array_equal(kept.positions.reshape(4, 20) - np.arange(4)[:, None] * TILE_SIZE, wanted)
+    assert np.array_equal(kept.positions.reshape(4, 20) - np.arange(4)[:, None] * TILE_SIZE, expected)
 
 
-def test_a_span_across_slabs_is_that_of_the_whole() -> None:
+def test_decoded_span_across_slabs_equals_the_whole() -> None:
     values = torch.from_numpy(np.random.default_rng(3).standard_normal(SLAB_SIZE + 5000, np.float32))
     vector = DctTopK().decode_vector(DctTopK().encode(values), values.numel())
     whole = vector.to_dense()
@@ -55,7 +55,7 @@ def test_a_span_across_slabs_is_that_of_the_whole() -> None:
         assert np.array_equal(vector.decode_slab(part), whole[part])
 
 
-def test_the_inner_payload_is_checked() -> None:
+def test_inner_payload_is_checked() -> None:
     payload = bytearray(DctTopK().encode(torch.ones(5000)))
     payload[2] ^= 1
     with pytest.raises(CodecError, match="expected"):
@@ -77,7 +77,7 @@ def draw(layout: Layout, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("shapes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dimensions", [1, 2])
 def test_tensors_are_cut_into_their_own_tiles(shapes: tuple[Shape, ...], dimensions: Literal[1, 2]) -> None:
-    """Values whose only coefficient is one of a tile, found by a loop over tiles, come back from one kept value."""
+    """A tensor whose only coefficient is in one tile, found by a loop over tiles, is restored from one kept value."""
     layout = Layout(shapes)
     codec = DctTopK(k=1, bits=1, dimensions=dimensions).bind(layout, 0)
     for shape, (start, stop) in layout.iter_tensors():
@@ -95,7 +95,7 @@ def test_tensors_are_cut_into_their_own_tiles(shapes: tuple[Shape, ...], dimensi
 
 
 @pytest.mark.parametrize("shapes", LAYOUTS, ids=str)
-def test_bound_spans_are_those_of_the_whole_and_nothing_is_lost(shapes: tuple[Shape, ...]) -> None:
+def test_decoded_span_of_a_bound_codec_equals_the_whole(shapes: tuple[Shape, ...]) -> None:
     layout = Layout(shapes)
     codec, values = DctTopK(bits=3).bind(layout, 0), draw(layout)
     rest = values.clone()
@@ -107,24 +107,24 @@ def test_bound_spans_are_those_of_the_whole_and_nothing_is_lost(shapes: tuple[Sh
     assert vector.norm() == pytest.approx(np.linalg.norm(whole), rel=1e-6)
 
 
-def test_what_is_smooth_over_the_columns_of_a_wide_matrix_needs_its_shape() -> None:
+def test_smooth_matrix_needs_the_shape_of_its_tensor() -> None:
     layout = Layout(((128, 256),))
     grid = np.cos(np.pi * (np.arange(128)[:, None] + 0.5) / 64) * np.cos(np.pi * (np.arange(256) + 0.5) / 64)
     values = torch.from_numpy(grid.astype(np.float32).ravel())
     codec = DctTopK(k=4)
     bound = codec.bind(layout, 0)
     assert float((bound.decode(bound.encode(values), values.numel()) - values).norm() / values.norm()) < 0.01
-    # The control: 64 neighbours of the flat vector in each row of a tile.
+    # The control: each row of a tile has 64 neighbours of the flat vector.
     assert error(codec, values) > 0.1
 
 
-def test_a_vector_of_another_layout_is_the_callers_mistake() -> None:
+def test_vector_of_another_layout_is_a_value_error() -> None:
     codec = DctTopK().bind(Layout(((64, 64),)), 0)
     with pytest.raises(ValueError, match="bound to tensors of 4096"):
         codec.encode(torch.ones(5000))
 
 
-def test_small_tiles_do_not_keep_more_than_their_share() -> None:
+def test_small_tiles_share_the_coefficients_of_a_chunk() -> None:
     layout = Layout(((61,),) * 500)
     codec = DctTopK(k=64).bind(layout, 0)
     assert len(codec.decode_vector(codec.encode(draw(layout)), layout.numel).to_dense().nonzero()[0]) > 61

@@ -9,8 +9,8 @@ def decoded(codec: BlockE3M0, values: torch.Tensor) -> torch.Tensor:
     return codec.decode(codec.encode(values), values.numel())
 
 
-def slow(values: list[float]) -> list[float]:
-    """The nearest level of a block, one value after the other; of two equally near the larger."""
+def slow_nearest(values: list[float]) -> list[float]:
+    """Return the nearest level of each value of a block; of two equally near levels, the larger."""
     upper = (int(np.float32(max(map(abs, values))).view(np.uint32)) + 0xFFFF) >> 16
     scale = float(np.uint32(upper << 16).view(np.float32))
     levels = [0.0] + [scale * 2.0 ** (code - 7) for code in range(1, 8)]
@@ -20,24 +20,24 @@ def slow(values: list[float]) -> list[float]:
 @pytest.mark.parametrize("seed", range(5))
 def test_nearest_is_the_nearest_level(seed: int) -> None:
     values = np.random.default_rng(seed).standard_t(3, 64).astype(np.float32)
-    expected = slow(values.tolist())
+    expected = slow_nearest(values.tolist())
     assert decoded(BlockE3M0(block=64), torch.from_numpy(values)).tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_ties_go_up_and_half_the_smallest_is_not_lost() -> None:
+def test_ties_round_up_also_at_half_the_smallest_level() -> None:
     values = torch.tensor([1.0, 0.75, 0.749, 0.375, 2.0**-6, 2.0**-7, 2.0**-7 * 0.99, 0.0] * 2)
     expected = [1.0, 1.0, 0.5, 0.5, 2.0**-6, 2.0**-6, 0.0, 0.0] * 2
     assert decoded(BlockE3M0(block=16), values).tolist() == expected
     assert decoded(BlockE3M0(block=16), -values).tolist() == [-value for value in expected]
 
 
-def test_levels_come_back_exactly_under_either_rounding() -> None:
+def test_levels_are_exact_under_either_rounding() -> None:
     levels = torch.tensor([0.0] + [sign * 2.0**-power for power in range(7) for sign in (1, -1)] + [1.0])
     for codec in (BlockE3M0(block=16), BlockE3M0(block=16, rounding="stochastic")):
         assert torch.equal(decoded(codec, levels), levels)
 
 
-def test_errors_on_normal_values_are_those_of_the_definition() -> None:
+def test_errors_on_normal_values_agree_with_the_definition() -> None:
     values = torch.from_numpy(np.random.default_rng(0).standard_normal(2**20, np.float32))
     for codec, error, slope in (
         (BlockE3M0(), 0.194, 0.965),
@@ -48,7 +48,7 @@ def test_errors_on_normal_values_are_those_of_the_definition() -> None:
         assert float(result @ values / (values @ values)) == pytest.approx(slope, abs=0.003)
 
 
-def test_stochastic_rounding_has_the_right_mean_where_nearest_has_not() -> None:
+def test_stochastic_rounding_is_unbiased_unlike_nearest() -> None:
     """65,536 blocks, each with one large value and the same small ones, also below the smallest level."""
     small = torch.tensor([0.6, 0.3, 0.11, 0.02, 0.01, 0.004, -0.7, -0.003])
     rows = torch.cat([torch.ones(65_536, 8), small.expand(65_536, 8)], dim=1).reshape(-1)
@@ -58,7 +58,7 @@ def test_stochastic_rounding_has_the_right_mean_where_nearest_has_not() -> None:
     assert not torch.allclose(control, small, rtol=0.1, atol=2e-4)
 
 
-def test_other_values_draw_other_noise() -> None:
+def test_other_values_get_other_noise() -> None:
     codec = BlockE3M0(rounding="stochastic")
     values = torch.full((4096,), 0.7)
     values[::256] = 1.0

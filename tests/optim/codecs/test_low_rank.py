@@ -9,7 +9,7 @@ from optim.layout import Layout
 from tests.optim.codecs.matrix_kernels import run_on_all_kernels
 
 LAYOUT = Layout(((96, 128), (128,), (40, 8, 16), (4, 6), (300, 80)))
-# Prints digests of a payload, of what it decodes to, and, as the control, of the product in fp32.
+# Prints digests of a payload, of its decoded values, and, as the control, of the product in fp32.
 PROGRAM = """
 import hashlib, numpy as np, torch
 from optim.codecs.low_rank import LowRank
@@ -29,7 +29,7 @@ def draw(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(numel, np.float32))
 
 
-def of_rank(rows: int, columns: int, spectrum: Floats) -> torch.Tensor:
+def matrix_of_rank(rows: int, columns: int, spectrum: Floats) -> torch.Tensor:
     generator = np.random.default_rng(rows)
     left = np.linalg.qr(generator.standard_normal((rows, spectrum.size)))[0]
     right = np.linalg.qr(generator.standard_normal((columns, spectrum.size)))[0]
@@ -41,21 +41,21 @@ def error(codec: LowRank, values: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("inner", "limit"), [("fp16", 1e-3), ("int8", 0.012), ("int4", 0.2)])
-def test_a_matrix_of_that_rank_loses_only_the_rounding_of_its_factors(inner: FactorCodec, limit: float) -> None:
-    values = of_rank(200, 160, np.array([5, 3, 1, 0.5], np.float32))
+def test_matrix_of_that_rank_loses_only_the_rounding_of_its_factors(inner: FactorCodec, limit: float) -> None:
+    values = matrix_of_rank(200, 160, np.array([5, 3, 1, 0.5], np.float32))
     assert error(LowRank(rank=4, values=inner).bind(Layout(((200, 160),)), 0), values) < limit
     assert error(LowRank(rank=3, values=inner).bind(Layout(((200, 160),)), 0), values) > 0.08
 
 
-def test_is_near_the_best_of_its_rank() -> None:
+def test_error_is_near_the_best_of_its_rank() -> None:
     spectrum = (1 / np.arange(1, 101)).astype(np.float32)
-    values = of_rank(120, 150, spectrum)
+    values = matrix_of_rank(120, 150, spectrum)
     best = np.linalg.norm(spectrum[8:]) / np.linalg.norm(spectrum)
     found = error(LowRank(rank=8, values="fp16").bind(Layout(((120, 150),)), 0), values)
     assert best <= found < 1.1 * best
 
 
-def test_decoded_matrices_have_no_higher_rank() -> None:
+def test_decoded_matrices_have_at_most_the_rank() -> None:
     codec = LowRank(rank=5).bind(LAYOUT, 2)
     decoded = codec.decode(codec.encode(draw(LAYOUT.numel)), LAYOUT.numel).numpy()
     for index in (0, 2, 4):
@@ -65,7 +65,7 @@ def test_decoded_matrices_have_no_higher_rank() -> None:
 
 
 @pytest.mark.parametrize("inner", FACTOR_CODECS)
-def test_size_is_that_of_the_factors_and_the_rest(inner: FactorCodec) -> None:
+def test_size_is_the_sum_of_the_factors_and_the_rest(inner: FactorCodec) -> None:
     codec = LowRank(rank=5, values=inner).bind(LAYOUT, 0)
     sides = (96, 128, 40, 128, 300, 80)
     factors = sum(FACTOR_CODECS[inner].max_bytes(5 * side) for side in sides)
@@ -74,7 +74,7 @@ def test_size_is_that_of_the_factors_and_the_rest(inner: FactorCodec) -> None:
     assert codec.bits_per_parameter(LAYOUT.numel) == 8 * len(payload) / LAYOUT.numel
 
 
-def test_vectors_and_small_matrices_travel_as_integers() -> None:
+def test_vectors_and_small_matrices_are_sent_as_integers() -> None:
     codec, values = LowRank(rank=5).bind(LAYOUT, 0), draw(LAYOUT.numel)
     decoded = codec.decode(codec.encode(values), LAYOUT.numel)
     for index in (1, 3):
@@ -83,7 +83,7 @@ def test_vectors_and_small_matrices_travel_as_integers() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 2, 3, 100, 10_000, 10_007, SLAB_SIZE + 12_345])
-def test_a_vector_of_no_known_tensors_is_one_matrix(numel: int) -> None:
+def test_vector_without_a_layout_is_one_matrix(numel: int) -> None:
     rows = np.random.default_rng(1).standard_normal(numel, np.float32)
     codec, values = LowRank(rank=2), torch.from_numpy(rows)
     rest = values.clone()
@@ -94,8 +94,8 @@ def test_a_vector_of_no_known_tensors_is_one_matrix(numel: int) -> None:
         assert np.array_equal(vector.decode_slab(part), vector.to_dense()[part])
 
 
-def test_feedback_brings_all_directions_in_time() -> None:
-    """Each round sends the strongest directions of what is left; a matrix of full rank is through after some."""
+def test_error_feedback_sends_all_directions_over_the_rounds() -> None:
+    """Each round sends the strongest directions of the residual, so a matrix of full rank takes several rounds."""
     layout, rest = Layout(((64, 64),)), draw(64 * 64)
     start = rest.norm()
     for number in range(30):
@@ -103,7 +103,7 @@ def test_feedback_brings_all_directions_in_time() -> None:
     assert rest.norm() < 0.05 * start
 
 
-def test_other_rounds_and_tensors_start_elsewhere() -> None:
+def test_rounds_and_tensors_start_from_different_signs() -> None:
     layout, values = Layout(((60, 60), (60, 60))), draw(3600).repeat(2)
     payloads = [LowRank(rank=4).bind(layout, number).encode(values) for number in (1, 1, 2)]
     assert payloads[0] == payloads[1] != payloads[2]
@@ -112,36 +112,36 @@ def test_other_rounds_and_tensors_start_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("values", [torch.zeros(3600), torch.ones(3600), torch.eye(60).ravel() * 1e13])
-def test_matrices_of_lower_rank_than_asked_for(values: torch.Tensor) -> None:
+def test_matrices_of_lower_rank_are_decoded(values: torch.Tensor) -> None:
     codec = LowRank(rank=4, values="fp16").bind(Layout(((60, 60),)), 0)
     decoded = codec.decode(codec.encode(values), 3600)
     assert torch.isfinite(decoded).all() and decoded.norm() <= values.norm() * 1.001
 
 
-def test_a_basis_that_is_too_long_is_refused() -> None:
+def test_basis_with_too_large_entries_is_refused() -> None:
     codec = LowRank(rank=4).bind(Layout(((60, 60),)), 0)
     payload = bytearray(codec.encode(draw(3600)))
-    payload[5] += 2  # the exponent of the first factor's first scale: 2^4 times as long
+    payload[5] += 2  # the exponent of the first factor's first scale: 2^4 times as large
     with pytest.raises(CodecError, match="an entry of a basis"):
         codec.decode_vector(bytes(payload), 3600)
 
 
-def test_a_vector_of_another_layout_is_the_callers_mistake() -> None:
+def test_vector_of_another_layout_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="bound to tensors of 3600"):
         LowRank().bind(Layout(((60, 60),)), 0).encode(torch.ones(100))
 
 
-def test_every_matrix_library_gives_the_same_bits() -> None:
+def test_all_matrix_kernels_give_the_same_bits() -> None:
     payload, decoded, plain = run_on_all_kernels(PROGRAM)
     assert len(payload) == len(decoded) == 1
-    # The control: a sum that rounds tells the kernels apart.
+    # The control: a sum that rounds differs between the kernels.
     assert len(plain) > 1
 
 
 @pytest.mark.parametrize(("energy", "rank"), [(0.5, 1), (0.8, 2), (0.95, 3), (0.999, 4), (1.0, 12)])
-def test_the_rank_adapts_to_what_there_is_to_send(energy: float, rank: int) -> None:
+def test_rank_adapts_to_the_matrix(energy: float, rank: int) -> None:
     """Strengths 4, 3, 2, 0.5: squares 16, 9, 4, 0.25 of 29.25, so 55 %, 85 %, 99 % and all."""
-    values = of_rank(200, 160, np.array([4, 3, 2, 0.5], np.float32))
+    values = matrix_of_rank(200, 160, np.array([4, 3, 2, 0.5], np.float32))
     layout = Layout(((200, 160),))
     codec = LowRank(rank=12, values="fp16", energy=energy).bind(layout, 0)
     fixed = LowRank(rank=rank, values="fp16").bind(layout, 0)
@@ -152,7 +152,7 @@ def test_the_rank_adapts_to_what_there_is_to_send(energy: float, rank: int) -> N
     assert len(payload) <= codec.max_bytes(values.numel())
 
 
-def test_a_rank_that_was_not_agreed_on_is_refused() -> None:
+def test_rank_out_of_range_is_refused() -> None:
     codec = LowRank(rank=4, energy=0.9).bind(Layout(((60, 60),)), 0)
     payload = bytearray(codec.encode(draw(3600)))
     for rank in (0, 5, 60_000):
@@ -161,7 +161,7 @@ def test_a_rank_that_was_not_agreed_on_is_refused() -> None:
             codec.decode_vector(bytes(payload), 3600)
 
 
-def test_feedback_brings_all_directions_in_time_at_any_energy() -> None:
+def test_error_feedback_sends_all_directions_with_an_adaptive_rank() -> None:
     layout, rest = Layout(((64, 64),)), draw(64 * 64)
     start = rest.norm()
     for number in range(40):

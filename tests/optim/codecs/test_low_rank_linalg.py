@@ -17,8 +17,8 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.
 
 
 @pytest.mark.parametrize("terms", [1, 3, 64, 4096, 100_000])
-def test_sums_of_products_are_exact(terms: int) -> None:
-    """In any order the same, where without rounding they differ."""
+def test_sums_of_products_are_the_same_in_any_order(terms: int) -> None:
+    """Without rounding, the order changes the sum."""
     left, right = draw(3, terms), draw(terms, 3, seed=1)
     order = np.random.default_rng(2).permutation(terms)
     assert np.array_equal(exact_matmul(left, right), exact_matmul(left[:, order], right[order]))
@@ -39,7 +39,7 @@ def test_rounding_is_by_row_or_column() -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (300, 40), (2000, 7)])
-def test_a_basis_is_orthonormal_and_spans_the_same(shape: tuple[int, int]) -> None:
+def test_basis_is_orthonormal_with_the_same_span(shape: tuple[int, int]) -> None:
     columns = draw(*shape) * np.logspace(0, -4, shape[1])
     found = orthonormalize(columns)
     assert np.abs(found.T @ found - np.eye(shape[1])).max() < 1e-5
@@ -55,7 +55,7 @@ def test_columns_that_depend_on_others_become_zero() -> None:
     assert np.abs(found.T @ found - np.diag([1, 1, 0, 0])).max() < 1e-5
 
 
-def test_the_fit_leaves_the_least_error() -> None:
+def test_fit_has_the_least_error() -> None:
     matrix = draw(60, 50).astype(np.float32)
     columns = draw(60, 6, seed=3)
     found = fit_right_factor(RoundedMatrix(matrix), columns)
@@ -64,7 +64,7 @@ def test_the_fit_leaves_the_least_error() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e13])
-def test_a_matrix_multiplies_from_both_sides(scale: float) -> None:
+def test_rounded_matrix_multiplies_from_both_sides(scale: float) -> None:
     matrix = (draw(70, 5000) * scale).astype(np.float32)
     operand = RoundedMatrix(matrix)
     right, left = draw(5000, 4, seed=1), draw(70, 4, seed=2)

@@ -12,13 +12,13 @@ def decoded(codec: BlockSign, values: torch.Tensor) -> torch.Tensor:
     return codec.decode(codec.encode(values), values.numel())
 
 
-def test_size_is_one_bit_a_value_and_two_bytes_a_block() -> None:
+def test_sign_takes_one_bit_per_value_and_two_bytes_per_block() -> None:
     for numel, blocks in ((1, 1), (8, 1), (9, 1), (1024, 1), (1025, 2), (100_000, 98)):
         assert len(BlockSign().encode(torch.ones(numel))) == 2 + 2 * blocks + -(-numel // 8)
 
 
 @pytest.mark.parametrize("numel", [5, 40, 41, 79, 333])
-def test_agrees_with_a_loop(numel: int) -> None:
+def test_sign_agrees_with_a_loop(numel: int) -> None:
     values = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
     payload = BlockSign(block=40).encode(torch.from_numpy(values))
     blocks = -(-numel // 40)
@@ -32,11 +32,11 @@ def test_agrees_with_a_loop(numel: int) -> None:
     assert scales == pytest.approx(means, rel=2**-8)
 
 
-def test_zero_counts_as_positive() -> None:
+def test_zero_is_decoded_as_positive() -> None:
     assert decoded(BlockSign(), torch.tensor([0.0, -0.0, 2.0, -2.0])).tolist() == [1, 1, 1, -1]
 
 
-def test_the_scale_leaves_the_least_error() -> None:
+def test_scale_has_the_least_error() -> None:
     values = torch.from_numpy(np.random.default_rng(0).standard_normal(2**18, np.float32))
     result = decoded(BlockSign(), values)
     error = float((result - values).norm() / values.norm())
@@ -46,7 +46,7 @@ def test_the_scale_leaves_the_least_error() -> None:
 
 
 @pytest.mark.parametrize("bit", [4, 5, 6, 7])
-def test_bits_behind_the_last_value_are_refused(bit: int) -> None:
+def test_bits_after_the_last_value_are_refused(bit: int) -> None:
     payload = bytearray(BlockSign().encode(torch.ones(1004)))
     payload[-1] |= 1 << bit
     with pytest.raises(CodecError, match="padding"):

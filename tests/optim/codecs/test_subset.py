@@ -17,7 +17,7 @@ def draw(numel: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("inner", VALUE_CODECS)
 @pytest.mark.parametrize("density", [2**-16, 0.01, 1 / 3, 0.9, 1.0])
 @pytest.mark.parametrize("numel", [1, 2, 1000, 10_001])
-def test_one_value_of_each_stretch_is_kept(inner: ValueCodec, density: float, numel: int) -> None:
+def test_one_value_of_each_stretch_is_sent(inner: ValueCodec, density: float, numel: int) -> None:
     codec, values = RandomSubset(density=density, values=inner, shared=False), draw(numel, 1)
     vector = codec.decode_vector(codec.encode(values), numel)
     count = len(vector.positions)
@@ -28,7 +28,7 @@ def test_one_value_of_each_stretch_is_kept(inner: ValueCodec, density: float, nu
     assert np.array_equal(vector.values, expected.numpy())
 
 
-def test_positions_cost_nothing() -> None:
+def test_positions_take_no_bytes() -> None:
     codec = RandomSubset(density=1 / 64, values="sign", shared=False)
     assert len(codec.encode(draw(64_000, 2))) == 10 + 2 + 2 + 125
     assert codec.bits_per_parameter(2**20) < 0.017
@@ -36,26 +36,26 @@ def test_positions_cost_nothing() -> None:
     assert len(shared.encode(draw(64_000, 2))) == 2 + 2 + 2 + 125
 
 
-def test_positions_are_spread_evenly_and_differ_from_message_to_message() -> None:
+def test_positions_are_spread_evenly_and_differ_between_contributions() -> None:
     numel, hits = 6400, np.zeros(6400)
     for seed in range(2000):
         codec = RandomSubset(density=1 / 64, shared=False)
         hits[codec.decode_vector(codec.encode(draw(numel, seed)), numel).positions] += 1
     assert hits.sum() == 2000 * 100
-    # Poisson with mean 31: the spread of 6400 counts is known within a few percent.
+    # Poisson with mean 31: the variance of 6400 counts is known within a few percent.
     assert hits.var() == pytest.approx(hits.mean(), rel=0.1)
     assert hits.min() > 0
 
 
-def test_the_same_values_have_the_same_subset_whatever_their_codec() -> None:
+def test_same_values_have_the_same_subset_with_any_value_codec() -> None:
     values = draw(5000, 3)
     codecs = (RandomSubset(values="int8", shared=False), RandomSubset(values="fp16", shared=False))
     one, other = (codec.decode_vector(codec.encode(values), 5000).positions for codec in codecs)
     assert np.array_equal(one, other)
 
 
-def test_positions_are_pinned() -> None:
-    """By a slow Philox 4x64 with ten rounds, written from its definition."""
+def test_positions_agree_with_a_slow_philox() -> None:
+    """The slow Philox 4x64 with ten rounds is written from its definition."""
     codec = RandomSubset(density=1 / 64, shared=False)
     payload = codec.encode(draw(640, 4))
     seed = int.from_bytes(payload[2:10], "little")
@@ -80,7 +80,7 @@ def philox(seed: int, count: int) -> list[int]:
     return words[:count]
 
 
-def test_what_was_not_drawn_stays() -> None:
+def test_values_that_are_not_drawn_stay_in_the_residual() -> None:
     values = draw(1000, 5)
     rest = values.clone()
     codec = RandomSubset(density=0.1, values="fp16", shared=False)
@@ -92,24 +92,26 @@ def test_what_was_not_drawn_stays() -> None:
 
 
 def positions(codec: RandomSubset, round_number: int, seed: int, numel: int = 640) -> list[int]:
-    """What a member with other values than the others sends in that round."""
+    """Return the positions that a member sends in a round; `seed` draws its values."""
     bound = codec.bind(WHOLE, round_number)
     found: list[int] = bound.decode_vector(bound.encode(draw(numel, seed)), numel).positions.tolist()
     return found
 
 
 @pytest.mark.parametrize("selection", ["random", "striding"])
-def test_all_members_share_the_positions_of_a_round(selection: Literal["random", "striding"]) -> None:
+def test_all_members_send_the_same_positions_in_a_round(selection: Literal["random", "striding"]) -> None:
     codec = RandomSubset(density=1 / 16, selection=selection)
     assert positions(codec, 5, seed=0) == positions(codec, 5, seed=1)
     assert positions(codec, 5, seed=0) != positions(codec, 6, seed=0)
-    # The control: members who draw apart do not.
+    # The control: members that draw separately do not.
     apart = RandomSubset(density=1 / 16, shared=False)
     assert positions(apart, 5, seed=0) != positions(apart, 5, seed=1)
 
 
 @pytest.mark.parametrize("selection", ["random", "striding"])
-def test_a_sum_of_shared_messages_is_as_sparse_as_one(selection: Literal["random", "striding"]) -> None:
+def test_sum_of_contributions_with_shared_positions_is_as_sparse_as_one(
+    selection: Literal["random", "striding"],
+) -> None:
     codec = RandomSubset(density=1 / 16, values="bf16", selection=selection).bind(WHOLE, 3)
     total = np.zeros(640, np.float32)
     for seed in range(4):
@@ -119,28 +121,28 @@ def test_a_sum_of_shared_messages_is_as_sparse_as_one(selection: Literal["random
     assert np.array_equal(codec.decode(codec.encode(torch.from_numpy(total)), 640).numpy(), total)
 
 
-def test_striding_gives_each_value_its_turn_and_no_value_two() -> None:
+def test_striding_sends_each_value_exactly_once_per_cycle() -> None:
     codec = RandomSubset(density=1 / 16, selection="striding")
     turns = [positions(codec, number, seed=0) for number in range(100, 116)]
     assert sorted(sum(turns, [])) == list(range(640))
-    # The control: an offset that moves by the number of rows, as in the paper's public code, stays where it is.
+    # The control: an offset that moves by the number of rows, as in the paper's public code, does not change.
     assert len({number * 640 % 16 for number in range(16)}) == 1
 
 
 @pytest.mark.parametrize("numel", [1, 3, 15, 16, 17])
-def test_striding_sends_something_of_the_shortest_vector(numel: int) -> None:
+def test_striding_sends_a_value_of_the_shortest_vector(numel: int) -> None:
     for number in range(20):
         assert positions(RandomSubset(density=1 / 16, selection="striding"), number, 0, numel)
 
 
-def test_shared_positions_of_no_round_are_the_callers_mistake() -> None:
+def test_shared_positions_need_a_round() -> None:
     with pytest.raises(ValueError, match="bind"):
         RandomSubset().encode(draw(640, 0))
     with pytest.raises(ValueError, match="set shared = true"):
         RandomSubset(selection="striding", shared=False)
 
 
-def test_the_rate_needs_no_round() -> None:
+def test_bits_per_parameter_need_no_round() -> None:
     for codec in (RandomSubset(), RandomSubset(density=0.01, selection="striding")):
         bound = codec.bind(WHOLE, 9)
         measured = 8 * len(bound.encode(draw(500_000, 1))) / 500_000

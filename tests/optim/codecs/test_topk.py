@@ -1,4 +1,4 @@
-"""Chunked top-k: the choice, the levels, the rate, and a slow decoder written apart from the fast one."""
+"""Chunked top-k: the selection, the levels, the size, and a slow decoder written independently of the fast one."""
 
 import struct
 from math import lgamma, log
@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float32]
 
 
 def slow_classes(count: int, lanes: list[int], frequencies: list[int], stream: list[int]) -> list[int]:
-    """The symbols; `lanes` are left as they end, `stream` with the words that nobody took."""
+    """Return the symbols; leaves `lanes` in their final state, and in `stream` the words that were not read."""
     classes = []
     for i in range(count):
         lane = lanes[i % len(lanes)]
@@ -31,7 +31,7 @@ def slow_classes(count: int, lanes: list[int], frequencies: list[int], stream: l
 
 
 def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
-    """One value after the other, as the format's description says; ValueError where a payload breaks it."""
+    """Decode value by value as the format is described; raises ValueError if the payload violates it."""
     sizes = [min(codec.chunk, numel - start) for start in range(0, numel, codec.chunk)]
     keeps = [-(-codec.k * size // codec.chunk) for size in sizes]
     number, version, model, words = struct.unpack_from("<BBBI", payload)
@@ -86,7 +86,7 @@ def slow_decode(codec: ChunkTopK, payload: bytes, numel: int) -> list[float]:
 
 
 def clustered_values(generator: np.random.Generator, chunks: int, k: int) -> Array:
-    """The k largest of each chunk stand in runs of about eight, at random places."""
+    """Return values whose k largest per chunk are in runs of about eight, at random positions."""
     values = generator.standard_normal((chunks, 4096)).astype(np.float32) * 0.01
     for row in values:
         chosen = np.concatenate([(start + np.arange(8)) % 4096 for start in generator.choice(4096, k, replace=False)])
@@ -106,14 +106,14 @@ def clustered_values(generator: np.random.Generator, chunks: int, k: int) -> Arr
     ids=str,
 )
 @pytest.mark.parametrize("numel", [1, 3, 63, 64, 100, 8192, 9001])
-def test_the_slow_decoder_agrees(codec: ChunkTopK, numel: int) -> None:
+def test_slow_decoder_agrees(codec: ChunkTopK, numel: int) -> None:
     values = torch.from_numpy(np.random.default_rng(numel).standard_normal(numel, np.float32))
     payload = bytes(codec.encode(values))
     assert codec.decode(payload, numel).tolist() == slow_decode(codec, payload, numel)
 
 
 @pytest.mark.parametrize(("model", "bits"), [(UNIFORM, 2), (COUNTED, 2), (UNIFORM, 1), (UNIFORM, 3)])
-def test_no_mutated_payload_is_read_differently_from_the_slow_decoder(model: int, bits: int) -> None:
+def test_mutated_payloads_are_decoded_as_by_the_slow_decoder_or_refused(model: int, bits: int) -> None:
     codec, generator = ChunkTopK(k=64, chunk=1024, bits=bits), np.random.default_rng(7)
     values = generator.standard_normal(4096, np.float32)
     if model == COUNTED:
@@ -133,12 +133,12 @@ def test_no_mutated_payload_is_read_differently_from_the_slow_decoder(model: int
             continue
         accepted += 1
         assert fast == slow_decode(codec, bytes(hostile), values.size)
-    # Signs, magnitudes and levels are free to change; a code that refused them too would have proven nothing here.
+    # Signs, magnitudes and levels may change; if those were refused too, this test would show nothing.
     assert accepted > 100
 
 
 @pytest.mark.parametrize("k", [1, 5, 64, 200, 1024, 4000, 4096])
-def test_keeps_the_largest_and_of_equals_the_first(k: int) -> None:
+def test_largest_values_are_kept_and_of_equal_ones_the_first(k: int) -> None:
     generator = np.random.default_rng(k)
     # Few distinct magnitudes: nearly every choice is between equals.
     values = generator.integers(-9, 10, 3 * 4096).astype(np.float32)
@@ -159,7 +159,7 @@ def test_levels_are_the_best_split_in_two() -> None:
     assert error == pytest.approx(best, rel=1e-3)
 
 
-def test_values_of_two_levels_come_back_exactly() -> None:
+def test_values_of_two_levels_are_exact() -> None:
     levels = np.random.default_rng(1).choice(np.array([-3, -0.25, 0.25, 3], np.float32), 4096 + 77)
     codec = ChunkTopK(k=4096)
     assert np.array_equal(codec.decode(codec.encode(torch.from_numpy(levels)), levels.size).numpy(), levels)
@@ -170,7 +170,7 @@ def test_values_of_two_levels_come_back_exactly() -> None:
     [("gaussian", (0.16, 0.10, 0.05)), ("laplace", (0.31, 0.16, 0.08)), ("student", (0.8, 0.40, 0.21))],
 )
 def test_error_of_the_kept_values(name: str, limits: tuple[float, ...]) -> None:
-    """Of one, two and three bits."""
+    """The limits are for one, two and three bits."""
     generator, count = np.random.default_rng(3), 256 * 4096
     draws = {
         "gaussian": generator.standard_normal(count),
@@ -197,17 +197,17 @@ def test_index_coding_is_within_three_percent_of_the_bound(k: int, chunks: int, 
     bound = chunks * (lgamma(4097) - lgamma(k + 1) - lgamma(4097 - k)) / log(2)
     head_levels_and_values = 8 * 8 + 32 * chunks + 2 * k * chunks
     assert 8 * len(payload) - head_levels_and_values <= 1.03 * bound
-    if clustered:  # an entropy coder must profit, where coding each gap by the mean gap alone would not
+    if clustered:  # the entropy coder must benefit; coding each gap by the mean gap alone would not
         assert 8 * len(payload) - head_levels_and_values <= 0.7 * bound
 
 
 @pytest.mark.parametrize("numel", [64 * 4096, 840_000, 25 * 2**20])
-def test_rate_of_the_default(numel: int) -> None:
+def test_bits_per_parameter_of_the_default(numel: int) -> None:
     assert ChunkTopK().bits_per_parameter(numel) <= 0.16
 
 
 def forged(field: str) -> bytes:
-    """A payload of 4096 values, otherwise whole, with one field replaced."""
+    """Return a valid payload of 4096 values with one field replaced."""
     payload = bytearray(
         ChunkTopK().encode(torch.from_numpy(np.random.default_rng(2).standard_normal(4096, np.float32)))
     )
@@ -223,15 +223,17 @@ def forged(field: str) -> bytes:
 @pytest.mark.parametrize(
     "field", ["nan", "infinity", "minus zero", "negative", "huge", "levels in the wrong order", "tiny"]
 )
-def test_bad_levels_are_refused(field: str) -> None:
+def test_invalid_levels_are_refused(field: str) -> None:
     with pytest.raises(CodecError):
         ChunkTopK().decode_vector(forged(field), 4096)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
-def test_what_is_subtracted_chunk_by_chunk_is_what_the_receiver_decodes(bits: int) -> None:
-    """Chunks whose levels are far apart, and one without any. Nothing of it would come out were levels subtracted as
-    they were fitted, before they are rounded."""
+def test_values_subtracted_by_chunk_are_those_that_the_receiver_decodes(bits: int) -> None:
+    """Chunks have levels that are far apart, and one has only zeros.
+
+    The test would fail if levels were subtracted as they were fitted, before they are rounded.
+    """
     generator = np.random.default_rng(bits)
     values = generator.standard_normal((9, 4096), np.float32) * np.float32(10) ** np.arange(-35, 10, 5)[:, None]
     values[4] = 0

@@ -1,4 +1,4 @@
-"""Steps of a small model, for the tests of inner optimizers."""
+"""Steps and vectors of a small model, for the tests of inner optimizers."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""AdamW's step against its formula and against torch's."""
+"""AdamW's step, compared with its formula and with torch."""
 
 import math
 
@@ -14,7 +14,7 @@ def step_of(count: int, rate: float = 1e-2, weight_decay: float = 0.1) -> InnerS
     return InnerStep(count, rate, 0.9, 0.95, weight_decay, [MATRIX])
 
 
-def draw(seed: int) -> torch.Tensor:
+def random_values(seed: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
@@ -22,10 +22,10 @@ def zeros() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(NUMEL) for name in AdamW.vectors}
 
 
-def test_one_step_by_hand() -> None:
+def test_first_step_by_hand() -> None:
     weights, vectors, gradient = torch.full((NUMEL,), 2.0), zeros(), torch.full((NUMEL,), 0.5)
     AdamW().step(weights, gradient, vectors, step_of(0))
-    # Both corrections undo the zero start: the first step goes by the rate, whatever the gradient's size.
+    # Both corrections undo the zero start: the first step is the rate, whatever the gradient's size.
     moved = 1e-2 * 0.5 / (0.5 + EPSILON)
     expected = torch.full((NUMEL,), 2.0 - moved)
     expected[slice(*MATRIX)] = 2.0 * (1 - 1e-2 * 0.1) - moved
@@ -34,15 +34,15 @@ def test_one_step_by_hand() -> None:
     torch.testing.assert_close(vectors[SECOND_MOMENT], torch.full((NUMEL,), 0.0125))
 
 
-def test_many_steps_are_torchs() -> None:
-    weights, vectors = draw(0), zeros()
+def test_many_steps_agree_with_torch() -> None:
+    weights, vectors = random_values(0), zeros()
     rest = [slice(0, MATRIX[0]), slice(MATRIX[1], NUMEL)]
     decayed = torch.nn.Parameter(weights[slice(*MATRIX)].clone())
     others = [torch.nn.Parameter(weights[place].clone()) for place in rest]
     groups = [{"params": [decayed], "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     for count in range(30):
-        gradient = draw(1 + count)
+        gradient = random_values(1 + count)
         decayed.grad = gradient[slice(*MATRIX)].clone()
         for other, place in zip(others, rest, strict=True):
             other.grad = gradient[place].clone()
@@ -53,27 +53,27 @@ def test_many_steps_are_torchs() -> None:
         torch.testing.assert_close(weights[place], other.detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_its_vectors_and_the_count_are_all_its_state() -> None:
-    weights, vectors = draw(0), zeros()
+def test_vectors_and_count_are_the_whole_state() -> None:
+    weights, vectors = random_values(0), zeros()
     for count in range(3):
-        AdamW().step(weights, draw(count), vectors, step_of(count))
+        AdamW().step(weights, random_values(count), vectors, step_of(count))
     again, copied = weights.clone(), {name: vector.clone() for name, vector in vectors.items()}
-    AdamW().step(weights, draw(9), vectors, step_of(3))
-    AdamW().step(again, draw(9), copied, step_of(3))
+    AdamW().step(weights, random_values(9), vectors, step_of(3))
+    AdamW().step(again, random_values(9), copied, step_of(3))
     assert torch.equal(weights, again)
-    # The control: with another count the zero start is corrected otherwise.
-    AdamW().step(weights, draw(10), vectors, step_of(4))
-    AdamW().step(again, draw(10), copied, step_of(0))
+    # The control: with another count the correction of the zero start differs.
+    AdamW().step(weights, random_values(10), vectors, step_of(4))
+    AdamW().step(again, random_values(10), copied, step_of(0))
     assert not torch.equal(weights, again)
 
 
-def test_a_second_moment_that_an_exchange_left_below_zero_breaks_nothing() -> None:
-    weights, vectors = draw(0), zeros()
+def test_second_moment_below_zero_after_an_exchange_is_harmless() -> None:
+    weights, vectors = random_values(0), zeros()
     vectors[SECOND_MOMENT][3] = -1e-9
     AdamW().step(weights, torch.zeros(NUMEL), vectors, step_of(5))
     assert torch.isfinite(weights).all() and (vectors[SECOND_MOMENT] >= 0).all()
     assert math.isnan(float(torch.tensor(-1e-9).sqrt())), "the control"
 
 
-def test_gradients_are_taken_at_the_weights() -> None:
-    assert AdamW().lookahead_weights(draw(0), zeros(), step_of(0)) is None
+def test_gradient_is_computed_at_the_weights() -> None:
+    assert AdamW().lookahead_weights(random_values(0), zeros(), step_of(0)) is None

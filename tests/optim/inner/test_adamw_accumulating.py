@@ -6,7 +6,7 @@ from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT
 from tests.optim.inner.small_vectors import NUMEL, make_step, random_values, zero_vectors
 
 
-def test_of_every_step_it_is_adam() -> None:
+def test_with_every_step_it_is_adamw() -> None:
     ours, theirs = AccumulatingAdamW(every=1), AdamW()
     mine, other = torch.ones(NUMEL), torch.ones(NUMEL)
     vectors, others = zero_vectors(ours), zero_vectors(theirs)
@@ -18,7 +18,7 @@ def test_of_every_step_it_is_adam() -> None:
         assert torch.allclose(vectors[name], others[name], atol=1e-6)
 
 
-def test_moments_take_in_the_mean_of_every_few_gradients() -> None:
+def test_moments_change_by_the_mean_of_a_group_of_gradients() -> None:
     inner, weights = AccumulatingAdamW(every=4), torch.ones(NUMEL)
     vectors = zero_vectors(inner)
     first, second = torch.zeros(NUMEL), torch.zeros(NUMEL)
@@ -37,8 +37,8 @@ def test_moments_take_in_the_mean_of_every_few_gradients() -> None:
         assert not vectors[ACCUMULATED].any()
 
 
-def test_each_step_looks_at_what_the_moments_would_become() -> None:
-    """The second step of a group: from the moments before the group, whatever the first one's gradient was."""
+def test_each_step_uses_the_moments_as_they_would_become() -> None:
+    """The second step of a group starts from the moments before the group, whatever the first gradient was."""
     moved = []
     for earlier in (1, 2):
         inner, weights = AccumulatingAdamW(every=4), torch.ones(NUMEL)
@@ -53,8 +53,8 @@ def test_each_step_looks_at_what_the_moments_would_become() -> None:
     assert torch.allclose(moved[0][10:], (expected - 1)[10:], atol=1e-6)
 
 
-def test_noise_of_small_batches_does_not_swell_the_second_moment() -> None:
-    """Gradient 0.1 under noise 1: of four averaged gradients the squares are a quarter. Adam sees all of the noise."""
+def test_noise_of_small_batches_does_not_enlarge_the_second_moment() -> None:
+    """Gradient 0.1 with noise 1: the squares of four averaged gradients are a quarter. AdamW sees all of the noise."""
     generator = torch.Generator().manual_seed(7)
     sizes = {}
     for inner in (AccumulatingAdamW(every=4), AdamW()):

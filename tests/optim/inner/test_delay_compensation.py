@@ -1,4 +1,4 @@
-"""Quadratics whose gradients come late, as in a pipeline."""
+"""Quadratics whose gradients arrive late, as in a pipeline."""
 
 from collections import deque
 
@@ -15,8 +15,8 @@ def step_of(rate: float, tensors: tuple[tuple[int, int], ...] = ()) -> InnerStep
     return InnerStep(0, rate, 0.9, 0.95, 0.0, (), tensors)
 
 
-def residual(inner: InnerUpdateRule, curvatures: torch.Tensor, rate: float, delay: int, steps: int) -> float:
-    """|theta| on 1/2 sum c theta^2, when each gradient is applied `delay` steps after it was taken."""
+def final_distance(inner: InnerUpdateRule, curvatures: torch.Tensor, rate: float, delay: int, steps: int) -> float:
+    """Return |theta| on 1/2 sum c theta^2 when each gradient is applied `delay` steps after it was computed."""
     weights, step = torch.ones_like(curvatures), step_of(rate)
     vectors = {VELOCITY: torch.zeros_like(curvatures)}
     late: deque[torch.Tensor] = deque()
@@ -31,24 +31,24 @@ def residual(inner: InnerUpdateRule, curvatures: torch.Tensor, rate: float, dela
 ONE, MANY = torch.ones(1), torch.linspace(0.05, 1, 20)
 
 
-def test_compensation_lets_a_late_gradient_converge_faster() -> None:
+def test_compensation_speeds_up_convergence_with_late_gradients() -> None:
     """One dimension, delay 8, rate 0.01."""
-    plain = residual(PLAIN, ONE, 0.01, 8, 400)
-    spike = residual(SpikeCompensation(delay=8, boost=1.0), ONE, 0.01, 8, 400)
-    predicted = residual(WeightPrediction(delay=8, boost=1.0), ONE, 0.01, 8, 400)
+    plain = final_distance(PLAIN, ONE, 0.01, 8, 400)
+    spike = final_distance(SpikeCompensation(delay=8, boost=1.0), ONE, 0.01, 8, 400)
+    predicted = final_distance(WeightPrediction(delay=8, boost=1.0), ONE, 0.01, 8, 400)
     assert plain > 1e-3 > 1e-5 > spike > predicted
 
 
-def test_compensation_bears_larger_rates() -> None:
+def test_compensation_is_stable_at_larger_rates() -> None:
     rate = 0.016
-    assert residual(PLAIN, ONE, rate, 8, 2000) > 1
-    assert residual(SpikeCompensation(delay=8, boost=1.0), ONE, rate, 8, 2000) < 1e-6
-    assert residual(WeightPrediction(delay=8, boost=1.0), ONE, rate, 8, 2000) < 1e-6
+    assert final_distance(PLAIN, ONE, rate, 8, 2000) > 1
+    assert final_distance(SpikeCompensation(delay=8, boost=1.0), ONE, rate, 8, 2000) < 1e-6
+    assert final_distance(WeightPrediction(delay=8, boost=1.0), ONE, rate, 8, 2000) < 1e-6
 
 
 def test_braking_converges_where_plain_momentum_and_its_opposite_diverge() -> None:
-    assert residual(PLAIN, MANY, 0.02, 8, 3000) > 1
-    assert residual(AdaptiveBraking(rho=2.0, boost=1.0), MANY, 0.02, 8, 3000) < 1
+    assert final_distance(PLAIN, MANY, 0.02, 8, 3000) > 1
+    assert final_distance(AdaptiveBraking(rho=2.0, boost=1.0), MANY, 0.02, 8, 3000) < 1
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_without_a_delay_it_is_plain_momentum(inner: InnerUpdateRule) -> None:
     assert torch.allclose(weights, theirs.detach(), atol=1e-6)
 
 
-def test_with_a_delay_of_one_the_spike_is_nesterovs() -> None:
+def test_spike_compensation_with_delay_one_is_nesterov() -> None:
     theirs = torch.nn.Parameter(torch.ones(20))
     optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True)
     weights, vectors = torch.ones(20), {VELOCITY: torch.zeros(20)}
@@ -79,8 +79,8 @@ def test_with_a_delay_of_one_the_spike_is_nesterovs() -> None:
     assert torch.allclose(weights, theirs.detach(), atol=1e-6)
 
 
-def test_the_spike_contributes_what_the_missed_steps_would_have() -> None:
-    """A single gradient, then D zero ones, of which the late one knew nothing."""
+def test_spike_contributes_as_much_as_the_missed_steps() -> None:
+    """A single gradient is followed by D zero gradients that the late one missed."""
     delay, rate = 5, 0.1
     weights, vectors = torch.zeros(1), {VELOCITY: torch.zeros(1)}
     SpikeCompensation(delay=delay, boost=1.0).step(weights, torch.ones(1), vectors, step_of(rate))
@@ -90,14 +90,14 @@ def test_the_spike_contributes_what_the_missed_steps_would_have() -> None:
     assert torch.allclose(weights, plain, atol=1e-6)
 
 
-def test_the_prediction_is_where_the_velocity_leads() -> None:
+def test_prediction_follows_the_velocity() -> None:
     inner, weights = WeightPrediction(delay=3, boost=2.0), torch.ones(2)
     ahead = inner.lookahead_weights(weights, {VELOCITY: torch.tensor([1.0, -2.0])}, step_of(0.1))
     assert ahead is not None and torch.allclose(ahead, torch.tensor([0.4, 2.2]))
     assert torch.equal(weights, torch.ones(2))
 
 
-def test_braking_is_by_tensor_and_knows_no_scale() -> None:
+def test_braking_is_by_tensor_and_independent_of_scale() -> None:
     spans = ((0, 3), (3, 6))
     velocity = torch.tensor([1.0, 0, 0, 0, 1.0, 0])
     gradient = torch.tensor([2.0, 0, 0, 0, -5.0, 0])
@@ -108,10 +108,10 @@ def test_braking_is_by_tensor_and_knows_no_scale() -> None:
         assert torch.allclose(vectors[VELOCITY], expected), "along the velocity less, against it more"
     vectors = {VELOCITY: velocity.clone()}
     AdaptiveBraking(rho=0.5, momentum=0.0).step(torch.zeros(6), gradient.clone(), vectors, step_of(0.0))
-    assert not torch.allclose(vectors[VELOCITY][:3], torch.tensor([1.0, 0, 0])), "as one tensor it is another factor"
+    assert not torch.allclose(vectors[VELOCITY][:3], torch.tensor([1.0, 0, 0])), "as one tensor the factor differs"
 
 
-def test_braking_by_one_stands_still_along_the_velocity() -> None:
+def test_braking_by_one_stops_along_the_velocity() -> None:
     vectors = {VELOCITY: torch.ones(4)}
     AdaptiveBraking(rho=1.0, momentum=0.0).step(torch.zeros(4), torch.ones(4), vectors, step_of(0.1))
     assert torch.allclose(vectors[VELOCITY], torch.zeros(4), atol=1e-6)

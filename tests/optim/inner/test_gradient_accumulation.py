@@ -1,4 +1,4 @@
-"""Gradients are summed, and the weights stand still."""
+"""Gradients are summed, and the weights do not move."""
 
 import torch
 
@@ -13,7 +13,7 @@ def zeros(names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(3) for name in names}
 
 
-def test_the_sum_grows_and_the_weights_stay_even_where_they_would_decay() -> None:
+def test_gradients_are_summed_and_weights_neither_move_nor_decay() -> None:
     weights, vectors = torch.ones(3), zeros(GradientAccumulator.vectors)
     for gradient in GRADIENTS:
         GradientAccumulator().step(weights, gradient.clone(), vectors, STEP)

@@ -6,7 +6,7 @@ from optim.inner.gradient_accumulation import MOMENTUM, GradientAccumulator, Loo
 STEP = InnerStep(3, 0.01, 0.9, 0.95, 0.1, ((0, 4),))
 
 
-def test_the_weights_rest_and_the_gradients_add_up() -> None:
+def test_gradients_are_summed_and_weights_do_not_move() -> None:
     inner, weights = LookaheadAccumulator(beta=0.5), torch.ones(4)
     vectors = {name: torch.zeros(4) for name in inner.vectors}
     for scale in (1.0, 2.0):
@@ -16,7 +16,7 @@ def test_the_weights_rest_and_the_gradients_add_up() -> None:
     assert torch.equal(vectors[MOMENTUM], torch.full((4,), 2.5))
 
 
-def test_the_gradient_is_taken_where_the_own_sign_would_lead() -> None:
+def test_gradient_is_computed_where_the_sign_of_the_momentum_leads() -> None:
     inner, weights = LookaheadAccumulator(reach=0.5), torch.zeros(3)
     momentum = torch.tensor([1e-9, -3.0, 0.0])
     ahead = inner.lookahead_weights(weights, {MOMENTUM: momentum}, STEP)

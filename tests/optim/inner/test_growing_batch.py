@@ -1,4 +1,4 @@
-"""Batches that grow: the norm test by hand, the switch mode, and Adam on what was gathered."""
+"""Growing batch_sizes: the norm test by hand, the switch mode, and AdamW on the gathered gradients."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from tests.optim.inner.small_vectors import NUMEL, make_step, random_values, zer
 
 
 @pytest.mark.parametrize(("theta", "wanted"), [(1.0, 1), (0.5, 2), (0.25, 8), (0.05, 64)])
-def test_the_norm_test_by_hand(theta: float, wanted: int) -> None:
-    """Gradients (1, 0) and (3, 0): the mean is (2, 0), S = (1 + 1) / 1 = 2, and S / |mean|^2 a half."""
+def test_norm_test_by_hand(theta: float, wanted: int) -> None:
+    """Gradients (1, 0) and (3, 0): the mean is (2, 0), S = (1 + 1) / 1 = 2, and S / |mean|^2 is a half."""
     assert GrowingBatch(theta=theta).noise_batch_size(2, 1.0 + 9.0, 4.0) == wanted
 
 
-def test_alike_gradients_leave_the_batch_as_it_is_and_pure_noise_asks_for_all() -> None:
+def test_equal_gradients_keep_the_batch_and_pure_noise_asks_for_the_largest() -> None:
     inner, vectors, weights = GrowingBatch(), {}, torch.ones(NUMEL)
     vectors.update(zero_vectors(inner))
     for count in range(20):
@@ -29,12 +29,12 @@ def test_alike_gradients_leave_the_batch_as_it_is_and_pure_noise_asks_for_all() 
 @pytest.mark.parametrize(
     ("wanted", "gathered"), [(0, 2), (3, 3), (8, 8), (9, 8), (16, 8), (17, 24), (24, 24), (25, 32), (999, 64)]
 )
-def test_the_switch_mode(wanted: int, gathered: int) -> None:
+def test_switch_mode_rounds_the_batch(wanted: int, gathered: int) -> None:
     assert GrowingBatch(at_once=8, most=64).rounded_batch_size(wanted) == gathered
 
 
-def test_a_fixed_batch_is_adam_on_means() -> None:
-    """So with it the recipe is DiLoCo on batches as large."""
+def test_fixed_batch_is_adamw_on_means() -> None:
+    """With it, the recipe is DiLoCo with batch_sizes of that size."""
     ours, theirs = GrowingBatch(start=3, most=3), AdamW()
     mine, other = torch.ones(NUMEL), torch.ones(NUMEL)
     vectors, others = zero_vectors(ours), {name: torch.zeros(NUMEL) for name in theirs.vectors}
@@ -51,8 +51,8 @@ def test_a_fixed_batch_is_adam_on_means() -> None:
         assert torch.allclose(vectors[name], others[name], atol=1e-6)
 
 
-def batches(noise: float, steps: int = 200) -> list[int]:
-    """Local steps between two of the optimizer's, under a constant gradient and noise upon it."""
+def batch_sizes(noise: float, steps: int = 200) -> list[int]:
+    """Return the local steps between optimizer steps, for a constant gradient with noise."""
     inner = GrowingBatch(theta=0.5)
     weights, vectors, moved = torch.zeros(NUMEL), zero_vectors(inner), [0]
     for count in range(steps):
@@ -64,19 +64,19 @@ def batches(noise: float, steps: int = 200) -> list[int]:
 
 
 def test_batches_grow_with_the_noise_and_never_shrink() -> None:
-    quiet, loud = batches(0.1), batches(1.5)
+    quiet, loud = batch_sizes(0.1), batch_sizes(1.5)
     assert set(quiet) == {2}
     assert loud == sorted(loud) and loud[0] == 2
     # S = noise^2 * N, |g|^2 = N: noise^2 / theta^2 = 9, of which the switch mode makes 8, or one more step of it.
     assert loud[-1] in (8, 24)
 
 
-def test_a_first_batch_above_the_most_is_refused() -> None:
+def test_first_batch_above_the_largest_is_refused() -> None:
     with pytest.raises(ValueError, match="start must not be above most"):
         GrowingBatch(start=9, most=8)
 
 
-def test_the_recipe() -> None:
+def test_adloco_recipe() -> None:
     method = compose("adloco")
     assert method.inner == GrowingBatch() and method.update == compose("diloco").update
     assert method.inner.vector_numel(TALLY, 1000) == 4 and method.inner.vector_numel(ACCUMULATED, 1000) == 1000

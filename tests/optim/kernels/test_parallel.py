@@ -16,13 +16,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_every_item_is_worked_on_once(threads: int) -> None:
+def test_work_is_called_once_for_every_item(threads: int) -> None:
     done: list[int] = []
     parallel_for(done.append, range(500))
     assert sorted(done) == list(range(500))
 
 
-def test_what_the_work_raises_is_raised_and_the_workers_live_on(threads: int) -> None:
+def test_exception_of_the_work_is_raised_and_the_workers_survive(threads: int) -> None:
     def work(item: int) -> None:
         if item == 7:
             raise ValueError("seven")
@@ -30,16 +30,16 @@ def test_what_the_work_raises_is_raised_and_the_workers_live_on(threads: int) ->
     for _ in range(20):
         with pytest.raises(ValueError, match="seven"):
             parallel_for(work, range(10))
-    test_every_item_is_worked_on_once(threads)
+    test_work_is_called_once_for_every_item(threads)
 
 
-def test_within_the_work_it_is_a_plain_loop_and_cannot_wait_for_itself(threads: int) -> None:
+def test_nested_call_is_a_plain_loop_and_cannot_deadlock(threads: int) -> None:
     done: list[int] = []
     parallel_for(lambda _: parallel_for(done.append, range(3)), range(50))
     assert len(done) == 150
 
 
-def test_torch_has_one_thread_within_the_work_and_as_many_as_before_without(threads: int) -> None:
+def test_torch_has_one_thread_in_workers_and_as_many_as_before_outside(threads: int) -> None:
     within: list[int] = []
     parallel_for(lambda _: within.append(torch.get_num_threads()), range(20))
     assert set(within) == {1}
@@ -51,7 +51,7 @@ def test_torch_has_one_thread_within_the_work_and_as_many_as_before_without(thre
     assert later == [threads]
 
 
-def test_many_callers_at_once(threads: int) -> None:
+def test_concurrent_callers(threads: int) -> None:
     totals: list[int] = []
 
     def call() -> None:
@@ -67,7 +67,7 @@ def test_many_callers_at_once(threads: int) -> None:
     assert totals == [100] * 8
 
 
-def test_scratch_is_kept_by_name_grows_and_belongs_to_its_thread() -> None:
+def test_thread_buffer_is_kept_by_name_grows_and_belongs_to_its_thread() -> None:
     first = thread_buffer("one", np.float32, 100)
     assert np.shares_memory(first, thread_buffer("one", np.float32, 50))
     assert not np.shares_memory(first, thread_buffer("other", np.float32, 100))
@@ -81,7 +81,7 @@ def test_scratch_is_kept_by_name_grows_and_belongs_to_its_thread() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 1000, 70_001])
-def test_scratch_begins_where_a_line_of_the_cache_does(count: int) -> None:
+def test_thread_buffer_is_aligned_to_cache_lines(count: int) -> None:
     wide, narrow = thread_buffer("wide", np.float32, count), thread_buffer_like("narrow", np.int8, np.zeros((2, count)))
     assert wide.ctypes.data % ALIGNMENT == narrow.ctypes.data % ALIGNMENT == 0
     assert narrow.shape == (2, count)

@@ -14,8 +14,8 @@ def gradient(number: int) -> torch.Tensor:
     return values
 
 
-class Run:
-    """The mean of the members' moved momenta, message after message."""
+class FrozenAdamRun:
+    """Applies FrozenAdam to the merged momentum, round after round."""
 
     def __init__(self, update: FrozenAdam) -> None:
         self.update = update
@@ -23,37 +23,37 @@ class Run:
         self.slots = {name: torch.zeros(NUMEL) for name in update.slots}
         self.residual = torch.zeros(NUMEL)
 
-    def round(self, number: int) -> None:
-        message = self.slots["first_moment"] * 0.9 + gradient(number) * 0.1
+    def run_round(self, number: int) -> None:
+        contribution = self.slots["first_moment"] * 0.9 + gradient(number) * 0.1
         if number >= WARM:
-            total = self.residual + message
-            message = BlockSign().decode(BlockSign().encode(total), NUMEL)
-            self.residual = total - message
-        self.update.apply(self.anchor, self.slots, message, OuterStep(number, matrix_spans=((0, 500),)))
+            total = self.residual + contribution
+            contribution = BlockSign().decode(BlockSign().encode(total), NUMEL)
+            self.residual = total - contribution
+        self.update.apply(self.anchor, self.slots, contribution, OuterStep(number, matrix_spans=((0, 500),)))
 
 
-def test_while_warm_it_is_adam() -> None:
-    run, plain = Run(FrozenAdam(warm_rounds=WARM)), Adam(clip=1e9)
+def test_frozen_adam_is_adam_during_warm_rounds() -> None:
+    run, plain = FrozenAdamRun(FrozenAdam(warm_rounds=WARM)), Adam(clip=1e9)
     anchor, slots = torch.ones(NUMEL), {name: torch.zeros(NUMEL) for name in plain.slots}
     for number in range(WARM):
-        run.round(number)
+        run.run_round(number)
         plain.apply(anchor, slots, gradient(number), OuterStep(number, matrix_spans=((0, 500),)))
         assert torch.allclose(run.anchor, anchor, atol=1e-5)
         assert torch.allclose(run.slots["second_moment"], slots["second_moment"], rtol=1e-3, atol=1e-6)
 
 
-def test_afterwards_the_second_moment_rests_and_the_momentum_is_what_was_merged() -> None:
-    run = Run(FrozenAdam(warm_rounds=WARM))
+def test_after_warm_rounds_second_moment_is_frozen_and_momentum_is_the_merged_one() -> None:
+    run = FrozenAdamRun(FrozenAdam(warm_rounds=WARM))
     for number in range(ROUNDS):
         before = run.slots["second_moment"].clone()
-        run.round(number)
+        run.run_round(number)
         assert torch.equal(run.slots["second_moment"], before) == (number >= WARM)
     scales = run.slots["first_moment"].abs().view(-1, 1024)
     assert torch.equal(scales, scales[:, :1].expand(-1, 1024)), "one bit a value"
 
 
-def test_of_a_steady_gradient_every_step_is_one_rate() -> None:
-    """Warm and frozen alike: the zero start of both moments is corrected for as long as each has learnt."""
+def test_constant_gradient_moves_by_the_rate_in_every_step() -> None:
+    """Both moments' zero start is corrected, in warm and frozen rounds, by the rounds that each has learned from."""
     update = FrozenAdam(warm_rounds=WARM, weight_decay=0.0)
     anchor, slots = torch.zeros(4), {name: torch.zeros(4) for name in update.slots}
     steady, momentum = torch.tensor([1.0, -0.01, 30.0, -2.0]), torch.zeros(4)
@@ -63,12 +63,12 @@ def test_of_a_steady_gradient_every_step_is_one_rate() -> None:
         assert torch.allclose(anchor, -0.003 * (number + 1) * steady.sign(), rtol=1e-3)
 
 
-def test_signs_must_not_reach_a_second_moment_that_still_learns() -> None:
-    """The negative control of the two phases: a gradient read out of one-bit momenta is mostly its rounding."""
-    run, still_warm = Run(FrozenAdam(warm_rounds=WARM)), Run(FrozenAdam(warm_rounds=ROUNDS))
+def test_second_moment_that_learned_from_signs_would_be_far_off() -> None:
+    """Negative control of the two phases: a gradient recovered from one-bit momenta is mostly rounding error."""
+    run, still_warm = FrozenAdamRun(FrozenAdam(warm_rounds=WARM)), FrozenAdamRun(FrozenAdam(warm_rounds=ROUNDS))
     for number in range(ROUNDS):
-        run.round(number)
-        still_warm.round(number)
+        run.run_round(number)
+        still_warm.run_round(number)
     small = slice(QUIET, 3 * QUIET)
     true = torch.stack([gradient(number) for number in range(ROUNDS)]).square().mean(0)[small].mean()
     corrected = [
@@ -79,23 +79,23 @@ def test_signs_must_not_reach_a_second_moment_that_still_learns() -> None:
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.01])
-def test_weights_without_gradients_do_not_leap(floor: float) -> None:
-    run = Run(FrozenAdam(warm_rounds=WARM, floor=floor, weight_decay=0.0))
+def test_weights_without_gradients_hardly_move(floor: float) -> None:
+    run = FrozenAdamRun(FrozenAdam(warm_rounds=WARM, floor=floor, weight_decay=0.0))
     for number in range(ROUNDS):
-        run.round(number)
+        run.run_round(number)
     most = 0.003 * ROUNDS * (1 if floor == 0 else 15)
     moved = (run.anchor - 1).abs()[:QUIET]
     assert float(moved.max()) <= most
     scale = float(run.slots["first_moment"][0].abs())
-    assert scale * 0.003 / 1e-8 > 1000, "over eps alone one bit would throw them far away"
+    assert scale * 0.003 / 1e-8 > 1000, "divided by eps alone, one bit would move them far away"
 
 
-def test_a_floor_raises_what_hardly_learnt() -> None:
-    run = Run(FrozenAdam(warm_rounds=WARM, floor=0.01))
+def test_floor_raises_small_second_moments() -> None:
+    run = FrozenAdamRun(FrozenAdam(warm_rounds=WARM, floor=0.01))
     for number in range(WARM):
-        run.round(number)
+        run.run_round(number)
     before = run.slots["second_moment"].clone()
-    run.round(WARM)
+    run.run_round(WARM)
     after = run.slots["second_moment"]
     assert float(after.min()) == pytest.approx(0.01 * float(before.mean()), rel=1e-4)
     assert torch.equal(after[before > after.min()], before[before > after.min()])

@@ -1,4 +1,4 @@
-"""The plain updates; those of other rows have files of their own."""
+"""Outer optimizers without files of their own."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from optim.kernels.vectors import SLAB_SIZE
 from optim.outer import HeavyBall, Nesterov, OuterOptimizer, OuterStep, Sgd, Sign
 
 
-def test_diloco_vector() -> None:
+def test_nesterov_by_hand() -> None:
     """eta 0.7, mu 0.9, delta 1 in every round, phi 0 at the start."""
     anchor, slots = torch.zeros(3), {"momentum": torch.zeros(3)}
     path = []
@@ -18,7 +18,7 @@ def test_diloco_vector() -> None:
 
 
 @pytest.mark.parametrize("update", [Nesterov(), HeavyBall()], ids=str)
-def test_momentum_is_that_of_torch(update: Nesterov | HeavyBall) -> None:
+def test_momentum_agrees_with_torch(update: Nesterov | HeavyBall) -> None:
     generator = torch.Generator().manual_seed(0)
     anchor = torch.randn(1000, generator=generator)
     theirs = torch.nn.Parameter(anchor.clone())
@@ -40,8 +40,8 @@ def test_sgd_with_rate_one_lands_on_the_mean() -> None:
     assert torch.equal(anchor, torch.tensor([4.0, 2.0]))
 
 
-def test_heavy_ball_vector() -> None:
-    """eta 0.7, mu 0.9, delta 1 in every round: without the look-ahead the first step is plain SGD's."""
+def test_heavy_ball_by_hand() -> None:
+    """eta 0.7, mu 0.9, delta 1 in every round: without look-ahead the first step equals plain SGD's."""
     anchor, slots = torch.zeros(3), {"momentum": torch.zeros(3)}
     path = []
     for _ in range(3):
@@ -50,7 +50,7 @@ def test_heavy_ball_vector() -> None:
     assert path == pytest.approx([-0.7, -2.03, -3.927], abs=1e-6)
 
 
-def test_sign_moves_every_weight_alike_and_zeros_not_at_all() -> None:
+def test_sign_moves_all_weights_equally_and_zeros_not_at_all() -> None:
     anchor = torch.ones(4)
     Sign(learning_rate=0.25).apply(anchor, {}, torch.tensor([1e-30, -7.0, 0.0, -0.0]), OuterStep())
     assert anchor.tolist() == [0.75, 1.25, 1.0, 1.0]
@@ -60,7 +60,7 @@ UPDATES: list[OuterOptimizer] = [Sgd(learning_rate=0.65), Nesterov(), HeavyBall(
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=str)
-def test_threads_and_place_in_the_vector_change_no_bit(update: OuterOptimizer) -> None:
+def test_threads_and_position_in_the_vector_change_no_bit(update: OuterOptimizer) -> None:
     generator = torch.Generator().manual_seed(1)
     numel = 2 * SLAB_SIZE + 13
     start, delta, momentum = torch.randn(3, numel, generator=generator)
@@ -73,8 +73,8 @@ def test_threads_and_place_in_the_vector_change_no_bit(update: OuterOptimizer) -
     torch.set_num_threads(threads)
     one_by_one = start[-20:].clone()
     for i in range(20):
-        place = slice(numel - 20 + i, numel - 19 + i)
-        update.apply(one_by_one[i : i + 1], {"momentum": momentum[place].clone()}, delta[place], OuterStep())
+        value = slice(numel - 20 + i, numel - 19 + i)
+        update.apply(one_by_one[i : i + 1], {"momentum": momentum[value].clone()}, delta[value], OuterStep())
     assert all(torch.equal(results[0], result) for result in results)
     assert torch.equal(results[0][-20:], one_by_one)
 

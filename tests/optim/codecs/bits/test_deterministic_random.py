@@ -17,16 +17,16 @@ def fractions(key: NoiseKey = KEY, halves: np.typing.NDArray[np.uint16] = HALVES
     return drawn
 
 
-def test_is_even() -> None:
+def test_noise_is_uniform() -> None:
     drawn = fractions()
     assert drawn.min() >= 0 and drawn.max() < 1
     counts = np.histogram(drawn, 100, (0, 1))[0]
-    # Chi squared with 99 degrees of freedom: 150 is passed once in a thousand.
+    # Chi squared with 99 degrees of freedom exceeds 150 once in a thousand.
     assert ((counts - 1024) ** 2 / 1024).sum() < 150
 
 
 @pytest.mark.parametrize("distance", [1, 2, 16, 255, 256, 1024])
-def test_neighbours_say_nothing_of_one_another(distance: int) -> None:
+def test_noise_of_neighbours_is_uncorrelated(distance: int) -> None:
     drawn = fractions() - 0.5
     correlation = float((drawn[distance:] * drawn[:-distance]).mean() * 12)
     assert abs(correlation) < 5 / drawn.size**0.5
@@ -41,7 +41,7 @@ def test_every_bit_of_a_key_changes_half_of_a_word() -> None:
             assert flipped == pytest.approx(16, abs=0.1), bit
 
 
-def test_the_same_message_has_the_same_noise_and_no_other_has() -> None:
+def test_noise_depends_on_values_and_round_alone() -> None:
     assert noise_key(VALUES.copy(), 5) == KEY
     others = [noise_key(VALUES * 2, ROUND), noise_key(VALUES, 6), noise_key(VALUES, None)]
     assert len({KEY, *others}) == 4

@@ -7,7 +7,7 @@ from optim.codecs.bits.gap_coding import class_lookup, class_table, classify_gap
 
 
 @pytest.mark.parametrize("span", [1, 2, 8, 9, 64, 100, 4096, 65_536])
-def test_every_gap_is_the_lowest_of_its_class_and_what_its_bits_say(span: int) -> None:
+def test_every_gap_is_the_lowest_of_its_class_plus_its_bits(span: int) -> None:
     gaps = np.arange(span)
     classes = class_lookup(span)
     lowest, widths = class_table(span)
@@ -18,7 +18,7 @@ def test_every_gap_is_the_lowest_of_its_class_and_what_its_bits_say(span: int) -
 @pytest.mark.parametrize(
     ("chunks", "span", "keep", "rest"), [(1, 1, 1, 0), (5, 100, 7, 3), (3, 64, 64, 5), (1, 9, 2, 0)]
 )
-def test_gaps_lie_between_the_indices_of_a_chunk(chunks: int, span: int, keep: int, rest: int) -> None:
+def test_gaps_are_between_the_indices_of_a_chunk(chunks: int, span: int, keep: int, rest: int) -> None:
     generator = np.random.default_rng(span)
     rows = [np.sort(generator.choice(span, kept, replace=False)) for kept in [keep] * chunks + [rest] * (rest > 0)]
     indices = np.concatenate(rows).astype(np.uint32)
@@ -31,7 +31,7 @@ def test_gaps_lie_between_the_indices_of_a_chunk(chunks: int, span: int, keep: i
 
 
 @pytest.mark.parametrize(("span", "keep"), [(4096, 64), (4096, 4096), (4096, 1), (1000, 300), (7, 3), (1, 1)])
-def test_uniform_frequencies_are_those_of_a_first_gap(span: int, keep: int) -> None:
+def test_uniform_frequencies_agree_with_those_of_a_first_gap(span: int, keep: int) -> None:
     frequencies = uniform_frequencies(span, keep)
     counts = np.zeros(len(frequencies))
     for gap in range(span - keep + 1):

@@ -6,37 +6,37 @@ from optim.errors import CodecError
 
 
 def draw(count: int, weights: list[float], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Symbols and words to carry."""
+    """Return random symbols and initial words."""
     generator = np.random.default_rng(seed)
-    shares = np.array(weights) / sum(weights)
-    symbols = generator.choice(len(weights), count, p=shares).astype(np.uint8)
+    probabilities = np.array(weights) / sum(weights)
+    symbols = generator.choice(len(weights), count, p=probabilities).astype(np.uint8)
     return symbols, generator.integers(0, 2**16, lane_count(count)).astype(np.uint16)
 
 
 @pytest.mark.parametrize("count", [1, 2, 95, 96, 97, 10_000])
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [1, 1000], list(range(1, 60))])
-def test_round_trip(count: int, weights: list[float]) -> None:
-    symbols, carried = draw(count, weights)
+def test_symbols_and_initial_words_survive_a_round_trip(count: int, weights: list[float]) -> None:
+    symbols, initial_words = draw(count, weights)
     frequencies = normalize_counts(np.bincount(symbols, minlength=len(weights)))
-    back, words = decode(count, frequencies, *encode(symbols, frequencies, carried))
-    assert np.array_equal(back, symbols) and np.array_equal(words, carried)
+    back, words = decode(count, frequencies, *encode(symbols, frequencies, initial_words))
+    assert np.array_equal(back, symbols) and np.array_equal(words, initial_words)
 
 
 @pytest.mark.parametrize("weights", [[1, 1000], [5, 3, 1], list(range(1, 60))])
-def test_length_is_the_entropy(weights: list[float]) -> None:
-    symbols, carried = draw(100_000, weights)
+def test_length_is_near_the_entropy(weights: list[float]) -> None:
+    symbols, initial_words = draw(100_000, weights)
     counts = np.bincount(symbols, minlength=len(weights))
-    shares = counts / symbols.size
-    entropy = -(counts * np.log2(np.maximum(shares, 1e-12))).sum()
-    lanes, words = encode(symbols, normalize_counts(counts), carried)
-    # A lane holds 32 bits, 16 of them carried; a hundredth for frequencies rounded to 12 bits.
-    assert 32 * lanes.size + 16 * words.size - 16 * carried.size < 1.01 * entropy + 16 * lanes.size
+    probabilities = counts / symbols.size
+    entropy = -(counts * np.log2(np.maximum(probabilities, 1e-12))).sum()
+    lanes, words = encode(symbols, normalize_counts(counts), initial_words)
+    # A lane has 32 bits, 16 of them from its initial word; 1 % is for frequencies rounded to 12 bits.
+    assert 32 * lanes.size + 16 * words.size - 16 * initial_words.size < 1.01 * entropy + 16 * lanes.size
 
 
-def test_damage_is_noticed() -> None:
-    symbols, carried = draw(5000, [5, 3, 1])
+def test_damaged_stream_is_refused() -> None:
+    symbols, initial_words = draw(5000, [5, 3, 1])
     frequencies = normalize_counts(np.bincount(symbols))
-    lanes, words = encode(symbols, frequencies, carried)
+    lanes, words = encode(symbols, frequencies, initial_words)
     for damaged in (words[:-1], words[1:], np.append(words, np.uint16(1))):
         with pytest.raises(CodecError):
             decode(5000, frequencies, lanes, damaged)
@@ -45,7 +45,7 @@ def test_damage_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 0], [10**9, 1, 1, 0], [1] * 60, list(range(60))])
-def test_frequencies_sum_to_the_total_and_miss_nothing(counts: list[int]) -> None:
+def test_frequencies_sum_to_the_total_and_include_every_symbol(counts: list[int]) -> None:
     frequencies = normalize_counts(np.array(counts))
     assert frequencies.sum() == TOTAL
     assert ((frequencies > 0) == (np.array(counts) > 0)).all()

@@ -28,25 +28,25 @@ def draw(kind: str, span: int, seed: int) -> Array:
 
 
 def chosen(values: Array, keep: int) -> tuple[list[int], Array]:
-    places, magnitudes = np.empty((2, values.size), np.uint32)
-    assert select_largest(values.view(np.uint32), keep, places, magnitudes)
-    return places[:keep].tolist(), magnitudes[:keep].view(np.float32)
+    selected_positions, magnitudes = np.empty((2, values.size), np.uint32)
+    assert select_largest(values.view(np.uint32), keep, selected_positions, magnitudes)
+    return selected_positions[:keep].tolist(), magnitudes[:keep].view(np.float32)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.sampled_from(DRAWS), st.sampled_from([1, 2, 7, 64, 100, 1024, 4095, 4096]), st.data())
-def test_is_a_stable_sort_cut_off(kind: str, span: int, data: st.DataObject) -> None:
+def test_selection_agrees_with_a_stable_sort(kind: str, span: int, data: st.DataObject) -> None:
     values = draw(kind, span, data.draw(st.integers(0, 2**32 - 1)))
     keep = data.draw(st.integers(1, span))
-    places, magnitudes = chosen(values, keep)
+    selected_positions, magnitudes = chosen(values, keep)
     expected = np.sort(np.argsort(-np.abs(values), kind="stable")[:keep])
-    assert places == expected.tolist()
+    assert selected_positions == expected.tolist()
     assert np.array_equal(magnitudes, np.abs(values[expected]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("keep", [1, 64, 100])
-def test_what_is_not_finite_is_refused_wherever_it_stands(bad: float, keep: int) -> None:
+def test_values_that_are_not_finite_are_refused_at_any_position(bad: float, keep: int) -> None:
     for place in range(100):
         values = draw("normal", 100, 0)
         values[place] = bad
