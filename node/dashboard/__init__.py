@@ -1,1 +1,1 @@
-"""The public face of a run: a node that watches it, and a page that shows what it sees."""
+"""The public dashboard of a run: a node that observes the swarm, and a web page that shows it."""

@@ -1,7 +1,4 @@
-"""What a host that only watches says of itself when `murmur status` asks: the run as it sees it.
-
-`murmur host` and `murmur replay`.
-"""
+"""`murmur host` and `murmur replay`: serve the dashboard of a live run, or of a recorded one."""
 
 import asyncio
 import logging
@@ -46,14 +43,14 @@ from protocol.tasks import cancel_and_wait
 
 
 class ObserverStatus:
-    """The status of a host that only watches: the run as it sees it."""
+    """The answer of a host without a trainer to `murmur status`: the run as the host sees it."""
 
     def __init__(self, node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics) -> None:
         manifest = node.manifest
         self._node = node
         self._event_log = dashboard.event_log
         self._metrics = metrics
-        self._beginning = NodeStatus(
+        self._constant_fields = NodeStatus(
             peer_id=node.peer_id,
             run=manifest.run.name,
             run_id=manifest.run_id,
@@ -65,6 +62,7 @@ class ObserverStatus:
         )
 
     def status(self) -> NodeStatus:
+        """Return the host's current status."""
         state, transport = self._event_log.state, self._node.transport
         last, own = state.rows.last, self._node.directory.live().get(self._node.peer_id)
         seen = {
@@ -78,7 +76,7 @@ class ObserverStatus:
             "refusals": dict(self._metrics.refusals),
             "addresses": tuple(own.addresses) if own else (),
         }
-        return self._beginning.model_copy(update=seen)
+        return self._constant_fields.model_copy(update=seen)
 
 
 logger = logging.getLogger(__name__)
@@ -102,8 +100,8 @@ class HostOptions:
 def host(options: HostOptions) -> None:
     """Serve the run until Ctrl-C. Raises MurmurError."""
     manifest = load_manifest(options.run)
-    build_program(manifest)  # a method that does not exist must not claim the folder
-    door = DashboardAddress.parse(options.http, options.public_url)
+    build_program(manifest)  # an unknown method must fail before the folder is locked
+    address = DashboardAddress.parse(options.http, options.public_url)
     settings = parse_node_options(
         options.flags,
         manifest=manifest,
@@ -113,29 +111,31 @@ def host(options: HostOptions) -> None:
     if options.train:
         require_usable_device(settings)
     configure_logs(settings.log_json)
-    asyncio.run((_host_and_train if options.train else _host_and_observe)(settings, door, options.public))
+    asyncio.run((_host_and_train if options.train else _host_and_observe)(settings, address, options.public))
 
 
 async def _host_and_train(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
-    """A node like any other, and the page beside it. Where the page fails, the node goes on."""
+    """Run an ordinary node with the dashboard in the same process; the node continues if the dashboard fails."""
     folder = RunDir(settings.folder)
 
     @asynccontextmanager
-    async def beside(node: Node) -> AsyncIterator[None]:
-        window = node_handle(node)
-        async with serve_dashboard(window, folder, address) as shown:
+    async def dashboard_of(node: Node) -> AsyncIterator[None]:
+        handle = node_handle(node)
+        async with serve_dashboard(handle, folder, address) as dashboard:
             if public:
-                _announce_run(node.rendezvous, window, shown.event_log, address)
+                _announce_run(node.rendezvous, handle, dashboard.event_log, address)
             yield
 
-    await run_node(settings, beside)
+    await run_node(settings, dashboard_of)
 
 
 def _announce_run(
     rendezvous: Rendezvous, node: NodeHandle, event_log: EventLog, dashboard_address: DashboardAddress
 ) -> None:
-    doors = {peer_id_of(address): (address,) for address in packaged_peers()}
-    rendezvous.advertise_run(lambda now: build_announcement(node, event_log.state, dashboard_address, now), doors)
+    entry_points = {peer_id_of(address): (address,) for address in packaged_peers()}
+    rendezvous.advertise_run(
+        lambda now: build_announcement(node, event_log.state, dashboard_address, now), entry_points
+    )
     logger.info("the run is announced; `murmur runs --peer ADDRESS` shows it")
 
 
@@ -143,20 +143,20 @@ async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, pu
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(locked_run_dir(settings))
         observer = await stack.enter_async_context(open_observer_node(settings, folder))
-        window = node_handle(observer)
-        shown = await stack.enter_async_context(serve_dashboard(window, folder, address))
-        status = ObserverStatus(window, shown, observer.metrics)
+        handle = node_handle(observer)
+        dashboard = await stack.enter_async_context(serve_dashboard(handle, folder, address))
+        status = ObserverStatus(handle, dashboard, observer.metrics)
         port = await stack.enter_async_context(serve_metrics(settings.metrics, observer.metrics, status))
         enable_frequent_gc()
-        folder.write_node_info(window.peer_id, await window.transport.addresses(), port)
+        folder.write_node_info(handle.peer_id, await handle.transport.addresses(), port)
         if public:
-            _announce_run(observer.rendezvous, window, shown.event_log, address)
-        await _run_until_stopped(observer, shown.watcher_task)
+            _announce_run(observer.rendezvous, handle, dashboard.event_log, address)
+        await _run_until_stopped(observer, dashboard.watcher_task)
         folder.write_final_status(status.status().model_dump_json())
 
 
 async def _run_until_stopped(observer: Node, watcher_task: asyncio.Task[None]) -> None:
-    """Gossip until a signal comes or something ends that never should; then tell the others that we go."""
+    """Gossip until a signal comes or an endless task ends; then tell the other peers that this node leaves."""
     stop = asyncio.Event()
     _stop_on_signals(stop)
     forever = (observer.directory.run(), observer.rendezvous.run(), trim_periodically())
@@ -168,35 +168,35 @@ async def _run_until_stopped(observer: Node, watcher_task: asyncio.Task[None]) -
             await task
     finally:
         await cancel_and_wait((stopped, *loops))
-        with suppress(TimeoutError):  # whoever could not be told will notice
+        with suppress(TimeoutError):  # peers that are not reached notice the silence
             async with asyncio.timeout(LEAVE_SECONDS):
                 await observer.directory.leave()
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
-    def signalled() -> None:
+    def on_signal() -> None:
         if stop.is_set():
-            os._exit(130)  # p2pd dies with us
+            os._exit(130)  # p2pd dies with this process
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, signalled)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
 
 
 def replay(event_file: Path, http: str) -> None:
-    """Serve an old run until Ctrl-C. Raises MurmurError."""
-    recorder = EventLog(None, read_events(event_file))
-    if recorder.state.facts is None:
-        raise DataError(f"{event_file} tells of no run; name the events.jsonl of a host")
+    """Serve a recorded run until Ctrl-C. Raises MurmurError."""
+    event_log = EventLog(None, read_events(event_file))
+    if event_log.state.facts is None:
+        raise DataError(f"{event_file} does not describe a run; name the events.jsonl of a host")
     configure_logs(False)
     raise_fd_limit()
-    asyncio.run(_serve_replay(recorder, DashboardAddress.parse(http, None)))
+    asyncio.run(_serve_replay(event_log, DashboardAddress.parse(http, None)))
 
 
 async def _serve_replay(event_log: EventLog, address: DashboardAddress) -> None:
-    face = DashboardData(event_log, None, clock=lambda: event_log.state.newest_at)
+    data = DashboardData(event_log, None, clock=lambda: event_log.state.newest_at)
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    async with serve(build_app(face), open_listener(address.host, address.port, "--http"), MAX_CONNECTIONS) as port:
+    async with serve(build_app(data), open_listener(address.host, address.port, "--http"), MAX_CONNECTIONS) as port:
         print(f"page  http://{address.host}:{port}/", flush=True)
         await stop.wait()

@@ -1,10 +1,9 @@
-"""The events of a run on disk: one JSON line each, only ever appended to.
+"""The event log of a run: on disk, in the state, and as a stream to subscribers.
 
-A host that was killed may leave a torn last line; it is cut off at the next start. Everything before it is whole.
+The file holds one JSON line per event and only grows. A host that was killed may leave a partial last line, which the
+next start cuts off; every line before it is complete.
 
-Takes events in: to the disk, into the state, and out to everyone who listens.
-
-A listener that reads too slowly is cut off rather than waited for; it comes again and names the last event it got.
+A subscriber that reads too slowly is disconnected; it connects again and names the last event that it received.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ EVENT_FILE_NAME = "events.jsonl"
 
 
 class EventFile:
-    """Open for appending; raises StorageError where the disk refuses."""
+    """The event file, open for appending; methods raise StorageError if the disk refuses."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
@@ -41,6 +40,7 @@ class EventFile:
 
     @classmethod
     def open(cls, path: Path) -> "EventFile":
+        """Open or create the file, and cut off a partial last line."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with path.open("ab") as file:
@@ -50,12 +50,13 @@ class EventFile:
             raise StorageError(f"cannot write {path}: {error.strerror}; choose another --dir") from error
 
     def append(self, event: LoggedEvent) -> None:
+        """Write one event as one line."""
         line = event.model_dump_json().encode() + b"\n"
         try:
             written = self._file.write(line)
         except OSError as error:
             raise StorageError(f"cannot write {self._path}: {error.strerror}; free some space") from error
-        if written != len(line):  # the next start cuts the torn line off
+        if written != len(line):  # the next start cuts the partial line off
             raise StorageError(f"cannot write {self._path}: no space left; free some space")
 
     def close(self) -> None:
@@ -63,21 +64,24 @@ class EventFile:
 
 
 def read_events(path: Path) -> Iterator[LoggedEvent]:
-    """All whole lines. MissingFileError where there is no file, DataError for a line that is no event."""
+    """Yield the events of all complete lines.
+
+    Raises MissingFileError if the file cannot be read, DataError for a line that is not an event.
+    """
     try:
         with path.open("rb") as file:
-            number = 0
+            line_number = 0
             while (line := file.readline(MAX_EVENT_BYTES + 1)).endswith(b"\n"):
-                number += 1
-                yield read_event(line, f"{path}, line {number}")
+                line_number += 1
+                yield read_event(line, f"{path}, line {line_number}")
             if len(line) > MAX_EVENT_BYTES:
-                read_event(line, f"{path}, line {number + 1}")
+                read_event(line, f"{path}, line {line_number + 1}")
     except OSError as error:
-        raise MissingFileError(f"cannot read {path}: {error.strerror}; name a journal of `murmur host`") from error
+        raise MissingFileError(f"cannot read {path}: {error.strerror}; name an event log of `murmur host`") from error
 
 
 def whole_lines_size(path: Path) -> int:
-    """Up to the end of the last whole line."""
+    """Return the size in bytes up to the end of the last complete line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -92,20 +96,21 @@ def whole_lines_size(path: Path) -> int:
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_MESSAGES = 2048  # for those who come again,
-MAX_KEPT_BYTES = 2 << 20  # and of them no more than this
+MAX_KEPT_MESSAGES = 2048  # for subscribers that reconnect
+MAX_KEPT_BYTES = 2 << 20  # limit on the total size of the kept messages
 MAX_SUBSCRIBERS = 512
-MAX_QUEUED_MESSAGES = 256  # messages that a listener may lag
+MAX_QUEUED_MESSAGES = 256  # messages that a subscriber may lag behind
 
 
 class Subscriber:
-    """`overflowed`: it read too slowly and gets nothing more."""
+    """The message queue of one reader; `has_overflowed` means that it read too slowly and gets no more messages."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self.has_overflowed = False
 
     def push(self, message: bytes) -> None:
+        """Queue the message, or mark the subscriber as overflowed if its queue is full."""
         try:
             self.queue.put_nowait(message)
         except asyncio.QueueFull:
@@ -113,7 +118,10 @@ class Subscriber:
 
 
 class EventLog:
-    """`journal`: None for a picture that is only looked at."""
+    """Records events: appends them to the file, applies them to `state`, and sends them to subscribers.
+
+    `file` is `None` for a replay, which records nothing.
+    """
 
     def __init__(self, file: EventFile | None, past: Iterable[LoggedEvent] = ()) -> None:
         self._file = file
@@ -126,9 +134,9 @@ class EventLog:
 
     @classmethod
     def open(cls, path: Path, opened: LogOpened) -> "EventLog":
-        """Goes on with the journal that lies there, or begins one."""
-        journal = EventFile.open(path)
-        self = cls(journal, read_events(path))
+        """Continue the event log at `path`, or begin one with `opened`."""
+        file = EventFile.open(path)
+        self = cls(file, read_events(path))
         if self.state.facts is None:
             self.record(opened)
         else:
@@ -136,7 +144,7 @@ class EventLog:
         return self
 
     def record(self, event: DashboardEvent) -> None:
-        """Raises StorageError where the journal cannot be written."""
+        """Store, apply and send one event. Raises StorageError if the file cannot be written."""
         if self._file is not None and not isinstance(event, PeersUpdated):
             self._file.append(event)
         message = self._apply(event)
@@ -144,7 +152,7 @@ class EventLog:
             self._send(message)
 
     def broadcast(self, name: str, values: dict[str, Any]) -> None:
-        """A message of the moment to all listeners: no event, and nowhere kept."""
+        """Send a message of momentary figures to all subscribers; it is not an event and is not kept."""
         if self._subscribers:
             self._send(encode_message(name, values, None))
 
@@ -153,37 +161,37 @@ class EventLog:
         return len(self._subscribers)
 
     def messages_since(self, index: int) -> list[bytes] | None:
-        """The messages of the durable events from `index` on; None where some of them are not kept."""
+        """Return the messages of the durable events from `index` on; `None` if some of them are no longer kept."""
         if not 0 <= index <= self.state.index:
             return None
-        missed = [message for number, message in self._kept_messages if number >= index]
+        missed = [message for kept_index, message in self._kept_messages if kept_index >= index]
         return missed if len(missed) == self.state.index - index else None
 
     @contextlib.contextmanager
     def subscribe(self) -> Iterator[Subscriber]:
-        """Raises LimitError when there are too many."""
+        """Yield a subscriber that receives all messages inside the context. Raises LimitError if there are too many."""
         if len(self._subscribers) >= MAX_SUBSCRIBERS:
-            raise LimitError(f"{MAX_SUBSCRIBERS} listen already; try again later")
-        listener = Subscriber()
-        self._subscribers.add(listener)
+            raise LimitError(f"there are already {MAX_SUBSCRIBERS} subscribers; try again later")
+        subscriber = Subscriber()
+        self._subscribers.add(subscriber)
         try:
-            yield listener
+            yield subscriber
         finally:
-            self._subscribers.discard(listener)
+            self._subscribers.discard(subscriber)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
     def _send(self, message: bytes) -> None:
-        for listener in list(self._subscribers):
-            listener.push(message)
-            if listener.has_overflowed:
-                self._subscribers.discard(listener)
-                logger.info("a reader of the events was too slow and is cut off")
+        for subscriber in list(self._subscribers):
+            subscriber.push(message)
+            if subscriber.has_overflowed:
+                self._subscribers.discard(subscriber)
+                logger.info("disconnected a reader of the event stream that was too slow")
 
     def _apply(self, event: DashboardEvent) -> bytes | None:
-        """The message of a durable event."""
+        """Apply the event to the state; returns the message of a durable event."""
         index, before = self.state.index, self.state
         self.state = apply_event(before, event)
         if isinstance(event, PeersUpdated):
@@ -200,19 +208,22 @@ class EventLog:
 
 
 def _values_with_text(event: LoggedEvent, before: RunState) -> dict[str, Any]:
-    said = log_text_of(before, event)
-    return {**event.model_dump(mode="json"), **({"text": said.text, "tone": said.tone} if said else {})}
+    line = log_text_of(before, event)
+    return {**event.model_dump(mode="json"), **({"text": line.text, "tone": line.tone} if line else {})}
 
 
 def encode_message(name: str, values: dict[str, Any], index: int | None) -> bytes:
-    """One server-sent event. JSON has no line breaks of its own."""
+    """Return one server-sent event; compact JSON contains no line breaks."""
     data = json.dumps(values, separators=(",", ":"), allow_nan=False)
     head = "" if index is None else f"id: {index}\n"
     return f"{head}event: {name}\ndata: {data}\n\n".encode()
 
 
 async def stream_messages(subscriber: Subscriber, keepalive_seconds: float) -> AsyncIterator[bytes]:
-    """What comes, and after each `pause` seconds without news a comment: it finds out who has gone."""
+    """Yield the subscriber's messages, and a comment after `keepalive_seconds` without one.
+
+    The comment reveals connections whose reader is gone.
+    """
     while not (subscriber.has_overflowed and subscriber.queue.empty()):
         try:
             async with asyncio.timeout(keepalive_seconds):

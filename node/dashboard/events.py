@@ -1,7 +1,7 @@
-"""What happens in a run, as a host sees it: the durable events, and `Moved`, which is only of the moment.
+"""Events of a run as the host sees it: durable ones for the log, and `PeersUpdated`, which is momentary.
 
-Every durable event is one JSON line of the journal; its index is the number of its line. Who folds the same events in
-the same order has the same picture (`node.dashboard.state`). Times are the host's clock, in seconds since the epoch.
+Each durable event is one JSON line of the event log; its index is its line number, from 0. Applying the same events in
+the same order gives the same state (`node.dashboard.state`). Times are the host's clock in seconds since the epoch.
 """
 
 from typing import Annotated, Literal
@@ -22,7 +22,7 @@ class EventModel(BaseModel):
 
 
 class RunFacts(EventModel):
-    """What does not change while a run lives."""
+    """Facts of a run that never change."""
 
     run: str
     run_id: str
@@ -37,7 +37,7 @@ class RunFacts(EventModel):
 
 
 class CommittedContribution(EventModel):
-    """One peer's contribution to a round; `size` is that of its message, in bytes."""
+    """One peer's contribution to a round; `size` is the number of bytes of its parts."""
 
     peer: PeerId
     tokens: Count
@@ -47,7 +47,7 @@ class CommittedContribution(EventModel):
 
 
 class PeerTiming(EventModel):
-    """Where one peer's seconds of a round went, and the bytes that it sent in it."""
+    """One peer's seconds of compute, exchange and wait in a round, and the bytes that it sent."""
 
     peer: PeerId
     compute: Amount
@@ -57,7 +57,7 @@ class PeerTiming(EventModel):
 
 
 class PeerReport(EventModel):
-    """What a peer last said of itself. `sending`: bytes a second, as the host measured it."""
+    """The newest report of a peer about itself; `sending` is in bytes per second, measured by the host."""
 
     peer: PeerId
     role: Literal["trainer", "observer"]
@@ -65,8 +65,8 @@ class PeerReport(EventModel):
     device: str = ""
     version: str = ""
     reach: Reach = "unknown"
-    carried: Count = Field(default=0, description="bytes passed on between others, as it says")
-    carriers: tuple[PeerId, ...] = Field(default=(), description="who relays to it, as it says")
+    carried: Count = Field(default=0, description="bytes relayed between other peers, by its own account")
+    carriers: tuple[PeerId, ...] = Field(default=(), description="peers that relay to it, by its own account")
     round: Count = 0
     step: Count = 0
     tokens: Count = 0
@@ -74,12 +74,12 @@ class PeerReport(EventModel):
     tokens_per_second: Amount = 0.0
     bytes_sent: Count = 0
     sending: Amount = 0.0
-    resting: bool = Field(default=False, description="trains no step for now")
+    resting: bool = Field(default=False, description="does not train at the moment")
     seen: float = 0.0
 
 
 class LogOpened(EventModel):
-    """The first event of every journal."""
+    """The first event of every event log."""
 
     kind: Literal["opened"] = "opened"
     at: float
@@ -87,7 +87,7 @@ class LogOpened(EventModel):
 
 
 class HostRestarted(EventModel):
-    """The host was started again; whom it knew before it does not see yet."""
+    """The host restarted and does not see the previously known peers yet."""
 
     kind: Literal["started"] = "started"
     at: float
@@ -107,16 +107,16 @@ class PeerDeparted(EventModel):
 
 
 class RoundCommitted(EventModel):
-    """`tokens`: of the chain after it. `at` is None for a round that the host learned of afterwards."""
+    """A committed round; `tokens` counts the chain including it, `at` is `None` if the host learned of it later."""
 
     kind: Literal["committed"] = "committed"
     at: float | None
     round: Count = Field(description="number of the round, the first is 0")
-    base: str = Field(description="chained digest before it, hexadecimal")
+    base: str = Field(description="chain digest before the round, hexadecimal")
     digest: str
     tokens: Count
     given: tuple[CommittedContribution, ...]
-    late: tuple[PeerId, ...] = Field(default=(), description="who trained, and is not among them")
+    late: tuple[PeerId, ...] = Field(default=(), description="peers that trained but are not included")
 
 
 class RoundTimed(EventModel):
@@ -127,7 +127,7 @@ class RoundTimed(EventModel):
 
 
 class ValidationMeasured(EventModel):
-    """The loss on held-out text of the model after so many rounds."""
+    """The loss of the model on held-out text after `round` rounds."""
 
     kind: Literal["measured"] = "measured"
     at: float
@@ -137,7 +137,7 @@ class ValidationMeasured(EventModel):
 
 
 class PeerDiverged(EventModel):
-    """A peer's state differs from that of the others at the same point of the chain."""
+    """A peer's state differs from that of the other peers at the same chain head."""
 
     kind: Literal["strayed"] = "strayed"
     at: float
@@ -146,7 +146,7 @@ class PeerDiverged(EventModel):
 
 
 class ChainForked(EventModel):
-    """The swarm went over to another chain: what was known from that round on is void."""
+    """The swarm switched to another chain: the known rounds from this one on are void."""
 
     kind: Literal["forked"] = "forked"
     at: float
@@ -154,7 +154,7 @@ class ChainForked(EventModel):
 
 
 class RoundsMissing(EventModel):
-    """Rounds that no peer's log holds any more: the host was away for too long."""
+    """Rounds that no peer's log holds any more, because the host was away for too long."""
 
     kind: Literal["missing"] = "missing"
     at: float
@@ -163,7 +163,7 @@ class RoundsMissing(EventModel):
 
 
 class SwarmLost(EventModel):
-    """The host sees nobody of the run any more."""
+    """The host no longer sees any peer of the run."""
 
     kind: Literal["lost"] = "lost"
     at: float
@@ -175,7 +175,7 @@ class SwarmFound(EventModel):
 
 
 class PeersUpdated(EventModel):
-    """Peers that said something new. Never in the journal: the next one says it better."""
+    """New reports of peers; never stored, because the next one replaces it."""
 
     kind: Literal["moved"] = "moved"
     at: float
@@ -201,11 +201,13 @@ _LOGGED_EVENT: TypeAdapter[LoggedEvent] = TypeAdapter(Annotated[LoggedEvent, Fie
 
 
 def read_event(line: bytes, origin: str) -> LoggedEvent:
-    """Raises DataError, one line that names `origin`, for anything that no journal holds."""
+    """Parse one line of an event log. Raises DataError, one line that names `origin`, if it is not an event."""
     if len(line) > MAX_EVENT_BYTES:
-        raise DataError(f"{origin}: an event has at most {MAX_EVENT_BYTES} bytes; this is no journal of `murmur host`")
+        raise DataError(
+            f"{origin}: an event has at most {MAX_EVENT_BYTES} bytes; this is not an event log of `murmur host`"
+        )
     try:
         return _LOGGED_EVENT.validate_json(line)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        raise DataError(f"{origin} is no event of `murmur host`: {fault['msg']}; name another file") from error
+        raise DataError(f"{origin} is not an event of `murmur host`: {fault['msg']}; name another file") from error

@@ -1,7 +1,7 @@
-"""The page as it is sent: the current figures are in it, so that it tells everything but the charts without JavaScript.
+"""Render the page with the current figures, so that only the charts need JavaScript.
 
-Whatever peers say is escaped here, and is text, never HTML, in the scripts. Styles and scripts come from our own files
-alone (content security policy), so widths stand in attributes of SVG.
+Text from peers is escaped here, and the scripts insert it as text, never as HTML. Styles and scripts come only from
+our own files (content security policy), so the widths of bars are SVG attributes, not inline styles.
 """
 
 import time
@@ -17,10 +17,10 @@ from node.dashboard.log_text import short_id
 ASSETS_DIR = Path(__file__).parent / "assets"
 STATIC_DIR = ASSETS_DIR / "static"
 SI_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-MAX_BROAD_LANES = 8  # that have room for broad bars
-ROUNDS_UP_FROM = 0.9995  # of a unit: to three digits that is a whole one
-PEER_COLUMNS = 13  # of the table of peers
-UNKNOWN_TEXT = "-"  # shown where nothing is known
+MAX_BROAD_LANES = 8  # lanes that have room for broad bars
+ROUNDS_UP_FROM = 0.9995  # of a unit: rounds to 1.00 with three digits
+PEER_COLUMNS = 13  # columns of the table of peers
+UNKNOWN_TEXT = "-"  # shown for an unknown value
 Values = Mapping[str, Any]
 
 
@@ -30,7 +30,10 @@ def _load_template() -> Template:
 
 
 def render_page(values: Values, join_line: str | None, version: str) -> str:
-    """`values`: of `views.snapshot`; `join`: the line to copy, None where there is nothing to join."""
+    """Return the HTML page of `values`, the result of `json_views.snapshot`.
+
+    `join_line` is the command to copy; `None` for a replay, which nobody can join.
+    """
     texts = {**_header_texts(values), **_tile_texts(values), "version": version}
     shown = {key: escape(str(value)) for key, value in texts.items()}
     timeline = values["timeline"]
@@ -84,14 +87,14 @@ def _tile_texts(values: Values) -> dict[str, object]:
 
 
 def format_target(values: Values) -> str:
-    """`of 10 G · 2 d left`"""
+    """Return the text below the token count, such as `of 10 G · 2 d left`."""
     tokens, rounds, left = values.get("target_tokens"), values.get("target_rounds"), values["seconds_left"]
     aim = f"of {format_si(tokens)}" if tokens else f"round {values['round']:,} of {rounds:,}" if rounds else "no target"
     return f"{aim} · {format_duration(left)} left" if left else aim
 
 
 def format_si(value: float) -> str:
-    """1840000 -> 1.84 M"""
+    """Format with three digits and an SI prefix: 1840000 gives `1.84 M`."""
     for size, letter in SI_UNITS:
         if value >= ROUNDS_UP_FROM * size:
             return f"{value / size:.3g} {letter}" if value < 1e15 else f"{value / size:.0f} {letter}"
@@ -99,7 +102,7 @@ def format_si(value: float) -> str:
 
 
 def choose_unit(largest: float) -> tuple[float, str]:
-    """The size and letter in which numbers up to `largest` are told; never below a thousand."""
+    """Return the size and letter of the unit for numbers up to `largest`; never below a thousand."""
     return next(((size, letter) for size, letter in SI_UNITS if largest >= size), SI_UNITS[-1])
 
 
@@ -108,7 +111,7 @@ def format_number(value: float | None, digits: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """The largest unit, and the next where it tells something: `2 d 14 h`, `38 min`."""
+    """Format with the largest unit and, below ten of it, the next smaller one: `2 d 14 h`, `38 min`."""
     whole = max(0, int(seconds))
     for size, letter, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
@@ -159,7 +162,7 @@ def _render_peers(values: Values, join_line: str | None) -> str:
     present = [_render_peer(peer, values["at"]) for peer in values["peers"] if peer["gone"] is None]
     if present:
         return "".join(present)
-    line = f"No peer is in sight. Run: {join_line}" if join_line else "No peers."
+    line = f"No peers visible. Run: {join_line}" if join_line else "No peers."
     return f'<tr><td class="empty" colspan="{PEER_COLUMNS}">{escape(line)}</td></tr>'
 
 
@@ -176,7 +179,7 @@ def _render_peer(peer: Values, now: float) -> str:
         ("kB/s up", "n", format_number(peer["sending"] / 1e3, 1)),
         ("MB sent", "n", format_number(peer["bytes_sent"] / 1e6, 2)),
         ("", "link", peer["link"]),
-        ("given", "n", peer["given"]),
+        ("included", "n", peer["given"]),
         ("seen", "n", f"{format_duration(now - peer['seen'])}"),
     )
     shown = "".join(f'<td class="{kind}" data-label="{label}">{escape(str(text))}</td>' for label, kind, text in cells)

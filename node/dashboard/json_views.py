@@ -1,4 +1,4 @@
-"""What is told of a state: the summary, the peers, the history. PURE; everything here becomes JSON."""
+"""JSON views of the run's state: the summary, the peers, the history. Pure functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ from node.units import format_bytes
 from protocol.signing import fingerprint
 
 DAY_SECONDS = 86_400.0
-RECENT_ROUNDS = 8  # rounds that a pace is taken from
+RECENT_ROUNDS = 8  # rounds over which the pace is averaged
 MAX_POINTS = 5000
 SERIES: dict[str, Callable[[RoundSummary], float | None]] = {
     "round": lambda row: row.round,
@@ -30,19 +30,19 @@ T = TypeVar("T")
 
 
 def snapshot(state: RunState, now: float) -> Values:
-    """Everything that a page needs to begin with, but the history."""
-    number, lanes = timings_of_round(state, None)
+    """Return everything that a page needs at first, except the history."""
+    round_number, lanes = timings_of_round(state, None)
     return {
         **summary(state, now),
         "peers": [peer_values(state, peer) for peer in state.peers.values()],
         "log": [log_line_values(line) for line in state.log],
-        "timeline": {"round": number, "lanes": [lane.model_dump() for lane in lanes]},
+        "timeline": {"round": round_number, "lanes": [lane.model_dump() for lane in lanes]},
         "timelines": [timed.round for timed in state.timelines],
     }
 
 
 def summary(state: RunState, now: float) -> Values:
-    """The figures at the top of the page. Null where nothing is known."""
+    """Return the figures at the top of the page; unknown ones are `None`."""
     last, recent = state.rows.last, state.rows.recent(RECENT_ROUNDS)
     word, tone, reason = run_status(state)
     trainers, facts = state.trainers, state.facts
@@ -76,14 +76,14 @@ def summary(state: RunState, now: float) -> Values:
 
 
 def run_status(state: RunState) -> tuple[str, Tone, str]:
-    """A word for the chip, its colour, and one line that says why."""
+    """Return the status word of the run, its colour, and one line that says why."""
     facts, rows, present = state.facts, state.rows, len(state.trainers)
     if _progress(state) == 1.0:
         return "done", "ok", "the run has reached its target"
     if state.lost_since is not None:
-        return "out of sight", "bad", "the host sees no peer of the run; training may go on without it"
+        return "out of sight", "bad", "the host sees no peer of the run; training may continue without it"
     if not present:
-        looking = "the host looks for the peers of the run"
+        looking = "the host is looking for peers of the run"
         return ("looking", "busy", looking) if len(rows) else ("waiting", "warn", "no peers yet")
     if facts and not len(rows) and present < facts.min_peers:
         return "waiting", "warn", f"{present} of {facts.min_peers} peers are here"
@@ -93,7 +93,7 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
 
 
 def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
-    """A word for a peer's row, and its colour."""
+    """Return the status word of a peer and its colour."""
     if peer.gone_at is not None:
         return "left" if peer.reason == "left" else "gone", "bad"
     if peer.report.role == "observer":
@@ -127,14 +127,14 @@ def peer_values(state: RunState, peer: PeerHistory) -> Values:
 
 
 def _describe_link(state: RunState, peer: PeerReport) -> str:
-    """By which path others reach it, and for how many it is the path. Ids that it claims are shown if we know them."""
+    """Return how other peers reach this one, and what it relays for them; only relays known to the host are named."""
     known = [short_id(carrier) for carrier in peer.carriers if carrier in state.peers]
-    way = f"relay by {', '.join(known)}" if peer.reach == "relay" and known else peer.reach
+    path = f"relay by {', '.join(known)}" if peer.reach == "relay" and known else peer.reach
     relayed = sum(peer.peer in other.report.carriers for other in state.peers.values() if other.gone_at is None)
     services = [f"relays to {relayed}"] if relayed else []
     if peer.carried:
         services.append(f"relayed {format_bytes(peer.carried)} for others")
-    return ", ".join([way, *services])
+    return ", ".join([path, *services])
 
 
 def log_line_values(line: LogLine) -> Values:
@@ -142,18 +142,19 @@ def log_line_values(line: LogLine) -> Values:
 
 
 def history(state: RunState, maximum: int) -> dict[str, list[float | None]]:
-    """Columns of equal length, one a series; of more rounds than `maximum`, every so many, and always the last."""
+    """Return one column per series, all of equal length, thinned out to `maximum` rounds including the last."""
     chosen = thin_out(list(state.rows), maximum)
     return {name: [value(row) for row in chosen] for name, value in SERIES.items()}
 
 
 def series_points(state: RunState, name: str, maximum: int) -> list[tuple[int, float]]:
-    """Points (round, value), those where it is known."""
-    known = [(row.round, SERIES[name](row)) for row in state.rows]
-    return thin_out([(number, value) for number, value in known if value is not None], maximum)
+    """Return the points (round, value) whose value is known, thinned out to `maximum`."""
+    points = [(row.round, SERIES[name](row)) for row in state.rows]
+    return thin_out([(round_number, value) for round_number, value in points if value is not None], maximum)
 
 
 def thin_out(points: Sequence[T], maximum: int) -> list[T]:
+    """Return every n-th point, at most `maximum`, and always the last one."""
     if len(points) <= maximum:
         return list(points)
     stride = -(-len(points) // maximum)
@@ -179,15 +180,15 @@ def _count_left_since(state: RunState, moment: float) -> int:
 
 
 def _progress(state: RunState) -> float | None:
-    """Between 0 and 1; None for a run without a target."""
+    """Return the progress from 0 to 1; `None` for a run without a target."""
     facts, last = state.facts, state.rows.last
     if facts is None or not (facts.target_rounds or facts.target_tokens):
         return None
     rounds, tokens = (last.round + 1, last.tokens) if last else (0, 0)
-    shares = [
+    fractions = [
         done / target for done, target in ((rounds, facts.target_rounds), (tokens, facts.target_tokens)) if target
     ]
-    return min(1.0, max(shares))
+    return min(1.0, max(fractions))
 
 
 def _seconds_left(state: RunState, recent: Sequence[RoundSummary], pace: float | None) -> float | None:

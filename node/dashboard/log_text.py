@@ -1,4 +1,4 @@
-"""What an event is in words, for the log on the page. Peers' text is quoted as it is: who shows it must escape it."""
+"""Text of events for the log on the page. Text from peers is not escaped here; the page must escape it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class LogText:
 
 
 def short_id(peer: PeerId) -> str:
-    """The end of a peer id: the beginning is the same for all."""
+    """Return the end of a peer id; the beginning is the same for all peers."""
     return f"..{peer[-6:]}"
 
 
 def describe_event(event: DashboardEvent, names: Mapping[PeerId, str]) -> LogText | None:
-    """None for what the log does not tell. `names`: public names, of those who gave one."""
+    """Return the log line of an event; `None` if the log does not show it. `names` are the peers' public names."""
     match event:
         case PeerAppeared():
             return LogText(_describe_joined(event), "ok")
@@ -45,15 +45,15 @@ def describe_event(event: DashboardEvent, names: Mapping[PeerId, str]) -> LogTex
         case PeerDiverged():
             return LogText(f"{_peer_label(event.peer, names)} differs from the others after round {event.round}", "bad")
         case ChainForked():
-            return LogText(f"the swarm went over to another chain from round {event.round} on", "bad")
+            return LogText(f"the swarm switched to another chain from round {event.round} on", "bad")
         case RoundsMissing():
-            return LogText(f"rounds {event.first} to {event.last} are in no peer's log any more", "warn")
+            return LogText(f"no peer's log holds rounds {event.first} to {event.last} any more", "warn")
         case SwarmLost():
-            return LogText("the host sees no peer of the run any more", "bad")
+            return LogText("the host no longer sees any peer of the run", "bad")
         case SwarmFound():
             return LogText("the host sees the run again", "ok")
         case HostRestarted():
-            return LogText("the host was started again", "busy")
+            return LogText("the host restarted", "busy")
         case _:
             return None
 
@@ -67,7 +67,7 @@ def _describe_joined(event: PeerAppeared) -> str:
 def _describe_left(reason: str) -> str:
     return {
         "left": "left",
-        "expired": "fell silent and counts as gone",
+        "expired": "is silent and counts as gone",
         "unreachable": "does not answer and counts as gone",
     }.get(reason, f"is gone: {reason}")
 

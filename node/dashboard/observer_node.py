@@ -1,6 +1,7 @@
-"""The node through which a host sees the run: one that trains, or one that only watches.
+"""The node through which a host observes the run; it may train, or only observe.
 
-A node that only watches knows everybody and helps others to find each other; it neither trains nor votes.
+A node that only observes takes part in the peer directory and helps peers to find each other; it neither trains nor
+votes.
 """
 
 import contextlib
@@ -22,12 +23,12 @@ from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
 from protocol.transport.transport import Transport
 
-MAX_SHOWN_BLOB_BYTES = 1 << 40  # nothing is fetched: the sizes are only shown
+MAX_SHOWN_BLOB_BYTES = 1 << 40  # the host fetches no blobs, it only shows their sizes
 
 
 @dataclass(frozen=True)
 class NodeHandle:
-    """What the dashboard uses of a node. `is_trainer`: whether the node itself is one of the peers on the page."""
+    """The parts of a node that the dashboard uses; `is_trainer` means that the page shows the node as a peer."""
 
     manifest: Manifest
     identity: Identity
@@ -43,7 +44,7 @@ class NodeHandle:
         return self.transport.channel(peer)
 
     def contribution_limits(self) -> ContributionLimits:
-        """Wide ones: the peers have checked their commits against the run's own."""
+        """Return wide limits: the peers already checked their commits against the limits of the run."""
         manifest = self.manifest
         shapes = shape_table(manifest.model).hash()
         return ContributionLimits(manifest.method.recipe, shapes, MAX_PARTS, MAX_TOKENS, MAX_SHOWN_BLOB_BYTES)
@@ -57,7 +58,10 @@ def node_handle(node: Node) -> NodeHandle:
 
 @contextlib.asynccontextmanager
 async def open_observer_node(options: NodeOptions, run_dir: RunDir) -> AsyncIterator[Node]:
-    """Watch the run from the network while inside; the folder is locked. Raises TransportError."""
+    """Run a node without a replica inside the context; the caller holds the lock of `run_dir`.
+
+    Raises TransportError.
+    """
     node = Node(options, run_dir, random.Random(os.urandom(16)))
     try:
         await node.open()

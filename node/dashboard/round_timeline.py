@@ -1,7 +1,7 @@
-"""Where the seconds of a round went, peer by peer, from the totals that peers tell of themselves.
+"""Each peer's seconds of compute, exchange and wait in a round, from the totals in the peers' records. Pure.
 
-PURE. A peer's part in round r lasts from its record that first says "r rounds applied" to the one that first says
-more. The totals in those two records are subtracted; they go out with each new round.
+A peer's lane of round r lasts from its first record that says "r rounds applied" to its first record that says more;
+the lane is the difference of the totals in the two records. Peers send such a record with each new round.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from node.dashboard.events import PeerTiming
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PeerRecord
 
-WAIT_SECONDS = 5.0  # seconds for the last lanes of a round
-MAX_RECORD_DELAY_SECONDS = 60.0  # that a record may have been under way
+WAIT_SECONDS = 5.0  # for the last lanes of a round
+MAX_RECORD_DELAY_SECONDS = 60.0  # time that a record may take to arrive
 MAX_OPEN_ROUNDS = 8
-MAX_ROUNDS_AHEAD = 4  # rounds that a peer may claim to be ahead of the known chain; what is beyond is nobody's lane
+MAX_ROUNDS_AHEAD = 4  # lanes of rounds further ahead of the known chain are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ActivityTotals:
-    at: float  # when the record came
+    at: float  # when the record arrived
     round: int
     compute: float
     exchange: float
@@ -33,9 +33,9 @@ class ActivityTotals:
 
 
 class RoundTimeline:
-    """Collects lanes until every trainer that is there has given its own, or patience ends.
+    """Collects the lanes of a round until every present trainer's has arrived, or WAIT_SECONDS have passed.
 
-    A peer's first round is left out: the host saw only the end of it.
+    A peer's first round is left out, because the host saw only the end of it.
     """
 
     def __init__(self) -> None:
@@ -43,61 +43,62 @@ class RoundTimeline:
         self._totals_at_start: dict[PeerId, ActivityTotals] = {}
         self._open_rounds: dict[int, dict[PeerId, PeerTiming]] = {}
         self._opened_at: dict[int, float] = {}
-        self._newest_finished = -1  # the newest round that was given
+        self._newest_finished = -1  # the newest round that was returned
 
     def forget(self, peer: PeerId) -> None:
         self._totals_at_start.pop(peer, None)
         self._fully_observed.discard(peer)
 
     def record(self, peer: PeerId, peer_record: PeerRecord, now: float, chain_round: int) -> None:
-        """`known`: the newest round of the chain."""
+        """Take in a new record of a peer; `chain_round` is the newest round of the known chain."""
         totals = ActivityTotals.of(peer_record, now)
-        begun = self._totals_at_start.get(peer)
-        if begun is not None and totals.round == begun.round:
+        start = self._totals_at_start.get(peer)
+        if start is not None and totals.round == start.round:
             return
         self._totals_at_start[peer] = totals
-        if begun is None:
+        if start is None:
             return
-        if peer in self._fully_observed and totals.round > begun.round and totals.sent >= begun.sent:
-            lane, number = _timing_between(peer, begun, totals), totals.round - 1
-            if (
-                self._newest_finished < number <= chain_round + MAX_ROUNDS_AHEAD
-            ):  # who comes when its round was given comes too late
-                self._add_timing(number, lane, now)
+        if peer in self._fully_observed and totals.round > start.round and totals.sent >= start.sent:
+            lane, round_number = _timing_between(peer, start, totals), totals.round - 1
+            # A lane of a round that was already returned is too late.
+            if self._newest_finished < round_number <= chain_round + MAX_ROUNDS_AHEAD:
+                self._add_timing(round_number, lane, now)
         self._fully_observed.add(peer)
 
     def pop_finished(self, now: float, chain_round: int) -> list[tuple[int, tuple[PeerTiming, ...]]]:
-        """The rounds up to `known` whose lanes are all there, in order; each is given once."""
-        self._newest_finished = min(
-            self._newest_finished, chain_round
-        )  # on another chain there are rounds of these numbers anew
+        """Return the complete rounds up to `chain_round`, in order; each round only once."""
+        # After a switch to another chain, the same round numbers come again.
+        self._newest_finished = min(self._newest_finished, chain_round)
         done = [
-            number
-            for number, lanes in self._open_rounds.items()
-            if number <= chain_round
-            and (self._fully_observed <= lanes.keys() or now - self._opened_at[number] > WAIT_SECONDS)
+            round_number
+            for round_number, lanes in self._open_rounds.items()
+            if round_number <= chain_round
+            and (self._fully_observed <= lanes.keys() or now - self._opened_at[round_number] > WAIT_SECONDS)
         ]
         self._newest_finished = max([self._newest_finished, *done])
-        return [self._pop(number) for number in sorted(done)]
+        return [self._pop(round_number) for round_number in sorted(done)]
 
-    def _add_timing(self, number: int, lane: PeerTiming, now: float) -> None:
-        self._opened_at.setdefault(number, now)
-        self._open_rounds.setdefault(number, {})[lane.peer] = lane
+    def _add_timing(self, round_number: int, lane: PeerTiming, now: float) -> None:
+        self._opened_at.setdefault(round_number, now)
+        self._open_rounds.setdefault(round_number, {})[lane.peer] = lane
         while len(self._open_rounds) > MAX_OPEN_ROUNDS:
             self._pop(min(self._open_rounds))
 
-    def _pop(self, number: int) -> tuple[int, tuple[PeerTiming, ...]]:
-        lanes = self._open_rounds.pop(number)
-        del self._opened_at[number]
-        return number, tuple(lanes[peer] for peer in sorted(lanes))
+    def _pop(self, round_number: int) -> tuple[int, tuple[PeerTiming, ...]]:
+        lanes = self._open_rounds.pop(round_number)
+        del self._opened_at[round_number]
+        return round_number, tuple(lanes[peer] for peer in sorted(lanes))
 
 
 def _timing_between(peer: PeerId, start: ActivityTotals, end: ActivityTotals) -> PeerTiming:
-    """No activity took longer than it was between the two records: what one claims must not dwarf the others."""
-    most = max(0.0, end.at - start.at) + MAX_RECORD_DELAY_SECONDS
+    """Return the lane between two records; an activity is at most as long as the time between them.
+
+    The limit keeps one peer's false claim from dwarfing the lanes of the others.
+    """
+    max_seconds = max(0.0, end.at - start.at) + MAX_RECORD_DELAY_SECONDS
 
     def spent(before: float, after: float) -> float:
-        return min(max(0.0, after - before), most)
+        return min(max(0.0, after - before), max_seconds)
 
     return PeerTiming(
         peer=peer,

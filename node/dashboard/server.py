@@ -1,10 +1,10 @@
-"""The whole swarm in numbers for machines (/metrics). No peer's words are in it: it stays small whoever joins.
+"""The host's web server: the page, the signed manifest, and the run as JSON, events and metrics. Read-only.
 
-What a host serves: the page, the signed manifest, and the run as JSON, as events and as metrics. Read-only.
+/api/v1/events is a stream of server-sent events. The id of a message is the index of its event; a client that
+reconnects with Last-Event-ID (or ?after=INDEX) gets the events after it. A client that is new, or too far behind, first
+gets the whole `state`. Messages named `now` have no id: they carry momentary figures, at most twice a second.
 
-/api/v1/events is a stream of server-sent events. The id of each is the index of its event; who comes again with
-Last-Event-ID (or ?after=INDEX) gets what follows it. Who comes anew, or too late, first gets the whole `state`.
-Messages named `now` have no id: figures of the moment, at most twice a second.
+/metrics describes the whole swarm. It contains no text from peers, so its size does not depend on them.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ from protocol.errors import LimitError
 
 GAUGES = (
     ("murmur_swarm_round", "Rounds committed", "round"),
-    ("murmur_swarm_loss", "Training loss of the last round, nats a token", "loss"),
-    ("murmur_swarm_validation_loss", "Loss on held-out text, nats a token", "validation"),
+    ("murmur_swarm_loss", "Training loss of the last round, nats per token", "loss"),
+    ("murmur_swarm_validation_loss", "Loss on held-out text, nats per token", "validation"),
     ("murmur_swarm_tokens_per_second", "Speed of all peers together", "tokens_per_second"),
-    ("murmur_swarm_round_seconds", "Seconds a round takes", "round_seconds"),
-    ("murmur_swarm_send_bytes_per_second", "What all peers send", "sending"),
-    ("murmur_swarm_progress", "Share of the target", "progress"),
-    ("murmur_swarm_missing_rounds", "Rounds that the host could not learn of", "missing"),
+    ("murmur_swarm_round_seconds", "Mean seconds per round", "round_seconds"),
+    ("murmur_swarm_send_bytes_per_second", "Bytes per second sent by all peers", "sending"),
+    ("murmur_swarm_progress", "Progress towards the target, from 0 to 1", "progress"),
+    ("murmur_swarm_missing_rounds", "Rounds that the host could not fetch", "missing"),
 )
 
 
 class SwarmCollector(Collector):
-    """Read at each scrape from what `values` gives: `views.snapshot`."""
+    """Builds the swarm's metrics at each scrape from `values`, which returns `json_views.snapshot`."""
 
     def __init__(self, values: Callable[[], Mapping[str, Any]]) -> None:
         self._values = values
@@ -57,6 +57,7 @@ class SwarmCollector(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the current state."""
         values = self._values()
         yield InfoMetricFamily("murmur_swarm", "The run", value={key: values.get(key, "") for key in ("run", "run_id")})
         yield CounterMetricFamily("murmur_swarm_tokens", "Tokens in all committed rounds", value=values["tokens"])
@@ -67,7 +68,7 @@ class SwarmCollector(Collector):
 
 
 def _peer_count_family(values: Mapping[str, Any]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily("murmur_swarm_peers", "Peers by what they do", labels=["state"])
+    family = GaugeMetricFamily("murmur_swarm_peers", "Peers by state", labels=["state"])
     counts = dict.fromkeys(("training", "resting", "late", "behind", "joining", "watching"), 0)
     for peer in values["peers"]:
         if peer["state"] in counts:
@@ -77,9 +78,9 @@ def _peer_count_family(values: Mapping[str, Any]) -> GaugeMetricFamily:
     return family
 
 
-KEEPALIVE_SECONDS = 15.0  # between two signs of life on a quiet stream
+KEEPALIVE_SECONDS = 15.0  # between two comments on an idle stream
 DEFAULT_POINTS = 2000
-WATCHER_ENDED_TEXT = "the watch has ended: what is told stands still\n"
+WATCHER_ENDED_TEXT = "the watcher has failed: the figures are no longer updated\n"
 HOST_PATTERN = re.compile(r"^[A-Za-z0-9.\-]{1,253}(:\d{1,5})?$|^\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?$")
 CONTENT_SECURITY_POLICY = "default-src 'none'; " + "; ".join(
     (
@@ -102,9 +103,12 @@ SECURITY_HEADERS = {
 
 @dataclass(frozen=True)
 class DashboardData:
-    """`manifest`: the signed text of this moment; None where there is nothing to join, as in a replay.
+    """The data that the server serves.
 
-    `public_url`: how others reach us, where that is not what their browser says. `watches`: whether news still come in.
+    Attributes:
+        signed_manifest: returns the current signed text; `None` for a replay, which nobody can join.
+        public_url: the URL for other people if it differs from the browser's Host header.
+        is_live: returns whether the watcher still runs.
     """
 
     event_log: EventLog
@@ -114,12 +118,14 @@ class DashboardData:
     is_live: Callable[[], bool] = lambda: True
 
     def values(self) -> dict[str, Any]:
+        """Return the snapshot of the current state."""
         values = snapshot(self.event_log.state, self.clock())
         if self.signed_manifest is None:
-            values |= {"status": "replay", "tone": "busy", "reason": "an old run, as its host saw it"}
+            values |= {"status": "replay", "tone": "busy", "reason": "a recorded run, as its host saw it"}
         return values
 
     def join_line(self, request: Request) -> str | None:
+        """Return the command to join with; `None` for a replay. An invalid Host header is not echoed."""
         host = request.headers.get("host", "")
         if self.signed_manifest is None:
             return None
@@ -128,7 +134,7 @@ class DashboardData:
 
 
 class SecurityHeadersMiddleware:
-    """The same headers on every answer; nothing of the moment is kept by anyone in between."""
+    """Adds the security headers to every response, and keeps caches from storing current figures."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -146,7 +152,7 @@ class SecurityHeadersMiddleware:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Ends with its connection; one whose other side does not read is ended by TCP (`node.monitoring.http_server`)."""
+    """A stream that ends with its connection; TCP ends it if the client does not read (node.monitoring.http_server)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         messages = self.body_iterator
@@ -155,11 +161,12 @@ class EventStreamResponse(StreamingResponse):
                 await super().__call__(scope, receive, send)
         finally:
             if isinstance(messages, AsyncGenerator):
-                await messages.aclose()  # at once, not when it is collected: it counts as a listener until then
+                await messages.aclose()  # now, not at garbage collection: it counts as a subscriber until then
 
 
 def build_app(data: DashboardData) -> Starlette:
-    figures = SwarmCollector(data.values)
+    """Return the web application."""
+    collector = SwarmCollector(data.values)
 
     async def index(request: Request) -> Response:
         return HTMLResponse(render_page(data.values(), data.join_line(request), version("murmuration")))
@@ -173,10 +180,10 @@ def build_app(data: DashboardData) -> Starlette:
         return JSONResponse(data.values())
 
     async def metrics(request: Request) -> Response:
-        if not data.is_live():  # a scrape that fails is told apart from figures that stand still
+        if not data.is_live():  # a failed scrape is visible, stale figures are not
             return PlainTextResponse(WATCHER_ENDED_TEXT, 503)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encoder(figures.registry), headers={"content-type": content_type})
+        return Response(encoder(collector.registry), headers={"content-type": content_type})
 
     async def health(_: Request) -> Response:
         if not data.is_live():
@@ -203,34 +210,34 @@ async def _history_response(data: DashboardData, request: Request) -> Response:
     if series is None:
         return JSONResponse(history(data.event_log.state, maximum))
     if series not in SERIES:
-        raise HTTPException(400, f"no such series; there are {', '.join(SERIES)}")
+        raise HTTPException(400, f"unknown series; choose one of {', '.join(SERIES)}")
     return JSONResponse({"series": series, "points": series_points(data.event_log.state, series, maximum)})
 
 
 async def _timeline_response(data: DashboardData, request: Request) -> Response:
-    number, lanes = timings_of_round(data.event_log.state, _parse_whole_number(request, "round", 0))
-    return JSONResponse({"round": number, "lanes": [lane.model_dump() for lane in lanes]})
+    round_number, lanes = timings_of_round(data.event_log.state, _parse_whole_number(request, "round", 0))
+    return JSONResponse({"round": round_number, "lanes": [lane.model_dump() for lane in lanes]})
 
 
 async def _events_response(data: DashboardData, request: Request) -> Response:
     after = request.headers.get("last-event-id") or request.query_params.get("after")
     if after is not None and not re.fullmatch(r"\d{1,16}", after):
-        raise HTTPException(400, "after: a whole number, the index of the last event that you have")
+        raise HTTPException(400, "`after` must be a whole number, the index of the last event that you have")
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return EventStreamResponse(_stream_events(data, after), media_type="text/event-stream", headers=headers)
 
 
 async def _stream_events(data: DashboardData, after: str | None) -> AsyncIterator[bytes]:
-    """Listens first and looks then, with no wait between the two: no event falls between."""
+    """Subscribe, then read the state without awaiting in between, so that no event is lost."""
     try:
-        with data.event_log.subscribe() as listener:
+        with data.event_log.subscribe() as subscriber:
             missed = None if after is None else data.event_log.messages_since(int(after) + 1)
             if missed is None:
                 last = data.event_log.state.index - 1
                 yield encode_message("state", data.values(), last if last >= 0 else None)
             else:
                 yield b"".join([b"retry: 1000\n\n", *missed])
-            async for message in stream_messages(listener, KEEPALIVE_SECONDS):
+            async for message in stream_messages(subscriber, KEEPALIVE_SECONDS):
                 yield message
     except LimitError:
         yield b"retry: 30000\n\n"
@@ -241,5 +248,5 @@ def _parse_whole_number(request: Request, name: str, default: int) -> int:
     if text is None:
         return default
     if not re.fullmatch(r"\d{1,12}", text):
-        raise HTTPException(400, f"{name}: a whole number")
+        raise HTTPException(400, f"`{name}` must be a whole number")
     return int(text)

@@ -1,7 +1,4 @@
-"""A host's own work, beside whatever node it looks through: the journal, the watch and the page.
-
-What a host that asks for it announces to everybody: its run, how far it is, and the link to join by.
-"""
+"""The dashboard service of a host: the event log, the watcher, the page, and the public announcement of the run."""
 
 import asyncio
 import contextlib
@@ -34,15 +31,15 @@ from protocol.transport.nat import find_own_ip
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-MAX_BOOTSTRAP_ADDRESSES = 8  # addresses in the manifest that is served
-MAX_OWN_ADDRESSES = 4  # of them ours
-SIGNED_TEXT_SECONDS = 5.0  # that a signed text is served for
+MAX_BOOTSTRAP_ADDRESSES = 8  # in the served manifest
+MAX_OWN_ADDRESSES = 4  # of these, addresses of this host
+SIGNED_TEXT_SECONDS = 5.0  # how long a signed manifest is served before it is renewed
 LOOPBACK_PREFIXES = ("/ip4/127.", "/ip6/::1/")
 
 
 @dataclass(frozen=True)
 class DashboardAddress:
-    """Where the page is served, and how others reach it where that differs."""
+    """The address that the page is served at, and the public URL if it differs."""
 
     host: str
     port: int
@@ -50,10 +47,10 @@ class DashboardAddress:
 
     @classmethod
     def parse(cls, address: str, public_url: str | None) -> "DashboardAddress":
-        """`HOST:PORT`, `:PORT` or `PORT`. Raises UsageError."""
+        """Parse `HOST:PORT`, `:PORT` or `PORT`. Raises UsageError."""
         host, port = parse_host_port(address, "--http")
         if public_url is not None and not re.match(r"^https?://[^\s/]+(/[^\s]*)?$", public_url):
-            raise UsageError(f"--public-url: {public_url!r} is no URL; write it like https://run.example.org")
+            raise UsageError(f"--public-url: {public_url!r} is not a URL; write it like https://run.example.org")
         return cls(host, port, public_url.rstrip("/") if public_url else None)
 
     @property
@@ -61,12 +58,13 @@ class DashboardAddress:
         return self.public_url is None and self.host in ("127.0.0.1", "localhost", "::1")
 
     def base_url(self, bound_port: int) -> str:
-        """How others reach what is served at that port, without a slash at the end."""
+        """Return the URL for other people, without a trailing slash; `bound_port` is the port that is served."""
         host = find_own_ip() if self.host in ALL_INTERFACES else self.host
         return self.public_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
 
 
 def run_facts(manifest: Manifest, organiser: PeerId) -> RunFacts:
+    """Return the constant facts of the manifest's run."""
     return RunFacts(
         run=manifest.run.name,
         run_id=manifest.run_id,
@@ -82,7 +80,7 @@ def run_facts(manifest: Manifest, organiser: PeerId) -> RunFacts:
 
 
 class ManifestPublisher:
-    """The signed manifest, with addresses at which the run is found now."""
+    """Signs the manifest with the addresses at which the run can be joined now."""
 
     def __init__(self, node: NodeHandle) -> None:
         self._node = node
@@ -90,6 +88,7 @@ class ManifestPublisher:
         self._valid_until = 0.0
 
     async def signed_text(self) -> bytes:
+        """Return the signed manifest, renewed every SIGNED_TEXT_SECONDS."""
         if time.monotonic() > self._valid_until:
             manifest = self._node.manifest
             run = manifest.run.model_copy(update={"bootstrap": await self._bootstrap_addresses()})
@@ -98,26 +97,26 @@ class ManifestPublisher:
         return self._text
 
     async def _bootstrap_addresses(self) -> tuple[str, ...]:
-        """Ours first, then what the manifest says, then one of each of some peers: any of them is enough to join."""
+        """Return this host's addresses, then the manifest's, then one each of other peers; any one suffices to join."""
         try:
             own = await self._node.transport.addresses()
         except (TransportError, UnreachableError) as error:
-            logger.warning("our own addresses cannot be read now: %s", error)
+            logger.warning("cannot read this node's own addresses: %s", error)
             own = ()
-        neighbours = self._node.directory.known_addresses().values()
-        others = [addresses[0] for addresses in map(sort_reachable_first, neighbours) if addresses]
+        known_addresses = self._node.directory.known_addresses().values()
+        others = [addresses[0] for addresses in map(sort_reachable_first, known_addresses) if addresses]
         chosen = [*sort_reachable_first(own)[:MAX_OWN_ADDRESSES], *self._node.manifest.run.bootstrap, *others]
         return tuple(dict.fromkeys(chosen))[:MAX_BOOTSTRAP_ADDRESSES]
 
 
 def sort_reachable_first(addresses: Sequence[str]) -> list[str]:
-    """Those of this machine alone come last."""
+    """Sort the addresses so that loopback addresses come last."""
     return sorted(addresses, key=lambda address: address.startswith(LOOPBACK_PREFIXES))
 
 
 @dataclass(frozen=True)
 class RunningDashboard:
-    """`watch` ends only by a fault; `page` is its address."""
+    """A dashboard that is being served; `watcher_task` ends only if the watcher fails."""
 
     watcher_task: asyncio.Task[None]
     event_log: EventLog
@@ -128,24 +127,24 @@ class RunningDashboard:
 async def serve_dashboard(
     node: NodeHandle, run_dir: RunDir, address: DashboardAddress
 ) -> AsyncIterator[RunningDashboard]:
-    """Watches and serves while inside."""
+    """Watch the swarm and serve the page inside the context."""
     facts = run_facts(node.manifest, node.peer_id)
     listener = open_listener(address.host, address.port, "--http")
-    recorder = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
-    watch = asyncio.create_task(SwarmWatcher(node, recorder).run(), name="watch")
-    watch.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
-    face = DashboardData(
-        recorder, ManifestPublisher(node).signed_text, address.public_url, is_live=lambda: not watch.done()
+    event_log = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
+    watcher = asyncio.create_task(SwarmWatcher(node, event_log).run(), name="swarm watcher")
+    watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
+    data = DashboardData(
+        event_log, ManifestPublisher(node).signed_text, address.public_url, is_live=lambda: not watcher.done()
     )
     try:
-        async with serve(build_app(face), listener, MAX_CONNECTIONS) as port:
+        async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
             base = address.base_url(port)
             _print_join_info(facts, base, address.is_loopback_only)
-            yield RunningDashboard(watch, recorder, f"{base}/")
+            yield RunningDashboard(watcher, event_log, f"{base}/")
     finally:
-        watch.cancel()
-        await asyncio.wait({watch})
-        recorder.close()
+        watcher.cancel()
+        await asyncio.wait({watcher})
+        event_log.close()
 
 
 def _print_join_info(facts: RunFacts, base_url: str, loopback_only: bool) -> None:
@@ -157,18 +156,21 @@ def _print_join_info(facts: RunFacts, base_url: str, loopback_only: bool) -> Non
 
 
 def _log_watcher_end(task: asyncio.Task[None], is_trainer: bool) -> None:
-    """What a person can mend is told in one line; the traceback is for what nobody has thought of."""
+    """Log the watcher's fault: expected errors in one line, others with a traceback."""
     if task.cancelled() or (error := task.exception()) is None:
         return
-    goes_on = "; training goes on" if is_trainer else ""
+    note = "; training continues" if is_trainer else ""
     if isinstance(error, MurmurError):
-        logger.error("the watch has ended, the page stands still%s: %s", goes_on, error)
+        logger.error("the watcher has failed and the page is no longer updated%s: %s", note, error)
     else:
-        logger.error("the watch has ended, the page stands still%s", goes_on, exc_info=error)
+        logger.error("the watcher has failed and the page is no longer updated%s", note, exc_info=error)
 
 
 async def build_announcement(node: NodeHandle, state: RunState, address: DashboardAddress, now: float) -> Announcement:
-    """`now` in swarm time. Raises TransportError while our own addresses cannot be read."""
+    """Build the public announcement of the run: its progress, and the link to join it.
+
+    `now` is in swarm time. Raises TransportError while this node's addresses cannot be read.
+    """
     manifest, last = node.manifest, state.rows.last
     run = PublicRun(
         run=bytes.fromhex(manifest.run_id),
@@ -186,7 +188,7 @@ async def build_announcement(node: NodeHandle, state: RunState, address: Dashboa
 
 
 def join_link(run_id: str, addresses: list[str], address: DashboardAddress) -> str:
-    """The page where it has a public address; else the run by its id, at one of ours."""
+    """Return the manifest's public URL if there is one, otherwise the run id at one of this node's addresses."""
     if address.public_url is not None or not addresses:
         return f"{address.public_url}/run.toml"
     return f"murmur://{run_id}@{addresses[0]}"

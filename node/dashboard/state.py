@@ -1,9 +1,10 @@
-"""A run as its host knows it: `apply(state, event)` gives the next state, and nothing else changes one.
+"""The run as its host knows it: `apply_event(state, event)` returns the next state. States are immutable. Pure.
 
-PURE. What grows is bounded: the log and the timelines to the newest, those who left to the last few. The history of
-rounds is kept whole, in chunks that later states share, so that a round costs little whatever came before it.
+The log, the timelines and the departed peers are bounded to the newest. The history of rounds is complete, in chunks
+that later states share, so that the cost of a round does not depend on the number of earlier ones.
 
-The baseline of a round is what each peer would have sent with a ring all-reduce of the fp32 gradient at every step:
+The baseline of a round is the number of bytes that each peer would have sent with a ring all-reduce of the fp32
+gradient at every step:
     2 (n - 1) / n * 4 bytes * parameters * steps,   n contributors, steps = their mean
 """
 
@@ -39,12 +40,12 @@ MAX_SPEEDS = 20
 MAX_GONE_PEERS = 200
 CHUNK_ROWS = 256
 FLOAT_BYTES = 4
-UNSEEN_SINCE_RESTART = "not seen since the host was started again"
+UNSEEN_SINCE_RESTART = "not seen since the host restarted"
 
 
 @dataclass(frozen=True, slots=True)
 class PeerHistory:
-    """`given`, `missed`: rounds with and without its contribution while it was seen to train."""
+    """A peer and its past; the counts are of rounds with and without its contribution while the host saw it train."""
 
     report: PeerReport
     since: float
@@ -58,9 +59,9 @@ class PeerHistory:
 
 @dataclass(frozen=True, slots=True)
 class RoundSummary:
-    """One committed round. `message`, `raw`, `sent`: bytes a peer; `seconds`: since the round before.
+    """One committed round; the byte counts are per peer, `seconds` is the time since the previous round.
 
-    `sent` and `validation` (of the model after this round) are measured later, or never.
+    `sent_bytes` and `validation_loss` (of the model after this round) are measured later, or never.
     """
 
     round: int
@@ -88,7 +89,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class RoundHistory:
-    """Rows in the order of their rounds; appending copies only the last chunk."""
+    """The committed rounds in order; appending copies only the last chunk."""
 
     chunks: tuple[tuple[RoundSummary, ...], ...] = ()
     tail: tuple[RoundSummary, ...] = ()
@@ -106,28 +107,29 @@ class RoundHistory:
         return self.tail[-1] if self.tail else self.chunks[-1][-1] if self.chunks else None
 
     def recent(self, count: int) -> tuple[RoundSummary, ...]:
-        """At most `count`, and at most two chunks of them."""
+        """Return the last `count` rows, limited to the last one to two chunks."""
         return ((*self.chunks[-1], *self.tail) if self.chunks else self.tail)[-count:]
 
     def append(self, row: RoundSummary) -> "RoundHistory":
+        """Return the history with one more row."""
         tail = (*self.tail, row)
         return RoundHistory((*self.chunks, tail), ()) if len(tail) == CHUNK_ROWS else RoundHistory(self.chunks, tail)
 
-    def find(self, number: int) -> RoundSummary | None:
-        """A recent one."""
-        return next((row for row in self.recent(2 * CHUNK_ROWS) if row.round == number), None)
+    def find(self, round_number: int) -> RoundSummary | None:
+        """Return the row of a recent round; `None` if it is unknown or too old."""
+        return next((row for row in self.recent(2 * CHUNK_ROWS) if row.round == round_number), None)
 
     def replace_row(self, row: RoundSummary) -> "RoundHistory":
-        """With that row instead of the recent one of the same round."""
+        """Return the history with `row` in place of the recent row of the same round."""
         tail = tuple(row if old.round == row.round else old for old in self.tail)
         if not self.chunks:
             return RoundHistory((), tail)
         chunk = tuple(row if old.round == row.round else old for old in self.chunks[-1])
         return RoundHistory((*self.chunks[:-1], chunk), tail)
 
-    def truncate_from(self, number: int) -> "RoundHistory":
-        """Without that round and what follows it."""
-        kept = [row for row in self if row.round < number]
+    def truncate_from(self, round_number: int) -> "RoundHistory":
+        """Return the history without this round and later ones."""
+        kept = [row for row in self if row.round < round_number]
         full = len(kept) - len(kept) % CHUNK_ROWS
         chunks = tuple(tuple(kept[start : start + CHUNK_ROWS]) for start in range(0, full, CHUNK_ROWS))
         return RoundHistory(chunks, tuple(kept[full:]))
@@ -135,9 +137,9 @@ class RoundHistory:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """`index`: how many durable events it is made of; `newest`: when the last of them was.
+    """The state after `index` durable events, the last of them at `newest_at`.
 
-    `sent`, `raw`: sums over the rounds of which both are known.
+    `sent_bytes` and `all_reduce_bytes` are sums over the rounds for which both are known.
     """
 
     index: int = 0
@@ -163,19 +165,19 @@ class RunState:
 
 
 def apply_event(state: RunState, event: DashboardEvent) -> RunState:
-    """The state after the event."""
+    """Return the state after the event."""
     if isinstance(event, PeersUpdated):
         return _apply_updates(state, event)
     after = replace(_apply_logged(state, event), index=state.index + 1, newest_at=event.at or state.newest_at)
-    said = log_text_of(state, event)
-    if said is None:
+    log_text = log_text_of(state, event)
+    if log_text is None:
         return after
-    line = LogLine(state.index, event.at or state.opened_at, getattr(event, "peer", None), said.text, said.tone)
+    line = LogLine(state.index, event.at or state.opened_at, getattr(event, "peer", None), log_text.text, log_text.tone)
     return replace(after, log=(*state.log, line)[-MAX_LOG_LINES:])
 
 
 def log_text_of(state: RunState, event: DashboardEvent) -> LogText | None:
-    """What the log tells of it. That a peer is seen again after the host's own start is no news."""
+    """Return the log text of the event; `None` for a peer that is merely seen again after the host's restart."""
     if isinstance(event, PeerAppeared):
         known = state.peers.get(event.now.peer)
         if known is not None and known.reason == UNSEEN_SINCE_RESTART:
@@ -255,43 +257,43 @@ def _prune_gone(peers: Mapping[PeerId, PeerHistory]) -> dict[PeerId, PeerHistory
 
 def _apply_committed(state: RunState, event: RoundCommitted) -> RunState:
     peers, row = dict(state.peers), _summarize_round(state, event)
-    for given in event.given:
-        if given.peer in peers:
-            peers[given.peer] = _count_included(peers[given.peer], given, row)
+    for contribution in event.given:
+        if contribution.peer in peers:
+            peers[contribution.peer] = _count_included(peers[contribution.peer], contribution, row)
     for name in set(event.late) & peers.keys():
         peers[name] = replace(peers[name], missed_count=peers[name].missed_count + 1, in_time=False)
     return replace(state, peers=peers, rows=state.rows.append(row))
 
 
-def _count_included(peer: PeerHistory, given: CommittedContribution, row: RoundSummary) -> PeerHistory:
-    """Where nothing else is known of a peer, as in a replay, its contributions tell where it stands."""
-    known = {"round": max(peer.report.round, row.round + 1), "loss": given.loss}
+def _count_included(peer: PeerHistory, contribution: CommittedContribution, row: RoundSummary) -> PeerHistory:
+    """Count an included contribution, and derive the peer's report from it if nothing else is known (replay)."""
+    known = {"round": max(peer.report.round, row.round + 1), "loss": contribution.loss}
     if not peer.report.tokens_per_second and row.seconds:
-        known["tokens_per_second"] = given.tokens / row.seconds
+        known["tokens_per_second"] = contribution.tokens / row.seconds
     now = peer.report.model_copy(update=known)
     speeds = (*peer.speeds, now.tokens_per_second)[-MAX_SPEEDS:]
     return replace(peer, report=now, included_count=peer.included_count + 1, in_time=True, speeds=speeds)
 
 
 def _summarize_round(state: RunState, event: RoundCommitted) -> RoundSummary:
-    given, tokens = event.given, sum(given.tokens for given in event.given)
-    count = max(1, len(given))
+    contributions, tokens = event.given, sum(contribution.tokens for contribution in event.given)
+    count = max(1, len(contributions))
     return RoundSummary(
         round=event.round,
         at=event.at,
         digest=event.digest,
         tokens=event.tokens,
-        loss=sum(one.loss * one.tokens for one in given) / max(1, tokens),
-        contributors=len(given),
+        loss=sum(one.loss * one.tokens for one in contributions) / max(1, tokens),
+        contributors=len(contributions),
         late_count=len(event.late),
-        contribution_bytes=sum(one.size for one in given) / count,
-        all_reduce_bytes=_all_reduce_bytes(state.facts, count, sum(one.steps for one in given) / count),
+        contribution_bytes=sum(one.size for one in contributions) / count,
+        all_reduce_bytes=_all_reduce_bytes(state.facts, count, sum(one.steps for one in contributions) / count),
         seconds=_round_seconds(state.rows.last, event),
     )
 
 
 def _round_seconds(last: RoundSummary | None, event: RoundCommitted) -> float | None:
-    """That the round took; None where its beginning or its end is not known."""
+    """Return the duration of the round; `None` if its start or its end is unknown."""
     if last is None or last.round != event.round - 1 or last.at is None or event.at is None:
         return None
     return event.at - last.at
@@ -328,7 +330,7 @@ def _apply_forked(state: RunState, event: ChainForked) -> RunState:
     return replace(state, rows=state.rows.truncate_from(event.round), timelines=timelines)
 
 
-def timings_of_round(state: RunState, number: int | None) -> tuple[int | None, tuple[PeerTiming, ...]]:
-    """The timeline of that round (default: the newest that is known), and its number."""
-    found = [timed for timed in state.timelines if number is None or timed.round == number]
-    return (found[-1].round, found[-1].lanes) if found else (number, ())
+def timings_of_round(state: RunState, round_number: int | None) -> tuple[int | None, tuple[PeerTiming, ...]]:
+    """Return the number and the timeline of a round; `None` means the newest known one."""
+    found = [timed for timed in state.timelines if round_number is None or timed.round == round_number]
+    return (found[-1].round, found[-1].lanes) if found else (round_number, ())

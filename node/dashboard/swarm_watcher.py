@@ -1,7 +1,7 @@
-"""Looks at the swarm through a window and tells what has changed, twice a second at most.
+"""Observes the swarm through a node and records the changes as events, at most twice a second.
 
-Membership is read from the directory's table, rounds from the peers' chains, times and bytes from what peers say of
-themselves. Nothing that goes wrong here reaches the swarm: training does not know that it is watched.
+Membership comes from the peer directory, rounds from the peers' chains, times and bytes from the peers' own records.
+The watcher only reads, so a fault in it never affects training.
 """
 
 import asyncio
@@ -37,17 +37,19 @@ from protocol.transport.rate_limit import TokenBuckets
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.5  # seconds
-RATE_WINDOW_SECONDS = 2.0  # over which a peer's sending is measured
+TICK_SECONDS = 0.5
+RATE_WINDOW_SECONDS = 2.0  # over which a peer's send rate is measured
 MAX_KEPT_DIVERGED = 256
-MAX_TOKENS_PER_SECOND = 1e15  # tokens a second: sums of what peers claim must stay finite
-MAX_SHOWN_PEERS = 1024  # peers; who comes later is shown when one of them leaves
-SHARED_BUCKET = ""  # strangers share one measure: keys cost nothing, and the journal is never cut
-NEWS_BURST = 1024  # of strangers, each with its lines in the journal, and
-NEWS_PER_SECOND = 0.1  # from then on: 10 MB a day, whatever they do
+MAX_TOKENS_PER_SECOND = 1e15  # sums over the peers' claims must stay finite
+MAX_SHOWN_PEERS = 1024  # a later peer is shown when one of these leaves
+SHARED_BUCKET = ""  # all unknown peers share one token bucket: keys are free, and the event log is never truncated
+NEWS_BURST = 1024  # unknown peers, each with a few lines in the event log
+NEWS_PER_SECOND = 0.1  # after the burst; limits the growth of the event log to 10 MB a day
 
 
 class SwarmWatcher:
+    """Compares the node's view of the swarm with the last one and records the difference in the event log."""
+
     def __init__(self, node: NodeHandle, event_log: EventLog) -> None:
         self._node = node
         self._event_log = event_log
@@ -64,7 +66,7 @@ class SwarmWatcher:
         node.directory.subscribe(self)
 
     async def run(self) -> None:
-        """Until cancelled. Raises StorageError where the journal cannot be written."""
+        """Watch until cancelled. Raises StorageError if the event log cannot be written."""
         tasks = [asyncio.create_task(self._poll_forever()), asyncio.create_task(self._follow_chain_forever())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -91,15 +93,15 @@ class SwarmWatcher:
         head, peers = target
         for event in await self._chain_follower.fetch_events(self._event_log.state, head, peers, now):
             self._event_log.record(event)
-            if isinstance(event, ChainForked):  # on the other chain, rounds of these numbers are measured anew
+            if isinstance(event, ChainForked):  # the other chain's rounds of these numbers are measured again
                 self._newest_validation = min(self._newest_validation, event.round)
 
     def poll(self, now: float) -> None:
-        """Tell what is different since the last look."""
+        """Record the changes since the last poll."""
         live = self._live(now)
         for peer in [peer for peer in self._known if peer not in live]:
             self._on_gone(peer, now)
-        self._leave_reasons.clear()  # of those who came and went unseen
+        self._leave_reasons.clear()  # of peers that came and left between two polls
         moved = [self._on_record(peer, record, now) for peer, record in live.items() if self._is_news(peer, record)]
         self._known = live
         if moved:
@@ -130,14 +132,14 @@ class SwarmWatcher:
         return known is None or known.sequence != record.sequence
 
     def _on_record(self, peer: PeerId, record: PeerRecord, now: float) -> PeerReport:
-        pace = self._byte_rates.setdefault(peer, ByteRate(now, record.bytes_sent))
-        told = build_peer_report(peer, record, pace.update(record.bytes_sent, now), now)
+        byte_rate = self._byte_rates.setdefault(peer, ByteRate(now, record.bytes_sent))
+        report = build_peer_report(peer, record, byte_rate.update(record.bytes_sent, now), now)
         if peer not in self._known:
             self._news_bucket.try_take(SHARED_BUCKET, now)
-            self._event_log.record(PeerAppeared(at=now, now=told))
+            self._event_log.record(PeerAppeared(at=now, now=report))
         if record.role == "trainer":
             self._timeline.record(peer, record, now, self._known_round)
-        return told
+        return report
 
     def _on_gone(self, peer: PeerId, now: float) -> None:
         self._event_log.record(PeerDeparted(at=now, peer=peer, reason=self._leave_reasons.pop(peer, "expired")))
@@ -146,8 +148,8 @@ class SwarmWatcher:
 
     def _record_rounds(self, now: float) -> None:
         known = self._known_round
-        for number, lanes in self._timeline.pop_finished(now, known):
-            self._event_log.record(RoundTimed(at=now, round=number, lanes=lanes))
+        for round_number, lanes in self._timeline.pop_finished(now, known):
+            self._event_log.record(RoundTimed(at=now, round=round_number, lanes=lanes))
         trainers = self._trainers(now)
         for peer, record in trainers.items():
             if record.validation_round > self._newest_validation and record.validation_round <= known + 1:
@@ -156,13 +158,16 @@ class SwarmWatcher:
                     at=now, peer=peer, round=self._newest_validation, loss=min(record.validation_loss, MAX_SHOWN_LOSS)
                 )
                 self._event_log.record(measured)
-        for stray in find_diverged(trainers) if self._has_one_state else ():
-            if stray not in self._diverged and self._news_bucket.try_take(SHARED_BUCKET, now):
-                self._diverged.append(stray)
-                self._event_log.record(PeerDiverged(at=now, peer=stray[0], round=_clamp_count(stray[1])))
+        for diverged in find_diverged(trainers) if self._has_one_state else ():
+            if diverged not in self._diverged and self._news_bucket.try_take(SHARED_BUCKET, now):
+                self._diverged.append(diverged)
+                self._event_log.record(PeerDiverged(at=now, peer=diverged[0], round=_clamp_count(diverged[1])))
 
     def _record_visibility(self, now: float) -> None:
-        """Lost, once nobody has been seen for as long as a record lives; it may only be our own link."""
+        """Record that the swarm is lost after a record's lifetime without a trainer, or found again.
+
+        Only the host's own link may be down.
+        """
         state = self._event_log.state
         if self._trainers(now):
             self._nobody_seen_since = None
@@ -178,11 +183,12 @@ class SwarmWatcher:
         if not self._event_log.subscriber_count:
             return
         state = self._event_log.state
-        names = {told.peer for told in updated}
+        names = {report.peer for report in updated}
         peers = [peer_values(state, peer) for name, peer in state.peers.items() if name in names]
         self._event_log.broadcast("now", {**summary(state, now), "moved": peers})
 
     def on_membership_event(self, event: peer_table.MembershipEvent) -> None:
+        """Remember why a peer left, for the next poll."""
         if isinstance(event, peer_table.PeerLeft):
             self._leave_reasons[event.peer] = event.reason
         elif isinstance(event, peer_table.PeerJoined):
@@ -190,7 +196,7 @@ class SwarmWatcher:
 
 
 class ByteRate:
-    """Bytes a second, over the last while."""
+    """Measures bytes per second over RATE_WINDOW_SECONDS from a growing total."""
 
     def __init__(self, started_at: float, count: int) -> None:
         self._window_start = started_at
@@ -198,7 +204,8 @@ class ByteRate:
         self._value = 0.0
 
     def update(self, count: int, now: float) -> float:
-        if count < self._count:  # it was started again
+        """Take in the newest total; returns the rate."""
+        if count < self._count:  # the peer restarted
             self._window_start = now
             self._count = count
             self._value = 0.0
@@ -210,6 +217,7 @@ class ByteRate:
 
 
 def build_peer_report(peer: PeerId, record: PeerRecord, sending: float, now: float) -> PeerReport:
+    """Build the report of a peer from its record, with all claims clamped to sane ranges."""
     return PeerReport(
         peer=peer,
         role="trainer" if record.role == "trainer" else "observer",
@@ -238,5 +246,5 @@ def _reach(record: PeerRecord) -> Reach:
 
 
 def _clamp_count(count: int) -> int:
-    """What a peer claims may have 64 bits; what JSON carries exactly has 53."""
+    """Clamp a peer's 64-bit claim to the 53 bits that JSON represents exactly."""
     return min(count, 2**53)

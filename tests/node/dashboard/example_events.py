@@ -1,4 +1,4 @@
-"""A small run as events, for tests of the host."""
+"""The events of a small run, for tests of the dashboard."""
 
 from collections.abc import Iterable
 

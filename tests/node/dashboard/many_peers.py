@@ -1,4 +1,4 @@
-"""A crowd of peers as a directory would tell of them, and readers that listen to what a host says of it."""
+"""Records of many peers as a directory holds them, and processes that read the host's event stream."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as reader:
 
 
 def peer_records(names: Sequence[str], moment: int, number: int) -> dict[str, PeerRecord]:
-    """Of all of them, at that look of the watch and in that round."""
+    """Return the records of all peers at the given poll and round."""
     return {
         name: PeerRecord(
             sequence=moment + 1,
@@ -43,7 +43,7 @@ def peer_records(names: Sequence[str], moment: int, number: int) -> dict[str, Pe
 
 @contextlib.asynccontextmanager
 async def serve_to_readers(event_log: EventLog, reader_count: int, http: str = "127.0.0.1:0") -> AsyncIterator[int]:
-    """A server, and readers in processes of their own: their work is not ours. Yields the port."""
+    """Serve to readers in their own processes, so that their CPU time is not counted. Yields the port."""
 
     async def nothing() -> bytes:
         return b""

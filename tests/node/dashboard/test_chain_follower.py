@@ -1,4 +1,4 @@
-"""The chain as the host learns of it, from peers that know it, know too little of it, or lie."""
+"""The chain follower with peers that hold the chain, hold too little of it, or lie."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ NAMES = [identity.peer_id for identity in PEERS]
 
 
 class FakeChainPeer:
-    """One peer's chain. `kept`: how many of its last commits it still has; `lies`: what it answers instead."""
+    """One peer's chain; it keeps the last `kept` commits, and answers with `lies` if set."""
 
     def __init__(self, kept: int = 64) -> None:
         self.chain = Chain.from_genesis(RUN_ID)
@@ -67,107 +67,109 @@ def make_follower() -> ChainFollower:
     return ChainFollower(RUN_ID, LIMITS, lambda peer: grpc.aio.insecure_channel("unix:nowhere"))
 
 
-async def learned(chronicle: ChainFollower, network: Network, state: RunState, now: float = 100.0) -> list[LoggedEvent]:
-    believed = chronicle.find_trusted_head(state, {peer: log.record() for peer, log in network.items()}, now)
-    return [] if believed is None else await chronicle.fetch_events(state, *believed, now)
+async def fetch_new_events(
+    follower: ChainFollower, network: Network, state: RunState, now: float = 100.0
+) -> list[LoggedEvent]:
+    believed = follower.find_trusted_head(state, {peer: log.record() for peer, log in network.items()}, now)
+    return [] if believed is None else await follower.fetch_events(state, *believed, now)
 
 
 def rounds(events: list[LoggedEvent]) -> list[int]:
     return [event.round for event in events if isinstance(event, RoundCommitted)]
 
 
-async def test_rounds_are_learned_one_after_the_other(network: Network) -> None:
+async def test_follower_fetches_rounds_in_order(network: Network) -> None:
     network |= {NAMES[1]: FakeChainPeer().grow(25), NAMES[2]: FakeChainPeer().grow(25)}
-    chronicle, state = make_follower(), apply_all([OPENED])
-    first = await learned(chronicle, network, state)
+    follower, state = make_follower(), apply_all([OPENED])
+    first = await fetch_new_events(follower, network, state)
     assert rounds(first) == list(range(25))
     assert [event.at for event in first if isinstance(event, RoundCommitted)] == [None] * 24 + [100.0]
     state = apply_all(first, state)
-    assert chronicle.known_head(state) == network[NAMES[1]].chain.head
+    assert follower.known_head(state) == network[NAMES[1]].chain.head
     for log in network.values():
         log.grow(2)
-    second = await learned(chronicle, network, state, 101.0)
+    second = await fetch_new_events(follower, network, state, 101.0)
     assert rounds(second) == [25, 26] and all(
         event.at == 101.0 for event in second if isinstance(event, RoundCommitted)
     )
-    assert await learned(chronicle, network, apply_all(second, state)) == []
+    assert await fetch_new_events(follower, network, apply_all(second, state)) == []
 
 
-async def test_a_host_that_was_away_has_no_gap_while_the_logs_reach_back(network: Network) -> None:
+async def test_host_that_was_away_has_no_gap_while_logs_reach_back(network: Network) -> None:
     network[NAMES[1]] = FakeChainPeer().grow(5)
-    state = apply_all(await learned(make_follower(), network, apply_all([OPENED])), apply_all([OPENED]))
+    state = apply_all(await fetch_new_events(make_follower(), network, apply_all([OPENED])), apply_all([OPENED]))
     network[NAMES[1]].grow(50)
-    again = apply_all(await learned(make_follower(), network, state), state)
+    again = apply_all(await fetch_new_events(make_follower(), network, state), state)
     assert [row.round for row in again.rows] == list(range(55)) and again.missing_rounds == 0
 
 
 @pytest.mark.parametrize("kept", [1, 7, 20, 64])
-async def test_what_no_log_holds_is_named(network: Network, kept: int) -> None:
+async def test_rounds_in_no_log_are_recorded_as_missing(network: Network, kept: int) -> None:
     network[NAMES[1]] = FakeChainPeer().grow(5)
-    state = apply_all(await learned(make_follower(), network, apply_all([OPENED])), apply_all([OPENED]))
+    state = apply_all(await fetch_new_events(make_follower(), network, apply_all([OPENED])), apply_all([OPENED]))
     network[NAMES[1]].kept = kept
     network[NAMES[1]].grow(100)
-    events = await learned(make_follower(), network, state)
+    events = await fetch_new_events(make_follower(), network, state)
     assert isinstance(events[0], RoundsMissing) and (events[0].first, events[0].last) == (5, rounds(events)[0] - 1)
     assert rounds(events) == list(range(rounds(events)[0], 105)) and len(rounds(events)) > kept // 2
     assert make_follower().known_head(apply_all(events, state)) == network[NAMES[1]].chain.head
 
 
-async def test_another_chain_replaces_what_it_did_not_share(network: Network) -> None:
+async def test_fork_replaces_only_the_rounds_after_it(network: Network) -> None:
     mine, theirs = FakeChainPeer().grow(6), FakeChainPeer().grow(6)
     network[NAMES[1]] = mine.grow(3, "mine")
-    state = apply_all(await learned(make_follower(), network, apply_all([OPENED])), apply_all([OPENED]))
+    state = apply_all(await fetch_new_events(make_follower(), network, apply_all([OPENED])), apply_all([OPENED]))
     network.clear()
     network[NAMES[2]] = theirs.grow(5, "theirs")
-    events = await learned(make_follower(), network, state)
+    events = await fetch_new_events(make_follower(), network, state)
     assert isinstance(events[0], ChainForked) and events[0].round == 6 and rounds(events) == list(range(6, 11))
     after = apply_all(events, state)
     assert [row.round for row in after.rows] == list(range(11))
     assert make_follower().known_head(after) == theirs.chain.head
 
 
-async def test_a_single_peer_cannot_invent_rounds_among_three(network: Network) -> None:
-    """The control: with nobody else to ask, its chain is all there is, and is believed."""
+async def test_single_peer_among_three_cannot_invent_rounds(network: Network) -> None:
+    """Control: a peer that is alone is trusted, because there is no other chain."""
     liar = FakeChainPeer().grow(30, "lie")
     network |= {NAMES[1]: FakeChainPeer().grow(4), NAMES[2]: FakeChainPeer().grow(4), NAMES[3]: liar}
-    events = await learned(make_follower(), network, apply_all([OPENED]))
+    events = await fetch_new_events(make_follower(), network, apply_all([OPENED]))
     assert rounds(events) == [0, 1, 2, 3]
     assert make_follower().known_head(apply_all(events)) == network[NAMES[1]].chain.head
-    assert len(rounds(await learned(make_follower(), {NAMES[3]: liar}, apply_all([OPENED])))) == 30
+    assert len(rounds(await fetch_new_events(make_follower(), {NAMES[3]: liar}, apply_all([OPENED])))) == 30
 
 
-async def test_heads_that_nobody_can_show_the_way_to_do_not_hide_the_honest_one(network: Network) -> None:
+async def test_heads_without_proof_do_not_hide_the_honest_head(network: Network) -> None:
     honest, liar = FakeChainPeer().grow(4), FakeChainPeer().grow(30, "lie")
     liar.lies = []
     network |= {NAMES[0]: honest, NAMES[1]: honest, NAMES[2]: liar, NAMES[3]: liar}
-    chronicle, state = make_follower(), apply_all([OPENED])
-    assert await learned(chronicle, network, state, 100.0) == [], "more tokens, vouched for by two"
-    assert rounds(await learned(chronicle, network, state, 100.5)) == [0, 1, 2, 3]
+    follower, state = make_follower(), apply_all([OPENED])
+    assert await fetch_new_events(follower, network, state, 100.0) == [], "more tokens, vouched for by two"
+    assert rounds(await fetch_new_events(follower, network, state, 100.5)) == [0, 1, 2, 3]
     liar.lies = None
     later = 100.5 + module.AVOID_SECONDS
-    assert len(rounds(await learned(chronicle, network, state, later))) == 30, "it is asked again"
+    assert len(rounds(await fetch_new_events(follower, network, state, later))) == 30, "it is asked again"
 
 
-async def test_a_head_that_no_run_reaches_costs_no_memory(network: Network) -> None:
+async def test_absurdly_high_head_costs_no_memory(network: Network) -> None:
     log = FakeChainPeer().grow(1)
     network[NAMES[1]] = log
     target = ChainHead(2**60, log.chain.digest, 2**40)
     assert await make_follower().fetch_events(apply_all([OPENED]), target, [NAMES[1]], 1.0) == []
 
 
-async def test_commits_that_do_not_lead_to_the_believed_head_are_refused_and_another_is_asked(network: Network) -> None:
+async def test_commits_off_the_trusted_head_are_rejected_and_another_peer_is_asked(network: Network) -> None:
     honest, liar = FakeChainPeer().grow(4), FakeChainPeer().grow(4)
     liar.lies = list(FakeChainPeer().grow(4, "lie").chain.commits_since(0) or ())
     first, second = sorted(NAMES[1:3])
     network |= {first: liar, second: honest}
-    events = await learned(make_follower(), network, apply_all([OPENED]))
+    events = await fetch_new_events(make_follower(), network, apply_all([OPENED]))
     assert rounds(events) == [0, 1, 2, 3]
     assert make_follower().known_head(apply_all(events)) == honest.chain.head
     honest.silent = True
-    assert await learned(make_follower(), network, apply_all([OPENED])) == []
+    assert await fetch_new_events(make_follower(), network, apply_all([OPENED])) == []
 
 
-def test_a_proof_needs_digests_order_and_tokens() -> None:
+def test_proof_requires_digests_order_and_tokens() -> None:
     log = FakeChainPeer().grow(3)
     commits = [commit.body for commit in log.chain.commits_since(0) or ()]
     assert [step.after.round for step in prove_chain(commits, log.chain.head)] == [1, 2, 3]
@@ -183,27 +185,27 @@ def test_a_proof_needs_digests_order_and_tokens() -> None:
             prove_chain(given, target)
 
 
-async def test_who_gave_before_and_not_now_is_late(network: Network) -> None:
+async def test_peer_that_contributed_before_but_not_now_is_late(network: Network) -> None:
     network[NAMES[1]] = FakeChainPeer().grow(1)
-    chronicle, state = make_follower(), apply_all([OPENED, joined(NAMES[1]), joined(NAMES[2]), joined(NAMES[3])])
-    state = apply_all(await learned(chronicle, network, state), state)
+    follower, state = make_follower(), apply_all([OPENED, joined(NAMES[1]), joined(NAMES[2]), joined(NAMES[3])])
+    state = apply_all(await fetch_new_events(follower, network, state), state)
     log = network[NAMES[1]].chain
     log.append(commit_of(log.head, {1: Blob.of(b"alone")}))
-    (event,) = await learned(chronicle, network, state, 101.0)
-    assert isinstance(event, RoundCommitted) and event.late == (NAMES[2],)  # the fourth never gave anything
+    (event,) = await fetch_new_events(follower, network, state, 101.0)
+    assert isinstance(event, RoundCommitted) and event.late == (NAMES[2],)  # the fourth never contributed
 
 
-def test_the_odd_state_out() -> None:
-    def told(state: bytes, digest: bytes = b"d" * 32) -> PeerRecord:
+def test_peer_with_a_minority_state_has_diverged() -> None:
+    def make_record(state: bytes, digest: bytes = b"d" * 32) -> PeerRecord:
         return PeerRecord(round=4, digest=digest, state_digest=state * 32)
 
-    assert find_diverged({"a": told(b"x"), "b": told(b"x"), "c": told(b"y")}) == [("c", 4)]
-    assert find_diverged({"a": told(b"x"), "b": told(b"y")}) == []
-    assert find_diverged({"a": told(b"x"), "b": told(b"y"), "c": told(b"z")}) == []
-    assert find_diverged({"a": told(b"x"), "b": told(b"x"), "c": told(b"y", b"e" * 32)}) == []
+    assert find_diverged({"a": make_record(b"x"), "b": make_record(b"x"), "c": make_record(b"y")}) == [("c", 4)]
+    assert find_diverged({"a": make_record(b"x"), "b": make_record(b"y")}) == []
+    assert find_diverged({"a": make_record(b"x"), "b": make_record(b"y"), "c": make_record(b"z")}) == []
+    assert find_diverged({"a": make_record(b"x"), "b": make_record(b"x"), "c": make_record(b"y", b"e" * 32)}) == []
 
 
-def test_nothing_is_believed_of_whoever_stands_at_the_beginning() -> None:
+def test_peers_at_the_genesis_head_are_not_followed() -> None:
     start = genesis_head(RUN_ID)
     record = PeerRecord(role="trainer", round=0, digest=start.digest)
     trainers = {NAMES[1]: record, NAMES[2]: PeerRecord(role="trainer")}

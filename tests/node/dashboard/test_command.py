@@ -1,4 +1,4 @@
-"""`murmur host`, as far as it comes before anything is started."""
+"""The checks of `murmur host` before it starts anything."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from protocol.errors import ManifestError
 from tests.node.small_run import MANIFEST
 
 
-def test_a_method_that_does_not_exist_claims_nothing(tmp_path: Path) -> None:
+def test_unknown_method_fails_before_the_folder_is_locked(tmp_path: Path) -> None:
     run, folder = tmp_path / "run.toml", tmp_path / "host"
     run.write_text(MANIFEST.to_toml().replace('recipe = "', 'recipe = "x'))
     with pytest.raises(ManifestError, match="did you mean"):

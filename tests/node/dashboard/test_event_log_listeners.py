@@ -1,4 +1,4 @@
-"""Events in, messages out."""
+"""The event log's messages to subscribers."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ def indices(found: list[bytes] | None) -> list[int] | None:
     return None if found is None else [int(message.split(b"\n")[0][4:]) for message in found]
 
 
-def test_a_restart_goes_on_with_the_journal(tmp_path: Path) -> None:
+def test_restart_continues_the_event_log(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     first = EventLog.open(path, OPENED)
     for event in [*opening_events()[1:], committed(0)]:
@@ -31,14 +31,14 @@ def test_a_restart_goes_on_with_the_journal(tmp_path: Path) -> None:
     again.close()
 
 
-def test_who_comes_again_gets_exactly_what_it_missed() -> None:
-    recorder = EventLog(None, [*opening_events(), *map(committed, range(5))])
-    assert indices(recorder.messages_since(5)) == [5, 6, 7]
-    assert indices(recorder.messages_since(8)) == []
-    assert recorder.messages_since(9) is None and recorder.messages_since(-1) is None
+def test_reconnected_subscriber_gets_exactly_the_missed_messages() -> None:
+    event_log = EventLog(None, [*opening_events(), *map(committed, range(5))])
+    assert indices(event_log.messages_since(5)) == [5, 6, 7]
+    assert indices(event_log.messages_since(8)) == []
+    assert event_log.messages_since(9) is None and event_log.messages_since(-1) is None
 
 
-def test_what_is_no_longer_kept_is_not_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_no_longer_kept_are_not_sent_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [*opening_events(), *map(committed, range(5))]
     for limit, value in (
         ("MAX_KEPT_MESSAGES", 4),
@@ -46,47 +46,47 @@ def test_what_is_no_longer_kept_is_not_told_in_part(monkeypatch: pytest.MonkeyPa
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, limit, value)
-            recorder = EventLog(None, events)
-        assert indices(recorder.messages_since(4)) == [4, 5, 6, 7] and recorder.messages_since(3) is None
+            event_log = EventLog(None, events)
+        assert indices(event_log.messages_since(4)) == [4, 5, 6, 7] and event_log.messages_since(3) is None
 
 
-async def test_listeners_hear_every_event_with_its_words() -> None:
-    recorder = EventLog(None, opening_events())
-    with recorder.subscribe() as listener:
-        recorder.record(joined(NAMES[2], name="ada"))
-        recorder.broadcast("now", {"round": 1})
-        stream = stream_messages(listener, 5.0)
+async def test_subscribers_get_every_event_with_its_log_text() -> None:
+    event_log = EventLog(None, opening_events())
+    with event_log.subscribe() as subscriber:
+        event_log.record(joined(NAMES[2], name="ada"))
+        event_log.broadcast("now", {"round": 1})
+        stream = stream_messages(subscriber, 5.0)
         event, moment = (await anext(stream)).decode(), (await anext(stream)).decode()
     assert event.startswith("id: 3\nevent: joined\ndata: ") and event.endswith("\n\n")
     assert json.loads(event.split("data: ")[1])["text"].endswith(" ada joined, trains")
     assert moment == 'event: now\ndata: {"round":1}\n\n'
-    assert recorder.subscriber_count == 0
+    assert event_log.subscriber_count == 0
 
 
-async def test_a_slow_listener_is_cut_off_and_the_others_are_not() -> None:
-    """The control: the quick one, which reads, gets everything."""
-    recorder = EventLog(None, opening_events())
-    with recorder.subscribe() as slow, recorder.subscribe() as quick:
+async def test_slow_subscriber_is_disconnected_and_others_are_not() -> None:
+    """Control: the subscriber that reads gets everything."""
+    event_log = EventLog(None, opening_events())
+    with event_log.subscribe() as slow, event_log.subscribe() as quick:
         for number in range(MAX_QUEUED_MESSAGES + 10):
-            recorder.record(committed(number))
+            event_log.record(committed(number))
             assert quick.queue.get_nowait()
-        assert recorder.subscriber_count == 1 and slow.has_overflowed and not quick.has_overflowed
-        told = [message async for message in stream_messages(slow, 0.01)]
-    assert len(told) == MAX_QUEUED_MESSAGES
+        assert event_log.subscriber_count == 1 and slow.has_overflowed and not quick.has_overflowed
+        messages = [message async for message in stream_messages(slow, 0.01)]
+    assert len(messages) == MAX_QUEUED_MESSAGES
 
 
-async def test_a_quiet_stream_shows_that_it_lives() -> None:
-    with EventLog(None).subscribe() as listener:
+async def test_idle_stream_sends_keepalive_comments() -> None:
+    with EventLog(None).subscribe() as subscriber:
         async with asyncio.timeout(5):
-            assert (await anext(stream_messages(listener, 0.01))).startswith(b":")
+            assert (await anext(stream_messages(subscriber, 0.01))).startswith(b":")
 
 
-def test_there_is_an_end_to_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_subscribers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SUBSCRIBERS", 1)
-    recorder = EventLog(None)
-    with recorder.subscribe(), pytest.raises(LimitError), recorder.subscribe():
+    event_log = EventLog(None)
+    with event_log.subscribe(), pytest.raises(LimitError), event_log.subscribe():
         pass
 
 
-def test_a_recorder_folds_as_the_state_does() -> None:
+def test_event_log_applies_events_as_the_state_does() -> None:
     assert EventLog(None, opening_events()).state == apply_all(opening_events(), RunState())

@@ -1,4 +1,4 @@
-"""The page as the server writes it."""
+"""The page as the server renders it."""
 
 import hashlib
 import re
@@ -45,7 +45,7 @@ def page(*names: str) -> str:
     return render_page(snapshot(apply_all(events), 1100.0), JOIN, "0.1")
 
 
-def test_the_figures_stand_in_it_without_any_script() -> None:
+def test_page_contains_the_figures_without_scripts() -> None:
     text = page("ada", "bob")
     for figure in ("round 2 of 100", "3.000", "1 of 2 in time", JOIN, "ada", "bob", "small", "not in time"):
         assert figure in text, figure
@@ -53,12 +53,12 @@ def test_the_figures_stand_in_it_without_any_script() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_a_peer_says_is_text(name: str) -> None:
-    """The control: the same elements, in the same order, as with a harmless name; only text differs."""
+def test_text_from_peers_is_escaped(name: str) -> None:
+    """The page has the same elements in the same order as with a harmless name (control); only text differs."""
     assert elements(page(name, name)) == elements(page("ada", "bob"))
 
 
-def test_nothing_in_it_needs_inline_styles_scripts_or_strangers() -> None:
+def test_page_has_no_inline_styles_inline_scripts_or_third_parties() -> None:
     for tag, attributes in elements(page("ada")):
         assert not {key for key in attributes if key.startswith("on") or key == "style"}, (tag, attributes)
         for key in ("src", "href"):
@@ -72,8 +72,8 @@ def test_nothing_in_it_needs_inline_styles_scripts_or_strangers() -> None:
     assert not re.search(r"https?://(?!www\.w3\.org)", (ASSETS_DIR / "index.html").read_text())
 
 
-def test_the_vendored_charts_are_those_of_their_release() -> None:
-    """uPlot 1.6.32, MIT, as on npm."""
+def test_vendored_uplot_matches_its_release() -> None:
+    """The files are those of uPlot 1.6.32 (MIT) on npm."""
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in STATIC_DIR.glob("uPlot*")}
     assert found == {
         "uPlot.iife.min.js": "19c8d4c6ad88929a",
@@ -82,19 +82,19 @@ def test_the_vendored_charts_are_those_of_their_release() -> None:
     }
 
 
-def test_an_empty_run_and_a_replay_have_a_page() -> None:
+def test_empty_run_and_replay_have_a_page() -> None:
     assert "no peers yet" in render_page(snapshot(RunState(), 1.0), JOIN, "0.1")
     replayed = render_page(snapshot(apply_all(opening_events()), 1.0), None, "0.1")
     assert 'id="join"' not in replayed and "run.toml" not in replayed
 
 
-def test_who_left_is_not_in_the_table_but_in_the_log() -> None:
+def test_departed_peer_is_in_the_log_but_not_in_the_table() -> None:
     events = [*opening_events(), PeerDeparted(at=1050.0, peer=NAMES[0], reason="unreachable")]
     text = render_page(snapshot(apply_all(events), 1100.0), JOIN, "0.1")
     assert f'data-peer="{NAMES[0]}"' not in text and "does not answer and counts as gone" in text
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_numbers_are_formatted_for_people() -> None:
     sizes = {0: "0", 7: "7", 999: "999", 1_840_000: "1.84 M", 10_000: "10 k", 999_999: "1 M", 3e12: "3 T"}
     assert {value: format_si(value) for value in sizes} == sizes
     times = {3: "3 s", 75: "1 min 15 s", 2309: "38 min", 40_000: "11 h", 222_222: "2 d 13 h"}

@@ -1,4 +1,4 @@
-"""What is told of a state."""
+"""The JSON views of a state."""
 
 import json
 
@@ -23,7 +23,7 @@ from tests.node.dashboard.example_events import (
 RUN = [*opening_events(), *map(committed, range(10)), timed(4), timed(8)]
 
 
-def test_the_summary_holds_what_the_interface_promises() -> None:
+def test_summary_has_the_documented_fields() -> None:
     values = snapshot(apply_all(RUN), 1100.0)
     assert values["run"] == "small" and values["round"] == 10 and values["tokens"] == 2000
     assert values["loss"] == 3.0 and isinstance(values["peers"], list) and len(values["peers"]) == 2
@@ -33,12 +33,12 @@ def test_the_summary_holds_what_the_interface_promises() -> None:
     json.dumps(values, allow_nan=False)
 
 
-def test_an_empty_state_has_a_summary_too() -> None:
+def test_empty_state_has_a_summary() -> None:
     values = snapshot(RunState(), 5.0)
     assert values["round"] == 0 and values["loss"] is None and values["status"] == "waiting"
 
 
-def test_the_word_for_how_it_stands() -> None:
+def test_run_status_words() -> None:
     assert run_status(apply_all([OPENED]))[::2] == ("waiting", "no peers yet")
     assert run_status(apply_all(opening_events()[:2]))[::2] == ("waiting", "1 of 2 peers are here")
     assert run_status(apply_all(opening_events()))[0] == "warming up"
@@ -52,7 +52,7 @@ def words(state: RunState) -> dict[str, str]:
     return {peer["peer"]: peer["state"] for peer in snapshot(state, 1.0)["peers"]}
 
 
-def test_the_word_for_each_peer() -> None:
+def test_peer_status_words() -> None:
     at_head = PeersUpdated(at=1.0, peers=tuple(peer_report(name, round=10) for name in NAMES[:2]))
     events = [*RUN, at_head, joined(NAMES[2], round=0), joined(NAMES[3], role="observer")]
     assert list(words(apply_all(events)).values()) == ["training", "training", "joining", "watching"]
@@ -66,7 +66,7 @@ def test_the_word_for_each_peer() -> None:
     assert words(behind)[NAMES[1]] == "behind" and words(behind)[NAMES[0]] == "training"
 
 
-def test_who_rests_is_counted_as_such_and_adds_no_speed() -> None:
+def test_resting_peer_is_counted_and_adds_no_throughput() -> None:
     at_head = tuple(peer_report(name, round=10) for name in NAMES[:3])
     working = apply_all(
         [*RUN, joined(NAMES[2]), joined(NAMES[3], role="observer"), PeersUpdated(at=1.0, peers=at_head)]
@@ -79,7 +79,7 @@ def test_who_rests_is_counted_as_such_and_adds_no_speed() -> None:
     assert counts["resting"] == 1 and sum(counts.values()) == len(resting.live) == 4
 
 
-def test_the_path_of_a_hidden_peer_and_who_carries_it() -> None:
+def test_link_names_the_relay_and_the_relayed_peers() -> None:
     relay, hidden = NAMES[0], NAMES[1]
     by = (relay, "<b>nobody</b>")
     state = apply_all([OPENED, joined(relay, reach="direct"), joined(hidden, reach="relay", carriers=by)])
@@ -91,20 +91,20 @@ def test_the_path_of_a_hidden_peer_and_who_carries_it() -> None:
     assert snapshot(state, 1.0)["peers"][0]["link"] == "direct, relayed 2.1 MB for others"
 
 
-def test_left_today_counts_peers_and_not_the_hosts_own_absence() -> None:
+def test_left_today_ignores_the_restart_of_the_host() -> None:
     gone = apply_all([*RUN, PeerDeparted(at=1050.0, peer=NAMES[0], reason="left")])
     assert summary(gone, 1100.0)["left_today"] == 1 and summary(gone, 1100.0 + 90_000)["left_today"] == 0
     assert summary(apply_all([*RUN, HostRestarted(at=1100.0)]), 1101.0)["left_today"] == 0
 
 
-def test_the_time_left_until_a_number_of_tokens() -> None:
+def test_seconds_left_follow_from_the_token_target() -> None:
     facts = FACTS.model_copy(update={"target_rounds": None, "target_tokens": 4000})
     events = [OPENED.model_copy(update={"facts": facts}), *RUN[1:]]
     assert summary(apply_all(events), 1.0)["seconds_left"] == pytest.approx(2000 / 200 * 2.0)
     assert summary(apply_all(events), 1.0)["progress"] == 0.5
 
 
-def test_history_is_gapless_and_thinned_where_asked() -> None:
+def test_history_is_complete_and_thinned_on_request() -> None:
     state = apply_all([*RUN, ValidationMeasured(at=1.0, peer=NAMES[0], round=3, loss=2.0)])
     columns = history(state, 100)
     assert set(columns) == set(SERIES) and columns["round"] == list(range(10))
@@ -114,7 +114,7 @@ def test_history_is_gapless_and_thinned_where_asked() -> None:
 
 
 @pytest.mark.parametrize(("count", "maximum"), [(10, 3), (10, 10), (11, 10), (1000, 7), (5, 100), (0, 2), (2001, 2000)])
-def test_thinning_keeps_the_first_and_the_last_and_the_limit(count: int, maximum: int) -> None:
+def test_thinning_keeps_first_and_last_within_the_limit(count: int, maximum: int) -> None:
     found = thin_out(range(count), maximum)
     assert len(found) <= maximum and found == sorted(set(found))
     assert not count or (found[0] == 0 and found[-1] == count - 1)

@@ -1,4 +1,4 @@
-"""The server, asked over real sockets."""
+"""The dashboard's web server over real sockets."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ async def the_manifest() -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def served(face: DashboardData) -> AsyncIterator[httpx2.AsyncClient]:
+async def served(data: DashboardData) -> AsyncIterator[httpx2.AsyncClient]:
     listener = open_listener("127.0.0.1", 0, "--http")
     async with (
-        serve(build_app(face), listener, 64) as port,
+        serve(build_app(data), listener, 64) as port,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client,
     ):
         yield client
@@ -40,7 +40,7 @@ def make_data(**values: Any) -> DashboardData:
     return DashboardData(EventLog(None, RUN), the_manifest, **values)
 
 
-async def test_every_answer_is_guarded_by_the_same_headers() -> None:
+async def test_every_response_has_the_security_headers() -> None:
     async with served(make_data()) as client:
         for path in ("/", "/run.toml", "/api/v1/state", "/healthz", "/metrics", "/static/page.js", "/nowhere"):
             answer = await client.get(path)
@@ -51,7 +51,7 @@ async def test_every_answer_is_guarded_by_the_same_headers() -> None:
         assert (await client.get("/static/%2e%2e/index.html")).status_code == 404
 
 
-async def test_the_page_tells_the_line_to_join_by() -> None:
+async def test_page_shows_the_join_command() -> None:
     async with served(make_data()) as client:
         port = client.base_url.port
         assert f"murmur join http://127.0.0.1:{port}/run.toml" in (await client.get("/")).text
@@ -76,7 +76,7 @@ async def test_state_history_and_timeline() -> None:
         assert "murmur_swarm_round 20.0" in metrics and 'murmur_swarm_peers{state="' in metrics
 
 
-async def test_a_page_that_stands_still_is_not_well() -> None:
+async def test_page_of_a_failed_watcher_is_unhealthy() -> None:
     watches = True
     async with served(make_data(is_live=lambda: watches)) as client:
         for path in ("/healthz", "/metrics"):
@@ -84,30 +84,30 @@ async def test_a_page_that_stands_still_is_not_well() -> None:
             assert (await client.get(path)).status_code == 200
             watches = False
             answer = await client.get(path)
-            assert answer.status_code == 503 and "stands still" in answer.text
+            assert answer.status_code == 503 and "no longer updated" in answer.text
 
 
 @pytest.mark.parametrize(
     "path",
     ["/api/v1/history?series=none", "/api/v1/history?max=x", "/api/v1/timeline?round=-1", "/api/v1/events?after=1e9"],
 )
-async def test_nonsense_is_refused(path: str) -> None:
+async def test_invalid_parameters_are_refused(path: str) -> None:
     async with served(make_data()) as client:
         assert (await client.get(path)).status_code == 400
 
 
-async def test_a_replay_has_nothing_to_join() -> None:
+async def test_replay_has_no_manifest_and_no_join_command() -> None:
     async with served(DashboardData(EventLog(None, RUN), None)) as client:
         assert (await client.get("/run.toml")).status_code == 404
         assert (await client.get("/api/v1/state")).json()["status"] == "replay"
 
 
-Told = tuple[int | None, str, dict[str, Any]]
+StreamMessage = tuple[int | None, str, dict[str, Any]]
 
 
-async def told(lines: AsyncIterator[str], count: int) -> list[Told]:
-    """The next messages of a stream: index, name, values."""
-    found: list[Told] = []
+async def read_messages(lines: AsyncIterator[str], count: int) -> list[StreamMessage]:
+    """Return the next messages of a stream: index, name, values."""
+    found: list[StreamMessage] = []
     values: dict[str, str] = {}
     async with asyncio.timeout(10):
         while len(found) < count:
@@ -123,70 +123,70 @@ async def told(lines: AsyncIterator[str], count: int) -> list[Told]:
     return found
 
 
-async def test_a_stream_that_breaks_goes_on_where_it_was() -> None:
-    """The control: who does not say where it was is given the whole state, and has not to guess."""
-    face = make_data()
-    async with served(face) as client:
+async def test_broken_stream_resumes_where_it_stopped() -> None:
+    """Control: a client that names no index gets the whole state."""
+    data = make_data()
+    async with served(data) as client:
         async with client.stream("GET", "/api/v1/events?after=20") as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
             lines = stream.aiter_lines()
-            assert [(index, name) for index, name, _ in await told(lines, 3)] == [
+            assert [(index, name) for index, name, _ in await read_messages(lines, 3)] == [
                 (21, "committed"), (22, "committed"), (23, "timed")
             ]  # fmt: skip
-            face.event_log.record(committed(20))
-            ((index, name, values),) = await told(lines, 1)
+            data.event_log.record(committed(20))
+            ((index, name, values),) = await read_messages(lines, 1)
             assert (index, name, values["round"]) == (24, "committed", 20)
-        face.event_log.record(committed(21))
-        face.event_log.record(joined(NAMES[2]))
+        data.event_log.record(committed(21))
+        data.event_log.record(joined(NAMES[2]))
         async with client.stream("GET", "/api/v1/events", headers={"last-event-id": "24"}) as stream:
-            assert [index for index, _, _ in await told(stream.aiter_lines(), 2)] == [25, 26]
+            assert [index for index, _, _ in await read_messages(stream.aiter_lines(), 2)] == [25, 26]
         async with client.stream("GET", "/api/v1/events") as stream:
-            ((index, name, values),) = await told(stream.aiter_lines(), 1)
+            ((index, name, values),) = await read_messages(stream.aiter_lines(), 1)
             assert (index, name) == (26, "state") and values["round"] == 22 and values["index"] == 27
         async with client.stream("GET", "/api/v1/events?after=99999") as stream:
-            assert (await told(stream.aiter_lines(), 1))[0][1] == "state"
+            assert (await read_messages(stream.aiter_lines(), 1))[0][1] == "state"
 
 
-async def test_the_events_alone_rebuild_the_state() -> None:
-    face = DashboardData(EventLog(None), the_manifest)
-    async with served(face) as client, client.stream("GET", "/api/v1/events") as stream:
+async def test_events_alone_rebuild_the_state() -> None:
+    data = DashboardData(EventLog(None), the_manifest)
+    async with served(data) as client, client.stream("GET", "/api/v1/events") as stream:
         lines = stream.aiter_lines()
-        await told(lines, 1)
+        await read_messages(lines, 1)
         for event in RUN:
-            face.event_log.record(event)
-        heard = await told(lines, len(RUN))
-    assert [index for index, _, _ in heard] == list(range(len(RUN)))
-    assert apply_all(RUN, RunState()) == face.event_log.state
+            data.event_log.record(event)
+        received = await read_messages(lines, len(RUN))
+    assert [index for index, _, _ in received] == list(range(len(RUN)))
+    assert apply_all(RUN, RunState()) == data.event_log.state
 
 
 def accepted(port: int | None) -> set[int]:
-    """The ports of those whose connections to that server of ours it still holds."""
+    """Return the client ports of the connections that the server still holds."""
     connections = psutil.Process().net_connections(kind="tcp")
     return {found.raddr.port for found in connections if found.laddr.port == port and found.raddr}
 
 
-async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its messages end by the listener's own limit, its connection and its stream by TCP's patience."""
+async def test_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The subscriber's limit ends its messages; TCP's timeout ends its connection and stream."""
     monkeypatch.setattr(http_server, "WRITE_SECONDS", 0.5)
-    face, ended, stream = make_data(), asyncio.Event(), module._stream_events
+    data, ended, stream = make_data(), asyncio.Event(), module._stream_events
 
-    async def noted(face: DashboardData, after: str | None) -> AsyncIterator[bytes]:
+    async def stream_and_note(data: DashboardData, after: str | None) -> AsyncIterator[bytes]:
         try:
-            async for message in stream(face, after):
+            async for message in stream(data, after):
                 yield message
         finally:
             ended.set()
 
-    monkeypatch.setattr(module, "_stream_events", noted)
-    async with served(face) as client:
+    monkeypatch.setattr(module, "_stream_events", stream_and_note)
+    async with served(data) as client:
         reader = socket.create_connection(("127.0.0.1", client.base_url.port or 0))
         reader.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: here\r\n\r\n")
         async with asyncio.timeout(30):
-            while not face.event_log.subscriber_count:
+            while not data.event_log.subscriber_count:
                 await asyncio.sleep(0.01)
-            while face.event_log.subscriber_count:  # kernel buffers take some megabytes before a write has to wait
+            while data.event_log.subscriber_count:  # kernel buffers take some megabytes before a write has to wait
                 for _ in range(MAX_QUEUED_MESSAGES // 4):
-                    face.event_log.broadcast("now", {"text": "x" * 50_000})
+                    data.event_log.broadcast("now", {"text": "x" * 50_000})
                 await asyncio.sleep(0.05)
             await ended.wait()
             while reader.getsockname()[1] in accepted(client.base_url.port):
@@ -195,13 +195,13 @@ async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
         reader.close()
 
 
-async def test_who_goes_away_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_connection_ends_its_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEEPALIVE_SECONDS", 0.05)
-    face = make_data()
-    async with served(face) as client:
+    data = make_data()
+    async with served(data) as client:
         async with client.stream("GET", "/api/v1/events") as stream:
-            await told(stream.aiter_lines(), 1)
-            assert face.event_log.subscriber_count == 1
+            await read_messages(stream.aiter_lines(), 1)
+            assert data.event_log.subscriber_count == 1
         async with asyncio.timeout(10):
-            while face.event_log.subscriber_count:
+            while data.event_log.subscriber_count:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The door of a host, and the manifest that it hands out."""
+"""The dashboard's address and the manifest that it serves."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -38,17 +38,17 @@ ME, *OTHERS = (identity.peer_id for identity in PEERS)
         ("run.example.org:443", "run.example.org", 443),
     ],
 )
-def test_where_the_page_is_served(address: str, host: str, port: int) -> None:
+def test_http_address_is_parsed(address: str, host: str, port: int) -> None:
     assert DashboardAddress.parse(address, None) == DashboardAddress(host, port)
 
 
 @pytest.mark.parametrize("address", ["", "here", "1.2.3.4:x", "1.2.3.4:99999", "a b:1", "http://x:1"])
-def test_what_is_no_address(address: str) -> None:
+def test_invalid_http_address_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="--http"):
         DashboardAddress.parse(address, None)
 
 
-def test_a_public_url_is_one() -> None:
+def test_public_url_is_checked() -> None:
     assert DashboardAddress.parse("8080", "https://run.example.org/").public_url == "https://run.example.org"
     with pytest.raises(UsageError, match="--public-url"):
         DashboardAddress.parse("8080", "run.example.org")
@@ -63,45 +63,45 @@ class FakeTransport:
     async def addresses(self) -> tuple[str, ...]:
         self.asked += 1
         if self.broken:
-            raise TransportError("p2pd is being started again")
+            raise TransportError("p2pd is restarting")
         return self.own
 
 
-def make_publisher(transport: FakeTransport, neighbours: dict[str, tuple[str, ...]]) -> ManifestPublisher:
-    directory = SimpleNamespace(known_addresses=lambda: neighbours)
-    window = SimpleNamespace(manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory)
-    return ManifestPublisher(window)  # type: ignore[arg-type]
+def make_publisher(transport: FakeTransport, known_addresses: dict[str, tuple[str, ...]]) -> ManifestPublisher:
+    directory = SimpleNamespace(known_addresses=lambda: known_addresses)
+    handle = SimpleNamespace(manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory)
+    return ManifestPublisher(handle)  # type: ignore[arg-type]
 
 
-async def test_the_manifest_names_the_host_first_and_some_peers() -> None:
+async def test_manifest_names_the_host_first_and_some_peers() -> None:
     loopback, public = f"/ip4/127.0.0.1/tcp/1/p2p/{ME}", f"/ip4/192.0.2.1/tcp/1/p2p/{ME}"
-    neighbours = {peer: (f"/ip4/127.0.0.1/tcp/2/p2p/{peer}", f"/ip4/192.0.2.2/tcp/2/p2p/{peer}") for peer in OTHERS}
+    known = {peer: (f"/ip4/127.0.0.1/tcp/2/p2p/{peer}", f"/ip4/192.0.2.2/tcp/2/p2p/{peer}") for peer in OTHERS}
     transport = FakeTransport((loopback, public))
-    seal = make_publisher(
-        transport, neighbours | {f"{number}": (f"/ip4/192.0.2.9/tcp/{number}",) for number in range(1, 20)}
+    publisher = make_publisher(
+        transport, known | {f"{number}": (f"/ip4/192.0.2.9/tcp/{number}",) for number in range(1, 20)}
     )
-    signed = open_signed_manifest(await seal.signed_text(), "here")
+    signed = open_signed_manifest(await publisher.signed_text(), "here")
     assert signed.organiser == ME and signed.manifest.run_id == MANIFEST.run_id
     named = signed.manifest.run.bootstrap
     assert named[:2] == (public, loopback) and len(named) == MAX_BOOTSTRAP_ADDRESSES
     assert named[2] == f"/ip4/192.0.2.2/tcp/2/p2p/{OTHERS[0]}"
-    assert await seal.signed_text() == await seal.signed_text() and transport.asked == 1
+    assert await publisher.signed_text() == await publisher.signed_text() and transport.asked == 1
 
 
-async def test_a_host_whose_network_is_away_still_hands_out_the_run() -> None:
+async def test_host_without_network_still_serves_the_manifest() -> None:
     transport = FakeTransport((), broken=True)
     signed = open_signed_manifest(await make_publisher(transport, {}).signed_text(), "here")
     assert signed.manifest == MANIFEST
 
 
-def test_addresses_of_this_machine_alone_come_last() -> None:
+def test_loopback_addresses_come_last() -> None:
     assert (
         sort_reachable_first(["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1", "/ip4/192.0.2.1/tcp/1"])[0]
         == "/ip4/192.0.2.1/tcp/1"
     )
 
 
-def test_the_facts_of_a_run() -> None:
+def test_facts_follow_from_the_manifest() -> None:
     facts = run_facts(MANIFEST, ME)
     assert (facts.run, facts.run_id, facts.organiser) == (MANIFEST.run.name, MANIFEST.run_id, ME)
     assert facts.parameters > 0
@@ -109,7 +109,7 @@ def test_the_facts_of_a_run() -> None:
 
 @dataclass
 class FakeNodeHandle:
-    """Of a run that nobody takes part in."""
+    """The handle of a node in a run without other peers."""
 
     is_trainer: bool
     manifest = MANIFEST
@@ -127,13 +127,18 @@ class FakeNodeHandle:
 @pytest.mark.parametrize(
     ("error", "trains", "line", "traceback"),
     [
-        (StorageError("cannot write it; free some space"), False, "stands still: cannot write it; free", False),
-        (StorageError("cannot write it; free some space"), True, "stands still; training goes on: cannot", False),
-        (ValueError("a fault"), False, "stands still", True),
-        (ValueError("a fault"), True, "stands still; training goes on", True),
+        (StorageError("cannot write it; free some space"), False, "no longer updated: cannot write it; free", False),
+        (
+            StorageError("cannot write it; free some space"),
+            True,
+            "no longer updated; training continues: cannot",
+            False,
+        ),
+        (ValueError("a fault"), False, "no longer updated", True),
+        (ValueError("a fault"), True, "no longer updated; training continues", True),
     ],
 )
-async def test_a_watch_that_ends_says_so_and_the_page_is_not_well(
+async def test_failed_watcher_is_logged_and_the_page_is_unhealthy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
     error: Exception, trains: bool, line: str, traceback: bool,
 ) -> None:  # fmt: skip
@@ -144,15 +149,15 @@ async def test_a_watch_that_ends_says_so_and_the_page_is_not_well(
         raise error
 
     monkeypatch.setattr(SwarmWatcher, "run", run)
-    window = cast(NodeHandle, FakeNodeHandle(trains))
+    handle = cast(NodeHandle, FakeNodeHandle(trains))
     async with (
-        serve_dashboard(window, RunDir(tmp_path), DashboardAddress("127.0.0.1", 0)) as shown,
+        serve_dashboard(handle, RunDir(tmp_path), DashboardAddress("127.0.0.1", 0)) as dashboard,
         httpx2.AsyncClient(timeout=10) as client,
     ):
-        assert (await client.get(f"{shown.page_url}healthz")).status_code == 200
+        assert (await client.get(f"{dashboard.page_url}healthz")).status_code == 200
         full.set()
-        await asyncio.wait({shown.watcher_task})
-        assert (await client.get(f"{shown.page_url}healthz")).status_code == 503
-    (record,) = [record for record in caplog.records if "the watch has ended" in record.message]
+        await asyncio.wait({dashboard.watcher_task})
+        assert (await client.get(f"{dashboard.page_url}healthz")).status_code == 503
+    (record,) = [record for record in caplog.records if "the watcher has failed" in record.message]
     assert line in record.message and bool(record.exc_info) == traceback
-    assert ("training goes on" in record.message) == trains
+    assert ("training continues" in record.message) == trains

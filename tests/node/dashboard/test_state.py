@@ -1,4 +1,4 @@
-"""The fold over events."""
+"""The state of a run after its events."""
 
 import random
 
@@ -39,7 +39,7 @@ from tests.node.dashboard.example_events import (
 )
 
 
-def test_the_same_events_give_the_same_state_and_change_no_earlier_one() -> None:
+def test_same_events_give_the_same_state_and_leave_earlier_states() -> None:
     events = [
         *opening_events(),
         *(committed(number) for number in range(5)),
@@ -53,14 +53,14 @@ def test_the_same_events_give_the_same_state_and_change_no_earlier_one() -> None
     assert before == copy and before.index == 4
 
 
-def test_every_durable_event_counts_and_moved_does_not() -> None:
+def test_only_durable_events_are_counted() -> None:
     state = apply_all(opening_events())
     assert state.index == 3
     moved = apply_event(state, PeersUpdated(at=1.0, peers=(peer_report(NAMES[0], round=7),)))
     assert moved.index == 3 and moved.peers[NAMES[0]].report.round == 7
 
 
-def test_a_round_becomes_a_row() -> None:
+def test_committed_round_becomes_a_row() -> None:
     row = apply_all([*opening_events(), committed(0), committed(1, loss=2.0)]).rows.last
     assert row is not None
     assert (row.round, row.tokens, row.loss, row.contributors, row.seconds) == (1, 400, 2.0, 2, 2.0)
@@ -68,34 +68,34 @@ def test_a_round_becomes_a_row() -> None:
     assert row.all_reduce_bytes == 2 * (2 - 1) / 2 * 4 * 1000 * 10  # a ring of two, 1000 parameters, ten steps
 
 
-def test_the_loss_is_weighted_by_tokens() -> None:
+def test_loss_is_weighted_by_tokens() -> None:
     event = committed(0)
     heavy = event.given[0].model_copy(update={"tokens": 300, "loss": 1.0})
     row = apply_all([OPENED, event.model_copy(update={"given": (heavy, event.given[1])})]).rows.last
     assert row is not None and row.loss == pytest.approx((300 * 1.0 + 100 * 3.0) / 400)
 
 
-def test_a_round_that_was_learned_late_has_no_duration_and_gives_none_to_the_next() -> None:
+def test_undated_round_gives_no_duration_to_itself_or_the_next() -> None:
     rows = list(apply_all([*opening_events(), committed(0), committed(1, at=None), committed(2), committed(3)]).rows)
     assert [row.seconds for row in rows] == [None, None, None, 2.0]
 
 
-def test_who_gave_and_who_was_late() -> None:
+def test_contributors_and_late_peers_are_counted() -> None:
     state = apply_all([*opening_events(), committed(0), committed(1, NAMES[:1], late=[NAMES[1]])])
     assert (state.peers[NAMES[0]].included_count, state.peers[NAMES[0]].missed_count) == (2, 0)
     assert (state.peers[NAMES[1]].included_count, state.peers[NAMES[1]].missed_count) == (1, 1)
     assert not state.peers[NAMES[1]].in_time and "not in time" in state.log[-1].text
 
 
-def test_a_contribution_tells_where_a_peer_stands_when_nothing_else_does() -> None:
+def test_contribution_updates_a_peer_without_other_reports() -> None:
     quiet = joined(NAMES[2], tokens_per_second=0.0)
     events = [*opening_events(), quiet, committed(0), committed(1, NAMES[:3], loss=2.5)]
     now = apply_all(events).peers[NAMES[2]].report
     assert (now.round, now.loss, now.tokens_per_second) == (2, 2.5, 100 / 2.0)
-    assert apply_all(events).peers[NAMES[0]].report.tokens_per_second == 50.0  # what it says of itself
+    assert apply_all(events).peers[NAMES[0]].report.tokens_per_second == 50.0  # as the peer reports
 
 
-def test_what_was_measured_afterwards_finds_its_round() -> None:
+def test_later_measurements_are_added_to_their_round() -> None:
     state = apply_all([*opening_events(), committed(0), committed(1), timed(0, sent=4000)])
     state = apply_all(
         [
@@ -115,7 +115,7 @@ def test_what_was_measured_afterwards_finds_its_round() -> None:
     assert timings_of_round(state, None)[0] == 0 and timings_of_round(state, 7) == (7, ())
 
 
-def test_a_fork_voids_what_followed() -> None:
+def test_fork_removes_the_later_rounds() -> None:
     events = [*opening_events(), *(committed(number) for number in range(6)), timed(4)]
     state = apply_all([*events, ChainForked(at=1.0, round=3)])
     assert [row.round for row in state.rows] == [0, 1, 2] and not state.timelines
@@ -125,7 +125,7 @@ def test_a_fork_voids_what_followed() -> None:
     )
 
 
-def test_leaving_and_coming_back() -> None:
+def test_peer_leaves_and_comes_back() -> None:
     state = apply_all([*opening_events(), PeerDeparted(at=5.0, peer=NAMES[0], reason="left")])
     assert state.peers[NAMES[0]].gone_at == 5.0 and list(state.live) == [NAMES[1]]
     back = apply_event(state, joined(NAMES[0], at=9.0))
@@ -133,7 +133,7 @@ def test_leaving_and_coming_back() -> None:
     assert apply_event(state, PeerDeparted(at=5.0, peer=NAMES[3], reason="")).peers == state.peers
 
 
-def test_a_hosts_own_start_is_no_coming_and_going_of_peers() -> None:
+def test_host_restart_is_not_logged_as_peers_leaving() -> None:
     state = apply_all([*opening_events(), HostRestarted(at=50.0)])
     assert not state.live and {peer.reason for peer in state.peers.values()} == {UNSEEN_SINCE_RESTART}
     seen = apply_all([joined(NAMES[0], at=51.0)], state)
@@ -141,14 +141,14 @@ def test_a_hosts_own_start_is_no_coming_and_going_of_peers() -> None:
     assert len(apply_all([joined(NAMES[2], at=51.0)], state).log) == len(state.log) + 1
 
 
-def test_lost_found_and_missing() -> None:
+def test_lost_found_and_missing_rounds() -> None:
     state = apply_all([*opening_events(), SwarmLost(at=7.0)])
     assert state.lost_since == 7.0
     state = apply_all([SwarmFound(at=8.0), RoundsMissing(at=8.0, first=3, last=5)], state)
     assert state.lost_since is None and state.missing_rounds == 3
 
 
-def test_what_grows_is_bounded() -> None:
+def test_log_timelines_and_departed_peers_are_bounded() -> None:
     crowd = [f"peer-{number}" for number in range(MAX_GONE_PEERS + 50)]
     events: list[LoggedEvent] = [*opening_events()]
     events += [joined(name) for name in crowd] + [PeerDeparted(at=1.0, peer=name, reason="expired") for name in crowd]
@@ -159,7 +159,7 @@ def test_what_grows_is_bounded() -> None:
     assert len(state.peers[NAMES[0]].speeds) == MAX_SPEEDS
 
 
-def test_rows_are_whole_however_many_and_share_what_is_old() -> None:
+def test_history_is_complete_and_shares_old_chunks() -> None:
     state = apply_all([OPENED, *(committed(number) for number in range(3 * CHUNK_ROWS + 5))])
     assert [row.round for row in state.rows] == list(range(3 * CHUNK_ROWS + 5)) and len(
         state.rows
@@ -173,7 +173,7 @@ def test_rows_are_whole_however_many_and_share_what_is_old() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_order_of_events_breaks_it(seed: int) -> None:
+def test_any_order_of_events_is_accepted(seed: int) -> None:
     events: list[LoggedEvent] = [
         *opening_events(),
         *map(committed, range(5)),
@@ -190,7 +190,7 @@ def test_no_order_of_events_breaks_it(seed: int) -> None:
     assert apply_all(events, RunState()).index == len(events)
 
 
-def test_when_the_newest_event_was_also_one_that_the_log_does_not_tell() -> None:
+def test_newest_time_includes_events_without_a_log_line() -> None:
     state = apply_all([*opening_events(), committed(0, at=1500.0)])
     assert state.newest_at == 1500.0 > max(line.at for line in state.log)
     assert apply_all([committed(1, at=None)], state).newest_at == 1500.0

@@ -1,4 +1,4 @@
-"""From the directory's table to events."""
+"""Events from changes of the peer directory."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from node.dashboard.event_log import EventLog
-from node.dashboard.events import ChainForked
-from node.dashboard.events import DashboardEvent as Happening
+from node.dashboard.events import ChainForked, DashboardEvent
 from node.dashboard.swarm_watcher import (
     MAX_SHOWN_PEERS,
     NEWS_BURST,
@@ -57,13 +56,13 @@ class FakeNodeHandle:
 
 
 class KindRecordingEventLog(EventLog):
-    """Also keeps the kinds of all events."""
+    """An event log that also keeps the kinds of all events."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
         super().__init__(None, [OPENED])
 
-    def record(self, event: Happening) -> None:
+    def record(self, event: DashboardEvent) -> None:
         self.kinds.append(event.kind)
         super().record(event)
 
@@ -71,12 +70,12 @@ class KindRecordingEventLog(EventLog):
 class Scene:
     def __init__(self, trains: bool = False) -> None:
         self.directory = FakeDirectory()
-        self.recorder = KindRecordingEventLog()
-        self.watch = SwarmWatcher(FakeNodeHandle(self.directory, trains), self.recorder)  # type: ignore[arg-type]
+        self.event_log = KindRecordingEventLog()
+        self.watcher = SwarmWatcher(FakeNodeHandle(self.directory, trains), self.event_log)  # type: ignore[arg-type]
 
     def kinds(self) -> list[str]:
-        """Since the last time."""
-        kinds, self.recorder.kinds = self.recorder.kinds, []
+        """Return the kinds of the events since the last call."""
+        kinds, self.event_log.kinds = self.event_log.kinds, []
         return kinds
 
 
@@ -84,124 +83,124 @@ def record(sequence: int = 1, role: str = "trainer", **fields: Any) -> PeerRecor
     return PeerRecord(sequence=sequence, role=role, **fields)
 
 
-def test_coming_moving_and_going() -> None:
+def test_joining_updating_and_leaving_are_recorded() -> None:
     scene = Scene()
     scene.directory.records = {ME: record(role="observer"), ADA: record()}
-    scene.watch.poll(1.0)
-    assert scene.kinds() == ["joined", "moved"] and list(scene.recorder.state.live) == [ADA]
-    scene.watch.poll(1.5)
+    scene.watcher.poll(1.0)
+    assert scene.kinds() == ["joined", "moved"] and list(scene.event_log.state.live) == [ADA]
+    scene.watcher.poll(1.5)
     assert scene.kinds() == []
     scene.directory.records[ADA] = record(2, step=5)
-    scene.watch.poll(2.0)
-    assert scene.kinds() == ["moved"] and scene.recorder.state.peers[ADA].report.step == 5
+    scene.watcher.poll(2.0)
+    assert scene.kinds() == ["moved"] and scene.event_log.state.peers[ADA].report.step == 5
     del scene.directory.records[ADA]
     scene.directory.callbacks[0](PeerLeft(ADA, "left"))
-    scene.watch.poll(2.5)
-    assert scene.kinds() == ["left"] and scene.recorder.state.peers[ADA].reason == "left"
+    scene.watcher.poll(2.5)
+    assert scene.kinds() == ["left"] and scene.event_log.state.peers[ADA].reason == "left"
 
 
-def test_a_host_that_trains_is_on_its_own_page_and_one_that_watches_is_not() -> None:
+def test_host_shows_itself_only_if_it_trains() -> None:
     for trains in (True, False):
         scene = Scene(trains)
         scene.directory.records = {ME: record()}
-        scene.watch.poll(1.0)
-        assert list(scene.recorder.state.live) == [ME] * trains
+        scene.watcher.poll(1.0)
+        assert list(scene.event_log.state.live) == [ME] * trains
 
 
-def test_sight_is_lost_only_after_a_while_and_only_of_a_run_that_was_seen() -> None:
+def test_swarm_is_lost_after_a_while_and_only_if_it_was_seen() -> None:
     scene = Scene()
     for now in (1.0, 5.0, 50.0):
-        scene.watch.poll(now)
+        scene.watcher.poll(now)
     assert scene.kinds() == []
     scene.directory.records = {ADA: record()}
-    scene.watch.poll(51.0)
-    scene.recorder.record(committed(0))
+    scene.watcher.poll(51.0)
+    scene.event_log.record(committed(0))
     scene.directory.records = {}
-    scene.watch.poll(52.0)
-    scene.watch.poll(52.2)
-    assert scene.recorder.state.lost_since is None
-    scene.watch.poll(52.0 + MANIFEST.membership.expiry + 0.1)
-    assert scene.recorder.state.lost_since is not None
+    scene.watcher.poll(52.0)
+    scene.watcher.poll(52.2)
+    assert scene.event_log.state.lost_since is None
+    scene.watcher.poll(52.0 + MANIFEST.membership.expiry + 0.1)
+    assert scene.event_log.state.lost_since is not None
     scene.directory.records = {ADA: record(2)}
-    scene.watch.poll(60.0)
-    assert scene.recorder.state.lost_since is None
+    scene.watcher.poll(60.0)
+    assert scene.event_log.state.lost_since is None
 
 
-def test_a_validation_is_told_once_and_not_before_its_round_is_known() -> None:
+def test_validation_is_recorded_once_and_after_its_round() -> None:
     scene = Scene()
     scene.directory.records = {ADA: record(validation_round=1, validation_loss=2.5)}
-    scene.watch.poll(1.0)
+    scene.watcher.poll(1.0)
     assert "measured" not in scene.kinds()
-    scene.recorder.record(committed(0))
+    scene.event_log.record(committed(0))
     for now in (2.0, 3.0):
-        scene.watch.poll(now)
+        scene.watcher.poll(now)
     assert scene.kinds().count("measured") == 1
-    row = scene.recorder.state.rows.last
+    row = scene.event_log.state.rows.last
     assert row is not None and row.validation_loss == 2.5
 
 
-async def test_a_validation_on_the_chain_that_was_taken_over_is_told_too() -> None:
+async def test_validation_on_the_chain_after_a_fork_is_recorded() -> None:
     scene = Scene()
     for number in range(6):
-        scene.recorder.record(committed(number))
+        scene.event_log.record(committed(number))
     scene.directory.records = {ADA: record(validation_round=6, validation_loss=2.0)}
-    scene.watch.poll(1.0)
+    scene.watcher.poll(1.0)
     assert "measured" in scene.kinds()
 
-    async def other_chain(*_: object) -> list[Happening]:
+    async def other_chain(*_: object) -> list[DashboardEvent]:
         return [ChainForked(at=2.0, round=3), committed(3)]
 
-    chronicle = SimpleNamespace(find_trusted_head=lambda *_: (None, []), fetch_events=other_chain)
-    scene.watch._chain_follower = chronicle  # type: ignore[assignment]
-    await scene.watch._follow_chain()
+    follower = SimpleNamespace(find_trusted_head=lambda *_: (None, []), fetch_events=other_chain)
+    scene.watcher._chain_follower = follower  # type: ignore[assignment]
+    await scene.watcher._follow_chain()
     scene.directory.records = {ADA: record(2, validation_round=4, validation_loss=2.5)}
-    scene.watch.poll(3.0)
-    row = scene.recorder.state.rows.last
+    scene.watcher.poll(3.0)
+    row = scene.event_log.state.rows.last
     assert "measured" in scene.kinds() and row is not None and (row.round, row.validation_loss) == (3, 2.5)
 
 
-def test_a_stray_is_told_once() -> None:
+def test_diverged_peer_is_recorded_once() -> None:
     scene = Scene()
     states = {ADA: b"x", BOB: b"x", PEERS[3].peer_id: b"y"}
     scene.directory.records = {
         peer: record(round=2, digest=b"d" * 32, state_digest=state * 32) for peer, state in states.items()
     }
     for now in (1.0, 2.0):
-        scene.watch.poll(now)
+        scene.watcher.poll(now)
     assert scene.kinds().count("strayed") == 1
 
 
-def test_a_churn_of_names_writes_no_more_than_its_measure() -> None:
-    """The control: who has been shown stays, and whoever comes later is shown in turn."""
+def test_churn_of_identities_is_rate_limited() -> None:
+    """Control: shown peers stay, and later peers are shown in turn."""
     scene, seconds = Scene(), 100
     for now in range(seconds):
         thrown = {f"{now}-{number}": record() for number in range(100)}
         scene.directory.records = {ADA: record(now + 1), **thrown}
-        scene.watch.poll(float(now))
+        scene.watcher.poll(float(now))
     joined = scene.kinds().count("joined")
-    assert NEWS_BURST <= joined <= NEWS_BURST + NEWS_PER_SECOND * seconds and ADA in scene.recorder.state.live
+    assert NEWS_BURST <= joined <= NEWS_BURST + NEWS_PER_SECOND * seconds and ADA in scene.event_log.state.live
     scene.directory.records = {ADA: record(seconds + 1), BOB: record()}
-    scene.watch.poll(seconds + 1 / NEWS_PER_SECOND)
-    assert set(scene.recorder.state.live) == {ADA, BOB}
+    scene.watcher.poll(seconds + 1 / NEWS_PER_SECOND)
+    assert set(scene.event_log.state.live) == {ADA, BOB}
 
 
-def test_strays_that_are_claimed_write_no_more_than_their_measure() -> None:
+def test_claims_of_divergence_are_rate_limited() -> None:
     scene, head, liar = Scene(), b"d" * 32, PEERS[3].peer_id
     scene.directory.records = {peer: record(digest=head, state_digest=b"x" * 32) for peer in (ADA, BOB)}
     for number in range(NEWS_BURST + 100):
         scene.directory.records[liar] = record(number + 1, digest=head, state_digest=b"y" * 32, round=number)
-        scene.watch.poll(1.0)
+        scene.watcher.poll(1.0)
     assert 0 < scene.kinds().count("strayed") <= NEWS_BURST
 
 
-def test_a_crowd_is_shown_up_to_a_number_and_who_is_shown_stays() -> None:
+def test_number_of_shown_peers_is_limited_and_shown_peers_stay() -> None:
     scene = Scene()
     scene.directory.records = {f"peer-{number}": record() for number in range(MAX_SHOWN_PEERS)}
-    scene.watch.poll(1.0)
+    scene.watcher.poll(1.0)
     scene.directory.records = {"aaa": record(), **scene.directory.records}
     scene.kinds()
-    scene.watch.poll(2.0)
-    assert scene.kinds() == [] and len(scene.recorder.state.live) == MAX_SHOWN_PEERS
+    scene.watcher.poll(2.0)
+    assert scene.kinds() == [] and len(scene.event_log.state.live) == MAX_SHOWN_PEERS
 
 
 @pytest.mark.parametrize(
@@ -213,27 +212,27 @@ def test_a_crowd_is_shown_up_to_a_number_and_who_is_shown_stays() -> None:
         {"compute_seconds": 1e308},
     ],
 )
-async def test_what_a_peer_claims_never_breaks_the_page(wild: dict[str, Any]) -> None:
+async def test_wild_claims_never_break_the_page(wild: dict[str, Any]) -> None:
     scene = Scene()
-    with scene.recorder.subscribe():
+    with scene.event_log.subscribe():
         for sequence in range(1, 5):
             records = {peer: record(sequence, **wild) for peer in (ADA, BOB)}
             scene.directory.records = records | {
                 PEERS[3].peer_id: record(sequence, round=sequence, bytes_sent=sequence)
             }
-            scene.watch.poll(float(sequence))
-    assert len(scene.recorder.state.live) == 3
+            scene.watcher.poll(float(sequence))
+    assert len(scene.event_log.state.live) == 3
 
 
-def test_a_stray_that_claims_a_round_beyond_all_is_told_like_any_other() -> None:
+def test_diverged_peer_with_a_huge_round_is_recorded() -> None:
     scene, head = Scene(), b"d" * 32
     scene.directory.records = {peer: record(digest=head, state_digest=b"x" * 32) for peer in (ADA, BOB)}
     scene.directory.records[PEERS[3].peer_id] = record(digest=head, state_digest=b"y" * 32, round=2**64 - 1)
-    scene.watch.poll(1.0)
+    scene.watcher.poll(1.0)
     assert "strayed" in scene.kinds()
 
 
-def test_how_a_peer_is_reached() -> None:
+def test_reach_follows_from_the_addresses() -> None:
     relayed, direct = "/ip4/1.2.3.4/tcp/1/p2p/A/p2p-circuit/p2p/B", "/ip4/1.2.3.4/tcp/1/p2p/B"
     at_home = "/ip4/192.168.1.2/tcp/1/p2p/B"
     assert build_peer_report("B", record(addresses=[relayed]), 0.0, 1.0).reach == "relay"
@@ -244,7 +243,7 @@ def test_how_a_peer_is_reached() -> None:
     assert build_peer_report("B", record(addresses=[relayed, at_home]), 0.0, 1.0).carriers == ("A",)
 
 
-def test_the_pace_of_sending() -> None:
+def test_byte_rate_is_measured_over_a_window() -> None:
     pace = ByteRate(0.0, 100)
     assert pace.update(200, 1.0) == 0.0
     assert pace.update(500, 2.0) == 200.0
@@ -252,14 +251,14 @@ def test_the_pace_of_sending() -> None:
     assert pace.update(3, 4.0) == 0.0
 
 
-async def test_a_journal_that_cannot_be_written_ends_the_watch_with_its_reason() -> None:
+async def test_unwritable_event_log_ends_the_watcher_with_its_reason() -> None:
     scene = Scene()
     scene.directory.records = {ADA: record()}
 
-    def refuse(event: Happening) -> None:
+    def refuse(event: DashboardEvent) -> None:
         raise StorageError("no space left")
 
-    scene.recorder.record = refuse  # type: ignore[method-assign]
+    scene.event_log.record = refuse  # type: ignore[method-assign]
     with pytest.raises(StorageError, match="no space left"):
         async with asyncio.timeout(10):
-            await scene.watch.run()
+            await scene.watcher.run()

@@ -1,5 +1,5 @@
 "use strict";
-// Two charts on uPlot: colours from the page's own variables, widths that follow their boxes, a line of words on hover.
+// Two uPlot charts: colours from the page's CSS variables, widths that follow their boxes, a line of text on hover.
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
@@ -64,7 +64,7 @@ function logRange(plot, low, high) {
 }
 
 function bytesChart(box, xWords, yWords, words) {
-  // On a log axis only the powers of ten are named, and only they have a line.
+  // On a log axis only the powers of ten have a label and a grid line.
   const decades = (plot, ticks) => ticks.map((tick) => Math.abs(Math.log10(tick) % 1) < 1e-6 ? tick : null);
   const shown = axis((plot, ticks) => ticks.map((tick) => tick === null ? "" : yWords(tick)), 58, true);
   shown.filter = decades;

@@ -1,6 +1,6 @@
 "use strict";
-// The live page. The server has written the figures of the moment into it; from then on events are folded in.
-// Whatever a peer said is set as text: nothing here makes HTML of it.
+// The live page. The server renders it with the current figures; this script then applies the events.
+// Text from peers is inserted as text, never as HTML.
 
 const $ = (id) => document.getElementById(id);
 const page = $("page");
@@ -8,10 +8,10 @@ const NONE = "-";
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 const MAX_ROUNDS = 4000, MAX_LINES = 200, STALE_MS = 6000;
 let state = null, rows = [], drawn = [], byTokens = false, sort = { key: "short", down: false }, only = null, newest = true;
-let lossPlot, bytesPlot, unit = [1e3, "k"], heard = Date.now(), skew = 0;
+let lossPlot, bytesPlot, unit = [1e3, "k"], lastMessageAt = Date.now(), skew = 0;
 const mine = new URLSearchParams(location.search).get("peer");
 
-// words
+// formatting
 const digits = (value, count) => value == null ? NONE : value.toLocaleString("en-US", { minimumFractionDigits: count, maximumFractionDigits: count });
 const unitOf = (largest) => UNITS.find(([size]) => largest >= size) || UNITS[3];
 function si(value) {
@@ -78,7 +78,7 @@ function showSummary() {
 
 // charts
 function withGaps(known) {
-  // Rounds that nobody could tell leave a hole in the line; a thinned history has every so many.
+  // Missing rounds leave a gap in the line; a thinned history has only every n-th round.
   const stride = known.length > 1 ? known[1].round - known[0].round : 1;
   return known.flatMap((row, index) => index && row.round - known[index - 1].round > 2 * stride
     ? [{ round: row.round - 1, tokens: row.tokens - 1, loss: null, validation: null, sent: null, raw: null }, row] : [row]);
@@ -129,13 +129,13 @@ function showLanes(timeline) {
       bar.append(part);
       start += width;
     }
-    const told = `compute ${digits(lane.compute, 1)} s, exchange ${digits(lane.exchange, 1)} s, wait ${digits(lane.wait, 1)} s, sent ${si(lane.sent)}B`;
-    bar.setAttribute("aria-label", told);
-    row.title = told;
+    const text = `compute ${digits(lane.compute, 1)} s, exchange ${digits(lane.exchange, 1)} s, wait ${digits(lane.wait, 1)} s, sent ${si(lane.sent)}B`;
+    bar.setAttribute("aria-label", text);
+    row.title = text;
     row.append(make("span", "id", nameOf(lane.peer)), bar, make("span", "n", late ? "late" : gone ? "gone" : digits(total(lane), 1)));
     return row;
   }));
-  if (!timeline.lanes.length) $("lanes").replaceChildren(make("p", "empty", "The first round is not over yet."));
+  if (!timeline.lanes.length) $("lanes").replaceChildren(make("p", "empty", "The first round is not finished yet."));
 }
 function showScrub() {
   const scrub = $("scrub"), last = state.timelines.length - 1;
@@ -161,7 +161,7 @@ function logLine(entry) {
 function showLog() {
   const lines = state.log.filter((entry) => !only || entry.peer === only).reverse();
   $("log").replaceChildren(...lines.map(logLine));
-  if (!lines.length) $("log").replaceChildren(make("p", "empty", "Nothing yet: whoever joins, leaves or is late is told here."));
+  if (!lines.length) $("log").replaceChildren(make("p", "empty", "Nothing yet: peers that join, leave or are late appear here."));
   $("filter").hidden = !only;
 }
 
@@ -173,13 +173,13 @@ const spark = (speeds) => {
   picture.append(draw("polyline", { points }));
   return picture;
 };
-// Class, words, and the label that stands before them where rows are stacked.
+// Class, text, and the label in front of the text where rows are stacked.
 const CELLS = [
   ["id", (p) => p.short, ""], ["name", (p) => p.name, ""], ["", (p) => p.device, ""], [(p) => p.tone, (p) => p.state, ""],
   ["n", (p) => p.round, "round"], ["n", (p) => si(p.tokens_per_second), "tokens/s"], ["spark", null, ""],
   ["n", (p) => digits(p.loss, 3), "loss"], ["n", (p) => digits(p.sending / 1e3, 1), "kB/s up"],
   ["n", (p) => digits(p.bytes_sent / 1e6, 2), "MB sent"], ["link", (p) => p.link, ""],
-  ["n", (p) => p.accepted == null || p.accepted > 0.999 ? p.given : `${p.given} (${Math.round(100 * p.accepted)}%)`, "given"],
+  ["n", (p) => p.accepted == null || p.accepted > 0.999 ? p.given : `${p.given} (${Math.round(100 * p.accepted)}%)`, "included"],
   ["n", (p) => duration(now() - p.seen), "seen"],
 ];
 function cellOf([kind, , label]) {
@@ -200,14 +200,14 @@ function peerRow(peer) {
     row.cells[0].onkeydown = (event) => event.key === "Enter" && choose(peer.peer);
     rowOf.set(peer.peer, row);
   }
-  CELLS.forEach(([kind, words], index) => {
+  CELLS.forEach(([kind, textOf], index) => {
     const cell = row.cells[index];
-    if (!words) {
-      const told = String(peer.speeds);
-      if (cell.dataset.told !== told) { cell.dataset.told = told; cell.replaceChildren(spark(peer.speeds)); }
+    if (!textOf) {
+      const speeds = String(peer.speeds);
+      if (cell.dataset.speeds !== speeds) { cell.dataset.speeds = speeds; cell.replaceChildren(spark(peer.speeds)); }
       return;
     }
-    const text = String(words(peer));
+    const text = String(textOf(peer));
     if (cell.textContent !== text && row.dataset.open !== String(index)) cell.textContent = text;
     if (typeof kind !== "string") cell.className = kind(peer);
   });
@@ -240,18 +240,18 @@ function showPeers() {
     return first || (sort.down ? -order : order);
   });
   for (const name of [...rowOf.keys()]) if (!state.peers.has(name)) rowOf.delete(name);
-  const body = $("peers"), wanted = shown.map(peerRow);
-  if (!wanted.length) {
-    const line = $("join") ? `No peer is in sight. Run: ${$("join").textContent}` : "No peers.", empty = make("td", "empty", line);
+  const body = $("peers"), tableRows = shown.map(peerRow);
+  if (!tableRows.length) {
+    const line = $("join") ? `No peers visible. Run: ${$("join").textContent}` : "No peers.", empty = make("td", "empty", line);
     empty.colSpan = CELLS.length;
     const row = make("tr");
     row.append(empty);
-    wanted.push(row);
+    tableRows.push(row);
   }
-  if (wanted.length !== body.rows.length || wanted.some((row, index) => body.rows[index] !== row)) body.replaceChildren(...wanted);
+  if (tableRows.length !== body.rows.length || tableRows.some((row, index) => body.rows[index] !== row)) body.replaceChildren(...tableRows);
 }
 
-// what comes from the server
+// messages from the server
 function begin(snapshot) {
   state = { ...snapshot, peers: new Map(snapshot.peers.map((peer) => [peer.peer, peer])) };
   skew = Date.now() / 1000 - snapshot.at;
@@ -283,23 +283,23 @@ function timed(event) {
 }
 function happened(event) {
   if (!state) return;
-  heard = Date.now();
+  lastMessageAt = Date.now();
   state.index = Number(event.lastEventId) + 1;
-  const told = JSON.parse(event.data);
-  if (told.kind === "committed") committed(told);
-  if (told.kind === "timed") timed(told);
-  if (told.kind === "measured") { const row = rows.find((one) => one.round === told.round - 1); if (row) row.validation = told.loss; }
-  if (told.kind === "forked") rows = rows.filter((row) => row.round < told.round);
-  if (["committed", "timed", "measured", "forked"].includes(told.kind)) showChartsSoon();
-  if (["joined", "left", "started"].includes(told.kind)) refreshSoon();
-  if (told.text) {
-    state.log = [...state.log, { at: told.at, peer: told.peer || null, text: told.text, tone: told.tone }].slice(-MAX_LINES);
+  const values = JSON.parse(event.data);
+  if (values.kind === "committed") committed(values);
+  if (values.kind === "timed") timed(values);
+  if (values.kind === "measured") { const row = rows.find((one) => one.round === values.round - 1); if (row) row.validation = values.loss; }
+  if (values.kind === "forked") rows = rows.filter((row) => row.round < values.round);
+  if (["committed", "timed", "measured", "forked"].includes(values.kind)) showChartsSoon();
+  if (["joined", "left", "started"].includes(values.kind)) refreshSoon();
+  if (values.text) {
+    state.log = [...state.log, { at: values.at, peer: values.peer || null, text: values.text, tone: values.tone }].slice(-MAX_LINES);
     showLog();
   }
 }
 function moment(event) {
   if (!state) return;
-  heard = Date.now();
+  lastMessageAt = Date.now();
   const { moved, ...figures } = JSON.parse(event.data);
   Object.assign(state, figures);
   skew = Date.now() / 1000 - figures.at;
@@ -325,22 +325,22 @@ function listen() {
   for (const kind of ["opened", "started", "joined", "left", "committed", "timed", "measured", "strayed", "forked", "missing", "lost", "found"])
     source.addEventListener(kind, happened);
   source.addEventListener("now", moment);
-  source.addEventListener("state", (event) => { heard = Date.now(); begin(JSON.parse(event.data)); loadHistory(); });
-  source.addEventListener("open", () => { heard = Date.now(); });
+  source.addEventListener("state", (event) => { lastMessageAt = Date.now(); begin(JSON.parse(event.data)); loadHistory(); });
+  source.addEventListener("open", () => { lastMessageAt = Date.now(); });
   source.addEventListener("error", () => { if (source.readyState === EventSource.CLOSED) { setTimeout(listen, 3000); } });
 }
 function watchHost() {
-  const silent = Date.now() - heard;
+  const silent = Date.now() - lastMessageAt;
   const stale = silent > STALE_MS;
   page.classList.toggle("stale", stale || (state && state.lost != null));
   if (stale) {
-    put("status", "no word from the host");
+    put("status", "host unreachable");
     $("status").className = "chip bad";
-    put("notice", `The host has not answered for ${duration(silent / 1000)}. What you see is the last it told; training goes on without it.`);
+    put("notice", `The host has not answered for ${duration(silent / 1000)}. The page shows the last known figures; training continues without the host.`);
   }
 }
 
-// hands
+// controls
 function byClick() {
   $("by").onclick = () => {
     byTokens = !byTokens;
@@ -366,7 +366,7 @@ function byClick() {
       await navigator.clipboard.writeText($("join").textContent);
       put("copy", "Copied");
     } catch {
-      getSelection().selectAllChildren($("join"));  // a page without https may not write there
+      getSelection().selectAllChildren($("join"));  // only an https page may write to the clipboard
       put("copy", "Press Ctrl-C");
     }
     setTimeout(() => put("copy", "Copy"), 2000);
@@ -376,7 +376,7 @@ async function firstLook() {
   try {
     return await refresh() && await loadHistory();
   } catch {
-    return false;  // nobody answers: `watchHost` says so
+    return false;  // no answer: `watchHost` shows it
   }
 }
 async function start() {
