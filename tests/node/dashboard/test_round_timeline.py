@@ -84,9 +84,9 @@ def test_false_claims_do_not_dwarf_other_lanes() -> None:
         for number, seconds in ((0, 0.0), (1, 0.0), (2, claimed)):
             lanes.record(peer, record(number, seconds, seconds), 30.0 * number, chain_round=9)
     ((_, found),) = lanes.pop_finished(60.0, chain_round=9)
-    seconds = {lane.peer: (lane.compute, lane.wait) for lane in found}
+    lanes_by_peer = {lane.peer: (lane.compute, lane.wait) for lane in found}
     max_seconds = 30.0 + MAX_RECORD_DELAY_SECONDS
-    assert seconds == {"a": (40.0, 40.0), "late": (70.0, 70.0), "liar": (max_seconds, max_seconds)}
+    assert lanes_by_peer == {"a": (40.0, 40.0), "late": (70.0, 70.0), "liar": (max_seconds, max_seconds)}
 
 
 def test_number_of_open_rounds_is_bounded() -> None:
