@@ -1,8 +1,7 @@
-"""A node's own options: what one machine decides for itself, apart from the run's manifest.
+"""Check the options of one node, which are independent of the run's manifest.
 
-The command line as it is typed is in `node.flags`; here it is checked, and amounts become numbers.
-
-The folder that a node keeps is described in `node.run_dir`.
+`node.flags` declares the command line; this module validates it and converts amounts to numbers. `node.run_dir`
+describes the node's folder.
 """
 
 import math
@@ -35,16 +34,16 @@ def _parse_memory(value: object) -> object:
 
 
 class TrainerOptions(BaseModel):
-    """What a trainer may use of its machine; its daemon passes it on."""
+    """The resources that a trainer may use; its daemon passes them on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Device = "auto"
     threads: int | None = Field(default=None, ge=1, le=4096, description="None means as many as there are cores")
     memory: Annotated[int | None, BeforeValidator(_parse_memory)] = Field(
-        default=None, ge=1, description="bytes that the trainer keeps to; None means no limit"
+        default=None, ge=1, description="bytes that the trainer may use; None means no limit"
     )
-    pause_when_busy: bool = Field(default=False, description="train only while others leave the device alone")
+    pause_when_busy: bool = Field(default=False, description="train only while other programs leave the device alone")
 
     @property
     def thread_count(self) -> int:
@@ -52,10 +51,10 @@ class TrainerOptions(BaseModel):
 
 
 class MachineOptions(TrainerOptions):
-    """What a node may use of its machine and of its link."""
+    """The resources that a node may use of its machine and its link."""
 
-    upload: float = Field(default=math.inf, gt=0, description="bytes a second, of all connections together")
-    download: float = Field(default=math.inf, gt=0, description="likewise")
+    upload: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
+    download: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
 
     @field_validator("upload", "download", mode="before")
     @classmethod
@@ -68,17 +67,19 @@ class MachineOptions(TrainerOptions):
 
 
 class NodeOptions(MachineOptions):
-    """Everything that a node is told when it starts."""
+    """All options of a node."""
 
     manifest: Manifest
     base: Path = Field(description="folder of the manifest: relative data paths start here")
-    folder: Path = Field(description="the node's own folder: key, checkpoints, blobs; see node.run_dir")
+    folder: Path = Field(description="folder of the node: key, checkpoints, blobs; see node.run_dir")
     peers: tuple[str, ...] = Field(default=(), description="multiaddresses to ask first, before the manifest's")
-    name: str = Field(default="", max_length=64, description="shown to others; empty: the peer id")
+    name: str = Field(default="", max_length=64, description="shown to other peers; empty: the peer id")
     listen: tuple[str, ...] = Field(default=(LISTEN_ON_ALL_INTERFACES,), min_length=1)
-    metrics: str = Field(default="127.0.0.1:0", description="HOST:PORT, on loopback or everywhere; port 0: a free one")
+    metrics: str = Field(
+        default="127.0.0.1:0", description="HOST:PORT, on loopback or on all interfaces; port 0: a free one"
+    )
     direct: int | None = Field(
-        default=0, ge=0, le=65535, description="port for direct connections; 0: a free one, None: none are taken"
+        default=0, ge=0, le=65535, description="port for direct connections; 0: a free one; None: none are accepted"
     )
     log_json: bool = False
 
@@ -86,7 +87,7 @@ class NodeOptions(MachineOptions):
     @classmethod
     def _is_printable(cls, name: str) -> str:
         if not name.isprintable():
-            raise ValueError(f"{name!r} has control characters, which others refuse; leave them out")
+            raise ValueError(f"{name!r} has control characters, which other peers reject; remove them")
         return name
 
     @field_validator("direct", mode="before")
@@ -95,7 +96,7 @@ class NodeOptions(MachineOptions):
         if value == "off":
             return None
         if isinstance(value, str) and not (PORT.match(value) and int(value) <= 65535):
-            raise ValueError(f"{value!r} is no port; write one from 0 to 65535, or off")
+            raise ValueError(f"{value!r} is not a port; use 0 to 65535, or off")
         return value
 
     @field_validator("peers", "listen")
@@ -103,7 +104,9 @@ class NodeOptions(MachineOptions):
     def _are_multiaddresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
             if not MULTIADDRESS.match(address):
-                raise ValueError(f"{address!r} is no multiaddress; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3...")
+                raise ValueError(
+                    f"{address!r} is not a multiaddress; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3..."
+                )
         return addresses
 
     @field_validator("peers")
@@ -119,9 +122,7 @@ class NodeOptions(MachineOptions):
     def _answers_on_loopback(cls, address: str) -> str:
         host, port = parse_host_port(address, "--metrics")
         if host not in ("127.0.0.1", *ALL_INTERFACES):  # `murmur status` asks on loopback
-            raise ValueError(
-                f"{address} is neither this machine alone (127.0.0.1:{port}) nor everywhere (0.0.0.0:{port})"
-            )
+            raise ValueError(f"{address} is neither loopback (127.0.0.1:{port}) nor all interfaces (0.0.0.0:{port})")
         return address
 
     @property
@@ -137,16 +138,16 @@ class NodeOptions(MachineOptions):
 def parse_node_options(
     flags: "NodeFlags", *, manifest: Manifest, base: Path, folder: Path, more_peers: Sequence[str] = ()
 ) -> NodeOptions:
-    """Check a node's command line. Raises UsageError, one line that names the option."""
+    """Check a node's command line. Raises UsageError, which names the option."""
     peers = (*(flags.peers or ()), *more_peers)
     return parse_options(NodeOptions, flags, manifest=manifest, base=base, folder=folder, peers=peers)
 
 
 def parse_options(kind: type[Options], flags: "MachineFlags", **values: object) -> Options:
-    """Check the flags that were given, and other values, as options of that kind. Raises UsageError."""
-    given = {name: value for name, value in asdict(flags).items() if value not in (None, [])}
+    """Check the given flags and other values as options of type `kind`. Raises UsageError."""
+    flag_values = {name: value for name, value in asdict(flags).items() if value not in (None, [])}
     try:
-        return kind.model_validate(given | values)
+        return kind.model_validate(flag_values | values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         option = "--" + str(fault["loc"][0] if fault["loc"] else "options").replace("_", "-").replace("peers", "peer")
@@ -154,5 +155,5 @@ def parse_options(kind: type[Options], flags: "MachineFlags", **values: object) 
 
 
 def threads_per_process(processes: int) -> int:
-    """Threads for each of several trainers that share this machine's cores."""
+    """Return the threads for each of several trainers that share this machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -1,10 +1,7 @@
-"""When Python's collector of cycles may rest.
+"""Tune this process: garbage collection at start-up, the limit of open files, and thread priorities.
 
-How many files and connections this process may hold: as many as the system lets it, not the usual 1024.
-
-Behind the usual limit a crowd at the page would keep the node from its own files.
-
-Who goes first where all want the processors at once: what a round waits for, then the trainer, then the rest.
+With the default limit of 1024 descriptors, many viewers of the page would keep the node from its own files. When the
+CPU is contended, work that a round waits for comes first, then the trainer, then the rest.
 """
 
 import gc
@@ -19,46 +16,48 @@ RARE_GC_THRESHOLD = 200_000  # new objects between two collections
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Modules that are being imported leave next to no cycles, and while a node's are, the collector would come some
-    hundred times: a sixth of its start. What was there before is let be."""
-    usual = gc.get_threshold()
+    """Collect garbage rarely while modules are imported, and skip the objects that exist already.
+
+    Imports leave almost no cycles, yet the collector would run about a hundred times, a sixth of a node's start-up.
+    """
+    threshold = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(RARE_GC_THRESHOLD)
     try:
         yield
     finally:
-        gc.set_threshold(*usual)
+        gc.set_threshold(*threshold)
         gc.unfreeze()
 
 
-MAX_FILE_DESCRIPTORS = 65_536  # where the system sets no limit
+MAX_FILE_DESCRIPTORS = 65_536  # used if the hard limit is infinite or higher
 
 
 def raise_fd_limit() -> None:
-    """Also for the processes that are started from now on."""
+    """Raise the limit of open files for this process and the processes that it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = choose_fd_limit(soft, hard)
-    if wanted != soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = choose_fd_limit(soft, hard)
+    if limit != soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def choose_fd_limit(soft: int, hard: int) -> int:
-    """Never less than there is."""
+    """Return the new soft limit, never less than the current one."""
     if soft == resource.RLIM_INFINITY:
         return soft
     return max(soft, MAX_FILE_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_FILE_DESCRIPTORS))
 
 
-# Where the model is computed on the processors, a round's few milliseconds would each wait for an inner step's many,
-# and in the end the trainer for the round.
+# On a CPU, a round's few milliseconds of work would otherwise wait for the many of an inner step, and in the end the
+# trainer would wait for the round.
 TRAINER_NICENESS = 5
-LOW_PRIORITY_NICENESS = 10  # what nobody waits for
+LOW_PRIORITY_NICENESS = 10  # for work that nobody waits for
 
 
 def lower_priority(niceness: int) -> None:
-    """From here on this thread, and those that it starts, come so far behind the other threads of a daemon.
+    """Increase the niceness of this thread and of the threads that it will start.
 
-    Elsewhere than on Linux a niceness is a whole process's: there all threads stay alike.
+    Only Linux has a niceness per thread; on other systems this does nothing.
     """
     if sys.platform == "linux":
         os.nice(niceness)

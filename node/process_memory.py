@@ -1,4 +1,4 @@
-"""A daemon gives memory back that it no longer needs: what Python has lost sight of, and what C has freed."""
+"""Return unused memory to the system: garbage in cycles, and memory freed by C code."""
 
 import asyncio
 import ctypes
@@ -7,40 +7,45 @@ import gc
 TRIM_SECONDS = 15.0
 M_ARENA_MAX = -8  # M_ARENA_MAX of glibc's malloc.h
 _libc = ctypes.CDLL(None)
-_is_glibc = hasattr(_libc, "malloc_trim")  # others have no need of what follows, or no such thing
+_is_glibc = hasattr(_libc, "malloc_trim")  # other C libraries do not need this or do not have it
 
 
 def use_one_malloc_arena() -> None:
-    """To be called before threads are many. By default each gets memory from an arena of its own, up to eight a core.
-    What is freed in one is of no use in another: a daemon takes 13 to 30 KB more with every peer that comes back,
-    and with one arena 2 (`benchmarks/returns.py`).
+    """Let all threads allocate from one malloc arena. Call it before there are many threads.
+
+    By default glibc has up to eight arenas per core, and one cannot reuse memory freed in another. A daemon then grows
+    by 13 to 30 KB for every peer that returns, and with one arena by 2 KB (`benchmarks/returns.py`).
     """
     if _is_glibc:
         _libc.mallopt(M_ARENA_MAX, 1)
 
 
 def enable_frequent_gc() -> None:
-    """To be called once all is imported and built: that is not looked at again, so that looking at the rest takes
-    milliseconds and can be done ten times as often. By default the cycles that gRPC and asyncio leave behind hold up to
-    30 MB for a quarter of an hour.
+    """Collect garbage ten times as often. Call it once everything is imported and built.
+
+    The existing objects are frozen, so a collection of the rest takes milliseconds. By default the cycles that gRPC and
+    asyncio leave behind hold up to 30 MB for a quarter of an hour.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 1)
-    gc.collect()  # the collector waits for a quarter more than the last time left: now that is little
+    gc.collect()  # a full collection waits for 25 % growth since the last one: now little
 
 
 async def trim_periodically() -> None:
-    """Each round takes and frees tens of megabytes in pieces of all sizes. glibc keeps what lies between others that
-    are in use, and round by round that becomes more. What failed leaves its frames behind in cycles, with the bytes
-    that were on their way; the collector comes by when enough cycles are there, however large they are."""
+    """Trim the memory of this process every TRIM_SECONDS.
+
+    Each round allocates and frees tens of megabytes in blocks of all sizes. glibc keeps free blocks between used ones,
+    and their number grows from round to round. Failed calls leave frames in cycles, with the bytes they were sending;
+    the collector counts cycles, and ignores how large they are.
+    """
     while True:
         await asyncio.sleep(TRIM_SECONDS)
         await asyncio.to_thread(trim)
 
 
 def trim() -> None:
-    """Takes milliseconds; what is needed again is got again."""
+    """Collect garbage and return free memory to the system; this takes milliseconds."""
     gc.collect()
     if _is_glibc:
         _libc.malloc_trim(0)

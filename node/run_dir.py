@@ -1,13 +1,13 @@
-"""A node's own folder: who holds it, which run it belongs to, and what the next start should remember.
+"""Manage a node's own folder: its lock, its run, and the files that the next start reads.
 
     key            the identity              run.toml      the run it belongs to
-    lock           held while a node runs    node.json     process, addresses and metrics port of the running node
-    checkpoints/   saved states              peers.json    addresses that worked, for a start without a bootstrap peer
-    blobs/         content-addressed files   status.json   the last status of a node that has ended
-    tokenizer.json the run's, if it has one  vow.json      what it promised the others in the open round
-    offer.json     the last message of its trainer that others may have
+    lock           held while a node runs    node.json     process id, addresses and metrics port of the running node
+    checkpoints/   saved states              peers.json    addresses that worked, to start without a bootstrap peer
+    blobs/         content-addressed files   status.json   the last status of a node that has exited
+    tokenizer.json the run's, if it has one  vow.json      its vote in the open round (node.checkpoints.vote_log)
+    offer.json     the last contribution of its trainer that other peers may have
 
-A node whose port is left to chance takes that of its last start, so that the links which others have stay true.
+A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ FINAL_STATUS = "status.json"
 
 
 class RunDir:
-    """Claim it before touching anything inside."""
+    """The paths of a node's folder. Take `lock` before any access to the files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,13 @@ class RunDir:
 
     @contextmanager
     def lock(self, manifest: Manifest) -> Iterator[Self]:
-        """No other process has it while inside. Raises AlreadyRunningError, OtherRunError or StorageError."""
+        """Lock the folder for this process and this run.
+
+        Raises:
+            AlreadyRunningError: Another node runs in it.
+            OtherRunError: It belongs to another run.
+            StorageError: It cannot be created or written.
+        """
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -52,7 +58,7 @@ class RunDir:
                 stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._require_same_run(manifest)
-                (self.path / FINAL_STATUS).unlink(missing_ok=True)  # from now on it would tell of an earlier life
+                (self.path / FINAL_STATUS).unlink(missing_ok=True)  # it describes an earlier process
             except BlockingIOError as error:
                 raise AlreadyRunningError(
                     f"another node runs in {self.path}; stop it first, or give this one its own --dir"
@@ -64,28 +70,28 @@ class RunDir:
             yield self
 
     def copy_tokenizer(self, manifest: Manifest, base: Path) -> None:
-        """A copy of the run's tokenizer, for `murmur export` and `murmur generate`, which know only this folder.
+        """Copy the run's tokenizer, because `murmur export` and `murmur generate` know only this folder.
 
-        `base`: the folder that the manifest's paths start from. A tokenizer that is missing is the trainer's to report.
+        The trainer reports a missing tokenizer. `base` is the folder that the manifest's paths start from.
         """
         source = base / manifest.data.tokenizer
         if manifest.data.tokenizer and source.is_file():
             write_atomically(self.path / TOKENIZER, source.read_bytes())
 
     def write_node_info(self, peer_id: str, addresses: tuple[str, ...], metrics_port: int) -> None:
-        """Say where the running node is found, for `murmur status` and `murmur up`."""
+        """Write where the running node can be reached, for `murmur status` and `murmur up`."""
         values = {"pid": os.getpid(), "peer_id": peer_id, "addresses": addresses, "metrics_port": metrics_port}
         write_atomically(self.path / "node.json", json.dumps(values).encode())
 
     def write_final_status(self, status: str) -> None:
-        """The last status, as JSON, for whoever asks after the node has ended."""
+        """Write the last status, as JSON, for `murmur status` after the node has exited."""
         write_atomically(self.path / FINAL_STATUS, status.encode())
 
     def read_last_port(self) -> int:
-        """The TCP port of the last start, so that the addresses others remember stay true; 0: none yet."""
+        """Return the TCP port of the last start, 0 if there was none."""
         addresses = read_json_if_whole(self.path / "node.json").get("addresses", ())
-        found = (re.search(r"/tcp/(\d{1,5})\b", str(address)) for address in addresses)
-        return next((int(match[1]) for match in found if match), 0)
+        matches = (re.search(r"/tcp/(\d{1,5})\b", str(address)) for address in addresses)
+        return next((int(match[1]) for match in matches if match), 0)
 
     def _require_same_run(self, manifest: Manifest) -> None:
         path = self.path / "run.toml"
@@ -101,7 +107,7 @@ class RunDir:
 
 
 def read_json_if_whole(path: Path) -> dict[str, Any]:
-    """What an earlier start has left there; a torn or absent file only means that nothing is remembered."""
+    """Return the JSON object in a file; empty if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -110,7 +116,10 @@ def read_json_if_whole(path: Path) -> dict[str, Any]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a node holds the folder. Its lock is tried and let go at once: ask only where no node answers."""
+    """Return whether a node holds the folder's lock.
+
+    This takes the lock for an instant, so call it only if no node answers.
+    """
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -125,13 +134,17 @@ def is_locked(path: Path) -> bool:
 
 
 def tokenizer_path(run_dir: Path, manifest: Manifest) -> Path:
-    """Where the tokenizer of a run is found from a node's folder; only for runs that have one."""
-    kept = run_dir / TOKENIZER
-    return kept if kept.exists() else run_dir / manifest.data.tokenizer
+    """Return the path of the tokenizer of a run that has one: the copy in the folder, else the original."""
+    copy = run_dir / TOKENIZER
+    return copy if copy.exists() else run_dir / manifest.data.tokenizer
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old content or the new, never a part, also after a power cut. Raises StorageError."""
+    """Replace a file's content so that a reader sees the old or the new one, even after a power cut.
+
+    Raises:
+        StorageError: The file could not be written; the old content is unchanged.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
@@ -150,22 +163,22 @@ logger = logging.getLogger(__name__)
 
 
 async def reuse_last_port(run_dir: RunDir, listen: Sequence[str]) -> tuple[str, ...]:
-    """A port left to chance is the one of the last start, where that can still be had: links stay true."""
+    """Replace port 0 in the listen addresses by the port of the last start, if that is free."""
     port = run_dir.read_last_port()
-    usual = tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in listen)
-    if not port or usual == tuple(listen):
+    reused = tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in listen)
+    if not port or reused == tuple(listen):
         return tuple(listen)
 
     async def claim() -> None:
         if not is_port_free(port):
-            raise PortTakenError(f"another program has port {port}, which was ours")
+            raise PortTakenError(f"another program uses port {port}, which this node used before")
 
     try:
         await retry_while_port_taken(claim)
     except PortTakenError as error:
-        logger.warning("%s; taking another: links to this node change", error)
+        logger.warning("%s; using another port: the address of this node changes", error)
         return tuple(listen)
-    return usual
+    return reused
 
 
 def is_port_free(port: int) -> bool:

@@ -1,6 +1,6 @@
-"""The threads in which a daemon computes, beside the one that talks with others.
+"""Run a daemon's computations in threads apart from its event loop, and its background tasks in the loop.
 
-Work that nobody waits for: held until it ends, and heard of where it breaks.
+A background task is referenced until it ends, and an unexpected error in it ends the node.
 """
 
 import asyncio
@@ -18,8 +18,10 @@ RunInThread = Callable[..., Awaitable[Any]]  # calls a function with arguments i
 
 @dataclass(frozen=True)
 class Workers:
-    """Each does one thing after the other. `arithmetic`: what a round or a trainer waits for. `aside`: what nobody
-    does, behind all the rest."""
+    """Two threads, each of which runs one function at a time.
+
+    `compute` is for work that a round or the trainer waits for, `low_priority` for all other work.
+    """
 
     compute: RunInThread
     low_priority: RunInThread
@@ -27,21 +29,21 @@ class Workers:
 
 @contextmanager
 def start_workers() -> Iterator[Workers]:
-    """Leaving waits for what they are at."""
+    """Start the two threads; leaving the context waits until they are done."""
     with (
-        ThreadPoolExecutor(1, thread_name_prefix="arithmetic") as arithmetic,
+        ThreadPoolExecutor(1, thread_name_prefix="compute") as compute,
         ThreadPoolExecutor(
-            1, thread_name_prefix="aside", initializer=lower_priority, initargs=(LOW_PRIORITY_NICENESS,)
-        ) as aside,
+            1, thread_name_prefix="low-priority", initializer=lower_priority, initargs=(LOW_PRIORITY_NICENESS,)
+        ) as low_priority,
     ):
-        yield Workers(_run_in(arithmetic), _run_in(aside))
+        yield Workers(_run_in(compute), _run_in(low_priority))
 
 
 def _run_in(pool: Executor) -> RunInThread:
-    async def work(function: Callable[..., Any], *arguments: Any) -> Any:
+    async def run(function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
-    return work
+    return run
 
 
 logger = logging.getLogger(__name__)
@@ -49,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 class FaultSink(Protocol):
     def fail(self, error: BaseException) -> None:
-        """Take note of a fault in our own code, which ends the node."""
+        """End the node because of an error in our own code."""
 
 
 class BackgroundTasks:
-    """Tasks that nobody waits for. Errors that their work expects are handled there; others go to `faults`."""
+    """Tasks that nobody awaits. They handle expected errors themselves; other errors go to `faults`."""
 
     def __init__(self, faults: FaultSink) -> None:
         self._faults = faults
@@ -68,7 +70,6 @@ class BackgroundTasks:
         task.add_done_callback(self._on_task_done)
 
     def cancel_all(self) -> None:
-        """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -76,5 +77,5 @@ class BackgroundTasks:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("something broke in the background", exc_info=error)
+            logger.error("a background task failed", exc_info=error)
             self._faults.fail(error)

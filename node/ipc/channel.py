@@ -1,10 +1,10 @@
-"""What a daemon and its trainer say to each other: small JSON messages over a socket pair.
+"""Exchange small JSON messages between a daemon and its trainer over a socket pair.
 
-A frame is four bytes of length (big endian) and that many bytes of JSON, at most MAX_MESSAGE_BYTES. Everything large
-lies in the arena. The daemon's first message is Config; the trainer answers Ready; then each side speaks when it
-must. The end of the stream means the other side is gone.
+A frame is a length (4 bytes, big endian) and that many bytes of JSON, at most MAX_MESSAGE_BYTES. Everything large is in
+shared memory. The daemon sends TrainerConfig first and the trainer answers Ready; afterwards both sides send at any
+time. The end of the stream means that the other process is gone.
 
-The trainer blocks (`TrainerEnd`), the daemon does not (`DaemonEnd`). Every write has a deadline.
+The trainer's end blocks (TrainerChannel), the daemon's does not (DaemonChannel). Every write has a deadline.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot",
 
 
 class ChannelClosed(Exception):  # noqa: N818
-    """The other side is gone, or does not read."""
+    """The other process is gone or does not read."""
 
 
 class _IpcMessage(BaseModel):
@@ -36,22 +36,22 @@ class _IpcMessage(BaseModel):
 
 
 class TrainerConfig(_IpcMessage):
-    """First message to a trainer: everything it needs to know besides the arena."""
+    """The first message to a trainer: everything it needs apart from the shared memory."""
 
     kind: Literal["config"] = "config"
     manifest: str = Field(description="TOML")
     base: str = Field(description="folder against which the manifest's data paths are resolved")
-    blobs: str = Field(default="", description="folder of the blob store, in which earlier messages lie")
+    blobs: str = Field(default="", description="folder of the blob store, which holds earlier contributions")
     peer_id: str
     options: TrainerOptions = TrainerOptions()
-    round: int = Field(ge=0, description="whose anchor a trainer without a snapshot starts from")
-    validation_tokens: int = Field(default=65_536, ge=1, description="the most one evaluation reads")
+    round: int = Field(ge=0, description="round whose anchor a trainer without a snapshot starts from")
+    validation_tokens: int = Field(default=65_536, ge=1, description="most tokens that one evaluation reads")
 
 
 class ContributionHeader(_IpcMessage):
-    """The parts of the message for `round` lie one after the other in the outbox until an Adopt tells their fate.
+    """A contribution to `round`; its parts are in the outbox, one after another, until its outcome arrives.
 
-    Tokens, steps and mean loss count from the last message that was included. `serial` counts the trainer's messages.
+    Tokens, steps and mean loss count from the last included contribution. `serial` counts the trainer's contributions.
     """
 
     kind: Literal["message"] = "message"
@@ -64,7 +64,7 @@ class ContributionHeader(_IpcMessage):
 
 
 class RevisedOutcome(_IpcMessage):
-    """An earlier message, of which another chain has another fate. `parts`: its blobs, as the store names them."""
+    """An earlier contribution whose outcome differs on another chain; `parts` are its blobs' names in the store."""
 
     header: ContributionHeader
     parts: tuple[str, ...]
@@ -72,21 +72,21 @@ class RevisedOutcome(_IpcMessage):
 
 
 class ApplyAnchor(_IpcMessage):
-    """The anchor of `round` lies in the arena; `fate` is that of the outstanding message.
+    """The anchor of `round` is in shared memory; `outcome` is that of the outstanding contribution.
 
-    "excluded": no round has it, and none will. "lost": that is not known, so it is neither sent again nor given back.
-    "none": not decided.
+    "excluded": no round has it, and none will. "lost": the outcome is unknown, so it is neither sent again nor returned
+    to the residual. "none": not decided yet.
     """
 
     kind: Literal["adopt"] = "adopt"
     round: int = Field(ge=0)
     outcome: ContributionOutcome
-    steps: int | None = Field(default=None, ge=1, description="to make for the round, where not all of the plan's")
-    revised: tuple[RevisedOutcome, ...] = Field(default=(), description="said with every anchor; to be heeded once")
+    steps: int | None = Field(default=None, ge=1, description="inner steps for the round, if fewer than planned")
+    revised: tuple[RevisedOutcome, ...] = Field(default=(), description="repeated with every anchor; applied once")
 
 
 class SubmitEarly(_IpcMessage):
-    """The others wait: send what there is for `round` after the step under way."""
+    """Other peers are waiting: submit the contribution to `round` after the current step."""
 
     kind: Literal["hurry"] = "hurry"
     round: int = Field(ge=0)
@@ -104,24 +104,29 @@ class TakeSnapshot(_IpcMessage):
 
 
 class Stop(_IpcMessage):
-    """Write a last snapshot, say Stopped and end."""
+    """Write a last snapshot, send Stopped and exit."""
 
     kind: Literal["stop"] = "stop"
 
 
 class Ready(_IpcMessage):
-    """The trainer trains from `step` on. A daemon that is at another round, or knows the fate of the outstanding
-    message, sends Adopt (again): what it sent to a trainer that died is lost."""
+    """The trainer trains from `step` on.
+
+    A daemon that is at another round, or knows the outcome of the outstanding contribution, sends ApplyAnchor again,
+    because messages to a trainer that died are lost.
+    """
 
     kind: Literal["ready"] = "ready"
     device: str
     step: int
     round: int
-    outstanding: int | None = Field(description="round of the message on its way; it is sent again after this")
+    outstanding: int | None = Field(
+        description="round of the outstanding contribution, which follows this message again"
+    )
 
 
 class TrainerProgress(_IpcMessage):
-    """Totals since the start of the run, also over restarts; `loss` is the mean since the last Progress, in nats."""
+    """Totals since the start of the run, over restarts; `loss` is the mean since the last message, in nats."""
 
     kind: Literal["progress"] = "progress"
     step: int
@@ -132,14 +137,14 @@ class TrainerProgress(_IpcMessage):
 
 
 class PauseChanged(_IpcMessage):
-    """The trainer takes no inner step from here on, for this reason; with an empty one it goes on."""
+    """The trainer pauses for this reason; an empty reason means that it resumes."""
 
     kind: Literal["pausing"] = "pausing"
     reason: str
 
 
 class TrainerWarning(_IpcMessage):
-    """What went wrong in the trainer and was worked around: the daemon counts it, and tells the line."""
+    """An error from which the trainer recovered; the daemon counts it and logs the line."""
 
     kind: Literal["mishap"] = "mishap"
     reason: Literal["step skipped", "out of memory", "memory not pinned", "contribution missing", "work dropped"]
@@ -168,7 +173,7 @@ class Stopped(_IpcMessage):
 
 
 class Failed(_IpcMessage):
-    """The trainer cannot go on, and starting it again would not help."""
+    """The trainer cannot continue, and a restart would not help."""
 
     kind: Literal["failed"] = "failed"
     reason: str
@@ -196,7 +201,10 @@ _FROM_TRAINER: Final[TypeAdapter[FromTrainer]] = TypeAdapter(FromTrainer)
 
 
 class TrainerChannel:
-    """The blocking end. Raises ChannelClosed when the daemon is gone, MalformedError on bytes that are no message."""
+    """The trainer's blocking end.
+
+    Raises ChannelClosed when the daemon is gone, and MalformedError for bytes that are not a message.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -210,7 +218,7 @@ class TrainerChannel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_seconds: float = 0.0) -> ToTrainer | None:
-        """The next message; None when none is complete in time. 0 only looks."""
+        """Return the next message, or None if none is complete in time; 0 only polls."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             body = self._next_body()
@@ -245,7 +253,7 @@ class TrainerChannel:
 
 
 class DaemonChannel:
-    """The asyncio end; errors as for TrainerEnd."""
+    """The daemon's asyncio end; it raises the same errors as TrainerChannel."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -253,7 +261,7 @@ class DaemonChannel:
 
     @classmethod
     async def open(cls, connection: socket.socket) -> "DaemonChannel":
-        """Takes the socket over."""
+        """Open the channel and take ownership of the socket."""
         connection.setblocking(False)
         return cls(*await asyncio.open_unix_connection(sock=connection, limit=MAX_MESSAGE_BYTES))
 
@@ -266,7 +274,7 @@ class DaemonChannel:
             raise ChannelClosed(f"the trainer does not read: {error}") from error
 
     async def receive(self) -> FromTrainer:
-        """The next message, however long that takes: the trainer's death ends the wait."""
+        """Wait for the next message without a deadline; the death of the trainer ends the wait."""
         try:
             length = _decode_length(await self._reader.readexactly(_LENGTH_BYTES))
             return _parse_message(_FROM_TRAINER, await self._reader.readexactly(length))
@@ -278,20 +286,20 @@ class DaemonChannel:
         try:
             await self._writer.wait_closed()
         except OSError:
-            return  # the trainer died with bytes on their way
+            return  # the trainer died before it read everything
 
 
 def _encode_frame(message: BaseModel) -> bytes:
     body = message.model_dump_json().encode()
     if len(body) > MAX_MESSAGE_BYTES:
-        raise MalformedError(f"a message of {len(body)} bytes; at most {MAX_MESSAGE_BYTES} pass the channel")
+        raise MalformedError(f"a message of {len(body)} bytes is too long for the channel; at most {MAX_MESSAGE_BYTES}")
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
 def _decode_length(prefix: bytes) -> int:
     length = int.from_bytes(prefix, "big")
     if length > MAX_MESSAGE_BYTES:
-        raise MalformedError(f"a frame of {length} bytes on the channel; at most {MAX_MESSAGE_BYTES}")
+        raise MalformedError(f"a frame of {length} bytes is too long for the channel; at most {MAX_MESSAGE_BYTES}")
     return length
 
 
@@ -299,4 +307,4 @@ def _parse_message(adapter: TypeAdapter[M], body: bytes) -> M:
     try:
         return adapter.validate_json(body)
     except ValidationError as error:
-        raise MalformedError(f"no message of the channel: {error.errors(include_url=False)[0]['msg']}") from error
+        raise MalformedError(f"not a message of the channel: {error.errors(include_url=False)[0]['msg']}") from error

@@ -1,21 +1,21 @@
-"""The memory a daemon and its trainer share: anchors, snapshots of the inner state, and the outbox.
+"""Share memory between a daemon and its trainer: anchors, snapshots of the inner state, and the outbox.
 
-It is one anonymous file (memfd, or an unlinked temporary file where there is none), inherited by its descriptor
-number. Nothing has a name, so nothing can be left behind: the memory goes with the last process that holds it.
+The memory is one anonymous file (memfd, or else an unlinked temporary file), inherited by its descriptor number. It has
+no name, so nothing can be left behind: the kernel frees it with the last process that holds it.
 
-    page 0            magic, a hash of the layout, and how often the trainer's loop has turned
+    page 0            magic, a hash of the layout, and the trainer's heartbeat count
     meta 0, meta 1    generation, length, checksum, JSON (at most 64 KiB) of each snapshot
-    anchor 0, 1       flat fp32; the shared vectors of round r, the weights first, lie in buffer r % 2
-    snapshot 0, 1     flat fp32 vectors: the weights, those of the inner optimizer, residual and reference
-    outbox            the parts of the message that is on its way, one after the other
+    anchor 0, 1       flat fp32; the shared vectors of round r, weights first, are in buffer r % 2
+    snapshot 0, 1     flat fp32 vectors: weights, inner optimizer, residual and reference
+    outbox            the parts of the outstanding contribution, one after another
 
-Who writes what: the daemon writes anchors, the trainer the rest. (Before a trainer is started, the daemon may put a
-snapshot and an outbox from a disk checkpoint there.) The anchor of round r may be written once the trainer has
-adopted round r - 1 or later, or while no trainer runs.
+The daemon writes the anchors, the trainer everything else. (Before it starts a trainer, the daemon may restore a
+snapshot and an outbox from a checkpoint on disk.) The daemon may write the anchor of round r once the trainer has
+applied round r - 1 or a later one, or while no trainer runs.
 
-A snapshot is written into the slot that does not hold the newest one: its generation is cleared first and written
-last, under a checksum, so a writer killed at any instant leaves the snapshot before it whole. A reader in another
-process copies and then looks whether the generation is still the newest (a sequence lock).
+A snapshot is written into the slot that does not have the newest one. Its generation is cleared first and written
+last, under a checksum, so a writer killed at any instant leaves the previous snapshot whole. A reader in another
+process copies, and then checks that the generation is still the newest (a sequence lock).
 """
 
 import contextlib
@@ -53,43 +53,47 @@ _COPY_ATTEMPTS = 8
 
 @dataclass(frozen=True)
 class SharedLayout:
-    """What an arena holds. Vectors by name, each of so many values; `anchor`: values of all shared vectors."""
+    """The layout of the shared memory.
+
+    `vectors` are names and numbers of values; `anchor_numel` counts the values of all shared vectors.
+    """
 
     anchor_numel: int
     vectors: tuple[tuple[str, int], ...]
     contribution_bytes: int
 
     @classmethod
-    def of(cls, program: RoundPlanner) -> Self:
-        method, numel = program.method, program.numel
+    def of(cls, planner: RoundPlanner) -> Self:
+        """Return the layout that a run's method needs."""
+        method, numel = planner.method, planner.numel
         inner = [(name, method.inner.vector_numel(name, numel)) for name in method.inner.vectors]
         residual = (RESIDUAL, numel * method.signal.vector_count)
         reference = (REFERENCE, numel * len(locally_trained_names(method)))
         vectors = ((WEIGHTS, numel), *inner, residual, reference)
-        return cls(numel * len(method.signal.shared_names), vectors, program.max_contribution_bytes)
+        return cls(numel * len(method.signal.shared_names), vectors, planner.max_contribution_bytes)
 
     @property
     def total_bytes(self) -> int:
         return self.offset(2 + 2 * len(self.vectors)) + self.contribution_bytes
 
     def offset(self, index: int) -> int:
-        """Of a vector: both anchors, both snapshots, and behind them the outbox."""
+        """Return the offset of a vector: both anchors, then both snapshots, then the outbox."""
         sizes = [self.anchor_numel] * 2 + [size for _, size in self.vectors] * 2
         return _PAGE + 2 * _SLOT_BYTES + sum(-(-4 * size // _PAGE) * _PAGE for size in sizes[:index])
 
     def layout_hash(self) -> bytes:
-        """32 bytes that name this layout."""
+        """Return 32 bytes that identify this layout."""
         return hashlib.sha256(repr(self).encode()).digest()
 
 
 def locally_trained_names(method: Method) -> tuple[str, ...]:
-    """The shared vectors that a trainer moves on from the agreed ones; the weights first."""
+    """Return the names of the shared vectors that a trainer changes between rounds, weights first."""
     return tuple(name for name in method.signal.shared_names if name == WEIGHTS or name in method.inner.vectors)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The inner state at one instant. `vectors` by name, flat fp32 CPU tensors; `meta` is JSON."""
+    """The inner state at one instant: flat fp32 CPU tensors by name, and JSON metadata."""
 
     generation: int
     vectors: dict[str, Tensor]
@@ -97,7 +101,7 @@ class Snapshot:
 
 
 class SharedMemory:
-    """A view of the shared memory of one model. Tensors it hands out alias that memory."""
+    """A view of the shared memory of one model; the tensors that it returns alias that memory."""
 
     def __init__(self, fd: int, layout: SharedLayout) -> None:
         self.fd = fd
@@ -107,75 +111,77 @@ class SharedMemory:
 
     @classmethod
     def create(cls, layout: SharedLayout) -> Self:
-        """Zeroed memory; raises StorageError when the machine has not that much."""
+        """Allocate zeroed memory. Raises StorageError if the machine has too little."""
         if layout.anchor_numel < 1 or layout.contribution_bytes < 1:
-            raise ValueError("an arena needs at least one parameter and one byte of outbox")
-        arena = cls(_anonymous_file(layout.total_bytes), layout)
-        _HEADER.pack_into(arena._map, 0, _MAGIC, layout.layout_hash())
-        return arena
+            raise ValueError("shared memory needs at least one parameter and one byte of outbox")
+        memory = cls(_anonymous_file(layout.total_bytes), layout)
+        _HEADER.pack_into(memory._map, 0, _MAGIC, layout.layout_hash())
+        return memory
 
     @classmethod
     def attach(cls, fd: int, layout: SharedLayout) -> Self:
-        """The memory behind an inherited descriptor; raises ValueError where its layout is another."""
+        """Map the memory of an inherited descriptor. Raises ValueError if its layout differs."""
         if os.fstat(fd).st_size != layout.total_bytes:
-            raise ValueError(f"descriptor {fd} is no arena of {layout.anchor_numel} shared values")
-        arena = cls(fd, layout)
-        if _HEADER.unpack_from(arena._map, 0) != (_MAGIC, layout.layout_hash()):
-            raise ValueError(f"descriptor {fd} holds an arena of another layout")
-        return arena
+            raise ValueError(f"descriptor {fd} is not shared memory for {layout.anchor_numel} shared values")
+        memory = cls(fd, layout)
+        if _HEADER.unpack_from(memory._map, 0) != (_MAGIC, layout.layout_hash()):
+            raise ValueError(f"descriptor {fd} is shared memory with another layout")
+        return memory
 
     @property
     def contribution_bytes(self) -> int:
         return self.layout.contribution_bytes
 
     def close(self) -> None:
-        """Give the descriptor back; the memory itself goes with the last tensor that aliases it."""
+        """Close the descriptor; the memory is freed with the last tensor that aliases it."""
         os.close(self.fd)
         self.fd = -1
 
     def pin(self) -> None:
-        """Lock it in place, where an accelerator copies to and from it without a detour; where that is refused,
-        `is_pinned` stays False. It takes a quarter of a second a gigabyte."""
+        """Page-lock the memory, so that an accelerator can copy to and from it directly (0.25 s per GB).
+
+        If the system refuses, `is_pinned` stays False.
+        """
         address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self.is_pinned = int(runtime.cudaHostRegister(address, self.layout.total_bytes, 0)) == 0
         if not self.is_pinned:
-            with contextlib.suppress(RuntimeError):  # the error is kept until something is launched, and raised there
+            with contextlib.suppress(RuntimeError):  # CUDA raises the pending error at the next launch
                 torch.zeros(1, device="cuda")
 
     @property
     def heartbeat_count(self) -> int:
-        """Turns of the trainer's loop, over all its lives."""
+        """Return the number of iterations of the trainer's loop, over all its restarts."""
         return int(_HEARTBEAT.unpack_from(self._map, _HEADER.size)[0])
 
     def record_heartbeat(self) -> None:
-        """The trainer's loop turns."""
+        """Count one iteration of the trainer's loop."""
         _HEARTBEAT.pack_into(self._map, _HEADER.size, self.heartbeat_count + 1)
 
     def anchor(self, round_number: int) -> Tensor:
-        """The buffer of that round's shared vectors, one after the other, the weights first: flat fp32."""
+        """Return the buffer of a round's shared vectors, one after another, weights first: flat fp32."""
         return self._view_vector(round_number % 2, self.layout.anchor_numel)
 
     def write_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
-        """The shared vectors of that round, in the order in which the method names them."""
+        """Write the shared vectors of a round, in the method's order."""
         torch.cat(list(shared), out=self.anchor(round_number))
 
     @property
     def contribution_buffer(self) -> memoryview:
-        """All bytes of the outbox, writable."""
+        """Return all bytes of the outbox, writable."""
         start = self.layout.offset(2 + 2 * len(self.layout.vectors))
         return memoryview(self._map)[start : start + self.contribution_bytes]
 
     def contribution_parts(self, sizes: Sequence[int]) -> list[memoryview]:
-        """The parts of a message of those sizes, not copied."""
+        """Return the parts of a contribution with these sizes, without a copy."""
         outbox, ends = self.contribution_buffer, itertools.accumulate(sizes)
         return [outbox[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def write_snapshot(self, vectors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> int:
-        """Copy the inner state (every vector, from any device) and publish it; returns its generation."""
+        """Copy and publish the inner state (every vector, from any device); return its generation."""
         text = json.dumps(meta, separators=(",", ":"), allow_nan=False).encode()
         if len(text) > MAX_META_BYTES:
-            raise ValueError(f"the meta data of a snapshot has {len(text)} bytes, more than {MAX_META_BYTES}")
+            raise ValueError(f"the metadata of a snapshot has {len(text)} bytes; at most {MAX_META_BYTES}")
         newest = self._find_newest()
         slot, generation = (1 - newest[0], newest[1] + 1) if newest else (0, 1)
         self._invalidate_slot(slot)
@@ -185,7 +191,7 @@ class SharedMemory:
         return generation
 
     def read_snapshot(self) -> Snapshot | None:
-        """The newest whole snapshot, its tensors aliasing the arena: for when no trainer writes."""
+        """Return the newest whole snapshot, whose tensors alias the memory. Use it while no trainer writes."""
         newest = self._find_newest()
         if newest is None:
             return None
@@ -193,9 +199,9 @@ class SharedMemory:
         return Snapshot(generation, self._slot_vectors(slot), meta)
 
     def copy_snapshot(self, contribution_bytes: int | None = None) -> tuple[Snapshot, bytes] | None:
-        """A private copy of the newest snapshot and the outbox, taken while a trainer may write; None: there is none.
+        """Copy the newest snapshot, if any, and the outbox, while a trainer may write.
 
-        The outbox is only rewritten after a snapshot that says it is free, so the same check covers both.
+        The trainer rewrites the outbox only after a snapshot that says it is free, so one check covers both.
         """
         for _ in range(_COPY_ATTEMPTS):
             snapshot = self.read_snapshot()
@@ -254,9 +260,11 @@ def _anonymous_file(size: int) -> int:
         fd, path = tempfile.mkstemp(prefix="murmur-")
         os.unlink(path)
     try:
-        # Reserved now: a page that is missing later would be a bus error in the middle of a step.
+        # Reserve all pages now: a page missing later would be a bus error in the middle of a step.
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         os.close(fd)
-        raise StorageError(f"no room for {size >> 20} MiB of shared memory ({error.strerror}); free some") from error
+        raise StorageError(
+            f"no room for {size >> 20} MiB of shared memory ({error.strerror}); free some memory"
+        ) from error
     return fd

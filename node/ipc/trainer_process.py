@@ -1,13 +1,12 @@
-"""When a trainer counts as stuck: a driver that hangs raises nothing, and its process lives on.
+"""Supervise the trainer process: spawn it, read its messages, and restart it when it dies or hangs.
 
-The trainer beats at every turn of its loop, a step or a short wait. It may be silent for LEAST_SECONDS, or PATIENCE
-times the longest silence that it came back from, whichever is longer: steps take minutes on some machines. Time in
-which the daemon itself stood still (a suspended laptop, a stopped container) counts as one look at most.
+A trainer that died resumes from the shared memory after a growing delay. The daemon gives up, with the last line of the
+trainer's stderr, when the trainer sends Failed or dies MAX_CRASHES_IN_A_ROW times without progress.
 
-The daemon's side of the trainer: spawn it, listen to it, start it again when it dies.
-
-A trainer that dies comes back from the arena, after a growing pause; one that is stuck is killed first. It is given up,
-with its last words, when it says Failed itself or has died MAX_DEATHS times in a row without making progress.
+A hanging driver raises nothing and its process lives on, so a watchdog kills a trainer that is stuck. The trainer
+records a heartbeat at every iteration of its loop, a step or a short wait. It may be silent for MIN_STUCK_SECONDS, or
+STUCK_FACTOR times the longest silence so far, whichever is longer, because steps take minutes on some machines. Time
+in which the daemon itself was suspended (a closed laptop, a stopped container) counts as two checks at most.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ STUCK_FACTOR = 20.0
 
 
 class Watchdog:
-    """Of one life of a trainer, from its first beat on. `now` in seconds of a clock that only goes forward."""
+    """Detects a stuck trainer process by its heartbeats. All times are seconds of a monotonic clock."""
 
     def __init__(self, heartbeat_count: int, now: float) -> None:
         self._heartbeat_count = heartbeat_count
@@ -58,10 +57,10 @@ class Watchdog:
         return self.silent_seconds > max(MIN_STUCK_SECONDS, STUCK_FACTOR * self._longest_silence)
 
     def observe(self, heartbeat_count: int, now: float) -> None:
-        """`beats`: how many there were until now."""
-        lived = min(now - self._observed_at, 2 * WATCHDOG_SECONDS)
+        """Take note of the heartbeat count at time `now`."""
+        elapsed = min(now - self._observed_at, 2 * WATCHDOG_SECONDS)
         self._observed_at = now
-        self.silent_seconds += lived
+        self.silent_seconds += elapsed
         if heartbeat_count != self._heartbeat_count:
             self._longest_silence = max(self._longest_silence, self.silent_seconds)
             self._heartbeat_count = heartbeat_count
@@ -76,25 +75,25 @@ STOP_SECONDS = 20.0
 MAX_QUEUED_MESSAGES = 256
 STDERR_TAIL_LINES = 20
 MAX_STDERR_LINE_BYTES = 2000
-# Every library that has threads of its own reads one of these before it starts them.
+# Libraries with thread pools of their own read one of these when they start them.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# A thread of torch that is done with its share spins for the others', usually for milliseconds, and holds a core that
-# one of them may be waiting for, where other work has the rest: then all are slower than one (`benchmarks/busy.py`). A
-# thousand turns are some microseconds.
+# A thread of torch that has finished its part spins while it waits for the others, by default for milliseconds. On a
+# busy machine it holds a core that they need, and all threads together are slower than one (`benchmarks/busy.py`). A
+# thousand iterations are some microseconds.
 SPIN_LIMITS: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "1000"})
 
 
 class TrainerProcess:
-    """A trainer that is kept alive. Each start sends it `config`, with the `round` of that moment.
+    """A trainer process that is restarted when it dies. Each start sends `config` with the current `round`.
 
-    The consumer of `messages` sends Adopt again after each Ready that is behind: what was sent to a trainer that
-    died is lost.
+    The consumer of `messages` sends ApplyAnchor again after each Ready that is behind, because messages to a trainer
+    that died are lost.
     """
 
     def __init__(self, shared_memory: SharedMemory, config: TrainerConfig) -> None:
         self._shared_memory = shared_memory
         self._config = config
-        self.round = config.round  # whose anchor a trainer without a snapshot starts from
+        self.round = config.round  # a trainer without a snapshot starts from its anchor
         self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._run: _Run | None = None
@@ -103,40 +102,40 @@ class TrainerProcess:
         self._stopping = False
         self._failure: MurmurError | None = None
         self.crash_count = 0
-        self.not_running_reason = "the trainer is starting"  # why there is none at work; empty: there is
+        self.not_running_reason = "the trainer is starting"  # empty while it runs
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Return the id of the running process, if any."""
         return self._run.process.pid if self._run and self._run.process.returncode is None else None
 
     async def start(self) -> None:
-        """Spawn it; returns once it has been given its config. Ready comes through `messages`."""
+        """Spawn the trainer and send its config. Ready arrives through `messages`."""
         self._run = await self._start_run()
         self._supervisor = asyncio.create_task(self._supervise(self._run), name="trainer")
 
     async def messages(self) -> AsyncIterator[FromTrainer]:
-        """All that the trainer says, over its restarts. Ends after `stop`; raises MurmurError when it is given up."""
+        """Yield the trainer's messages, over restarts, until `stop`. Raises MurmurError on giving up."""
         while (message := await self._queue.get()) is not None:
             yield message
         if self._failure is not None:
             raise self._failure
 
     async def send(self, message: ToTrainer) -> bool:
-        """False when there is no trainer to hear it right now."""
+        """Send a message; return False if no trainer runs now."""
         if self._run is None:
             return False
         try:
             await self._run.channel.send(message)
         except ChannelClosed as closed:
-            logger.info("the trainer did not hear %s: %s", message.kind, closed)
+            logger.info("the trainer did not receive %s: %s", message.kind, closed)
             return False
         return True
 
     async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """Have it write a last snapshot and end; kill it after `timeout_seconds`. Leaves nothing. May be repeated.
+        """Let the trainer write a last snapshot and exit; kill it after `timeout_seconds`. May be repeated.
 
-        One that is not at work yet has nothing to write, and may be importing for long on a busy machine: it is killed.
+        A trainer that is still starting has nothing to write, and may import for long on a busy machine: it is killed.
         """
         self._stopping = True
         if self.not_running_reason and self._run is not None:
@@ -151,7 +150,7 @@ class TrainerProcess:
             await self._clean_up()
 
     async def _wait_until_exited(self) -> None:
-        # The consumer may be gone: make room, or a trainer full of words never reaches its end.
+        # The consumer may be gone: without room in the queue, a trainer with many messages never exits.
         while self._supervisor is not None and not self._supervisor.done():
             self._clear_queue()
             await asyncio.wait([self._supervisor], timeout=0.05)
@@ -181,7 +180,7 @@ class TrainerProcess:
                 code = await self._reap(run)
                 if self._stopping:
                     break
-                self._record_crash(_describe_exit(code) if watching.cancelled() else "it no longer moved")
+                self._record_crash(_describe_exit(code) if watching.cancelled() else "it was stuck")
                 await asyncio.sleep(self._restart_delay())
                 if self._stopping:
                     break
@@ -190,18 +189,18 @@ class TrainerProcess:
             self._failure = error
             await self._reap(run)
         except OSError as error:
-            self._failure = MurmurError(f"the trainer cannot be started: {error}; free memory or processes")
+            self._failure = MurmurError(f"cannot start the trainer: {error}; free memory or end other processes")
         await self._queue.put(None)
 
     async def _pump_messages(self, run: "_Run") -> None:
-        """Until it dies; raises the error that it failed with."""
+        """Queue the trainer's messages until it dies. Raises the error of a Failed message."""
         while True:
             try:
                 message = await run.channel.receive()
             except ChannelClosed:
                 return
             except MalformedError as error:
-                logger.error("the trainer sent something that is no message, killing it: %s", error)
+                logger.error("the trainer sent a malformed message; killing it: %s", error)
                 run.kill()
                 return
             if isinstance(message, Failed):
@@ -213,40 +212,39 @@ class TrainerProcess:
             await self._queue.put(message)
 
     async def _kill_if_stuck(self, run: "_Run") -> None:
-        """Kills a trainer that has begun and no longer moves."""
+        """Kill the trainer if it is ready and then gets stuck."""
         watchdog: Watchdog | None = None
         while not (watchdog and watchdog.is_stuck):
             await asyncio.sleep(WATCHDOG_SECONDS)
             if self.not_running_reason:
-                continue  # it is starting, which takes as long as its data takes
-            now, beats = time.monotonic(), self._shared_memory.heartbeat_count
-            watchdog = watchdog or Watchdog(beats, now)
-            watchdog.observe(beats, now)
-        logger.error("the trainer has not moved for %.0f s; killing it", watchdog.silent_seconds)
+                continue  # starting takes as long as loading its data
+            now, heartbeat_count = time.monotonic(), self._shared_memory.heartbeat_count
+            watchdog = watchdog or Watchdog(heartbeat_count, now)
+            watchdog.observe(heartbeat_count, now)
+        logger.error("the trainer has been stuck for %.0f s; killing it", watchdog.silent_seconds)
         run.kill()
 
     def _record_crash(self, cause: str) -> None:
         self.crash_count += 1
         self._crashes_in_a_row += 1
-        words = self._stderr_tail[-1] if self._stderr_tail else "no last words"
-        self.not_running_reason = f"the trainer died ({cause}) and is started again"
-        logger.warning("the trainer died (%s), death %d: %s", cause, self.crash_count, words)
+        last_line = self._stderr_tail[-1] if self._stderr_tail else "no output"
+        self.not_running_reason = f"the trainer died ({cause}) and is restarting"
+        logger.warning("the trainer died (%s), death %d: %s", cause, self.crash_count, last_line)
         if self._crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
             raise errors.DeviceError(
-                f"the trainer died {MAX_CRASHES_IN_A_ROW} times in a row ({cause}), last: {words}; "
-                "see the lines above, and try "
-                "--device cpu or a smaller --memory"
+                f"the trainer died {MAX_CRASHES_IN_A_ROW} times in a row ({cause}), last line: {last_line}; "
+                "see the log lines above, and try --device cpu or a smaller --memory"
             )
 
     def _restart_delay(self) -> float:
         return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._crashes_in_a_row - 1)))
 
     async def _start_run(self) -> "_Run":
-        """Where it was to stop meanwhile, nobody could tell it: it has nothing to write yet."""
-        life = await self._spawn()
+        """Spawn the trainer, and kill it at once if `stop` was called meanwhile: it has nothing to write."""
+        run = await self._spawn()
         if self._stopping:
-            life.kill()
-        return life
+            run.kill()
+        return run
 
     async def _spawn(self) -> "_Run":
         ours, theirs = socket.socketpair()
@@ -258,26 +256,26 @@ class TrainerProcess:
         finally:
             theirs.close()
         self._stderr_tail.clear()
-        hearing = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
-        life = _Run(process, await DaemonChannel.open(ours), hearing)
-        with contextlib.suppress(ChannelClosed):  # dead already: listening will tell
-            await life.channel.send(self._config.model_copy(update={"round": self.round}))
-        return life
+        stderr_task = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
+        run = _Run(process, await DaemonChannel.open(ours), stderr_task)
+        with contextlib.suppress(ChannelClosed):  # dead already: `receive` will notice
+            await run.channel.send(self._config.model_copy(update={"round": self.round}))
+        return run
 
     async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
-        arena_fd, threads = self._shared_memory.fd, str(self._config.options.thread_count)
+        memory_fd, threads = self._shared_memory.fd, str(self._config.options.thread_count)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "node.trainer"),
-            *(str(channel_fd), str(arena_fd), str(os.getpid())),
-            pass_fds=(channel_fd, arena_fd),
+            *(str(channel_fd), str(memory_fd), str(os.getpid())),
+            pass_fds=(channel_fd, memory_fd),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env={**SPIN_LIMITS, **os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
-            process_group=0,  # a terminal's Ctrl-C is for the daemon
+            process_group=0,  # a terminal's Ctrl-C must reach the daemon alone
         )
 
     async def _pump_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Pass the trainer's standard error on to the log, line by line, long lines cut."""
+        """Copy the trainer's standard error to the log, line by line; cut long lines."""
         assert process.stderr is not None
         rest = b""
         while data := await process.stderr.read(MAX_STDERR_LINE_BYTES):
@@ -294,13 +292,13 @@ class TrainerProcess:
             logger.info("trainer: %s", text)
 
     async def _reap(self, run: "_Run") -> int:
-        """Its end of the channel is closed or it is to go: see that nothing of it is left; returns its exit code."""
+        """Wait for the process to exit, kill it if it does not, and return its exit code."""
         await run.channel.close()
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 code = await run.process.wait()
         except TimeoutError:
-            logger.warning("the trainer closed its channel but lives on; killing it")
+            logger.warning("the trainer closed its channel but did not exit; killing it")
             run.kill()
             code = await run.process.wait()
         await run.stderr_task
@@ -310,7 +308,7 @@ class TrainerProcess:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of the process."""
+    """One process, from its start to its exit."""
 
     process: asyncio.subprocess.Process
     channel: DaemonChannel
@@ -326,7 +324,7 @@ def _describe_exit(code: int) -> str:
 
 
 def _error_from(failed: Failed) -> MurmurError:
-    """The error that the trainer raised, by its exit code."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MurmurError)]
-    kind = next((kind for kind in kinds if kind.exit_code == failed.exit_code), MurmurError)
-    return kind(failed.reason)
+    """Return the error that the trainer raised, by its exit code."""
+    types = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MurmurError)]
+    error_type = next((kind for kind in types if kind.exit_code == failed.exit_code), MurmurError)
+    return error_type(failed.reason)

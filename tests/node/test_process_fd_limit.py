@@ -8,7 +8,7 @@ NONE = resource.RLIM_INFINITY
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "wanted"),
+    ("soft", "hard", "limit"),
     [
         (1024, 4096, 4096),
         (1024, 1 << 20, MAX_FILE_DESCRIPTORS),
@@ -18,11 +18,11 @@ NONE = resource.RLIM_INFINITY
         (NONE, NONE, NONE),
     ],
 )
-def test_as_many_as_the_system_allows(soft: int, hard: int, wanted: int) -> None:
-    assert choose_fd_limit(soft, hard) == wanted
+def test_limit_is_what_the_system_allows(soft: int, hard: int, limit: int) -> None:
+    assert choose_fd_limit(soft, hard) == limit
 
 
-def test_the_limit_of_this_process() -> None:
+def test_raise_fd_limit_of_this_process() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -1,4 +1,4 @@
-"""When the collector of cycles rests, and that it comes back."""
+"""Garbage collection is rare during imports and normal afterwards."""
 
 import gc
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from node.process import RARE_GC_THRESHOLD, rare_garbage_collection
 
-# Prints how often the collector came while a daemon's modules were imported.
+# Prints the number of count_collections during the import of a daemon's modules.
 IMPORTS = """
 import gc, sys
 from contextlib import nullcontext
@@ -20,21 +20,21 @@ with rare_garbage_collection() if sys.argv[1] == "rarely" else nullcontext():
 """
 
 
-def collections(way: str) -> int:
-    command = [sys.executable, "-c", IMPORTS, way]
+def count_collections(mode: str) -> int:
+    command = [sys.executable, "-c", IMPORTS, mode]
     return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
 
-def test_a_start_is_not_held_up_by_looking_for_cycles() -> None:
-    assert collections("rarely") <= 10
-    assert collections("as usual") > 300, "the control"
+def test_few_collections_during_the_imports_of_a_daemon() -> None:
+    assert count_collections("rarely") <= 10
+    assert count_collections("default") > 300, "control"
 
 
-def test_it_comes_as_before_behind_an_error_too() -> None:
-    usual = gc.get_threshold()
+def test_threshold_is_restored_after_an_error() -> None:
+    threshold = gc.get_threshold()
     with pytest.raises(ValueError, match="whatever"), rare_garbage_collection():
         assert gc.get_threshold()[0] == RARE_GC_THRESHOLD
         assert gc.get_freeze_count() > 0
         raise ValueError("whatever")
-    assert gc.get_threshold() == usual
+    assert gc.get_threshold() == threshold
     assert gc.get_freeze_count() == 0

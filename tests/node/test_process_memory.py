@@ -1,4 +1,4 @@
-"""What is not needed any more is soon given back; in processes of their own, with the usual way as control."""
+"""Unused memory is returned soon; measured in separate processes, with the default as control."""
 
 import ctypes
 import subprocess
@@ -21,7 +21,7 @@ class Ring:
         Ring.most = max(Ring.most, Ring.alive)
     def __del__(self):
         Ring.alive -= 1
-held = deque(maxlen=20_000)  # long enough to be taken for what stays
+held = deque(maxlen=20_000)  # long enough for them to become an old generation
 for _ in range(200_000):
     held.append(Ring())
 print(Ring.most)
@@ -31,7 +31,7 @@ HOLES = """
 import sys
 import psutil
 from node.process_memory import trim
-pairs = [(bytes(50_000), bytes(1_000)) for _ in range(2_000)]  # below what malloc gets apart, and just after it
+pairs = [(bytes(50_000), bytes(1_000)) for _ in range(2_000)]  # one below the mmap threshold, one small
 held = [small for _, small in pairs]
 del pairs
 if sys.argv[1] == "back":
@@ -45,7 +45,7 @@ import psutil
 from node.process_memory import enable_frequent_gc, trim
 enable_frequent_gc()
 def fail():
-    on_the_way = bytearray(b"x") * 1_000_000
+    payload = bytearray(b"x") * 1_000_000
     try:
         raise ValueError
     except ValueError as error:
@@ -60,7 +60,7 @@ print(psutil.Process().memory_info().rss)
 ARENAS = """
 import ctypes, sys, threading
 from pathlib import Path
-import node.daemon.lifecycle  # some threads are there
+import node.daemon.lifecycle  # starts some threads
 from node.process_memory import use_one_malloc_arena
 if sys.argv[1] == "one":
     use_one_malloc_arena()
@@ -84,38 +84,38 @@ print(Path(sys.argv[2]).read_text().count("<heap "))
 of_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 
 
-def told_by(program: str, *words: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+def run_program(program: str, *arguments: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
-def most_at_once(often: str) -> int:
-    """Of 200,000 cycles, 20,000 of which are held at any time."""
-    return int(told_by(CYCLES, often))
+def max_alive(often: str) -> int:
+    """Return the most cycles alive at once, of 200,000 with 20,000 referenced at any time."""
+    return int(run_program(CYCLES, often))
 
 
-def test_what_cycles_hold_is_freed_soon() -> None:
-    often, usually = most_at_once("often"), most_at_once("as usual")
-    print(f"at most {often}, as usual {usually}")
-    assert often < 50_000 < usually
-
-
-@of_glibc
-def test_what_lies_between_others_in_use_is_given_back() -> None:
-    back, usual = (int(told_by(HOLES, word)) for word in ("back", "as usual"))
-    print(f"{back / 1e6:.0f} MB, as usual {usual / 1e6:.0f}")
-    assert usual - back > 60e6, "of 100 MB that were freed, in pages, as what is in use shares some"
-
-
-def test_what_failures_left_in_cycles_is_given_back() -> None:
-    back, usual = (int(told_by(FAILURES, word)) for word in ("back", "as usual"))
-    print(f"{back / 1e6:.0f} MB, as usual {usual / 1e6:.0f}")
-    assert usual - back > 60e6, "of 100 MB in few cycles"
+def test_cycles_are_freed_soon() -> None:
+    often, by_default = max_alive("often"), max_alive("default")
+    print(f"at most {often}, default {by_default}")
+    assert often < 50_000 < by_default
 
 
 @of_glibc
-def test_threads_share_one_arena(tmp_path: Path) -> None:
-    one, usual = (int(told_by(ARENAS, word, str(tmp_path / "arenas"))) for word in ("one", "as usual"))
-    print(f"{one} arenas, as usual {usual}")
-    assert one < usual - 4
+def test_free_blocks_between_used_ones_are_returned() -> None:
+    back, default = (int(run_program(HOLES, mode)) for mode in ("back", "default"))
+    print(f"{back / 1e6:.0f} MB, default {default / 1e6:.0f}")
+    assert default - back > 60e6, "of 100 MB freed; pages with used blocks stay"
+
+
+def test_memory_held_by_failed_frames_is_returned() -> None:
+    back, default = (int(run_program(FAILURES, mode)) for mode in ("back", "default"))
+    print(f"{back / 1e6:.0f} MB, default {default / 1e6:.0f}")
+    assert default - back > 60e6, "of 100 MB in few cycles"
+
+
+@of_glibc
+def test_threads_share_one_malloc_arena(tmp_path: Path) -> None:
+    one, default = (int(run_program(ARENAS, mode, str(tmp_path / "arenas"))) for mode in ("one", "default"))
+    print(f"{one} arenas, default {default}")
+    assert one < default - 4

@@ -1,4 +1,4 @@
-"""Which port a node takes that was given none: that of its last start, as long as it can be had."""
+"""A node without a fixed port reuses the port of its last start if that is free."""
 
 import asyncio
 import socket
@@ -14,45 +14,45 @@ LISTEN = ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1")
 
 
 @pytest.fixture
-def held() -> Iterator[socket.socket]:
+def busy_port() -> Iterator[socket.socket]:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()
         yield other
 
 
-def resumed(folder: Path, port: int) -> RunDir:
+def restarted(folder: Path, port: int) -> RunDir:
     node = RunDir(folder)
     node.write_node_info("me", (f"/ip4/127.0.0.1/tcp/{port}/p2p/me",), 99)
     return node
 
 
-async def test_the_first_start_takes_any(tmp_path: Path) -> None:
+async def test_first_start_uses_any_port(tmp_path: Path) -> None:
     assert await reuse_last_port(RunDir(tmp_path), LISTEN) == LISTEN
 
 
-async def test_a_port_that_was_asked_for_is_left_alone(tmp_path: Path, held: socket.socket) -> None:
-    asked = ("/ip4/127.0.0.1/tcp/4001",)
+async def test_fixed_port_is_not_replaced(tmp_path: Path, busy_port: socket.socket) -> None:
+    fixed = ("/ip4/127.0.0.1/tcp/4001",)
     async with asyncio.timeout(local_sockets.PORT_RETRY_SECONDS / 2):
-        assert await reuse_last_port(resumed(tmp_path, held.getsockname()[1]), asked) == asked
+        assert await reuse_last_port(restarted(tmp_path, busy_port.getsockname()[1]), fixed) == fixed
 
 
-async def test_a_port_that_is_let_go_is_waited_for(
-    tmp_path: Path, held: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_last_port_is_used_once_it_is_released(
+    tmp_path: Path, busy_port: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_sockets, "PORT_RETRY_SECONDS", 60.0)
-    port = held.getsockname()[1]
-    asking = asyncio.create_task(reuse_last_port(resumed(tmp_path, port), LISTEN))
+    port = busy_port.getsockname()[1]
+    pending = asyncio.create_task(reuse_last_port(restarted(tmp_path, port), LISTEN))
     async with asyncio.timeout(30):
-        while "which was ours; trying again" not in caplog.text:
+        while "which this node used before; trying again" not in caplog.text:
             await asyncio.sleep(0.02)
-    held.close()
-    assert await asyncio.wait_for(asking, 30) == (f"/ip4/127.0.0.1/tcp/{port}", LISTEN[1])
+    busy_port.close()
+    assert await asyncio.wait_for(pending, 30) == (f"/ip4/127.0.0.1/tcp/{port}", LISTEN[1])
 
 
-async def test_another_port_is_taken_where_it_stays_taken(
-    tmp_path: Path, held: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_another_port_is_used_while_the_last_one_is_taken(
+    tmp_path: Path, busy_port: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_sockets, "PORT_RETRY_SECONDS", 0.3)
-    assert await reuse_last_port(resumed(tmp_path, held.getsockname()[1]), LISTEN) == LISTEN
-    assert "links to this node change" in caplog.text
+    assert await reuse_last_port(restarted(tmp_path, busy_port.getsockname()[1]), LISTEN) == LISTEN
+    assert "the address of this node changes" in caplog.text

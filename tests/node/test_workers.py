@@ -1,4 +1,4 @@
-"""The threads of a daemon: one thing after the other, and who goes first."""
+"""The worker threads of a daemon run one function at a time, with different priorities."""
 
 import asyncio
 import os
@@ -15,37 +15,37 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-async def test_what_nobody_waits_for_comes_behind_the_trainer_and_the_rest_before_it() -> None:
+async def test_low_priority_thread_comes_after_the_trainer_and_compute_before() -> None:
     own = niceness()
-    with start_workers() as at_work:
-        assert await at_work.compute(niceness) == own
-        assert await at_work.low_priority(niceness) == own + LOW_PRIORITY_NICENESS > own + TRAINER_NICENESS
-    assert niceness() == own, "of its thread alone"
+    with start_workers() as workers:
+        assert await workers.compute(niceness) == own
+        assert await workers.low_priority(niceness) == own + LOW_PRIORITY_NICENESS > own + TRAINER_NICENESS
+    assert niceness() == own, "only the worker thread changes"
 
 
 @pytest.mark.parametrize("kind", ["compute", "low_priority"])
-async def test_one_thing_comes_after_the_other_and_faults_come_back(kind: str) -> None:
+async def test_functions_run_in_order_and_errors_are_returned(kind: str) -> None:
     done: list[int] = []
 
     def divide(number: int) -> float:
         done.append(number)
         return 1 / number
 
-    with start_workers() as at_work:
-        work = getattr(at_work, kind)
-        found: list[Any] = await asyncio.gather(*(work(divide, by) for by in (2, 0, 4)), return_exceptions=True)
-    assert (found[0], found[2], done) == (0.5, 0.25, [2, 0, 4])
-    assert isinstance(found[1], ZeroDivisionError)
+    with start_workers() as workers:
+        work = getattr(workers, kind)
+        results: list[Any] = await asyncio.gather(*(work(divide, by) for by in (2, 0, 4)), return_exceptions=True)
+    assert (results[0], results[2], done) == (0.5, 0.25, [2, 0, 4])
+    assert isinstance(results[1], ZeroDivisionError)
 
 
-async def test_no_round_waits_for_what_nobody_waits_for() -> None:
-    """With one thread for both, the second would come when the first is done."""
-    goes_on = threading.Event()
+async def test_compute_does_not_wait_for_low_priority_work() -> None:
+    """With one thread for both, the second call would never start."""
+    may_continue = threading.Event()
 
-    async def together(at_work: Workers) -> None:
-        came, _ = await asyncio.gather(at_work.low_priority(goes_on.wait), at_work.compute(goes_on.set))
-        assert came
+    async def run_both(workers: Workers) -> None:
+        was_set, _ = await asyncio.gather(workers.low_priority(may_continue.wait), workers.compute(may_continue.set))
+        assert was_set
 
-    with start_workers() as at_work:
+    with start_workers() as workers:
         async with asyncio.timeout(20):
-            await together(at_work)
+            await run_both(workers)

@@ -10,7 +10,7 @@ async def fail() -> None:
     raise KeyError("a bug")
 
 
-async def test_what_breaks_is_told_and_what_ends_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_task_is_reported_and_finished_tasks_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
     faults = RecordedFaults()
     background = BackgroundTasks(faults)
     background.spawn(asyncio.sleep(0))
@@ -22,7 +22,7 @@ async def test_what_breaks_is_told_and_what_ends_is_forgotten(caplog: pytest.Log
     assert "a bug" in caplog.text
 
 
-async def test_what_is_cancelled_is_no_fault() -> None:
+async def test_cancelled_task_is_not_a_fault() -> None:
     faults = RecordedFaults()
     background, begun, undone = BackgroundTasks(faults), asyncio.Event(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Messages pass whole and typed in both directions; what is no message is refused; a closed end is noticed."""
+"""The channel carries typed messages both ways, rejects malformed ones, and notices a closed end."""
 
 import asyncio
 import socket
@@ -48,13 +48,13 @@ FROM_TRAINER: list[FromTrainer] = [
 ]
 
 
-async def pair() -> tuple[DaemonChannel, TrainerChannel]:
+async def open_pair() -> tuple[DaemonChannel, TrainerChannel]:
     ours, theirs = socket.socketpair()
     return await DaemonChannel.open(ours), TrainerChannel(theirs)
 
 
 async def test_every_message_to_the_trainer_arrives() -> None:
-    daemon, trainer = await pair()
+    daemon, trainer = await open_pair()
     for sent in TO_TRAINER:
         await daemon.send(sent)
     assert [trainer.receive(1.0) for _ in TO_TRAINER] == TO_TRAINER
@@ -64,7 +64,7 @@ async def test_every_message_to_the_trainer_arrives() -> None:
 
 
 async def test_every_message_to_the_daemon_arrives() -> None:
-    daemon, trainer = await pair()
+    daemon, trainer = await open_pair()
     for sent in FROM_TRAINER:
         trainer.send(sent)
     assert [await daemon.receive() for _ in FROM_TRAINER] == FROM_TRAINER
@@ -72,7 +72,7 @@ async def test_every_message_to_the_daemon_arrives() -> None:
     await daemon.close()
 
 
-def test_a_message_that_arrives_byte_by_byte() -> None:
+def test_message_that_arrives_byte_by_byte_is_assembled() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         trainer = TrainerChannel(theirs)
@@ -85,13 +85,13 @@ def test_a_message_that_arrives_byte_by_byte() -> None:
         assert trainer.receive() == ApplyAnchor(round=1, outcome="none")
 
 
-async def test_a_closed_end_is_noticed_on_both_sides() -> None:
-    daemon, trainer = await pair()
+async def test_both_ends_notice_a_closed_channel() -> None:
+    daemon, trainer = await open_pair()
     trainer.close()
     with pytest.raises(ChannelClosed):
         await daemon.receive()
     await daemon.close()
-    daemon, trainer = await pair()
+    daemon, trainer = await open_pair()
     await daemon.close()
     with pytest.raises(ChannelClosed):
         trainer.receive(1.0)
@@ -103,7 +103,7 @@ async def test_a_closed_end_is_noticed_on_both_sides() -> None:
 @pytest.mark.parametrize(
     "body", [b"{}", b'{"kind":"stopp"}', b'{"kind":"stop","more":1}', b"\xff", b'{"kind":"adopt","round":-1}']
 )
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_malformed_message_is_rejected(body: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(len(body).to_bytes(4, "big") + body)
@@ -111,7 +111,7 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
             TrainerChannel(theirs).receive(1.0)
 
 
-async def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
+async def test_too_long_frame_is_rejected_before_it_is_read() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         daemon = await DaemonChannel.open(ours)
@@ -123,9 +123,9 @@ async def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
         await daemon.close()
 
 
-async def test_who_does_not_read_does_not_block_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_write_to_an_end_that_does_not_read_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.ipc.channel.WRITE_SECONDS", 0.2)
-    daemon, trainer = await pair()
+    daemon, trainer = await open_pair()
     reason = Failed(reason="x" * 100_000, exit_code=1)
     with pytest.raises(ChannelClosed):
         for _ in range(100):
@@ -138,8 +138,8 @@ async def test_who_does_not_read_does_not_block_for_ever(monkeypatch: pytest.Mon
     await daemon.close()
 
 
-async def test_waiting_ends_when_a_message_comes() -> None:
-    daemon, trainer = await pair()
+async def test_receive_returns_when_a_message_arrives() -> None:
+    daemon, trainer = await open_pair()
     received: list[ToTrainer | None] = []
     waiter = threading.Thread(target=lambda: received.append(trainer.receive(30.0)))
     waiter.start()
