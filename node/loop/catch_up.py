@@ -1,7 +1,7 @@
 """Decide when a peer leaves its round to follow others, whom it follows, and how. PURE.
 
-A peer that is ahead is asked for the commits after our head. Where they continue our chain they are replayed;
-otherwise, or where that fails or would take long, the state itself is taken over.
+The loop asks a peer that is ahead for the commits after our head, and replays them if they continue our chain. If they
+do not, or if the replay fails or would take long, it downloads the state itself.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,19 +14,19 @@ from protocol.consensus.messages import Commit, Digest, SignedMessage
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 
-SYNC_AFTER_SECONDS = 1.5  # for the next commit to come by itself
-SYNC_NOW_GAP = 2  # rounds behind, from which on we ask at once
-RETAINED_ROUNDS = 4  # whose blobs a peer that lags may still fetch, where there is room
-MAX_VANISHED_STATES = 5  # in a row: states that nobody had any more by the time we fetched them
-AVOID_SECONDS = 60.0  # not to follow a peer that could not show us the path to its head
+SYNC_AFTER_SECONDS = 1.5  # to wait for the next commit to arrive by itself
+SYNC_NOW_GAP = 2  # rounds behind at which we sync at once
+RETAINED_ROUNDS = 4  # whose blobs a late peer may still fetch, if there is room
+MAX_VANISHED_STATES = 5  # in a row: states that no peer had any more when we fetched them
+AVOID_SECONDS = 60.0  # a peer that could not show the path to its head
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """How to get from our head to another: by these commits, or by taking over a state.
+    """How to get from our head to another: by these commits, or by downloading a state.
 
-    `commits` follow one another. When `state` is None they continue our chain; otherwise they lead to `head`, or are
-    the first of more, and say what became of our contributions.
+    `commits` are consecutive. If `state` is None they continue our chain; otherwise they lead to `head`, or are the
+    first of more, and give the outcomes of our contributions.
     """
 
     head: ChainHead
@@ -35,13 +35,13 @@ class SyncPlan:
 
     @property
     def log(self) -> tuple[SignedMessage[Commit], ...]:
-        """Return the commits that the chain keeps after the state is installed: those that lead to its head."""
+        """Return the commits that the chain keeps with the installed state: those that lead to its head."""
         return self.commits if self.commits and self.commits[-1].body.round == self.head.round - 1 else ()
 
 
 @dataclass(frozen=True)
 class SyncTarget:
-    """Where to go. `peers` are there; `replay`: by its commits, if they continue our chain."""
+    """The head to sync to, the peers on it, and whether to replay its commits if they continue our chain."""
 
     head: ChainHead
     peers: tuple[PeerId, ...]
@@ -55,16 +55,16 @@ def best_head(heads: Mapping[ChainHead, list[PeerId]]) -> tuple[ChainHead, list[
 
 
 def should_sync(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
-    """Return whether to go to a preferred head that we have known for `waited` seconds.
+    """Return whether to sync to a preferred head that we have known for `waited` seconds.
 
-    What may be the commit of the round we are in comes by itself. A head that is not above ours is on another chain,
-    and never does.
+    The commit of the open round arrives by itself. A head whose round is not above ours is on another chain, and its
+    commit never does.
     """
     return not 0 < theirs.round - own.round < SYNC_NOW_GAP or waited >= SYNC_AFTER_SECONDS
 
 
 def plan_replay(chain: Chain, commits: tuple[SignedMessage[Commit], ...]) -> SyncPlan | None:
-    """Return the plan that replays these commits; None unless they continue our chain."""
+    """Return the plan that replays these commits, None unless they continue our chain."""
     try:
         return SyncPlan(chain.head_after(commits), commits, None) if commits else None
     except PeerFault:
@@ -72,16 +72,19 @@ def plan_replay(chain: Chain, commits: tuple[SignedMessage[Commit], ...]) -> Syn
 
 
 def is_worth_taking(own: ChainHead, theirs: ChainHead) -> bool:
-    """Return whether to take over a state: that of a preferred head, or another one of our own head."""
+    """Return whether to download a state: that of a preferred head, or another one of our own head."""
     return theirs.digest == own.digest or prefers_theirs(own, theirs)
 
 
 def plan_path(own: Chain, theirs: Chain, state: Blob, replay: bool, history_since: int) -> SyncPlan | None:
-    """Return how to get to the head of a chain that we see whole, as virtual peers do; None: it is not ahead.
+    """Return the plan to the head of a chain that we see whole, as virtual peers do; None if it is not ahead.
 
     Args:
-        state: the outer state of that head.
-        history_since: the first round that may have taken one of our contributions.
+        own: our chain.
+        theirs: the other chain.
+        state: the outer state of its head.
+        replay: whether to replay commits if they continue our chain.
+        history_since: the first round that may include one of our contributions.
     """
     replayed = plan_replay(own, theirs.commits_since(own.round) or ()) if replay else None
     if replayed is not None:
@@ -94,7 +97,7 @@ def plan_path(own: Chain, theirs: Chain, state: Blob, replay: bool, history_sinc
 
 @dataclass
 class Sync:
-    """A change to another head that is under way. `left`: the head from which it began."""
+    """A sync to another head in progress; `left` is the head where it began."""
 
     target: SyncTarget
     left: ChainHead
@@ -103,7 +106,7 @@ class Sync:
 
 
 class CatchUp:
-    """Remembers since when others are ahead, which peers have misled us, and what has failed.
+    """Remembers since when other peers are ahead, which of them misled us, and which syncs failed.
 
     Args:
         compares_states: whether all peers on one head must have the same state.
@@ -124,7 +127,7 @@ class CatchUp:
         self._snapshot = snapshot
 
     def is_due(self, state: Digest, now: float) -> bool:
-        """Return whether others are ahead and their commit does not come by itself, or our state is wrong."""
+        """Return whether to sync: others are ahead and their commit did not arrive, or our state is wrong."""
         if self.is_state_wrong(state):
             return True
         heads = self.heads(now)
@@ -135,7 +138,7 @@ class CatchUp:
         return should_sync(self._chain.head, best_head(heads)[0], now - self._ahead_since)
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when `is_due` may change without news."""
+        """Return the time at which `is_due` may change without an event."""
         times = list(self._avoided_until.values())
         if self._ahead_since is not None:
             times.append(self._ahead_since + SYNC_AFTER_SECONDS)
@@ -145,17 +148,17 @@ class CatchUp:
         return self._compares_states and self._snapshot.is_outvoted(self._peer_id, self._chain.head, state)
 
     def heads(self, now: float) -> dict[ChainHead, list[PeerId]]:
-        """Return the heads that we could go to, and the peers that we could follow there."""
+        """Return the heads that we could sync to, with the peers that we could ask."""
         self._avoided_until = {peer: until for peer, until in self._avoided_until.items() if until > now}
         heads = self._snapshot.preferred_heads(self._chain.head)
-        followed = {head: self._not_avoided(peers) for head, peers in heads.items()}
-        return {head: peers for head, peers in followed.items() if peers}
+        available = {head: self._not_avoided(peers) for head, peers in heads.items()}
+        return {head: peers for head, peers in available.items() if peers}
 
     def _not_avoided(self, peers: Iterable[PeerId]) -> list[PeerId]:
         return [peer for peer in peers if peer not in self._avoided_until and peer != self._peer_id]
 
     def target(self, state: Digest, now: float) -> SyncTarget | None:
-        """Return where to go; None while nobody can be asked."""
+        """Return the head to sync to, None if no peer can be asked."""
         own, heads = self._chain.head, self.heads(now)
         if self.is_state_wrong(state):
             holders = self._not_avoided(self._snapshot.state_holders(self._peer_id, own, state))
@@ -163,12 +166,12 @@ class CatchUp:
         if not heads:
             return None
         head, peers = best_head(heads)
-        # The blobs of long ago are gone, and one state costs no more than many rounds.
+        # Old blobs are gone, and one state costs no more than many rounds.
         replay = not self._replay_failed and head.round - own.round <= RETAINED_ROUNDS
         return SyncTarget(head, tuple(peers), replay)
 
     def is_news(self, state: Digest) -> bool:
-        """Return whether a wrong state is to be reported: each of our states once, however often it is replaced."""
+        """Return whether to report a wrong state; each of our states is reported once."""
         is_news = self._reported_state != state
         self._reported_state = state
         return is_news
@@ -178,11 +181,11 @@ class CatchUp:
         self._vanished = 0
 
     def moved(self) -> None:
-        """Count anew how long others are ahead: we have a new head."""
+        """Reset the time since which others are ahead: we have a new head."""
         self._ahead_since = None
 
     def failed(self, target: SyncTarget, has_vanished: bool, now: float) -> bool:
-        """Note a failure. Return whether to ask again at once: the peers went on meanwhile."""
+        """Record a failed sync. Return whether to retry at once, because the peers moved on meanwhile."""
         self._vanished = self._vanished + 1 if has_vanished and not target.replay else 0
         if 0 < self._vanished < MAX_VANISHED_STATES:
             return True

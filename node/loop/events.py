@@ -1,6 +1,6 @@
-"""Define what goes into the round loop and what comes out of it. PURE.
+"""Define the events and actions of the round loop. PURE.
 
-Events say what happened; actions say what to do. Both are values: a log of the events with their times replays a
+An event says what happened; an action says what to do. Both are values: a log of the events with their times replays a
 node's part in a run exactly. The actions `Send`, `VoteRecord`, `RequestEarlySubmit` and `Rejected` are those of the
 round machine; the loop passes them on.
 """
@@ -25,14 +25,14 @@ from protocol.murmur_pb2 import Signed
 
 @dataclass(frozen=True)
 class SwarmChanged:
-    """The swarm view has news, or may have."""
+    """The swarm view has changed, or may have."""
 
     snapshot: SwarmSnapshot
 
 
 @dataclass(frozen=True)
 class MessagesReceived:
-    """`sender` delivered these checked messages; it need not have signed all of them."""
+    """`sender` delivered these verified messages; it need not have signed all of them."""
 
     sender: PeerId
     messages: tuple[SignedMessage[Any], ...]
@@ -40,7 +40,7 @@ class MessagesReceived:
 
 @dataclass(frozen=True)
 class ContributionReady:
-    """The contribution tracker has a new contribution, its blobs in the store."""
+    """The contribution tracker has a new pending contribution, whose blobs are in the store."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CommitApplied:
 
 @dataclass(frozen=True)
 class ApplyFailed:
-    """Answers ApplyCommit when a blob could not be had or does not decode. Nothing has changed."""
+    """Answers ApplyCommit when a blob is unavailable or does not decode. Nothing has changed."""
 
     reason: str
 
@@ -106,7 +106,7 @@ class StateInstalled:
 
 @dataclass(frozen=True)
 class SyncFailed:
-    """Answers FindPath or TakeState. `has_vanished`: nobody holds the blob any more. Nothing has changed."""
+    """Answers FindPath or TakeState. `has_vanished`: no peer has the blob any more. Nothing has changed."""
 
     reason: str
     has_vanished: bool = False
@@ -124,12 +124,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The node leaves; the loop does nothing more but answer peers that ask about decided rounds."""
+    """The node leaves; from now on the loop only answers peers that ask about decided rounds."""
 
 
 @dataclass(frozen=True)
 class TimePassed:
-    """The time of `RoundLoop.next_deadline` has come."""
+    """The deadline of `RoundLoop.next_deadline` has passed."""
 
 
 LoopEvent = (
@@ -157,7 +157,7 @@ LoopEvent = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Tell a peer that asks about a decided round what was decided."""
+    """Send the decision to a peer that asks about a decided round."""
 
     peer: PeerId
     messages: tuple[Signed, ...]
@@ -167,14 +167,16 @@ class Answer:
 class FetchBlob:
     """Download a blob for the open round, check it as that part, and answer with BlobFetched.
 
-    It comes again when the sources change. Retry until the round closes.
+    The action is repeated when the sources change. Retry until the round closes.
 
     Args:
-        opening: hand it back.
-        sources: in order of preference; there may be none that we know.
+        opening: returned in the answer.
+        round: the open round.
+        part_blob: the blob and its part.
+        sources: in order of preference; may be empty.
         priority: lower numbers first.
-        seconds: that one try may take.
-        owner_message: the message by which the owner names the blob, for a relay.
+        seconds: the timeout of one try.
+        owner_message: the message in which the owner names the blob, for a relay.
     """
 
     opening: int
@@ -188,7 +190,7 @@ class FetchBlob:
 
 @dataclass(frozen=True)
 class ReducePart:
-    """Carry out a reduction of the round machine; hand `opening` back with the result."""
+    """Carry out a reduction of the round machine; answer with SumReady and the same `opening`."""
 
     opening: int
     round: int
@@ -202,7 +204,7 @@ class CloseRound:
 
 @dataclass(frozen=True)
 class PrecomputeCommit:
-    """Begin to compute what will most likely be decided; all that it takes is in the store. It binds nobody."""
+    """Start to compute a commit that will probably be decided; its blobs are in the store. It has no effect yet."""
 
     commit: Commit
     contributions: SignedContributions
@@ -215,11 +217,13 @@ class StartTrainer:
 
 @dataclass(frozen=True)
 class ApplyCommit:
-    """Obtain what the commit takes and compute the state after it; answer with CommitComputed or ApplyFailed.
+    """Fetch the blobs of the commit and compute the state after it; answer with CommitComputed or ApplyFailed.
 
     Args:
-        may_lose: whether contributions that cannot be had are left out; otherwise all are needed.
-        seconds: that a download may take.
+        commit: the decided commit.
+        contributions: those that this peer applies.
+        may_lose: whether to leave out unavailable contributions; otherwise all are needed.
+        seconds: the timeout of a download.
     """
 
     commit: SignedMessage[Commit]
@@ -230,7 +234,7 @@ class ApplyCommit:
 
 @dataclass(frozen=True)
 class AdvanceState:
-    """Hand the computed state to the trainer, then make it ours; answer with CommitApplied."""
+    """Give the computed state to the trainer, then make it our own; answer with CommitApplied."""
 
     commit: SignedMessage[Commit]
     outcome: ContributionOutcome
@@ -240,7 +244,7 @@ class AdvanceState:
 class PublishHead:
     """Report and announce the new head, and save; answer with HeadPublished.
 
-    The checkpoint before this one must be on disk before anybody hears of this round.
+    The previous checkpoint must be on disk before another peer learns of this round.
     """
 
     commit: Commit
@@ -250,7 +254,7 @@ class PublishHead:
 
 @dataclass(frozen=True)
 class FindPath:
-    """Ask a peer how to get to its head; answer with PathFound or SyncFailed."""
+    """Ask a peer for the path to its head; answer with PathFound or SyncFailed."""
 
     peer: PeerId
     replay: bool
@@ -268,11 +272,12 @@ class TakeState:
 
 @dataclass(frozen=True)
 class AdoptState:
-    """Hand the installed state to the trainer, save, and only then report and announce; answer with HeadPublished.
+    """Give the installed state to the trainer, save, and only then report and announce; answer with HeadPublished.
 
     Args:
-        commits: those of the other chain that follow our old head.
-        skipped: rounds that we did not apply ourselves.
+        commits: those of the other chain after our old head.
+        verdict: the outcomes of our contributions on it.
+        skipped: number of rounds that we did not apply ourselves.
     """
 
     commits: tuple[Commit, ...]
@@ -288,7 +293,7 @@ class ReportPhase:
 
 @dataclass(frozen=True)
 class ReportRecovered:
-    """Log and count an error that mends itself."""
+    """Log and count an error that needs no action."""
 
     kind: RecoveredErrorKind
     line: str
@@ -296,21 +301,21 @@ class ReportRecovered:
 
 @dataclass(frozen=True)
 class ReportMissed:
-    """Say why the open round goes without our work."""
+    """Report why the open round will have none of our work."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class ReportPace:
-    """Say how many of the planned steps this peer makes; empty when it makes all."""
+    """Report how many of the planned steps this peer makes; empty if it makes all."""
 
-    words: str
+    text: str
 
 
 @dataclass(frozen=True)
 class ReportCatchUp:
-    """Count rounds that others made without us."""
+    """Count rounds that other peers made without us."""
 
     kind: CatchUpKind
     rounds: int
@@ -318,7 +323,7 @@ class ReportCatchUp:
 
 @dataclass(frozen=True)
 class TargetReached:
-    """The run is over."""
+    """The run has reached its target."""
 
 
 LoopAction = (

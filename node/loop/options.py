@@ -1,4 +1,4 @@
-"""Hold what a run asks of the round loop. PURE."""
+"""Define the options of the round loop. PURE."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from protocol.identity import PeerId
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """What all rounds of a run have in common.
+    """The options that all rounds of a run have in common.
 
     Args:
-        settings: a round's settings by its number.
+        peer_id: our own id.
+        settings: maps a round number to the settings of that round.
+        limits: the limits that every contribution must keep.
     """
 
     peer_id: PeerId
@@ -23,12 +25,15 @@ class RoundOptions:
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """What a run asks of each peer.
+    """The options of a run, the same for each of its peers, and whether this one has contacts.
 
     Args:
-        min_peers: trainers with which the run begins.
-        expiry: seconds for which a run that has begun waits for the peers that it had.
-        has_contacts: whether somebody was named whom we can ask for the run.
+        round: the options of its rounds.
+        target_rounds: rounds after which the run ends.
+        target_tokens: tokens after which the run ends.
+        min_peers: number of trainers with which the run begins.
+        expiry: seconds for which a restarted peer waits for that number of trainers.
+        has_contacts: whether the user named a peer to ask for the run.
         compares_states: whether all peers on one head must have the same state.
     """
 

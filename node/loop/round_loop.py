@@ -1,9 +1,9 @@
 """Decide what a peer does for a run: join, run one round after the other, catch up, stop at the target. PURE.
 
-Newcomers, peers that were away and peers on the lesser of two chains all take the same path: a peer that sees a
-preferred chain goes there; otherwise it opens the next round and applies what the round decides. A contribution is
-submitted until a round takes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation
-each carry the actions out in their own way.
+New peers, peers that were away and peers on the losing chain all take the same path: a peer that sees a preferred chain
+syncs to it; otherwise it opens the next round and applies the decided commit. It submits a contribution until a round
+includes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation carry the actions out
+in their own ways.
 """
 
 from collections.abc import Iterable
@@ -58,13 +58,13 @@ from protocol.consensus.events import BlobAvailable
 from protocol.consensus.messages import Commit, Digest, SignedMessage
 from protocol.identity import PeerId
 
-POLL_SECONDS = 0.5  # after a failure, unless there is news before
+POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
 Stage = Literal["created", "joining", "starting", "assembling", "running", "done"]
 
 
 @dataclass
 class _Applying:
-    """A commit on its way into our state."""
+    """A commit that is being applied to our state."""
 
     commit: SignedMessage[Commit]
     contributions: SignedContributions = ()
@@ -72,10 +72,14 @@ class _Applying:
 
 
 class RoundLoop:
-    """Handles events one by one. Chain and contributions are changed here, and read by all others.
+    """Handles the events of one replica one by one. Only the loop changes its chain and contributions.
 
     Args:
+        options: the options of the run.
+        chain: our chain of commits.
         state: the digest of our outer state.
+        contributions: tracks our contributions.
+        session: runs the open round.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class RoundLoop:
         self._applying: _Applying | None = None
         self._syncing: Sync | None = None
         self._idle_until = 0.0
-        self._look_at = 0.0  # when to look again whether to catch up
+        self._look_at = 0.0  # when to check again whether to catch up
         self._patience_ends: float | None = None
         self._phase: tuple[Phase, str] | None = None
         self._actions: list[LoopAction] = []
@@ -105,7 +109,7 @@ class RoundLoop:
 
     @property
     def is_syncing(self) -> bool:
-        """Return whether it goes to another head, or its round waits for that."""
+        """Return whether a sync to another head is in progress."""
         return self._syncing is not None
 
     @property
@@ -115,9 +119,9 @@ class RoundLoop:
         return (rounds is not None and head.round >= rounds) or (tokens is not None and head.tokens >= tokens)
 
     def is_known(self, peer: PeerId) -> bool:
-        """Return whether what a peer says may count.
+        """Return whether messages of a peer may count.
 
-        That includes a peer of which the swarm view has just lost sight, as long as it has a vote.
+        This includes a voter of the open round that the swarm view has just lost.
         """
         return peer in self._snapshot.trainers or self.session.has_voter(peer)
 
@@ -125,7 +129,7 @@ class RoundLoop:
         return self.handle_all((event,), now)
 
     def handle_all(self, events: Iterable[LoopEvent], now: float) -> list[LoopAction]:
-        """Handle several events at once; the round machine takes theirs together, which is cheaper."""
+        """Handle several events; the round machine gets its events together, which is cheaper."""
         for event in events:
             self._take(event, now)
         self._actions += self.session.advance(now)
@@ -135,7 +139,7 @@ class RoundLoop:
         return actions
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when TimePassed is wanted."""
+        """Return when to send TimePassed."""
         times = [self.session.next_deadline(now)]
         if self._is_free and self._stage not in ("created", "starting", "done"):
             waits = [self._idle_until, self._patience_ends, self._catch_up.next_deadline(now)]
@@ -144,7 +148,7 @@ class RoundLoop:
 
     @property
     def _is_free(self) -> bool:
-        """Return whether nothing is under way but the open round."""
+        """Return whether neither a commit is being applied nor a sync is in progress."""
         return self._applying is None and self._syncing is None
 
     def _take(self, event: LoopEvent, now: float) -> None:
@@ -190,10 +194,10 @@ class RoundLoop:
             case HeadPublished():
                 self._published(now)
 
-    # What follows from all that is known.
+    # The next step in the current state.
 
     def _proceed(self, now: float) -> bool:
-        """Take the next step, if there is one. Return whether there was."""
+        """Take the next step, if there is one; return whether there was."""
         if not self._is_free or now < self._idle_until:
             return False
         match self._stage:
@@ -206,7 +210,7 @@ class RoundLoop:
         return False
 
     def _join(self, now: float) -> bool:
-        """Let a newcomer that knows somebody ask first: what it would train alone is of little use."""
+        """Let a new peer with contacts wait for an answer: work that it trains alone is of little use."""
         self._report_phase("joining", "looking for the peers of the run")
         is_alone = not self._snapshot.peers.keys() - {self._peer_id}
         if self.chain.round == 0 and self._options.has_contacts and is_alone:
@@ -218,7 +222,7 @@ class RoundLoop:
         return True
 
     def _assemble(self, now: float) -> bool:
-        """Wait until enough peers are there; a run that has begun waits only a while for those it had."""
+        """Wait for enough peers; a run that has already begun waits for a limited time only."""
         needed, present = self._options.min_peers, len(self._snapshot.trainers)
         is_patient = self.chain.round == 0 or self._patience_ends is None or now < self._patience_ends
         if present < needed and is_patient:
@@ -277,7 +281,7 @@ class RoundLoop:
         if self.session.is_open:
             self.session.update_membership(self._snapshot.membership(self._peer_id, self.chain))
 
-    # A decided round: obtain what it takes, compute, hand the state to the trainer, publish.
+    # A decided round: fetch its blobs, compute, give the state to the trainer, publish.
 
     def _apply(self, commit: SignedMessage[Commit], now: float) -> None:
         body = commit.body
@@ -287,7 +291,7 @@ class RoundLoop:
             contributions, may_lose = self.session.contributions_for(body), settings.topology.may_skip_lost
             self._actions.append(ApplyCommit(commit, contributions, may_lose, settings.exchange_timeout))
         else:
-            self._apply_failed(f"a commit that round {body.round} of this run cannot have", now)
+            self._apply_failed(f"the commit is not valid for round {body.round} of this run", now)
 
     def _advance(self, contributions: SignedContributions) -> None:
         if (applying := self._applying) is None:
@@ -309,7 +313,7 @@ class RoundLoop:
         self._catch_up.moved()
 
     def _published(self, now: float) -> None:
-        """Go on with the next commit to replay, or with the next round."""
+        """Continue with the next commit to replay, or with the next round."""
         replayed, self._applying = self._applying is not None, None
         if (syncing := self._syncing) is None:
             return
@@ -330,10 +334,10 @@ class RoundLoop:
             self._actions += [ReportRecovered("not applied", line), ReportMissed(reason)]
             self._idle_until = now + POLL_SECONDS
 
-    # Catching up: find the path, then replay commits or take a state over.
+    # Catching up: find the path, then replay commits or download a state.
 
     def _begin_sync(self, now: float) -> bool:
-        """Return whether there is somebody to ask; otherwise wait for news."""
+        """Start a sync; return False, and wait for an event, if no peer can be asked."""
         if self._catch_up.is_state_wrong(self.state):
             self._report_wrong_state()
         else:
@@ -350,7 +354,7 @@ class RoundLoop:
     def _report_wrong_state(self) -> None:
         self._report_phase("catching up", "our state differs from the others'; fetching theirs")
         if self._catch_up.is_news(self.state):
-            line = f"ours is another than the others' after round {self.chain.round}"
+            line = f"our state after round {self.chain.round} differs from the others'"
             self._actions.append(ReportRecovered("state differs", line))
             self._actions.append(ReportMissed("our state differed from the others'"))
 
@@ -369,16 +373,16 @@ class RoundLoop:
             self._actions.append(TakeState(plan, plan.state, syncing.target.peers))
 
     def _adopt(self, state: Digest) -> None:
-        """Judge our contributions anew: the state of another chain, or of a later round, is installed."""
+        """Revise the outcomes of our contributions after the state of another chain or a later round is installed."""
         syncing = self._syncing
         if syncing is None or syncing.plan is None:
             return
-        left, number = syncing.left, syncing.plan.head.round
+        left, round_number = syncing.left, syncing.plan.head.round
         commits = [commit.body for commit in syncing.plan.commits]
-        verdict = self.contributions.on_fork(self._peer_id, commits, number, left)
+        fork_outcome = self.contributions.on_fork(self._peer_id, commits, round_number, left)
         self._set_state(state)
-        fresh = tuple(commit for commit in commits if commit.round >= left.round)
-        self._actions.append(AdoptState(fresh, verdict, max(0, number - left.round)))
+        new_commits = tuple(commit for commit in commits if commit.round >= left.round)
+        self._actions.append(AdoptState(new_commits, fork_outcome, max(0, round_number - left.round)))
 
     def _sync_failed(self, reason: str, has_vanished: bool, now: float) -> None:
         syncing, self._syncing = self._syncing, None

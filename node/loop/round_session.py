@@ -1,7 +1,7 @@
-"""Run the round machine of the open round, and deal with messages of the rounds around it. PURE.
+"""Run the round machine of the open round, and handle messages of the rounds before and after it. PURE.
 
-Early messages wait for their round; late ones are answered with what was decided. Whatever the machine wants to say
-after a vote waits until that vote is on disk.
+The session buffers early messages until their round opens, and answers late ones with the decision of their round.
+Actions that follow a vote wait until that vote is on disk.
 """
 
 from collections import deque
@@ -45,15 +45,18 @@ from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 
-MAX_PENDING_ACTIONS = 4096  # behind a vote; messages beyond that are dropped, as they are retransmitted anyway
+MAX_PENDING_ACTIONS = 4096  # waiting for a vote; further messages are dropped, because peers retransmit
 
 
 class RoundSession:
-    """Drives one round machine after the other; `decided` is set when the open round ends with a commit.
+    """Drives the round machines of one replica, one after another; sets `decided` when a round ends with a commit.
 
     Args:
-        last_vote: the last vote of this peer, whenever that was.
-        known_voters: peers that count as alive when the first round opens, beside those that are.
+        options: the options of all rounds.
+        signer: signs our messages.
+        pacing: decides how many steps to make and when to submit early.
+        last_vote: the last vote of this peer, of any round.
+        known_voters: peers that count as alive when the first round opens, in addition to the live ones.
     """
 
     def __init__(
@@ -72,13 +75,13 @@ class RoundSession:
         self._last_seen: Mapping[PeerId, float] | None = None
         self._buffer = MessageBuffer(options.settings(0).leader_timeout)
         self._messages: dict[MessageKey, SignedMessage[Any]] = {}  # of the open round
-        self._owner_messages: dict[Blob, Signed] = {}  # those of them by which an owner names a blob
+        self._owner_messages: dict[Blob, Signed] = {}  # the one in which an owner names a blob
         self._events: list[Event] = []  # for the machine
         self._pending: deque[Action] = deque()
         self._is_persisting = False
         self._actions: list[LoopAction] = []
         self.decided: SignedMessage[Commit] | None = None
-        self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that may be asked for in the next
+        self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that peers may request in the next
 
     @property
     def machine(self) -> RoundMachine | None:
@@ -86,7 +89,7 @@ class RoundSession:
 
     @property
     def number(self) -> int:
-        """The round that is open, or was last."""
+        """Return the number of the open round, or of the last one."""
         return self._number
 
     @property
@@ -100,7 +103,7 @@ class RoundSession:
 
     @property
     def pending_actions(self) -> Iterable[Action]:
-        """Return what waits for a vote to be on disk."""
+        """Return the actions that wait until a vote is on disk."""
         return self._pending
 
     def has_voter(self, peer: PeerId) -> bool:
@@ -110,7 +113,10 @@ class RoundSession:
         """Open the round after `head`.
 
         Args:
-            trainers: every live trainer of the run, whatever its round.
+            head: the head that the round continues.
+            membership: the peers that take part.
+            trainers: every live trainer of the run, at any round.
+            now: the current time.
         """
         last_seen = self._last_seen
         if last_seen is None:
@@ -132,12 +138,12 @@ class RoundSession:
             self._receive(message)
 
     def close(self) -> None:
-        """Give the open round up."""
+        """Abandon the open round."""
         self._end()
         self._buffer.clear()
 
     def update_membership(self, membership: MembershipChanged) -> None:
-        """Records are renewed far more often than one of them says something new."""
+        """Pass on a membership that differs from the last; most record renewals change nothing."""
         if self.is_open and membership != self._membership:
             self._membership = membership
             self._events.append(membership)
@@ -151,7 +157,7 @@ class RoundSession:
     def receive(
         self, sender: PeerId, messages: Iterable[SignedMessage[Any]], trainers: Collection[PeerId], now: float
     ) -> None:
-        """Take messages that `sender` delivered. Only live trainers have early ones buffered."""
+        """Handle messages that `sender` delivered; buffer early ones only if a live trainer signed them."""
         late: set[int] = set()
         for message in messages:
             if self._buffer.is_late(message):
@@ -160,7 +166,7 @@ class RoundSession:
                 self._buffer.buffer_early(message)
             self._receive(message)
         if late:
-            # Only the oldest round: the sender has to apply that one before the others are of use.
+            # Only the oldest round: the sender must apply it before it can use the others.
             answer = self._buffer.answer_late(min(late), sender, now)
             self._actions += [Answer(sender, answer)] if answer else []
 
@@ -180,7 +186,7 @@ class RoundSession:
                 self._owner_messages[blob] = message.signed
 
     def feed(self, event: Event, opening: int | None = None) -> None:
-        """Hand an event to the machine, unless it answers an action of an earlier opening."""
+        """Queue an event for the machine, unless it answers an action of an earlier opening."""
         if self.is_open and opening in (None, self._opening):
             self._events.append(event)
 
@@ -194,7 +200,7 @@ class RoundSession:
         return self._machine.next_deadline(now) if self._machine is not None else None
 
     def advance(self, now: float) -> list[LoopAction]:
-        """Hand all new events to the machine together; return what follows."""
+        """Give all queued events to the machine together; return the resulting actions."""
         events, self._events = self._events, []
         machine = self._machine
         if machine is not None and events:
@@ -237,7 +243,7 @@ class RoundSession:
         self._actions.append(PrecomputeCommit(commit, self.contributions_for(commit)))
 
     def describe_pace(self, round_number: int) -> str:
-        """Say for people how many of the planned steps this peer makes; empty when it makes all."""
+        """Describe how many of the planned steps this peer makes; empty if it makes all."""
         return self._pacing.describe(round_number)
 
     def contributions_for(self, commit: Commit) -> tuple[SignedMessage[Contribution], ...]:
@@ -276,10 +282,10 @@ class RoundSession:
         )
 
     def _priority_of(self, order: Fetch) -> int:
-        """Fetch what others wait for, the parts that we reduce, before the sums of others, and part after part.
+        """Return the priority of a download: parts that we reduce first, then the sums of others, part by part.
 
-        So sums can be computed and fetched while the contributions to the next ones are on their way. The sums of
-        others come in the order that follows ours, all around, so that not all peers ask the same one first.
+        Peers can then compute and fetch a sum while the contributions to the next part are still in transit. The sums
+        of others follow our own parts cyclically, so that not all peers ask the same reducer first.
         """
         part = order.part_blob.part
         if not order.is_reduced:
@@ -289,7 +295,7 @@ class RoundSession:
         return self._options.limits.parts + (part - min(own, default=0)) % parts
 
     def _owner_message(self, blob: Blob) -> Signed | None:
-        """Return the message by which its owner names a blob, if need be as others quote it."""
+        """Return the message in which its owner names a blob, directly or quoted by another peer."""
         if blob in self._owner_messages:
             return self._owner_messages[blob]
         named = (entry for message in self._messages.values() for entry in named_blobs(message))

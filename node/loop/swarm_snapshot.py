@@ -1,4 +1,4 @@
-"""Hold what is known about the peers of a run at one moment, with the indices that the round loop reads. PURE."""
+"""Describe the known peers of a run at one moment, indexed for the round loop. PURE."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,11 +13,13 @@ from protocol.identity import PeerId
 
 @dataclass(frozen=True)
 class PeerState:
-    """What a live peer says about itself.
+    """The state that a live peer announces.
 
     Args:
-        head: the head of its chain; None before it has announced one.
-        state: the digest of its outer state; empty when it has announced none.
+        head: the head of its chain; None before it announces one.
+        state: the digest of its outer state; empty before it announces one.
+        is_trainer: whether it trains.
+        is_resting: whether its trainer is paused.
     """
 
     head: ChainHead | None
@@ -30,7 +32,7 @@ class PeerState:
 class SwarmSnapshot:
     """All live peers, this one included, and the peers that have left.
 
-    The order of `peers` is the order in which they are asked, so a daemon shuffles it. Virtual peers of one process
+    Peers are asked in the order of `peers`, so a daemon shuffles it. Virtual peers of one process
     share a snapshot, and with it the indices.
     """
 
@@ -49,11 +51,11 @@ class SwarmSnapshot:
 
     @cached_property
     def _peers_by_head(self) -> dict[ChainHead, list[PeerId]]:
-        found: defaultdict[ChainHead, list[PeerId]] = defaultdict(list)
+        by_head: defaultdict[ChainHead, list[PeerId]] = defaultdict(list)
         for peer, state in self.peers.items():
             if state.head is not None:
-                found[state.head].append(peer)
-        return dict(found)
+                by_head[state.head].append(peer)
+        return dict(by_head)
 
     def trainers_at(self, digests: frozenset[Digest]) -> frozenset[PeerId]:
         """Return the trainers whose chains end with one of these digests."""
@@ -63,7 +65,7 @@ class SwarmSnapshot:
         return self._trainers_at[digests]
 
     def preferred_heads(self, own: ChainHead) -> Mapping[ChainHead, list[PeerId]]:
-        """Return the heads that are preferred to our own, with the peers on each."""
+        """Return the heads that win against our own, with the peers on each."""
         if own not in self._preferred:
             heads = self._peers_by_head.items()
             better = {head: peers for head, peers in heads if head.digest != own.digest and prefers_theirs(own, head)}
@@ -71,7 +73,7 @@ class SwarmSnapshot:
         return self._preferred[own]
 
     def membership(self, peer_id: PeerId, chain: Chain) -> MembershipChanged:
-        """Return the peers that take part in the round after our head: those on it, and those about to arrive."""
+        """Return the members of the round after our head: the peers on it, and those about to arrive."""
         last = chain.commits_since(max(0, chain.round - 1)) or ()
         peers = self.trainers_at(frozenset([chain.digest, *(commit.body.base for commit in last)]))
         ahead = self.preferred_heads(chain.head)
@@ -79,7 +81,7 @@ class SwarmSnapshot:
             peers if peer_id in peers else peers | {peer_id},
             self.departed,
             self.resting & peers,
-            frozenset(peer for there in ahead.values() for peer in there),
+            frozenset(peer for peers_ahead in ahead.values() for peer in peers_ahead),
         )
 
     def is_outvoted(self, peer_id: PeerId, head: ChainHead, state: Digest) -> bool:
@@ -93,7 +95,7 @@ class SwarmSnapshot:
         """Return the other peers on this head with the state that most of them have, if it differs from our own."""
         by_state: defaultdict[Digest, list[PeerId]] = defaultdict(list)
         for peer, state in self.peers.items():
-            is_there = peer != peer_id and state.head is not None and state.head.digest == head.digest
-            if is_there and state.state not in (b"", own_state):
+            is_at_head = peer != peer_id and state.head is not None and state.head.digest == head.digest
+            if is_at_head and state.state not in (b"", own_state):
                 by_state[state.state].append(peer)
         return min(by_state.items(), key=lambda entry: (-len(entry[1]), entry[0]), default=(b"", []))[1]
