@@ -48,7 +48,7 @@ class _CoordinateWise(AggregationRule):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrimmedMean(_CoordinateWise):
-    """By coordinate: the mean without the f largest and the f smallest values. For two members or one, their mean."""
+    """The mean of each coordinate without its f largest and f smallest values; for two members or one, their mean."""
 
     kind: ClassVar[str] = "trimmed-mean"
 
@@ -60,7 +60,7 @@ class TrimmedMean(_CoordinateWise):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CoordinateMedian(_CoordinateWise):
-    """By coordinate: the middle value, or the mean of the middle two. Tolerates fewer than half of the members."""
+    """The middle value of each coordinate, or the mean of the middle two. Tolerates fewer than half of the members."""
 
     kind: ClassVar[str] = "median"
 

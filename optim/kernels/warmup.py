@@ -26,25 +26,25 @@ MEMBER_WEIGHTS: Final = (1.0, 0.5)
 
 def warm_up(method: Method) -> None:
     """Run a round of this method for each change of its options, with two members and one matrix a fragment."""
-    program = RoundPlanner(method, Layout((MATRIX_SHAPE,) * method.schedule.fragments + ((3,),)), 1)
-    for number in method.breakpoints:
-        _run_round(program, number)
+    planner = RoundPlanner(method, Layout((MATRIX_SHAPE,) * method.schedule.fragments + ((3,),)), 1)
+    for round_number in method.breakpoints:
+        _run_round(planner, round_number)
 
 
-def _run_round(program: RoundPlanner, number: int) -> None:
-    plan, sender, merger = program.plan(number), ContributionEncoder(program), Aggregator(program)
-    method, values = plan.method, np.random.default_rng(0).standard_normal(program.signal_numel, np.float32)
+def _run_round(planner: RoundPlanner, round_number: int) -> None:
+    plan, encoder, aggregator = planner.plan(round_number), ContributionEncoder(planner), Aggregator(planner)
+    method, values = plan.method, np.random.default_rng(0).standard_normal(planner.signal_numel, np.float32)
     residual = torch.zeros(values.size)
-    payloads = [sender.encode(number, torch.from_numpy(values), residual)[0] for _ in MEMBER_WEIGHTS]
-    sender.restore_to_residual(number, payloads[:1], residual, 0.5)
+    payloads = [encoder.encode(round_number, torch.from_numpy(values), residual)[0] for _ in MEMBER_WEIGHTS]
+    encoder.restore_to_residual(round_number, payloads[:1], residual, 0.5)
     if method.topology.reduces_parts:
-        payloads = [merger.reduce_part(number, 0, payloads, MEMBER_WEIGHTS)]
-    memory = torch.zeros(method.aggregate.state_size) if method.aggregate.state_size else None
-    slots = {name: torch.zeros(method.slot_numel(name, program.numel)) for name in method.slots}
-    for messages in (payloads, [merger.decode_part(number, payload, 0) for payload in payloads]):
-        merged = merger.merge(number, messages, MEMBER_WEIGHTS[: len(payloads)], memory)
+        payloads = [aggregator.reduce_part(round_number, 0, payloads, MEMBER_WEIGHTS)]
+    state = torch.zeros(method.aggregate.state_size) if method.aggregate.state_size else None
+    slots = {name: torch.zeros(method.slot_numel(name, planner.numel)) for name in method.slots}
+    for forms in (payloads, [aggregator.decode_part(round_number, payload, 0) for payload in payloads]):
+        merged = aggregator.merge(round_number, forms, MEMBER_WEIGHTS[: len(payloads)], state)
         merged.to_dense()
-        program.apply_outer_step(plan, torch.zeros(program.numel), slots, merged, 1.0, MEMBER_WEIGHTS)
+        planner.apply_outer_step(plan, torch.zeros(planner.numel), slots, merged, 1.0, MEMBER_WEIGHTS)
 
 
 def all_methods() -> Iterator[Method]:

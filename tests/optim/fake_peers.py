@@ -82,24 +82,26 @@ class FakePeer:
     def encode(self, number: int, seed: int) -> list[Payload]:
         return self.encoder.encode(number, random_values(seed, self.planner.signal_numel), self.residual)
 
-    def aggregate(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
-        return torch.from_numpy(self._aggregate(number, messages, weights).to_dense())
+    def aggregate(
+        self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]
+    ) -> torch.Tensor:
+        return torch.from_numpy(self._aggregate(number, contributions, weights).to_dense())
 
-    def _aggregate(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
+    def _aggregate(self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
         """Aggregate as a swarm would, whichever peers reduce the parts."""
         plan = self.planner.plan(number)
         if plan.method.topology.kind != "butterfly":
             return self.aggregator.merge(
-                number, [parts[0] for parts in messages], weights, self.slots.get(AGGREGATION_STATE)
+                number, [parts[0] for parts in contributions], weights, self.slots.get(AGGREGATION_STATE)
             )
         reduced = [
-            self.aggregator.reduce_part(number, part, [parts[part] for parts in messages], weights)
+            self.aggregator.reduce_part(number, part, [parts[part] for parts in contributions], weights)
             for part in range(len(plan.part_spans))
         ]
         return self.aggregator.merge(number, reduced, ())
 
-    def apply(self, number: int, messages: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
-        merged = self._aggregate(number, messages, weights)
+    def apply(self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
+        merged = self._aggregate(number, contributions, weights)
         plan = self.planner.plan(number)
         self.anchor, self.slots = self.planner.apply_outer_step(plan, self.anchor, self.slots, merged, 1.0, weights)
         return torch.from_numpy(merged.to_dense())

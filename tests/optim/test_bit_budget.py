@@ -32,7 +32,7 @@ def test_budget_is_spent_and_never_exceeded(steps: int, contributions: int) -> N
 
 
 def test_smallest_and_largest_budget() -> None:
-    assert BitBudget(bits=8, steps=500).inner_steps(8.0) == 500  # a single message, at the end
+    assert BitBudget(bits=8, steps=500).inner_steps(8.0) == 500  # a single contribution, at the end
     assert BitBudget(bits=1e6, steps=500).inner_steps(8.0) == 1
     with pytest.raises(UnknownOption, match="raise it or choose"):
         BitBudget(bits=7.9, steps=500).inner_steps(8.0)

@@ -40,7 +40,7 @@ def short_digest(content: bytes) -> bytes:
 
 
 def noise_key(values: Floats, round_number: int | None) -> NoiseKey:
-    """Return the key of a message; `None` stands for a codec that is not bound to a round."""
+    """Return the key of a contribution's noise; `None` means that the codec is not bound to a round."""
     text = f"murmur noise {-1 if round_number is None else round_number}\0".encode()
     return NoiseKey(*np.frombuffer(short_digest(text + seed_from_values(values)), "<u4"))
 

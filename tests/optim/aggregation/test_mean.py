@@ -203,7 +203,7 @@ def test_sparse_payloads_are_decoded_once_if_they_fit_into_memory(
 @pytest.mark.parametrize("codec", [ChunkTopK(), BlockInt8()], ids=str)
 def test_lazy_combination_gives_the_same_bits(rule: AggregationRule, codec: Codec) -> None:
     held = payloads_of(random_contributions(5, SLAB_SIZE + 5_000), [1.0, 3.0, 0.0, 7.0, 2.0], codec)
-    read = [replace(message, payload=message.decode()) for message in held]
+    read = [replace(payload, payload=payload.decode()) for payload in held]
     for known in (held, read, [*read[:2], *held[2:]]):
         combined = rule.combine_lazily(known)
         assert combined.numel == SLAB_SIZE + 5_000
@@ -217,7 +217,7 @@ def test_only_sparse_vectors_that_fit_into_memory_are_combined_lazily() -> None:
 
     def decoded_payloads(count: int) -> list[WeightedPayload]:
         held = payloads_of(random_contributions(count, 4096), [1.0] * count, ChunkTopK(k=1024))
-        return [replace(message, payload=message.decode()) for message in held]
+        return [replace(payload, payload=payload.decode()) for payload in held]
 
     assert isinstance(decoded_payloads(1)[0].payload, SparseVector)
     assert not any(isinstance(rule.combine_lazily(decoded_payloads(1)), ArrayVector) for rule in (Mean(), SenderMean()))

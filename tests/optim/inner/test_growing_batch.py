@@ -1,4 +1,4 @@
-"""Growing batch_sizes: the norm test by hand, the switch mode, and AdamW on the gathered gradients."""
+"""Growing batches: the norm test by hand, the switch mode, and AdamW on the gathered gradients."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_switch_mode_rounds_the_batch(wanted: int, gathered: int) -> None:
 
 
 def test_fixed_batch_is_adamw_on_means() -> None:
-    """With it, the recipe is DiLoCo with batch_sizes of that size."""
+    """With it, the recipe is DiLoCo with batches of that size."""
     ours, theirs = GrowingBatch(start=3, most=3), AdamW()
     mine, other = torch.ones(NUMEL), torch.ones(NUMEL)
     vectors, others = zero_vectors(ours), {name: torch.zeros(NUMEL) for name in theirs.vectors}
