@@ -50,7 +50,7 @@ def decode_sparse(payloads: Sequence[WeightedPayload]) -> list[SparseVector]:
 def cached_decoders(payloads: Sequence[WeightedPayload]) -> list[Decoder]:
     """Return a decoder for each payload, which keeps its vector if all fit into the memory of a dense one.
 
-    Only sparse vectors are kept; they are decoded once, however often they are decode.
+    Only sparse vectors are kept; they are decoded once, however often they are read.
     """
 
     def make_decoder(payload: WeightedPayload) -> Decoder:

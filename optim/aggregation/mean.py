@@ -48,7 +48,7 @@ class _WeightedMean(AggregationRule):
     def _clip_scales(self, vectors: Iterable[Vector], weights: Sequence[float]) -> list[float]:
         """Return the factor of each vector: its weight, times the factor that clips its norm to the median.
 
-        Only norms of vectors with a weight count for the median. Without `clip`, `vectors` is not decode.
+        Only norms of vectors with a weight count for the median. Without `clip`, `vectors` is not read.
         """
         if not self.clip:
             return list(weights)
@@ -69,7 +69,7 @@ class _WeightedMean(AggregationRule):
     def _lazy_mean(
         self, batch: SparseBatch, scales: Floats, weights: Sequence[float], payloads: Sequence[WeightedPayload]
     ) -> Vector:
-        """Return a mean of sparse vectors that is computed span by span when it is decode."""
+        """Return a mean of sparse vectors that is computed span by span when it is read."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
