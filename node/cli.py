@@ -1,6 +1,6 @@
-"""The commands. Nothing heavy is imported before a command runs: `murmur --help` answers at once.
+"""The commands of `murmur`. Heavy modules are imported inside a command, so that `murmur --help` is immediate.
 
-Exit codes: those of `protocol.errors` (see docs/reference/exit-codes.md), and 130 after Ctrl-C.
+Exit codes are those of `protocol.errors` (see docs/reference/exit-codes.md), and 130 after Ctrl-C.
 """
 
 import itertools
@@ -19,17 +19,17 @@ from node.process import rare_garbage_collection
 from protocol.errors import MurmurError
 
 app = typer.Typer(
-    help="Anyone's machines train one language model together.",
+    help="Train one language model together on machines anywhere on the internet.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples: `murmur up` trains a small model with three peers here; `murmur join run.toml` takes part in "
-    "a run; `murmur status` says what they do; `murmur export DIR model` takes the model away.",
+    epilog="Examples: `murmur up` trains a small model with three peers on this machine; `murmur join run.toml` joins "
+    "a run; `murmur status` shows what the nodes do; `murmur export DIR model` exports the model.",
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
 
 
 def _print_version(is_requested: bool) -> None:
@@ -51,17 +51,21 @@ def options(
 @expand_flags
 def up(
     *,
-    run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="the manifest; if absent, the demo")] = None,
-    peers: Annotated[int | None, typer.Option(min=1, max=64, help="how many; at least 3 if not given")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="stop after so many, whatever the manifest says")] = None,
-    folder: Annotated[Path | None, typer.Option("--dir", help="resumed if it exists; default runs/NAME-N")] = None,
-    recipe: Annotated[str | None, typer.Option(help="train by this method, with its own defaults")] = None,
-    drill: Annotated[bool | None, typer.Option(help="kill one peer half-way; on in the demo")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of weights and data order")] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="the manifest (default: the demo)")] = None,
+    peers: Annotated[int | None, typer.Option(min=1, max=64, help="number of peers (default: at least 3)")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="stop after this many rounds instead of the target")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="run directory, resumed if it exists (default: runs/NAME-N)")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="train with this method and its defaults")] = None,
+    drill: Annotated[
+        bool | None, typer.Option(help="kill one peer half-way and restart it (default in the demo)")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="seed of the weights and the data order")] = None,
     flags: MachineFlags,
     as_json: JsonOption = False,
 ) -> None:
-    """Train with several peers on this machine, until the run's target."""
+    """Train with several peers on this machine until the run reaches its target."""
     with rare_garbage_collection():
         from node.local.up import UpOptions
         from node.local.up import up as run_swarm
@@ -84,14 +88,14 @@ def up(
 @expand_flags
 def join(
     *,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a manifest's file, an http(s) address or murmur:// link")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a manifest file, an http(s) URL or a murmur:// link")],
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="the node's folder; default ~/.local/state/murmur/NAME-RUNID")
+        Path | None, typer.Option("--dir", help="the node's directory (default: ~/.local/state/murmur/NAME-RUNID)")
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
     flags: NodeFlags,
 ) -> None:
-    """Take part in a run. Started again, it resumes."""
+    """Join a run and train. A restarted node resumes."""
     from node.join.command import join_run
 
     join_run(run, flags, folder=folder, insecure=insecure)
@@ -103,17 +107,18 @@ def host(
     *,
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the manifest")],
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="identity and journal; default ~/.local/state/murmur/hosts/NAME-RUNID")
+        Path | None,
+        typer.Option("--dir", help="identity and event log (default: ~/.local/state/murmur/hosts/NAME-RUNID)"),
     ] = None,
     http: Annotated[
-        str, typer.Option(metavar="ADDR", help="where the page is served; 0.0.0.0:8080 opens it to others")
+        str, typer.Option(metavar="ADDR", help="address of the web page; use 0.0.0.0:8080 to serve other machines")
     ] = "127.0.0.1:8080",
-    public_url: Annotated[str | None, typer.Option(help="how others reach it, behind a proxy")] = None,
+    public_url: Annotated[str | None, typer.Option(help="the page's public URL if it is behind a proxy")] = None,
     public: Annotated[bool, typer.Option("--public", help="announce the run for `murmur runs`")] = False,
-    train: Annotated[bool, typer.Option("--train/--watch", help="take part, or only watch")] = False,
+    train: Annotated[bool, typer.Option("--train/--watch", help="train, or only observe")] = False,
     flags: NodeFlags,
 ) -> None:
-    """Open a run to others: a peer to begin with, its page, and the link to join by."""
+    """Host a run: a first peer for others to connect to, a web page, and the link to join."""
     with rare_garbage_collection():
         from node.dashboard.command import HostOptions
         from node.dashboard.command import host as open_run
@@ -126,12 +131,14 @@ def host(
 @app.command(epilog="Example: murmur doctor https://run.example.org/run.toml")
 def doctor(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="as for `murmur join`")] = None,
-    folder: Annotated[Path | None, typer.Option("--dir", help="the node's folder; default: that of the run")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="the node's directory (default: that of the run)")
+    ] = None,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="as for `murmur join`")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="also plain http:// over the internet")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether this machine can take part, and what to mend."""
+    """Check whether this machine can take part, and show what to fix."""
     from node.doctor.command import doctor as examine
 
     raise typer.Exit(examine(run, folder, tuple(listen or ()), insecure, as_json))
@@ -139,10 +146,10 @@ def doctor(
 
 @app.command(epilog="Example: murmur runs --peer /ip4/203.0.113.7/tcp/4001/p2p/12D3...")
 def runs(
-    peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="ask this peer too; repeatable")] = None,
+    peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="also ask this peer (repeatable)")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the public runs: those whose hosts have announced them."""
+    """List the public runs that hosts have announced."""
     from node.join.public_runs import show_runs
 
     show_runs(tuple(peer or ()), as_json)
@@ -150,46 +157,48 @@ def runs(
 
 @app.command(epilog="Example: murmur replay demo/events.jsonl --http 8081")
 def replay(
-    journal: Annotated[Path, typer.Argument(metavar="FILE", help="the events.jsonl of a host")],
-    http: Annotated[str, typer.Option(metavar="ADDR", help="where the page is served")] = "127.0.0.1:8080",
+    event_file: Annotated[Path, typer.Argument(metavar="FILE", help="the events.jsonl of a host")],
+    http: Annotated[str, typer.Option(metavar="ADDR", help="address of the web page")] = "127.0.0.1:8080",
 ) -> None:
-    """Show the page of an old run."""
-    from node.dashboard.command import replay as show
+    """Show the page of a recorded run."""
+    from node.dashboard.command import replay as serve_replay
 
-    show(journal, http)
+    serve_replay(event_file, http)
 
 
 @app.command(epilog="Example: murmur export runs/demo-1 model")
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="of `murmur join` or `murmur up`")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a folder that does not exist yet")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")],
 ) -> None:
-    """Write the newest checkpoint as a Hugging Face folder."""
+    """Export the newest checkpoint as a Hugging Face model directory."""
     from node.paths import find_trained_dir
 
     node = find_trained_dir(folder)
     from node.model.export import export as export_model
 
     export_model(node, out)
-    typer.echo(f"the model lies in {out}")
+    typer.echo(f"the model is in {out}")
 
 
 @app.command(epilog="Example: murmur generate runs/demo-1 --prompt 'def '")
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="of `murmur join` or `murmur up`")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
     prompt: Annotated[str, typer.Option(help="the beginning of the text")],
-    tokens: Annotated[int, typer.Option(min=1, help="to add")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="choose among so many; default: all")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="the same one gives the same text")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="number of tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
 ) -> None:
-    """Let the newest checkpoint go on with a text."""
+    """Continue a text with the newest checkpoint."""
     from node.paths import find_trained_dir
 
     node = find_trained_dir(folder)
-    from node.model.generate import generate as continuation
+    from node.model.generate import generate as generate_text
 
-    pieces = continuation(node, prompt, tokens, temperature, top_k, seed)
+    pieces = generate_text(node, prompt, tokens, temperature, top_k, seed)
     for piece in itertools.chain((prompt,), pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -199,23 +208,23 @@ def generate(
 @app.command(epilog="Example: murmur tokenize tokenizer.json shards corpus/*.txt")
 def tokenize(
     tokenizer: Annotated[Path, typer.Argument(metavar="TOKENIZER", help="a Hugging Face tokenizer.json")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="the folder for the shards")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="UTF-8 text")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="directory for the shards")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="UTF-8 text files")],
 ) -> None:
-    """Turn text files into token shards for the source `tokens`."""
+    """Convert text files to token shards for the data source `tokens`."""
     from node.data.token_shards import tokenize_files
 
     tokenize_files(tokenizer, files, out)
-    typer.echo(f"the shards lie in {out}")
+    typer.echo(f"the shards are in {out}")
 
 
 @app.command(epilog="Example: murmur status runs/demo-1 --json")
 def status(
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="default: what was started last")] = None,
-    check: Annotated[bool, typer.Option("--check", help="fail if no node answers")] = False,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="default: the newest run")] = None,
+    check: Annotated[bool, typer.Option("--check", help="exit with an error if no node answers")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a node does and whether it contributes: a line for each, and below it what went wrong, by reason."""
+    """Show for each node what it does and whether it contributes, and count its errors by reason."""
     from node.status_command import status_lines
 
     for line in status_lines(folder, as_json, check):
@@ -224,7 +233,7 @@ def status(
 
 @app.command(epilog="Example: murmur key ~/.local/state/murmur/demo-1a2b3c4d")
 def key(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's folder; the key is made if there is none")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's directory; the key is created if missing")],
 ) -> None:
     """Show the peer id of a node."""
     from node.status_command import key_line
@@ -235,24 +244,35 @@ def key(
 @app.command(epilog="Example: murmur sim diloco sparseloco --peers 8 --steps 200 --bandwidth 20")
 def sim(
     recipe: Annotated[list[str], typer.Argument(metavar="RECIPE", help="names from `murmur recipes`")],
-    peers: Annotated[int, typer.Option(min=1, max=1000, help="how many virtual peers")] = 8,
-    steps: Annotated[int | None, typer.Option(min=1, help="inner steps of each peer; default 200")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="of all peers together, instead of --steps")] = None,
-    speeds: Annotated[str, typer.Option(help="inner steps a second: one, or one a peer with commas")] = "1",
-    bandwidth: Annotated[str, typer.Option(metavar="MBIT", help="of each link: one, or one a peer")] = "100",
-    latency: Annotated[float, typer.Option(metavar="MS", min=0.0, help="one way")] = 50.0,
-    churn: Annotated[float, typer.Option(metavar="SHARE", min=0.0, max=0.45, help="of peers die each round")] = 0.0,
+    peers: Annotated[int, typer.Option(min=1, max=1000, help="number of virtual peers")] = 8,
+    steps: Annotated[int | None, typer.Option(min=1, help="inner steps per peer (default: 200)")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of all peers together, instead of --steps")] = None,
+    speeds: Annotated[
+        str, typer.Option(help="inner steps per second: one value, or one per peer (comma-separated)")
+    ] = "1",
+    bandwidth: Annotated[str, typer.Option(metavar="MBIT", help="Mbit/s per link: one value, or one per peer")] = "100",
+    latency: Annotated[float, typer.Option(metavar="MS", min=0.0, help="one-way latency in ms")] = 50.0,
+    churn: Annotated[
+        float, typer.Option(metavar="SHARE", min=0.0, max=0.45, help="fraction of the peers that die in each round")
+    ] = 0.0,
     liars: Annotated[
-        str | None, typer.Option(metavar="F:KIND", help="a share of peers lies: sign-flip, scale10, zero or random")
+        str | None,
+        typer.Option(metavar="F:KIND", help="fraction of peers that lie, and how: sign-flip, scale10, zero or random"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="runs of each recipe")] = 3,
-    run: Annotated[Path | None, typer.Option(help="a manifest: its model, data, training and deadlines")] = None,
-    option: Annotated[list[str] | None, typer.Option("--set", metavar="PART.OPTION=VALUE", help="repeatable")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="runs per recipe")] = 3,
+    run: Annotated[
+        Path | None, typer.Option(help="take model, data, training and deadlines from this manifest")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PART.OPTION=VALUE", help="set a recipe option (repeatable)")
+    ] = None,
     as_json: JsonOption = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="loss against bytes and against time")] = None,
-    compiled: Annotated[bool, typer.Option("--compiled", help="in bf16, by a C++ compiler: for long runs")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="plot the loss against bytes and time")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="compile the model in bf16 (needs a C++ compiler); for long runs")
+    ] = False,
 ) -> None:
-    """Compare methods: virtual peers, real gradients, a virtual network."""
+    """Compare methods with virtual peers, real gradients and a virtual network."""
     from node.simulation.command import SimulationOptions, simulate
 
     simulate(
@@ -268,21 +288,22 @@ def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="one recipe in full")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the training methods and what they are made of."""
+    """Show the training methods and their parts."""
     from node.recipes_command import show_recipes
 
     show_recipes(name, as_json)
 
 
 def main() -> None:
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for large pages: new tensors cost half
+    """Run the command line and exit."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch requests huge pages, which halve the cost of new tensors
     code = _run_guarded(app)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; an interrupt now would only change the exit code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late interrupt would only change the exit code
     sys.exit(code)
 
 
 def _run_guarded(command: Callable[[], object]) -> int:
-    """Run a command; what it ends with, as an exit code."""
+    """Run a command; returns its exit code."""
     from node.monitoring.logs import sanitize
 
     try:

@@ -1,8 +1,8 @@
 """Command-line flags that `up`, `join` and `host` share; each is declared once, as a field.
 
-A field becomes an option of every command that takes its class (`expand_flags`), is checked by the field of the same
-name in `node.options`, and `up` passes it on to the peers that it starts (`to_arguments`).
-Nothing heavy is imported here: `murmur --help` answers at once.
+A field becomes an option of every command that takes its class (`expand_flags`). The field of the same name in
+`node.options` checks it, and `up` passes it on to the peers that it starts (`to_arguments`). This module imports
+nothing heavy, so that `murmur --help` is immediate.
 """
 
 import dataclasses
@@ -16,21 +16,21 @@ from typer.models import OptionInfo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineFlags:
-    """What a trainer and its daemon may use of this machine, as typed. `None` means not given."""
+    """Limits on the resources of this machine for a trainer and its daemon, as typed. `None` means not given."""
 
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="of each trainer, and of its daemon's work; default: all cores, shared in `up`"),
+        typer.Option(min=1, help="CPU threads per trainer (default: all cores, divided among the peers of `up`)"),
     ] = None
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="of each trainer, such as 4GB; microbatches shrink to fit")
+        str | None, typer.Option(metavar="SIZE", help="memory per trainer, such as 4GB; microbatches shrink to fit")
     ] = None
     pause_when_busy: Annotated[
-        bool, typer.Option("--pause-when-busy", help="train only while other programs leave the device alone")
+        bool, typer.Option("--pause-when-busy", help="pause training while other programs use the device")
     ] = False
-    upload: Annotated[str | None, typer.Option(metavar="RATE", help="send no more than so much: 20mbit, 2.5MB")] = None
-    download: Annotated[str | None, typer.Option(metavar="RATE", help="receive no more than so much")] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to train")] = "auto"
+    upload: Annotated[str | None, typer.Option(metavar="RATE", help="upload limit, such as 20mbit or 2.5MB")] = None
+    download: Annotated[str | None, typer.Option(metavar="RATE", help="download limit")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="device to train on")] = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,23 +38,27 @@ class NodeFlags(MachineFlags):
     """The flags of a node that runs in this process."""
 
     peers: Annotated[
-        list[str] | None, typer.Option("--peer", metavar="MULTIADDR", help="ask this peer first; repeatable")
+        list[str] | None, typer.Option("--peer", metavar="MULTIADDR", help="connect to this peer first (repeatable)")
     ] = None
-    name: Annotated[str, typer.Option(help="shown to the others")] = ""
+    name: Annotated[str, typer.Option(help="public name of this node")] = ""
     listen: Annotated[
         list[str] | None,
-        typer.Option(metavar="MULTIADDR", help="take connections there; default /ip4/0.0.0.0/tcp/0; repeatable"),
+        typer.Option(metavar="MULTIADDR", help="listen address (repeatable; default: /ip4/0.0.0.0/tcp/0)"),
     ] = None
     direct: Annotated[
         str,
-        typer.Option(metavar="PORT|off", help="for direct TLS connections, at the hosts of --listen; 0: a free one"),
+        typer.Option(
+            metavar="PORT|off", help="port of direct TLS connections on the hosts of --listen; 0 picks a free one"
+        ),
     ] = "0"
-    metrics: Annotated[str, typer.Option(metavar="ADDR", help="of /metrics; port 0: a free one")] = "127.0.0.1:0"
-    log_json: Annotated[bool, typer.Option("--log-json", help="log lines as JSON")] = False
+    metrics: Annotated[str, typer.Option(metavar="ADDR", help="address of /metrics; port 0 picks a free one")] = (
+        "127.0.0.1:0"
+    )
+    log_json: Annotated[bool, typer.Option("--log-json", help="write log lines as JSON")] = False
 
 
 def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter of `command` that is a class of flags by one keyword parameter for each of its fields."""
+    """Replace each parameter of `command` that is a class of flags by one keyword parameter per field."""
     parameters: list[inspect.Parameter] = []
     classes: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -77,17 +81,17 @@ def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def to_arguments(flags: MachineFlags) -> list[str]:
-    """Return the flags as words of a command line."""
-    words: list[str] = []
+    """Return the flags as command-line arguments."""
+    arguments: list[str] = []
     hints = get_type_hints(type(flags), include_extras=True)
     for field in dataclasses.fields(flags):
         option, value = _option_name(field.name, hints[field.name]), getattr(flags, field.name)
         if value is True:
-            words.append(option)
+            arguments.append(option)
         elif value is not None and value is not False:
-            for each in value if isinstance(value, list) else [value]:
-                words += [option, str(each)]
-    return words
+            for item in value if isinstance(value, list) else [value]:
+                arguments += [option, str(item)]
+    return arguments
 
 
 def _field_parameters(flags: Any) -> list[inspect.Parameter]:
@@ -101,7 +105,7 @@ def _field_parameters(flags: Any) -> list[inspect.Parameter]:
 
 
 def _option_name(field: str, hint: Any) -> str:
-    """Return the name that the field's typer.Option gives it, which typer keeps as `default` in an Annotated."""
+    """Return the option's name from the field's typer.Option, which typer keeps as `default` in an Annotated."""
     declared = (mark.default for mark in hint.__metadata__ if isinstance(mark, OptionInfo))
     named = next((name for name in declared if isinstance(name, str)), field.replace("_", "-"))
     return f"--{named.removeprefix('--')}"

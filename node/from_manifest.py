@@ -1,4 +1,4 @@
-"""From a manifest to what its method does with its model."""
+"""Build the method, the round planner and the round settings of a manifest."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from protocol.manifest import Manifest, TrainSection
 
 
 def build_method(manifest: Manifest) -> Method:
-    """Raises ManifestError for a recipe or an option that does not exist."""
+    """Build the manifest's method. Raises ManifestError for an unknown recipe or option."""
     try:
         return compose(manifest.method.recipe, manifest.method.overrides())
     except OptimError as error:
@@ -25,7 +25,10 @@ def build_method(manifest: Manifest) -> Method:
 
 
 def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlanner:
-    """`method`: another one than the manifest's. Raises ManifestError, also where the method does not fit the model."""
+    """Build the round planner for the manifest's method, or for `method`.
+
+    Raises ManifestError, also if the method does not fit the model.
+    """
     method = method or build_method(manifest)
     try:
         program = RoundPlanner(method, shape_table(manifest.model).layout, manifest.round.parts)
@@ -36,15 +39,15 @@ def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlan
 
 
 def topology_class(method: Method) -> type[Topology]:
-    """Return the class of the exchange that the method's topology asks for."""
+    """Return the topology class of the method."""
     return TOPOLOGIES[method.topology.kind]
 
 
 def learning_rate_scale(train: TrainSection, step: int, age_at_join: int = 0) -> float:
-    """Of the learning rate at inner step `step`, counted from 0: linear warm-up times cosine decay to `final_share`.
+    """Return the factor of the learning rate at inner step `step` (from 0).
 
-    `began`: local steps that the run was old when this trainer joined it. It warms up as everyone did, but to the rate
-    that the others have by then.
+    The factor is a linear warm-up times a cosine decay to `final_share`. `age_at_join` is the run's age in inner steps
+    when this trainer joined: it warms up like every trainer, but to the rate that the others have by then.
     """
     warmup = min(1.0, (step + 1) / (train.warmup_steps + 1))
     if train.decay_steps == 0:
@@ -54,23 +57,25 @@ def learning_rate_scale(train: TrainSection, step: int, age_at_join: int = 0) ->
 
 
 def learning_rate_decay(train: TrainSection) -> Callable[[int], float]:
+    """Return a function that maps an inner step to the factor of the learning rate."""
     return lambda step: learning_rate_scale(train, step)
 
 
 def build_pacing(manifest: Manifest, program: RoundPlanner) -> Pacing:
+    """Build the pacing of the rounds."""
     return Pacing(
         manifest.round.grace,
-        lambda number: program.plan(number).steps,
+        lambda round_number: program.plan(round_number).steps,
         manifest.train.batch_tokens,
-        lambda number: program.plan(number).is_overlapped,
+        lambda round_number: program.plan(round_number).is_overlapped,
     )
 
 
 def round_settings_by_number(manifest: Manifest, program: RoundPlanner) -> Callable[[int], RoundSettings]:
     """Return a function that maps a round number to the settings of that round."""
 
-    def settings(number: int) -> RoundSettings:
-        plan, timing = program.plan(number), manifest.round
+    def settings(round_number: int) -> RoundSettings:
+        plan, timing = program.plan(round_number), manifest.round
         topology = plan.method.topology
         return RoundSettings(
             make_topology(topology.kind, manifest.run_id, len(plan.part_spans), **asdict(topology)),

@@ -1,9 +1,9 @@
-"""Where runs lie on this machine.
+"""The places of runs on this machine.
 
-runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder a peer
+runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder per peer
 runs/NAME-1/peer-0/      a node's folder, as node.run_dir describes it
-~/.local/state/murmur/   a folder for each run that was joined: NAME-RUNID (or below $XDG_STATE_HOME),
-                         and hosts/NAME-RUNID for each that was hosted
+~/.local/state/murmur/   a folder NAME-RUNID for each joined run (or below $XDG_STATE_HOME),
+                         and hosts/NAME-RUNID for each hosted run
 """
 
 import os
@@ -19,26 +19,30 @@ BOOTSTRAP_FILE = Path(__file__).with_name("bootstrap.toml")
 
 
 def bootstrap_file() -> Path:
-    """The public peers that come with the program."""
+    """Return the file with the public peers that come with the program."""
     return BOOTSTRAP_FILE
 
 
 def state_home() -> Path:
+    """Return the folder of the joined runs."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "murmur"
 
 
 def join_dir(manifest: Manifest) -> Path:
-    """The same for every start, so that joining again resumes."""
+    """Return the default folder of a node of this run; it is the same at every start, so that a node resumes."""
     return state_home() / f"{manifest.run.name}-{manifest.run_id[:8]}"
 
 
 def host_dir(manifest: Manifest) -> Path:
-    """Apart from that of a node of the same run on this machine: two processes never share a folder or a key."""
+    """Return the default folder of a host of this run.
+
+    It differs from that of a joined node, because two processes must not share a folder or a key.
+    """
     return state_home() / "hosts" / join_dir(manifest).name
 
 
 def next_swarm_dir(name: str) -> Path:
-    """The first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
+    """Return the first of runs/NAME-1, runs/NAME-2, ... that does not exist."""
     number = 1
     while (SWARMS_DIR / f"{name}-{number}").exists():
         number += 1
@@ -46,9 +50,10 @@ def next_swarm_dir(name: str) -> Path:
 
 
 def demo_manifest() -> Path:
+    """Return the manifest of the demo. Raises MissingFileError if it is not installed."""
     if not DEMO_MANIFEST.exists():
         raise MissingFileError(
-            f"the demo's manifest is not installed ({DEMO_MANIFEST}); name a manifest: murmur up RUN.toml"
+            f"the manifest of the demo is not installed ({DEMO_MANIFEST}); name a manifest: murmur up RUN.toml"
         )
     return DEMO_MANIFEST
 
@@ -58,7 +63,7 @@ def peer_dir(swarm: Path, index: int) -> Path:
 
 
 def find_node_dirs(path: Path | None) -> list[Path]:
-    """The node folders at or right below `path`; without a path, those of the run that was started last."""
+    """Return the node folders at or directly below `path`; without a path, those of the newest run."""
     if path is not None:
         _require_dir(path)
         found = [path] if _is_node_dir(path) else [folder for folder in sorted(path.iterdir()) if _is_node_dir(folder)]
@@ -66,15 +71,15 @@ def find_node_dirs(path: Path | None) -> list[Path]:
             raise UsageError(f"no node has run in {path}; name the --dir of a node, or the folder of a `murmur up`")
         return found
     joined, hosted = state_home().glob("*/node.json"), state_home().glob("hosts/*/node.json")
-    places = [*joined, *hosted, *SWARMS_DIR.glob("*/peer-*/node.json")]
-    if not places:
+    node_files = [*joined, *hosted, *SWARMS_DIR.glob("*/peer-*/node.json")]
+    if not node_files:
         raise UsageError("no node has run here yet; start one with `murmur join RUN`, or name its --dir")
-    newest = max(places, key=lambda place: place.stat().st_mtime).parent
+    newest = max(node_files, key=lambda file: file.stat().st_mtime).parent
     return find_node_dirs(newest.parent) if newest.parent.parent == SWARMS_DIR else [newest]
 
 
 def find_trained_dir(path: Path) -> Path:
-    """`path` if it is a node's, else the node folder below it whose newest checkpoint is of the latest round."""
+    """Return `path` if it is a node's folder, otherwise the node folder below it with the newest checkpoint."""
     _require_dir(path)
     if (path / "checkpoints").is_dir():
         return path
@@ -86,25 +91,25 @@ def find_trained_dir(path: Path) -> Path:
 
 
 def find_newest_checkpoint(node_dir: Path) -> Path | None:
-    """By name alone (NUMBER.round-ROUND), as node.checkpoints.checkpoint writes them."""
+    """Return the newest checkpoint by its name (NUMBER.round-ROUND, see node.checkpoints.checkpoint)."""
     return max((node_dir / "checkpoints").glob("[0-9]*.round-*"), default=None)
 
 
 def read_metrics_port(node_dir: Path) -> int | None:
-    """The metrics port of the node that runs (or ran last) in `folder`."""
+    """Return the metrics port of the node that runs (or last ran) in `node_dir`."""
     port = read_json_if_whole(node_dir / "node.json").get("metrics_port")
     return port if isinstance(port, int) else None
 
 
 def read_peer_id(node_dir: Path) -> str | None:
-    """Who runs (or ran last) in `folder`."""
+    """Return the peer id of the node that runs (or last ran) in `node_dir`."""
     peer = read_json_if_whole(node_dir / "node.json").get("peer_id")
     return peer if isinstance(peer, str) else None
 
 
 def _require_dir(path: Path) -> None:
     if not path.is_dir():
-        raise MissingFileError(f"{path} is no folder; name the --dir of `murmur join` or `murmur up`")
+        raise MissingFileError(f"{path} is not a directory; name the --dir of `murmur join` or `murmur up`")
 
 
 def _is_node_dir(folder: Path) -> bool:

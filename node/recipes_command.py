@@ -1,4 +1,4 @@
-"""`murmur recipes`: the table of methods, and one method in full."""
+"""`murmur recipes`: print the table of methods, or one method in full."""
 
 import dataclasses
 import inspect
@@ -32,16 +32,16 @@ TABLE_WIDTH = 240
 DEFAULT_PARTS = {"inner": "adamw", "signal": "pseudo-gradient", "aggregate": "mean", "adoption": "carry"}
 NEEDS = {
     "anchor": "all peers hold the same weights between rounds",
-    "partner": "each peer has weights of its own and meets a few others a round",
-    "fates": "a sender is told whether its message counted, and sends again what did not",
+    "partner": "each peer has its own weights and exchanges with a few other peers per round",
+    "fates": "a peer learns whether its contribution was included, and sends it again if not",
 }
 COLUMNS = ("name", "message", "topology", "aggregate", "update", "besides", "bits", "bytes", "needs", "paper")
 
 
 def show_recipes(name: str | None, as_json: bool) -> None:
-    """All recipes, or the one called `name`. Raises UsageError where there is no such recipe."""
+    """Print all recipes, or the one called `name`. Raises UsageError for an unknown recipe."""
     try:
-        rows = [describe_recipe(one) for one in ([name] if name else RECIPES)]
+        rows = [describe_recipe(recipe) for recipe in ([name] if name else RECIPES)]
     except OptimError as error:
         raise UsageError(str(error)) from error
     if as_json:
@@ -53,8 +53,11 @@ def show_recipes(name: str | None, as_json: bool) -> None:
 
 
 def describe_recipe(recipe: str) -> dict[str, Any]:
-    """`bits_per_parameter_*` for the demo's model, measured on encoded bytes of normally distributed values;
-    `memory_per_parameter` in bytes, beside weights, gradient and the inner moments."""
+    """Return the JSON values of a recipe.
+
+    `bits_per_parameter_*` are for the demo's model, measured by encoding normally distributed values;
+    `memory_per_parameter` is in bytes, without weights, gradient and the moments of the inner optimizer.
+    """
     method = compose(recipe)
     bits, steps = bits_per_cycle(RoundPlanner(method, shape_table(load_manifest(demo_manifest()).model).layout, 1))
     return {
@@ -70,27 +73,29 @@ def describe_recipe(recipe: str) -> dict[str, Any]:
 
 
 def bits_per_cycle(planner: RoundPlanner) -> tuple[float, int]:
-    """Bits a parameter until the same values are sent again, and the local steps that takes."""
+    """Return bits per parameter and inner steps over one cycle, after which the same values are sent again."""
     return bits_over_rounds(planner, planner.cycle)
 
 
 def bits_over_rounds(planner: RoundPlanner, rounds: Iterable[int]) -> tuple[float, int]:
-    """The same of those rounds. What is encoded alike is measured once."""
-    plans = [planner.plan(number) for number in rounds]
-    messages = Counter((plan.codecs[0], plan.numel) for plan in plans)
-    bits = sum(times * codec.bits_per_parameter(numel) * numel for (codec, numel), times in messages.items())
+    """Return bits per parameter and inner steps over these rounds; equal encodings are measured only once."""
+    plans = [planner.plan(round_number) for round_number in rounds]
+    encodings = Counter((plan.codecs[0], plan.numel) for plan in plans)
+    bits = sum(times * codec.bits_per_parameter(numel) * numel for (codec, numel), times in encodings.items())
     return bits / planner.numel, sum(plan.steps for plan in plans)
 
 
 def count_vectors(method: Method) -> int:
-    """Of the model's size, beside the weights and the inner optimizer's: anchor, slots, references and residual."""
+    """Return the number of model-sized vectors besides the weights and the inner optimizer's state.
+
+    These are the anchor, the slots, the references and the residual.
+    """
     slots = sum(name not in SMALL_SLOTS for name in method.slots)
     return 1 + slots + len(locally_trained_names(method)) + method.signal.vector_count
 
 
 def list_needs(method: Method) -> list[str]:
-    """What the method asks of the swarm: one anchor for all or a partner, the fates of messages, results that may be
-    late."""
+    """Return the method's needs: an anchor or a partner, outcomes of contributions, and results that come late."""
     found = ["anchor"] if topology_class(method).has_shared_state else ["partner"]
     if method.feedback.keeps_error:
         found.append("fates")
@@ -100,73 +105,73 @@ def list_needs(method: Method) -> list[str]:
 
 
 def list_options(method: Method, part: str) -> Mapping[str, Any]:
-    """Every option of that part as this method has it; one that changes over the rounds as its schedule."""
+    """Return every option of a part with its value in this method, or with its schedule if it changes over rounds."""
     return {
-        name: _written_value(method, part, name) for one in part_variants(method, part) for name in _option_names(one)
+        name: _written_value(method, part, name)
+        for variant in part_variants(method, part)
+        for name in _option_names(variant)
     }
 
 
 def part_variants(method: Method, part: str) -> list[Any]:
-    """The part as it is at first, and each of another kind that takes its place later."""
-    found = {
-        now.kind: now for now in (getattr(method.at_round(number), part) for number in reversed(method.breakpoints))
-    }
+    """Return the part of the first round, and each part of another kind that replaces it later."""
+    at_breakpoints = (getattr(method.at_round(round_number), part) for round_number in reversed(method.breakpoints))
+    found = {variant.kind: variant for variant in at_breakpoints}
     return list(reversed(found.values()))
 
 
 def format_recipe(row: Mapping[str, Any]) -> list[str]:
-    """Composition, options and formulas of what `describe` says, for a person."""
+    """Return the composition, options and formulas of a recipe for people; `row` is from `describe_recipe`."""
     method = compose(row["name"])
-    shown = [
+    lines = [
         f"{method.name}   {method.paper}",
-        f"bits a parameter: {row['bits_per_parameter_sync']:.3g} each time it is sent, "
-        f"{row['bits_per_parameter_step']:.3g} a step; measured on the demo's model",
-        f"bytes a parameter, beside weights and moments: {row['memory_per_parameter']}",
+        f"bits per parameter: {row['bits_per_parameter_sync']:.3g} each time it is sent, "
+        f"{row['bits_per_parameter_step']:.3g} per step; measured on the demo's model",
+        f"bytes per parameter, besides weights and moments: {row['memory_per_parameter']}",
         *(f"needs: {need} ({_explain_need(need)})" for need in row["needs"]),
     ]
     for part in COMPONENTS:
-        shown += ["", f"{part} = {_format_value(row[part])}"]
-        for built in part_variants(method, part):
-            usual = type(built)()
-            for option in _option_names(built):
-                value, default = row["options"][part][option], getattr(usual, option)
+        lines += ["", f"{part} = {_format_value(row[part])}"]
+        for variant in part_variants(method, part):
+            defaults = type(variant)()
+            for option in _option_names(variant):
+                value, default = row["options"][part][option], getattr(defaults, option)
                 note = "" if value == default else f"   (default {default})"
-                shown.append(f"    {option} = {_format_value(value)}{note}")
-            shown += [f"    {line}".rstrip() for line in formula_lines(built)]
-    return shown
+                lines.append(f"    {option} = {_format_value(value)}{note}")
+            lines += [f"    {line}".rstrip() for line in formula_lines(variant)]
+    return lines
 
 
 def formula_lines(part: object) -> list[str]:
-    """What the part's own documentation, or its file's, says of it but for the bytes of a payload: there the formula
-    stands, beside the code."""
+    """Return the docstring of the part or of its module, which has the formulas, without the layout of payloads."""
     documented = inspect.cleandoc(type(part).__doc__ or sys.modules[type(part).__module__].__doc__ or "")
     return "\n\n".join(text for text in documented.split("\n\n") if not text.startswith("Payload")).splitlines()
 
 
 def build_table(rows: list[dict[str, Any]]) -> Table:
-    """One line a recipe; a part that is the usual one is left out."""
-    usual = ", ".join(DEFAULT_PARTS.values())
-    said = "\n".join(
+    """Return the table with one row per recipe; it omits default parts."""
+    omitted = ", ".join(DEFAULT_PARTS.values())
+    caption = "\n".join(
         (
-            f"bits a parameter and step; bytes a parameter beside weights and moments; left out: {usual}",
+            f"bits per parameter and step; bytes per parameter besides weights and moments; omitted: {omitted}",
             *(f"{need}: {meaning}" for need, meaning in NEEDS.items()),
         )
     )
-    drawn = Table(box=SIMPLE_HEAD, caption=said, caption_justify="left", padding=(0, 1), pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1), pad_edge=False)
     for column in COLUMNS:
-        drawn.add_column(column, no_wrap=True, justify="right" if column in ("bits", "bytes") else "left")
+        table.add_column(column, no_wrap=True, justify="right" if column in ("bits", "bytes") else "left")
     for row in rows:
-        drawn.add_row(*(Text(cell) for cell in _format_cells(row)))
-    return drawn
+        table.add_row(*(Text(cell) for cell in _format_cells(row)))
+    return table
 
 
 def _format_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    unusual = {part: "" if row[part] == kind else row[part] for part, kind in DEFAULT_PARTS.items()}
+    shown = {part: "" if row[part] == kind else row[part] for part, kind in DEFAULT_PARTS.items()}
     residual = "+ residual" if row["feedback"] == "error" else ""
-    message = " ".join(filter(None, (unusual["signal"], _format_kinds(row["codec"]), residual)))
-    besides = ", ".join(filter(None, (unusual["inner"], unusual["adoption"])))
+    message = " ".join(filter(None, (shown["signal"], _format_kinds(row["codec"]), residual)))
+    besides = ", ".join(filter(None, (shown["inner"], shown["adoption"])))
     figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]))
-    parts = (row["topology"], unusual["aggregate"], row["update"], besides)
+    parts = (row["topology"], shown["aggregate"], row["update"], besides)
     return (row["name"], message, *parts, *figures, ", ".join(row["needs"]), row["paper"])
 
 
@@ -178,7 +183,7 @@ def _format_kinds(kind: OptionValue) -> str:
 
 
 def _explain_need(need: str) -> str:
-    return NEEDS.get(need, "a round's result is applied when peers have trained on")
+    return NEEDS.get(need, "peers keep training before the result of a round is applied")
 
 
 def _option_names(part: object) -> list[str]:
@@ -186,12 +191,14 @@ def _option_names(part: object) -> list[str]:
 
 
 def _written_value(method: Method, part: str, name: str) -> OptionValue:
-    """Return an option of the part, or its kind: the schedule of one that changes over the rounds, else the value."""
+    """Return an option of the part (or its kind): its schedule if it changes over the rounds, otherwise its value."""
     schedule = RECIPES[method.name].tables[part].get(name)
     if schedule is not None and not isinstance(schedule, Scalar):
         return schedule
     variants = part_variants(method, part)
-    value: Scalar = next(getattr(one, name) for one in variants if name == "kind" or name in _option_names(one))
+    value: Scalar = next(
+        getattr(variant, name) for variant in variants if name == "kind" or name in _option_names(variant)
+    )
     return value
 
 

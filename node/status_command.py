@@ -1,4 +1,4 @@
-"""Questions about the nodes of this machine: what do they do, who are they."""
+"""`murmur status` and `murmur key`: the status and the peer ids of the nodes on this machine."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ STATUS_SECONDS = 5.0
 
 
 def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[str]:
-    """A line for each node, and below it the reasons that it counted; or one JSON object: node folder to status, null
-    for a node that does not run.
+    """Return a line for each node, followed by its counted reasons, or one JSON object.
 
-    UnreachableError where `check` is asked for and none of them runs.
+    The JSON object maps node folders to status, `null` for a node that does not run. Raises UnreachableError if `check`
+    is set and no node runs.
     """
     folders = find_node_dirs(path)
     statuses = asyncio.run(_fetch_statuses(folders))
@@ -32,7 +32,8 @@ def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[
             for folder, status in zip(folders, statuses, strict=True)
         }
         return [json.dumps(shown)]
-    return [sanitize(line) for told in zip(folders, statuses, strict=True) for line in _node_lines(*told)]
+    nodes = zip(folders, statuses, strict=True)
+    return [sanitize(line) for folder, status in nodes for line in _node_lines(folder, status)]
 
 
 def _node_lines(folder: Path, status: NodeStatus | None) -> list[str]:
@@ -42,7 +43,7 @@ def _node_lines(folder: Path, status: NodeStatus | None) -> list[str]:
 
 
 def key_line(folder: Path) -> str:
-    """The peer id of the node in that folder; its key is made if there is none."""
+    """Return the peer id of the node in `folder`; creates its key if there is none."""
     peers = sorted(folder.glob("peer-*"))
     if peers and not (folder / "key").exists():
         raise UsageError(f"{folder} is the folder of a whole swarm; name one of its peers, such as {peers[0]}")
@@ -65,7 +66,7 @@ async def _fetch_one_status(folder: Path) -> NodeStatus | None:
         status = await fetch_status(port, STATUS_SECONDS)
     except UnreachableError:
         return None
-    # The port of a node that has ended may be another one's by now.
+    # Another node may use the port of a node that has ended.
     return status if status.peer_id == read_peer_id(folder) else None
 
 

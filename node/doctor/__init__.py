@@ -1,1 +1,1 @@
-"""Whether this machine can take part in a run, and what to mend."""
+"""`murmur doctor`: check whether this machine can take part in a run, and what to fix."""

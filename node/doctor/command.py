@@ -1,4 +1,4 @@
-"""`murmur doctor`: can this machine take part, and if not, what to do."""
+"""`murmur doctor`: run the checks and print the findings."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ HOST_TIME_SECONDS = 10.0
 
 
 def doctor(run: str | None, folder: Path | None, listen: Sequence[str], insecure: bool, as_json: bool) -> int:
-    """Prints the findings; 0 when none is a fail, else 1."""
+    """Print the findings; returns the exit code, 1 if any check failed."""
     findings = run_checks(run, folder, listen, insecure)
     if as_json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
@@ -44,6 +44,7 @@ def doctor(run: str | None, folder: Path | None, listen: Sequence[str], insecure
 
 
 def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], insecure: bool) -> list[Finding]:
+    """Check the machine, and with a run also the run, its memory and disk needs and its peers."""
     findings = [Finding("version", "ok", f"murmur {version('murmuration')}, torch {torch.__version__}")]
     findings.append(machine.check_device())
     invitation: Invitation | None = None
@@ -73,14 +74,14 @@ def _run_finding(invitation: Invitation) -> Finding:
 
 
 def _compare_host_clock(source: str | None) -> Finding:
-    """Where no peer tells the time, the web server that the manifest came from does."""
+    """Compare the clock with the web server of the manifest, for a run whose peers do not report the time."""
     if source is None:
         return judge_clock([], "")
     try:
         date = httpx2.head(source, timeout=HOST_TIME_SECONDS).headers["date"]
         return judge_clock([time.time() - parsedate_to_datetime(date).timestamp()], "the host")
     except (httpx2.HTTPError, KeyError, ValueError):
-        return Finding("clock", "warn", "the host does not tell its time", "nothing, if you trust your clock")
+        return Finding("clock", "warn", "the host does not send its time", "nothing, if your clock is right")
 
 
 def _build_table(findings: Sequence[Finding]) -> Table:

@@ -1,4 +1,4 @@
-"""What a measurement means: ok, warn or fail, and for what is not ok the mend. PURE."""
+"""Judge measurements: ok, warn or fail, and how to fix the latter two. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ from protocol.transport.nat import find_direct_host, is_public_address
 
 Level = Literal["ok", "warn", "fail"]
 CLOCK_WARN_SECONDS = 5.0
-FORWARD_PORT_FIX = "nothing, where a public peer takes part; otherwise forward a port and name it with --listen"
+FORWARD_PORT_FIX = "nothing, if a public peer takes part; otherwise forward a port and name it with --listen"
 
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of one check; `mend` says how to fix it."""
+
     check: str
     level: Level
     found: str
@@ -26,71 +28,74 @@ class Finding:
 
 
 def finding_of_error(check: str, error: MurmurError) -> Finding:
-    """What it says after its semicolon is the mend."""
-    text, _, mend = str(error).partition("; ")
-    return Finding(check, "fail", text, mend)
+    """Return a failure; the part of the error after the semicolon says how to fix it."""
+    text, _, fix = str(error).partition("; ")
+    return Finding(check, "fail", text, fix)
 
 
-def judge_free_space(check: str, free: float, needed: float, mend: str) -> Finding:
+def judge_free_space(check: str, free: float, needed: float, fix: str) -> Finding:
+    """Compare free with needed bytes."""
     text = f"{format_bytes(free)} free, up to {format_bytes(needed)} needed"
-    return Finding(check, "ok" if free >= needed else "fail", text, "" if free >= needed else mend)
+    return Finding(check, "ok" if free >= needed else "fail", text, "" if free >= needed else fix)
 
 
 def judge_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
+    """Compare the largest microbatch that fits into `free` bytes with the run's."""
     fits = max_microbatch(manifest, free, device)
     text = f"microbatches of {fits} sequences fit, the run's have {manifest.train.microbatch}"
     if fits >= manifest.train.microbatch:
         return Finding("model", "ok", text)
-    mend = "this device is too small for the run" if fits == 0 else "nothing: it takes more passes for a batch"
-    return Finding("model", "fail" if fits == 0 else "warn", text, mend)
+    fix = "this device is too small for the run" if fits == 0 else "nothing: a batch takes more passes"
+    return Finding("model", "fail" if fits == 0 else "warn", text, fix)
 
 
 def judge_clock(offsets: Sequence[float], against: str) -> Finding:
-    """`offsets`: our clock's lead over those of others, in seconds."""
+    """Judge the median of `offsets`, our clock's lead over other clocks in seconds."""
     if not offsets:
-        return Finding("clock", "ok", "not compared; a peer or a link to a host would tell")
+        return Finding("clock", "ok", "not compared; this needs a run with peers or a host")
     offset = median(offsets)
     level: Level = (
         "ok" if abs(offset) < CLOCK_WARN_SECONDS else "warn" if abs(offset) < CLOCK_TOLERANCE_SECONDS else "fail"
     )
-    mend = "" if level == "ok" else "let the system set its clock: timedatectl set-ntp true"
-    return Finding("clock", level, f"{offset:+.0f} s against {against}", mend)
+    fix = "" if level == "ok" else "let the system set its clock: timedatectl set-ntp true"
+    return Finding("clock", level, f"{offset:+.0f} s compared with {against}", fix)
 
 
 def judge_addresses(addresses: Sequence[str]) -> Finding:
+    """Judge whether one of this machine's addresses is public."""
     if any(is_public_address(address) for address in addresses):
-        return Finding("ports", "ok", "a public address: others can reach this machine")
-    return Finding("ports", "warn", "no public address: others come by the connections that you open", FORWARD_PORT_FIX)
+        return Finding("ports", "ok", "a public address: other peers can reach this machine")
+    return Finding("ports", "warn", "no public address: peers use the connections that you open", FORWARD_PORT_FIX)
 
 
 def judge_peers(attempts: Sequence[tuple[str, float | str]]) -> Finding:
-    """`dialled`: addresses, each with the seconds that it took or why it failed."""
+    """Judge attempts to connect: addresses, each with the seconds that it took or the reason why it failed."""
     if not attempts:
-        return Finding("peers", "warn", "the run names nobody to ask", "give `murmur join` a --peer")
+        return Finding("peers", "warn", "the run names no peer to ask", "give `murmur join` a --peer")
     times = [result for _, result in attempts if isinstance(result, float)]
     if times:
         return Finding(
             "peers", "ok", f"{len(times)} of {len(attempts)} addresses answer, the first in {min(times):.1f} s"
         )
-    mend = "see whether a firewall stops outgoing TCP, or ask the organiser for an address"
-    return Finding("peers", "fail", f"none of {len(attempts)} addresses answers: {attempts[0][1]}", mend)
+    fix = "check whether a firewall blocks outgoing TCP, or ask the organiser for an address"
+    return Finding("peers", "fail", f"none of {len(attempts)} addresses answers: {attempts[0][1]}", fix)
 
 
 def judge_public_peers(reached: Collection[str]) -> Finding:
-    """`reached`: addresses of the peers that answered."""
+    """Judge whether any of the peers that answered (their addresses) is on the public internet."""
     public = sum(1 for address in reached if is_public_address(address))
     if public:
         return Finding("public peers", "ok", f"{public} of {len(reached)} peers that answer are on the public internet")
     return Finding(
         "public peers",
         "warn",
-        "no public peer answers: how the internet sees this machine cannot be said",
-        "nothing, if all who take part share a network; otherwise somebody has to open a port to the internet",
+        "no public peer answers: cannot tell how the internet sees this machine",
+        "nothing, if all peers share a network; otherwise one peer must open a port to the internet",
     )
 
 
 def judge_nat(own: Collection[str], observed: Sequence[str]) -> Finding | None:
-    """`own`: the addresses that we know of; `seen`: what peers saw our calls come from. None: nobody told."""
+    """Compare this machine's own addresses with those that peers see; `None` if no peer reported one."""
     hosts = {found[1] for address in observed if (found := find_direct_host([address]))}
     if not hosts:
         return None
@@ -98,12 +103,12 @@ def judge_nat(own: Collection[str], observed: Sequence[str]) -> Finding | None:
         return Finding("nat", "ok", f"none: peers see {', '.join(sorted(hosts))}, which is this machine's own")
     if len(hosts) > 1:
         text = f"peers see {len(hosts)} different addresses of this machine"
-        return Finding("nat", "warn", text, "others come by the connections that you open; a VPN may be in the way")
-    return Finding("nat", "warn", f"behind a translated address: peers see {hosts.pop()}", FORWARD_PORT_FIX)
+        return Finding("nat", "warn", text, "peers use the connections that you open; a VPN may be the cause")
+    return Finding("nat", "warn", f"behind a NAT: peers see {hosts.pop()}", FORWARD_PORT_FIX)
 
 
 def judge_dial_back(answers: Mapping[str, bool], port: int) -> Finding | None:
-    """`answers`: by peer, whether it could open a connection to us. None: nobody tried."""
+    """Judge whether peers could connect to us; `answers` has an entry per peer, and none of them gives `None`."""
     if not answers:
         return None
     able = sum(answers.values())
@@ -112,22 +117,25 @@ def judge_dial_back(answers: Mapping[str, bool], port: int) -> Finding | None:
 
 
 def judge_bandwidth(fetched_bytes: int, seconds: float, state_bytes: int, max_seconds: float) -> Finding:
-    """Bytes that came from a real peer; `state`: bytes that a newcomer has to fetch; `patience`: seconds for that."""
+    """Judge the download rate from a peer.
+
+    A new peer has to fetch `state_bytes`; it starts slowly if that takes more than `max_seconds`.
+    """
     if not fetched_bytes:
-        mend = "see whether something on the way stops long transfers, or try again later"
-        return Finding("bandwidth", "fail", f"not a byte of the state came within {seconds:.0f} s", mend)
+        fix = "check whether the network blocks long transfers, or try again later"
+        return Finding("bandwidth", "fail", f"no byte of the state arrived within {seconds:.0f} s", fix)
     rate = fetched_bytes / max(seconds, 1e-9)
     text = f"{format_bytes(rate)}/s from a peer; the run's state takes {state_bytes / rate:.0f} s to fetch"
     if state_bytes / rate <= max_seconds:
         return Finding("bandwidth", "ok", text)
-    return Finding("bandwidth", "warn", text, "the start takes long; a faster link, or a smaller run, would help")
+    return Finding("bandwidth", "warn", text, "the start is slow; use a faster link or a smaller run")
 
 
 def judge_versions(ours: str, theirs: Collection[str]) -> Finding | None:
-    """None where nobody said theirs."""
+    """Compare this version with those of the peers; `None` if no peer reports one."""
     others = sorted({version for version in theirs if version})
     if not others:
         return None
     if ours in others:
         return Finding("peers' version", "ok", ", ".join(others))
-    return Finding("peers' version", "warn", f"{', '.join(others)}, here {ours}", "install the version of the others")
+    return Finding("peers' version", "warn", f"{', '.join(others)}, here {ours}", "install the peers' version")

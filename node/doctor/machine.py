@@ -1,6 +1,6 @@
-"""What a container, or any other cgroup (version 2), leaves of the machine: the narrowest bound on the way up.
+"""Check this machine: device, key, memory, disk. Limits of a container (cgroup version 2) count too.
 
-What a look at this machine tells: device, key, memory, disk.
+A process is in a cgroup within other cgroups; the smallest of their limits applies.
 """
 
 import os
@@ -27,37 +27,37 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def cgroup_memory_left(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int | None:
-    """Bytes of main memory until the bound; None where there is none."""
+    """Return the bytes of main memory left below the limit; `None` without a limit."""
     found = (_group_memory_left(folder) for folder in _own_groups(root, own))
     return min((left for left in found if left is not None), default=None)
 
 
 def cgroup_cores(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> float | None:
-    """Of the processor's time; None where all of it may be had."""
+    """Return the number of CPU cores that the cgroup allows; `None` without a limit."""
     found = (_group_cores(folder) for folder in _own_groups(root, own))
     return min((cores for cores in found if cores is not None), default=None)
 
 
 def _own_groups(root: Path, own: Path) -> Iterator[Path]:
-    """Our own group's folder and those around it. Inside a container, the root is all that there is to see of them."""
+    """Yield the folder of our own cgroup and those around it; inside a container only the root is visible."""
     lines = _read_words(own)
-    place = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    inner = root / place
-    yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)
+    path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    innermost = root / path
+    yield from (folder for folder in (innermost, *innermost.parents) if folder == root or root in folder.parents)
 
 
 def _group_memory_left(folder: Path) -> int | None:
-    """What is used includes cached files, and those are given up first."""
-    most, used = _read_words(folder / "memory.max"), _read_words(folder / "memory.current")
-    if not (most and used and most[0].isdecimal() and used[0].isdecimal()):
+    """Return the bytes left in this cgroup; cached files count as free, because the kernel evicts them first."""
+    limit, used = _read_words(folder / "memory.max"), _read_words(folder / "memory.current")
+    if not (limit and used and limit[0].isdecimal() and used[0].isdecimal()):
         return None
-    kept = _read_words(folder / "memory.stat")
-    cached = next((int(value) for key, value in zip(kept, kept[1:], strict=False) if key == "inactive_file"), 0)
-    return max(0, int(most[0]) - max(0, int(used[0]) - cached))
+    stat = _read_words(folder / "memory.stat")
+    cached = next((int(value) for key, value in zip(stat, stat[1:], strict=False) if key == "inactive_file"), 0)
+    return max(0, int(limit[0]) - max(0, int(used[0]) - cached))
 
 
 def _group_cores(folder: Path) -> float | None:
-    """`200000 100000`: of each 100 ms, 200 may be used; `max 100000`: all."""
+    """Return the cores of `cpu.max`: `200000 100000` is 200 ms of CPU time in each 100 ms, `max 100000` no limit."""
     words = _read_words(folder / "cpu.max")
     if len(words) != 2 or not all(word.isdecimal() for word in words):
         return None
@@ -65,20 +65,19 @@ def _group_cores(folder: Path) -> float | None:
 
 
 def _read_words(path: Path) -> list[str]:
-    """None of a file that is not there: then nothing is bounded by it."""
+    """Return the words of a file; none if it does not exist, which means no limit."""
     try:
         return path.read_text().split()
     except OSError:
         return []
 
 
-DAEMON_BYTES_PER_PARAMETER = (
-    48  # a parameter, in main memory: anchors, snapshot, outer state, and a round's work on them
-)
-DAEMON_BASE_BYTES = 1_000_000_000  # of the daemon and p2pd
+DAEMON_BYTES_PER_PARAMETER = 48  # in main memory: anchors, snapshot, outer state, and temporary vectors of a round
+DAEMON_BASE_BYTES = 1_000_000_000  # daemon and p2pd without a model
 
 
 def check_device() -> Finding:
+    """Check for an accelerator."""
     chosen = choose_device("auto")
     cores = float(len(os.sched_getaffinity(0)))
     cores = min(cores, cgroup_cores() or cores)
@@ -90,8 +89,9 @@ def check_device() -> Finding:
 
 
 def check_key(path: Path) -> Finding:
+    """Check that the node's key is readable, and report its peer id."""
     if not path.exists():
-        return Finding("key", "ok", "none yet; made at the first join")
+        return Finding("key", "ok", "none yet; created at the first join")
     try:
         return Finding("key", "ok", Identity.load_or_create(path).peer_id)
     except MurmurError as error:
@@ -99,7 +99,7 @@ def check_key(path: Path) -> Finding:
 
 
 def check_memory_and_disk(manifest: Manifest, node_dir: Path) -> list[Finding]:
-    """Memory of the device, main memory and disk against what the run needs."""
+    """Compare device memory, main memory and disk space with the needs of the run."""
     parameters = shape_table(manifest.model).numel
     kind = choose_device("auto").type
     daemon = parameters * DAEMON_BYTES_PER_PARAMETER + DAEMON_BASE_BYTES
@@ -115,7 +115,7 @@ def check_memory_and_disk(manifest: Manifest, node_dir: Path) -> list[Finding]:
 
 
 def free_memory() -> int:
-    """Bytes of main memory that programs can still have here: of the machine, and of the container if this is one."""
+    """Return the available bytes of main memory, of the machine and of the container if there is one."""
     free, left = _machine_free_memory(), cgroup_memory_left()
     return free if left is None else min(free, left)
 

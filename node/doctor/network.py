@@ -1,6 +1,6 @@
-"""What the peers of a run tell and show: whether they answer, how they see us, how fast they are, what time it is.
+"""Probe the peers of a run: whether they answer, how they see this machine, their bandwidth and their clocks.
 
-Under a key that is thrown away: nobody has joined anything yet. All is bounded in bytes, peers and seconds.
+The probe uses a temporary key, because the user has not joined yet. It is bounded in bytes, peers and seconds.
 """
 
 import asyncio
@@ -52,17 +52,17 @@ logger = logging.getLogger(__name__)
 DIAL_SECONDS = 10.0
 CALL_SECONDS = 15.0
 MAX_DIALLED = 8
-MAX_QUERIED_PEERS = 2  # peers to be dialled back by, and to fetch from
+MAX_QUERIED_PEERS = 2  # to dial us back, and to download from
 FETCH_BYTES = 8 << 20
 FETCH_SECONDS = 6.0
 FETCH_ATTEMPTS = 3
-MAX_STATE_GRACES = 10  # a state that takes more than so many graces of a round to fetch makes a slow start
+MAX_STATE_GRACES = 10  # a start is slow if the download of the state takes more than this many graces of a round
 Connect = Callable[[str, float], Coroutine[Any, Any, str]]
 
 
 @dataclass
 class RunProbe:
-    """One look at a run through a transport of our own; `records` are what its peers say of each other."""
+    """One probe of a run with its own transport; `records` are the peers' records of each other."""
 
     transport: Transport
     invitation: Invitation
@@ -75,8 +75,9 @@ class RunProbe:
         return bytes.fromhex(self.invitation.manifest.run_id)
 
     async def collect_findings(self) -> list[Finding]:
-        wanted = (*self.invitation.peers, *self.invitation.manifest.run.bootstrap)[:MAX_DIALLED]
-        attempts = await dial_all(self.transport.connect, wanted)
+        """Run all checks that the reachable peers allow."""
+        contacts = (*self.invitation.peers, *self.invitation.manifest.run.bootstrap)[:MAX_DIALLED]
+        attempts = await dial_all(self.transport.connect, contacts)
         found = [judge_peers(attempts)]
         self._record_reached(attempts)
         if not self.reached:
@@ -96,20 +97,20 @@ class RunProbe:
                 self.reached.setdefault(address.rpartition("/p2p/")[2], address)
 
     def _further_addresses(self) -> list[str]:
-        """Addresses of peers that we were told of, those that train first."""
-        told = [(peer, record) for peer, record in self.records.items() if peer not in self.reached]
-        told.sort(key=lambda entry: entry[1].role != "trainer")
-        return [record.addresses[0] for _, record in told if record.addresses][:MAX_DIALLED]
+        """Return addresses of known peers that were not dialled yet, trainers first."""
+        unreached = [(peer, record) for peer, record in self.records.items() if peer not in self.reached]
+        unreached.sort(key=lambda entry: entry[1].role != "trainer")
+        return [record.addresses[0] for _, record in unreached if record.addresses][:MAX_DIALLED]
 
     async def _fetch_peer_table(self, peer: PeerId) -> None:
-        """Read its table. We say no time, so that ours, which may be wrong, does not count among the peers'."""
+        """Read the peer's table. Send no time, so that our clock, which may be wrong, does not affect the peers'."""
         sent = time.time()
         stub = MembershipStub(self.transport.channel(peer))
         try:
             request = GossipRequest(run=self._run)
             reply: GossipReply = await await_reply(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
         except (UnreachableError, PeerFault) as error:
-            logger.info("%s does not tell who is there: %s", peer, error)
+            logger.info("%s does not send its peer table: %s", peer, error)
             return
         if math.isfinite(reply.time):
             self.clock_offsets.append((sent + time.time()) / 2 - reply.time)
@@ -118,19 +119,19 @@ class RunProbe:
             try:
                 table.merge(signed, reply.time)
             except PeerFault as fault:
-                logger.info("a record that %s passed on was refused: %s", peer, fault)
+                logger.info("refused a record from %s: %s", peer, fault)
         self.records.update(table.live(reply.time))
 
     async def _check_reachability(self) -> list[Finding]:
-        """How others see this machine, asked of a few, public ones first."""
+        """Ask a few peers, public ones first, how they see this machine."""
         own = await self.transport.addresses()
         port = listening_tcp_port(own)
         reached = self.reached
         chosen = sorted(reached, key=lambda peer: not is_public_address(reached[peer]))[:MAX_QUERIED_PEERS]
         replies = await asyncio.gather(*(self._request_dial_back(peer, port) for peer in chosen))
-        told = {peer: reply for peer, reply in zip(chosen, replies, strict=True) if reply is not None}
-        nat = judge_nat(own, [reply.seen for reply in told.values() if reply.seen])
-        reach = judge_dial_back({peer: port in reply.open for peer, reply in told.items()}, port)
+        answers = {peer: reply for peer, reply in zip(chosen, replies, strict=True) if reply is not None}
+        nat = judge_nat(own, [reply.seen for reply in answers.values() if reply.seen])
+        reach = judge_dial_back({peer: port in reply.open for peer, reply in answers.items()}, port)
         return [finding for finding in (nat, reach or judge_addresses(own)) if finding]
 
     async def _request_dial_back(self, peer: PeerId, port: int) -> DialBackReply | None:
@@ -144,10 +145,10 @@ class RunProbe:
         return reply
 
     async def _measure_bandwidth(self) -> Finding | None:
-        """Fetch the beginning of the state that a newcomer needs anyway; None where nobody has it."""
+        """Download the beginning of the state that a new peer needs; `None` if no reachable trainer has it."""
         trainers = [peer for peer, record in self.records.items() if record.role == "trainer" and peer in self.reached]
         finding = None
-        # Asked again, as a newcomer does: a state that is named may be gone with the next round, before it is fetched.
+        # Ask several times, as a new peer does: the next round may replace a state before it is downloaded.
         for peer in FETCH_ATTEMPTS * random.sample(trainers, min(MAX_QUERIED_PEERS, len(trainers))):
             try:
                 chain = await request_chain(self.invitation.manifest.run_id, self.transport.channel, peer, 2**63)
@@ -164,8 +165,8 @@ class RunProbe:
         return finding
 
     async def _download_state(self, peer: PeerId, state: Blob) -> tuple[int, float]:
-        """Bytes and seconds."""
-        began, count = time.monotonic(), 0
+        """Download for at most FETCH_SECONDS; returns bytes and seconds."""
+        started, count = time.monotonic(), 0
         request = FetchRequest(digest=state.digest, offset=0, length=min(FETCH_BYTES, state.size))
         try:
             call = BlobsStub(self.transport.bulk_channel(peer)).Fetch(request, timeout=FETCH_SECONDS)
@@ -174,15 +175,16 @@ class RunProbe:
         except (grpc.aio.AioRpcError, PeerFault) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             logger.info("the transfer from %s ended early: %s", peer, reason)
-        return count, time.monotonic() - began
+        return count, time.monotonic() - started
 
 
 async def probe_network(invitation: Invitation | None, listen: Sequence[str]) -> list[Finding]:
+    """Start a transport and probe the run's peers, or without a run only this machine's addresses."""
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         try:
             transport = await Transport.start(Path(folder) / "key", Path(folder), [], listen=listen)
         except MurmurError as error:
-            return [Finding("network", "fail", str(error), "see whether a firewall or a full disk is in the way")]
+            return [Finding("network", "fail", str(error), "check for a firewall or a full disk")]
         try:
             if invitation is None:
                 return [judge_addresses(await transport.addresses())]
@@ -192,19 +194,19 @@ async def probe_network(invitation: Invitation | None, listen: Sequence[str]) ->
 
 
 def listening_tcp_port(addresses: Sequence[str]) -> int:
-    """On which a transport with these addresses listens."""
+    """Return the TCP port of a transport with these addresses."""
     return next(int(parts[4]) for parts in (address.split("/") for address in addresses) if parts[3:4] == ["tcp"])
 
 
 async def dial_all(connect: Connect, addresses: Sequence[str]) -> list[tuple[str, float | str]]:
-    """Each address with the seconds that it took, or why it failed."""
+    """Dial all addresses at once; returns each with the seconds that it took, or the reason why it failed."""
 
     async def dial(address: str) -> tuple[str, float | str]:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             await connect(address, DIAL_SECONDS)
         except UnreachableError as error:
             return address, str(error)
-        return address, time.monotonic() - began
+        return address, time.monotonic() - started
 
     return await asyncio.gather(*(dial(address) for address in addresses))

@@ -1,4 +1,4 @@
-"""`murmur join`: one node of a run, in this process. What takes seconds to import comes after the first word."""
+"""`murmur join`: one node of a run, in this process. Slow imports come after the first log line."""
 
 import asyncio
 import logging
@@ -19,46 +19,50 @@ logger = logging.getLogger(__name__)
 
 
 def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False) -> None:
-    """Take part until the run's target or Ctrl-C. Raises MurmurError."""
+    """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
     configure_logs(flags.log_json)
     if "://" in run:
         logger.info("asking %s for the run", run.partition("@")[2] or run)
     invitation = _open_or_recall(run, folder, insecure)
     manifest = invitation.manifest
-    own = (folder or join_dir(manifest)).resolve()
+    node_dir = (folder or join_dir(manifest)).resolve()
     settings = parse_node_options(
-        flags, manifest=manifest, base=invitation.base or own / "data", folder=own, more_peers=invitation.peers
+        flags,
+        manifest=manifest,
+        base=invitation.base or node_dir / "data",
+        folder=node_dir,
+        more_peers=invitation.peers,
     )
     with rare_garbage_collection():
         from node.daemon.lifecycle import run_node
         from node.from_manifest import build_program
         from node.trainer.device import require_usable_device
 
-    build_program(manifest)  # a method that does not exist must not claim the folder
+    build_program(manifest)  # an unknown method must fail before the folder is locked
     require_usable_device(settings)
-    _verify_organiser(own, invitation)
+    _verify_organiser(node_dir, invitation)
     asyncio.run(run_node(settings))
 
 
 def _open_or_recall(run: str, folder: Path | None, insecure: bool) -> Invitation:
-    """A run goes on without its host: whoever has joined it before needs no answer from there."""
+    """Open the invitation; if its host is unreachable, reuse the one that was joined from there before."""
     try:
         return open_invitation(run, insecure)
     except UnreachableError as error:
-        known = recall_invitation(run, folder)
-        if known is None:
+        recalled = recall_invitation(run, folder)
+        if recalled is None:
             raise
-        logger.warning("%s; going on with the run that was joined from there before", error)
-        return known
+        logger.warning("%s; continuing with the run that was joined from there before", error)
+        return recalled
 
 
 def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
-    """Say whose run this is; the first time, remember the key."""
+    """Log who organises the run; pin the organiser's key at the first visit."""
     run, method, target = invitation.manifest.run, invitation.manifest.method, invitation.manifest.target
     if (node_dir / "run.toml").exists() and load_manifest(node_dir / "run.toml").run_id != invitation.manifest.run_id:
-        return  # the node will refuse the folder
+        return  # the node refuses the folder later
     is_new = check_pin(node_dir, invitation)
-    tokens = f"{format_count(target.tokens)} tokens" if target.tokens else "somebody stops it"
+    tokens = f"{format_count(target.tokens)} tokens" if target.tokens else "it is stopped"
     aim = f"{target.rounds} rounds" if target.rounds else tokens
     logger.info("run %s: %s, until %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
     if invitation.organiser is None:
@@ -69,6 +73,6 @@ def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
         except OSError as error:
             raise StorageError(f"cannot use the folder {node_dir}: {error.strerror}; choose another --dir") from error
         save_pin(node_dir, invitation)
-        logger.info("organiser's fingerprint %s, seen for the first time and kept", fingerprint(invitation.organiser))
+        logger.info("organiser's fingerprint %s, seen for the first time and saved", fingerprint(invitation.organiser))
     else:
         logger.info("organiser's fingerprint %s, as before", fingerprint(invitation.organiser))

@@ -1,18 +1,20 @@
-"""What `murmur join RUN` is given: a file, an http(s) address, or murmur://RUN_ID@MULTIADDRESS.
+"""Open the RUN of `murmur join RUN`, and pin its organiser's key.
 
-    a file           is the person's own word; where it is signed, the signature must be right
-    https://...      must be signed; the first key seen is kept, and another one is refused from then on
-    http://...       the same, but only to this machine and to private networks, unless --insecure is given
-    murmur://...     is fetched from that peer and needs no signature: the run id is the hash of what comes
+RUN is one of:
 
-A manifest from elsewhere may not name files of this machine: its paths lead into the folder `data` of the node.
+    a file           trusted by the user; if it is signed, the signature must be valid
+    https://...      must be signed; the first key is pinned, and any other key is refused from then on
+    http://...       the same, but only from this machine and private networks, unless --insecure is given
+    murmur://...     fetched from that peer; needs no signature, because the run id is the hash of the manifest
 
-Whose run a folder belongs to: the organiser's key is kept at the first visit, and another one refused from then on.
+A manifest from a URL or a link must not name files of this machine: its paths are relative to the node's folder `data`.
 
-    DIR/organiser.json   {"organiser": peer id, "source": the address it came from}
+The pin says which organiser a folder belongs to:
 
-An address is also looked up in the folders of all other runs joined here: whoever takes over a web server cannot put
-a run of another key in the place of the old one unnoticed.
+    DIR/organiser.json   {"organiser": peer id, "source": the URL of the manifest}
+
+A URL is also compared with the pins of all other runs joined on this machine, so that an attacker who takes over a web
+server cannot replace the run by one of another key unnoticed.
 """
 
 import asyncio
@@ -56,7 +58,7 @@ LINK_PATTERN = re.compile(r"^murmur://(?P<run>[0-9a-f]{64})@(?P<address>/\S{1,40
 
 @dataclass(frozen=True)
 class Invitation:
-    """A run to join. `base`: where relative paths start, None for the node's own folder; `source`: the address."""
+    """A run to join, from the URL `source`; relative paths start at `base`, or in the node's folder if it is `None`."""
 
     manifest: Manifest
     organiser: PeerId | None
@@ -66,20 +68,20 @@ class Invitation:
 
 
 def open_invitation(run: str, insecure: bool) -> Invitation:
-    """Read or fetch it. Raises MurmurError, one line that says what to do."""
+    """Read or fetch the manifest of the run. Raises MurmurError, one line that says what to do."""
     if run.startswith("murmur://"):
         return asyncio.run(_open_link(run))
     if run.startswith(("http://", "https://")):
         return _open_url(run, insecure)
     if "://" in run:
-        raise UsageError(f"{run} is no run; give a file, an http(s) address or murmur://RUN_ID@MULTIADDRESS")
+        raise UsageError(f"{run} is not a run; give a file, an http(s) URL or murmur://RUN_ID@MULTIADDRESS")
     return _open_file(Path(run))
 
 
 def _open_file(path: Path) -> Invitation:
     if not path.exists() and BARE_ADDRESS_PATTERN.match(str(path)):
-        raise MissingFileError(f"there is no file {path}; if it is an address, begin it with https:// (or http://)")
-    load_manifest(path)  # says what is wrong with a file, and where
+        raise MissingFileError(f"there is no file {path}; if it is a URL, begin it with https:// (or http://)")
+    load_manifest(path)  # its errors name the fault and the line
     with path.open("rb") as file:
         signed = open_signed_manifest(file.read(MAX_SIGNED_MANIFEST_BYTES + 1), str(path))
     return Invitation(signed.manifest, signed.organiser, path.parent.resolve())
@@ -93,7 +95,7 @@ def _open_url(url: str, insecure: bool) -> Invitation:
         _require_private_host(parts)
     signed = _read_with_version_hint(lambda: open_signed_manifest(_download(url), url))
     if signed.organiser is None:
-        raise OrganiserError(f"{url} is not signed; ask for the address that `murmur host` prints, or get it as a file")
+        raise OrganiserError(f"{url} is not signed; ask for the URL that `murmur host` prints, or get it as a file")
     require_paths_inside(signed.manifest)
     return Invitation(signed.manifest, signed.organiser, None, source=url)
 
@@ -106,7 +108,7 @@ def _read_with_version_hint(read: Callable[[], SignedManifest]) -> SignedManifes
 
 
 def _download(url: str) -> bytes:
-    """At most MAX_SIGNED_BYTES, within DOWNLOAD_SECONDS; follows no redirect."""
+    """Download at most MAX_SIGNED_MANIFEST_BYTES within DOWNLOAD_SECONDS, without following redirects."""
 
     async def fetch() -> bytes:
         async with asyncio.timeout(DOWNLOAD_SECONDS), httpx2.AsyncClient(timeout=DOWNLOAD_SECONDS) as client:
@@ -117,7 +119,7 @@ def _download(url: str) -> bytes:
     except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError) as error:
         reason = describe_error(error)
         if "WRONG_VERSION_NUMBER" in reason:
-            reason = "what answers there does not speak https"
+            reason = "the server does not speak https"
         raise UnreachableError(f"cannot get {url}: {reason}; check the address and the network") from error
 
 
@@ -125,30 +127,30 @@ async def _read_body(client: httpx2.AsyncClient, url: str) -> bytes:
     text = bytearray()
     async with client.stream("GET", url) as response:
         if response.is_redirect:
-            place = response.headers.get("location", "elsewhere")[:200]
-            raise UsageError(f"{url} has moved to {place}; join that address")
+            location = response.headers.get("location", "elsewhere")[:200]
+            raise UsageError(f"{url} has moved to {location}; join that URL")
         if response.status_code != 200:
             raise UnreachableError(f"{url} answers with {response.status_code}; check the address")
         if response.headers.get("content-type", "").startswith("text/html"):
-            raise UsageError(f"{url} is a page for people; join the address of its run.toml, which stands on it")
+            raise UsageError(f"{url} is a web page; join the URL of its run.toml, which the page shows")
         async for chunk in response.aiter_bytes():
             text += chunk
             if len(text) > MAX_SIGNED_MANIFEST_BYTES:
                 raise ManifestError(
-                    f"{url} is no manifest, it is over {MAX_SIGNED_MANIFEST_BYTES} bytes; check the address"
+                    f"{url} is not a manifest (over {MAX_SIGNED_MANIFEST_BYTES} bytes); check the address"
                 )
     return bytes(text)
 
 
 def _require_private_host(parts: SplitResult) -> None:
-    """Without TLS anyone on the way could put another key in at the first visit."""
+    """Raise OrganiserError for a public host: without TLS, an attacker could replace the key at the first visit."""
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UnreachableError(f"cannot find {parts.hostname}: {error.strerror}; check the address") from error
     if any(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_global for address in found):
         raise OrganiserError(
-            f"{parts.hostname} is out on the internet and http:// can be altered on the way; use https://, or "
+            f"{parts.hostname} is on the internet and plain http:// can be altered in transit; use https://, or "
             "--insecure if you compare the fingerprint yourself"
         )
 
@@ -167,14 +169,14 @@ async def _open_link(link: str) -> Invitation:
     text = await _request_manifest(run_id, address)
     manifest = _read_with_version_hint(lambda: SignedManifest(parse_manifest(text, link), None)).manifest
     if manifest.run_id != run_id:
-        raise OrganiserError(f"{address} gave the manifest of another run; ask whoever gave you the link")
+        raise OrganiserError(f"{address} sent the manifest of another run; ask for a new link")
     require_paths_inside(manifest)
     return Invitation(manifest, None, None, peers=(address,))
 
 
 async def _request_manifest(run_id: str, address: str) -> bytes:
-    """Under a key that is thrown away: nobody has joined anything yet."""
-    from protocol.transport.transport import Transport  # takes seconds: not before a web address has turned out wrong
+    """Request the manifest with a temporary key, because the user has not joined anything yet."""
+    from protocol.transport.transport import Transport  # takes seconds; a wrong URL must fail before
 
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         transport = await Transport.start(Path(folder) / "key", Path(folder), [])
@@ -184,19 +186,19 @@ async def _request_manifest(run_id: str, address: str) -> bytes:
             try:
                 reply: ManifestReply = await await_reply(peer, lambda: stub.Manifest(request, timeout=PEER_SECONDS))
             except (UnreachableError, PeerFault) as fault:
-                raise UnreachableError(f"{address} does not tell the run: {fault}; try another peer") from fault
+                raise UnreachableError(f"{address} does not send the manifest: {fault}; try another peer") from fault
         finally:
             await transport.stop()
     return reply.toml
 
 
 def require_paths_inside(manifest: Manifest) -> None:
-    """OrganiserError where a manifest from elsewhere would read files that are not meant for it."""
+    """Raise OrganiserError if a manifest from a URL or link names files outside the node's folder."""
     for key, path in (("data.path", manifest.data.path), ("data.tokenizer", manifest.data.tokenizer)):
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path.startswith("~"):
             raise OrganiserError(
-                f"{key} = {path[:80]!r} leads out of the node's folder, and a run from elsewhere may not name files "
-                "here; ask the organiser for a manifest with relative paths"
+                f"{key} = {path[:80]!r} is outside the node's folder, and a downloaded manifest may not name such "
+                "files; ask the organiser for a manifest with relative paths"
             )
 
 
@@ -206,13 +208,15 @@ MANIFEST_FILE = "run.toml"
 
 @dataclass(frozen=True)
 class OrganiserPin:
+    """The pinned key of a folder's organiser."""
+
     path: Path
     organiser: PeerId
     source: str | None
 
 
 def check_pin(folder: Path, invitation: Invitation) -> bool:
-    """Whether the key is new here. Raises OrganiserError for one that is not the first."""
+    """Return whether the folder has no pin yet. Raises OrganiserError if a pinned key differs from this one."""
     if invitation.organiser is None:
         return False
     own = _read_pin(folder / ORGANISER_FILE)
@@ -224,7 +228,7 @@ def check_pin(folder: Path, invitation: Invitation) -> bool:
 
 
 def recall_invitation(source: str, folder: Path | None) -> Invitation | None:
-    """The run that was joined before from that address, in that folder or (None) in any; the one joined last."""
+    """Return the run that was joined last from this URL, in `folder` or (`None`) in any folder."""
     paths = [folder / ORGANISER_FILE] if folder else state_home().glob(f"*/{ORGANISER_FILE}")
     found = [pin for pin in _pins_from_source(paths, source) if (pin.path.parent / MANIFEST_FILE).exists()]
     if not found:
@@ -234,7 +238,7 @@ def recall_invitation(source: str, folder: Path | None) -> Invitation | None:
 
 
 def save_pin(folder: Path, invitation: Invitation) -> None:
-    """Raises StorageError."""
+    """Save the organiser's key in the folder. Raises StorageError."""
     values = {"organiser": invitation.organiser, "source": invitation.source}
     write_atomically(folder / ORGANISER_FILE, json.dumps(values).encode())
 
@@ -257,4 +261,4 @@ def _read_pin(path: Path) -> OrganiserPin | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OrganiserError(f"{path} cannot be read; restore it, or remove it and compare the fingerprint") from error
+        raise OrganiserError(f"cannot read {path}; restore it, or remove it and compare the fingerprint") from error

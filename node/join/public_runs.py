@@ -1,6 +1,6 @@
-"""`murmur runs`: the public runs that hosts have announced, asked of any peers of the network.
+"""`murmur runs`: look up the public runs that hosts have announced, at any peers of the network.
 
-Whoever is asked first: the peers named, those that the runs joined on this machine knew last, and the packaged list.
+The command asks the named peers first, then the packaged list, then peers known from runs joined on this machine.
 """
 
 import asyncio
@@ -41,9 +41,11 @@ AnnouncedRuns = dict[tuple[PeerId, bytes], PublicRun]  # by organiser and run
 
 
 def show_runs(peers: Sequence[str], as_json: bool) -> None:
-    """Raises UsageError where nobody is known who could be asked, UnreachableError where none of them answers."""
-    doors = peers_to_query(peers)
-    runs, answered = asyncio.run(search_runs(doors))
+    """Print the public runs.
+
+    Raises UsageError if no peer to ask is known, UnreachableError if none of them answers.
+    """
+    runs, answered = asyncio.run(search_runs(peers_to_query(peers)))
     rows = [
         describe_run(organiser, run) for (organiser, _), run in sorted(runs.items(), key=lambda entry: entry[1].name)
     ]
@@ -52,16 +54,17 @@ def show_runs(peers: Sequence[str], as_json: bool) -> None:
     elif rows:
         Console(highlight=False).print(_build_table(rows))
         for row in rows:
-            print(f"murmur join {row['link']}")  # on a line of its own, to be copied
+            print(f"murmur join {row['link']}")  # on its own line, for copying
     else:
-        print(f"no public run is announced at the {answered} peers that answer; `murmur host --public` announces one")
+        print(f"the {answered} peers that answer know no public run; `murmur host --public` announces one")
 
 
 def peers_to_query(named: Sequence[str]) -> dict[PeerId, tuple[str, ...]]:
-    doors: dict[PeerId, tuple[str, ...]] = {}
+    """Return at most MAX_QUERIED_PEERS peers to ask, with their addresses. Raises UsageError if there are none."""
+    chosen: dict[PeerId, tuple[str, ...]] = {}
     for address in (*named, *packaged_peers()):
         try:
-            doors[peer_id_of(address)] = (*doors.get(peer_id_of(address), ()), address)
+            chosen[peer_id_of(address)] = (*chosen.get(peer_id_of(address), ()), address)
         except MalformedError as error:
             raise UsageError(f"--peer: {error}; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3...") from error
     known = [
@@ -69,21 +72,22 @@ def peers_to_query(named: Sequence[str]) -> dict[PeerId, tuple[str, ...]]:
     ]
     random.shuffle(known)
     for peer, addresses in known:
-        doors.setdefault(peer, addresses)
-    if not doors:
+        chosen.setdefault(peer, addresses)
+    if not chosen:
         raise UsageError(
-            "nobody to ask: no --peer is given, no run was joined here, and the packaged list of public peers is "
-            "empty; name any peer of the network with --peer"
+            "no peer to ask: --peer is not given, no run was joined on this machine, and the packaged list of public "
+            "peers is empty; name any peer of the network with --peer"
         )
-    return dict(list(doors.items())[:MAX_QUERIED_PEERS])
+    return dict(list(chosen.items())[:MAX_QUERIED_PEERS])
 
 
 def packaged_peers() -> tuple[str, ...]:
+    """Return the addresses of the public peers that come with the package."""
     return tuple(tomllib.loads(bootstrap_file().read_text())["peers"])
 
 
 async def search_runs(peers: dict[PeerId, tuple[str, ...]]) -> tuple[AnnouncedRuns, int]:
-    """What is announced, and how many of those asked have answered."""
+    """Return the announced runs and the number of peers that answered."""
     clock, runs = SwarmClock(), AnnouncedRuns()
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         transport = await Transport.start(Path(folder) / "key", Path(folder), [])
@@ -106,20 +110,20 @@ async def search_runs(peers: dict[PeerId, tuple[str, ...]]) -> tuple[AnnouncedRu
 
 
 def add_announcement(runs: AnnouncedRuns, value: bytes, now: float) -> None:
-    """The newest notice of each organiser and run; what is hostile or over is dropped, with a line in the log."""
+    """Keep the newest announcement of each organiser and run; log and drop an invalid or expired one."""
     try:
         organiser, run = parse_public_run(value)
         require_current(run, now, CLOCK_TOLERANCE_SECONDS)
     except PeerFault as fault:
-        logger.warning("the notice of a public run was dropped: %s", fault)
+        logger.warning("dropped the announcement of a public run: %s", fault)
         return
-    held = runs.get((organiser, run.run))
-    if held is None or run.expires > held.expires:
+    known = runs.get((organiser, run.run))
+    if known is None or run.expires > known.expires:
         runs[organiser, run.run] = run
 
 
 def describe_run(organiser: PeerId, run: PublicRun) -> dict[str, Any]:
-    """What a person or a program reads of it."""
+    """Return the fields of the run for the table and for --json."""
     return {
         "name": run.name,
         "run_id": run.run.hex(),
@@ -137,6 +141,7 @@ def describe_run(organiser: PeerId, run: PublicRun) -> dict[str, Any]:
 
 
 def format_progress(row: dict[str, Any]) -> str:
+    """Return the progress towards the target, such as `round 3 of 10`."""
     if row["target_rounds"]:
         return f"round {row['round']} of {row['target_rounds']}"
     if row["target_tokens"]:
@@ -149,6 +154,6 @@ def _build_table(rows: Iterable[dict[str, Any]]) -> Table:
     for name in ("run", "model", "method", "peers", "progress", "organiser"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        words = (row["name"], format_count(row["parameters"]), row["recipe"], str(row["peers"]), format_progress(row))
-        table.add_row(*map(Text, (*words, row["fingerprint"])))
+        cells = (row["name"], format_count(row["parameters"]), row["recipe"], str(row["peers"]), format_progress(row))
+        table.add_row(*map(Text, (*cells, row["fingerprint"])))
     return table

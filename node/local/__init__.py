@@ -1,1 +1,1 @@
-"""`murmur up`: a whole swarm on this machine."""
+"""`murmur up`: run a whole swarm on this machine."""

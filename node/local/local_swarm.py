@@ -1,7 +1,7 @@
-"""Several real peers on this machine, watched until all have reached the run's target.
+"""Runs several real peers on this machine until all have reached the run's target.
 
-The first peer starts alone; the others are introduced by its address. One that dies by itself is started again
-once. Whoever interrupts gets a polite departure; whoever interrupts twice, an immediate one. Nothing is left running.
+The first peer starts alone; the others bootstrap from its address. A peer that dies unexpectedly is restarted once.
+The first interrupt lets all peers leave gracefully, the second one kills them. No process is left running.
 """
 
 import asyncio
@@ -19,18 +19,21 @@ from protocol import errors
 from protocol.manifest import Manifest
 
 TICK_SECONDS = 0.5
-START_SECONDS = 90.0  # seconds until a peer answers: it imports torch on a busy machine
+START_SECONDS = 90.0  # until a peer must answer; it imports torch on a busy machine
 LEAVE_SECONDS = 20.0
 LAGGARD_SECONDS = 180.0  # after the first peer has ended
 ERRORS_FOR_THE_USER = {kind.exit_code: kind for kind in errors.MurmurError.__subclasses__() if kind.exit_code > 1}
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: what the person asked for
-    pass
+class Interrupted(Exception):  # noqa: N818 - not an error, but a request of the user
+    """The user interrupted the swarm."""
 
 
 class LocalSwarm:
-    """`peers` are processes not started yet. `drill` is None without a fire drill."""
+    """Starts, watches, restarts and stops the peer processes of one swarm.
+
+    `peers` are not started yet; `kill_test` is `None` for a swarm without a kill test.
+    """
 
     def __init__(
         self, manifest: Manifest, peers: Sequence[PeerProcess], display: SwarmDisplay, kill_test: KillTest | None
@@ -42,19 +45,22 @@ class LocalSwarm:
         self._started_at = time.monotonic()
         self._first_ended_at: float | None = None
         self._restarted: set[str] = set()
-        self._killed_by_test: PeerProcess | None = None  # the drill's victim while it is down
+        self._killed_by_test: PeerProcess | None = None  # the victim while it is down
         self._tokens_before: int | None = None
         self._stop = asyncio.Event()
         self._stop_at_once = asyncio.Event()
 
     async def run(self) -> SwarmResult:
-        """Until every peer has ended well. Raises Interrupted, or MurmurError when a peer cannot be kept alive."""
+        """Run until every peer has ended successfully.
+
+        Raises Interrupted, or MurmurError if a peer cannot be kept alive.
+        """
         async with self._handle_signals():
             try:
                 await self._start_all()
                 while not await self._tick():
                     await self._sleep(TICK_SECONDS)
-                await self._tick()  # reads what they left behind when they ended
+                await self._tick()  # reads the final status of each peer
             finally:
                 await self._stop_all()
         return self._result()
@@ -67,7 +73,7 @@ class LocalSwarm:
             peer.start(first.addresses()[:1])
 
     async def _wait_until_ready(self, peer: PeerProcess) -> None:
-        """Wait until the peer tells its status and an address, or has ended: the run had reached its target before."""
+        """Wait until the peer has a status and an address, or has ended because the run had reached its target."""
         deadline = time.monotonic() + START_SECONDS
         while not (peer.status and peer.addresses()):
             if peer.returncode == 0:
@@ -81,36 +87,36 @@ class LocalSwarm:
             await self._sleep(0.1)
 
     async def _tick(self) -> bool:
-        """Look at all peers once, act on what is seen; True when all have ended well."""
+        """Poll all peers once and act on the result; returns whether all have ended successfully."""
         await asyncio.gather(*(peer.poll() for peer in self._peers))
-        view = self._summary()
-        self._display.show(view)
+        summary = self._summary()
+        self._display.show(summary)
         self._record_tokens_before()
         for peer in self._peers:
             if peer.returncode not in (None, 0) and peer is not self._killed_by_test:
                 self._restart_once(peer)
-        self._run_kill_test(view)
+        self._run_kill_test(summary)
         return self._have_all_ended()
 
     def _run_kill_test(self, swarm: SwarmSummary) -> None:
-        order = self._kill_test.next_action(swarm) if self._kill_test else None
-        if order is None:
+        step = self._kill_test.next_action(swarm) if self._kill_test else None
+        if step is None:
             return
         victim = self._peers[-1]
-        self._display.print_line(order.text)
-        if order.action == "kill":
+        self._display.print_line(step.text)
+        if step.action == "kill":
             self._killed_by_test = victim
             victim.kill()
-        elif order.action == "start":
+        elif step.action == "start":
             self._restart(victim)
             self._killed_by_test = None
 
     def _restart_once(self, peer: PeerProcess) -> None:
-        """Once; a death for a reason that a person must mend is final."""
+        """Restart a dead peer. Raises its error at the second death, or if the user must fix the cause."""
         if peer.name in self._restarted or peer.returncode in ERRORS_FOR_THE_USER:
             raise _death_error(peer)
         self._restarted.add(peer.name)
-        self._display.print_line(f"{peer.name} died (exit {peer.returncode}) and is started again; its last words:")
+        self._display.print_line(f"{peer.name} died (exit {peer.returncode}); restarting it; the end of its log:")
         for line in peer.log_tail():
             self._display.print_line(f"    {line}")
         self._restart(peer)
@@ -131,7 +137,7 @@ class LocalSwarm:
         return False
 
     def _record_tokens_before(self) -> None:
-        """The chain as the first working peer found it: a resumed swarm has paid for those tokens before."""
+        """Record the chain's tokens at the start: a resumed swarm trained on those tokens before."""
         for peer in self._peers:
             status = peer.status
             if self._tokens_before is None and status and status.phase not in ("starting", "joining"):
@@ -140,8 +146,8 @@ class LocalSwarm:
     def _summary(self) -> SwarmSummary:
         target = self._manifest.target
         elapsed = time.monotonic() - self._started_at
-        views = tuple(peer.summary() for peer in self._peers)
-        return SwarmSummary(self._manifest.run.name, target.rounds, target.tokens, elapsed, views)
+        peers = tuple(peer.summary() for peer in self._peers)
+        return SwarmSummary(self._manifest.run.name, target.rounds, target.tokens, elapsed, peers)
 
     def _result(self) -> SwarmResult:
         return SwarmResult(
@@ -155,7 +161,7 @@ class LocalSwarm:
         )
 
     async def _stop_all(self) -> None:
-        """Ask all that still run to leave; kill what has not left in time."""
+        """Ask all running peers to leave; kill those that do not leave in time."""
         for peer in self._peers:
             peer.interrupt()
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -176,27 +182,27 @@ class LocalSwarm:
     @contextlib.asynccontextmanager
     async def _handle_signals(self) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for kind in kinds:
-            loop.add_signal_handler(kind, self._on_signal)
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for signal_number in signals:
+            loop.add_signal_handler(signal_number, self._on_signal)
         try:
             yield
         finally:
-            for kind in kinds:
-                loop.remove_signal_handler(kind)
+            for signal_number in signals:
+                loop.remove_signal_handler(signal_number)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
             self._stop_at_once.set()
             return
         self._stop.set()
-        self._display.print_line("leaving; interrupt once more to leave at once")
+        self._display.print_line("Shutting down. Press Ctrl-C again to exit immediately.")
 
 
 def _death_error(peer: PeerProcess) -> errors.MurmurError:
-    """The error that a peer's death is for the person, with the kind and the words it ended with."""
+    """Return the error to show for a dead peer: its own error with the same exit code if it printed one."""
     code = peer.returncode or 0
-    words = [line for line in peer.log_tail() if line.startswith("murmur: ")]
-    if code in ERRORS_FOR_THE_USER and words:
-        return ERRORS_FOR_THE_USER[code](words[-1].removeprefix("murmur: "))
+    error_lines = [line for line in peer.log_tail() if line.startswith("murmur: ")]
+    if code in ERRORS_FOR_THE_USER and error_lines:
+        return ERRORS_FOR_THE_USER[code](error_lines[-1].removeprefix("murmur: "))
     return errors.MurmurError(f"{peer.name} died (exit {code}) and cannot be kept alive; see {peer.log}")

@@ -1,4 +1,4 @@
-"""One peer of a local swarm: a `murmur join` process in its own process group, watched through its /status."""
+"""One peer of a local swarm: a `murmur join` process in its own process group, observed through its /status."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PeerProcess:
-    """`command` starts the peer; `--peer ADDRESS` is appended for each address it shall ask first."""
+    """A peer process; `command` starts it, with `--peer ADDRESS` appended for each bootstrap address."""
 
     def __init__(self, name: str, folder: Path, command: Sequence[str]) -> None:
         self.name = name
@@ -42,7 +42,7 @@ class PeerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs (or has never run); negative: the signal that killed it."""
+        """Return the exit code; `None` while it runs or has never run, negative for the signal that killed it."""
         return self._process.poll() if self._process else None
 
     @property
@@ -50,12 +50,13 @@ class PeerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self, bootstrap: Sequence[str]) -> None:
+        """Start the process, which connects to these addresses first."""
         self.status = None
         self._started_at = time.time()
-        introductions = [word for address in bootstrap for word in ("--peer", address)]
+        peer_options = [argument for address in bootstrap for argument in ("--peer", address)]
         with self._open_log() as log:
             self._process = subprocess.Popen(
-                [*self._command, *introductions],
+                [*self._command, *peer_options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -64,7 +65,7 @@ class PeerProcess:
             )
 
     async def poll(self) -> None:
-        """Ask for its status; keeps the last one when it does not answer."""
+        """Fetch the peer's status; keep the last one if it does not answer."""
         if self._process is None:
             return
         if not self.is_running:
@@ -72,39 +73,41 @@ class PeerProcess:
             return
         port = self.read_node_info().get("metrics_port")
         if isinstance(port, int):
-            with contextlib.suppress(UnreachableError):  # the view shows what is missing: the status stays as it was
+            with contextlib.suppress(UnreachableError):  # keep the last status
                 self._record_status(await fetch_status(port, STATUS_SECONDS))
 
     def read_node_info(self) -> dict[str, object]:
-        """Its node.json, once this life has written it."""
+        """Return the content of node.json if the current process wrote it, otherwise an empty dict."""
         try:
             values = json.loads((self.folder / "node.json").read_bytes())
         except (OSError, ValueError):
             return {}
-        mine = isinstance(values, dict) and self._process is not None and values.get("pid") == self._process.pid
-        return values if mine else {}
+        is_current = isinstance(values, dict) and self._process is not None and values.get("pid") == self._process.pid
+        return values if is_current else {}
 
     def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of the running process."""
         found = self.read_node_info().get("addresses", ())
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def summary(self) -> PeerSummary:
+        """Return the peer's current summary."""
         return PeerSummary(self.name, self._state(), self.status, self.totals.bytes_sent)
 
     def interrupt(self) -> None:
-        """Ask it to leave politely."""
+        """Ask the process to leave gracefully."""
         if self._process and self.is_running:
             self._process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL to all of its process group, at once."""
+        """Kill the whole process group with SIGKILL."""
         if self._process and self.is_running:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(timeout=10)
 
     def log_tail(self, lines: int = 6) -> list[str]:
-        """The end of its log."""
+        """Return the last lines of the log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
@@ -125,7 +128,7 @@ class PeerProcess:
             self.totals.record(status)
 
     def _read_final_status(self) -> NodeStatus | None:
-        """What it left in status.json when it ended by itself; None if that is of an earlier life."""
+        """Return the status that the process wrote when it ended; `None` if an earlier process wrote it."""
         try:
             status = NodeStatus.model_validate_json((self.folder / "status.json").read_bytes())
         except (OSError, ValidationError):
@@ -144,7 +147,7 @@ class PeerProcess:
 
 
 def _die_with_parent(parent: int) -> None:
-    """In the child, before the program starts: die when the parent does, whatever kills it."""
+    """Ask the kernel to kill the child when the parent dies; runs in the child before exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,12 +1,8 @@
-"""The end of a local swarm: what was trained, at what cost in bytes, and where it lies.
+"""The final report of a local swarm: losses before and after, bytes sent, the exported model and a text sample.
 
-Per-step data-parallel training would have sent, per peer, a ring all-reduce of the fp32 gradient at each step:
+The baseline is per-step data-parallel training on the same tokens, in which each peer sends a ring all-reduce of the
+fp32 gradient at each step:
     2 (N - 1) / N * 4 bytes * parameters * steps,   steps = tokens / (N * tokens of one step on one peer)
-that is, the steps that the same tokens would have taken.
-
-What a finished run is worth: the losses before and after, the model as a folder, a few lines of its own.
-
-Needs torch; `node.local.report` does the arithmetic.
 """
 
 import itertools
@@ -32,7 +28,7 @@ from protocol.manifest import Manifest
 
 
 class FinalReport(BaseModel):
-    """The object that --json prints. Losses in nats a token; bytes and seconds of this start of the swarm."""
+    """The object that --json prints; losses are in nats per token, bytes and seconds are those since this start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,13 +41,13 @@ class FinalReport(BaseModel):
     tokens: int
     rounds: int
     parameters: int
-    bytes_sent_per_peer: int  # of the peer that sent most
+    bytes_sent_per_peer: int  # of the peer that sent the most
     bytes_sent_mean: int
     bytes_all_reduce_per_peer: int
     byte_ratio: float | None  # all-reduce over sent; null when nothing was sent
     compute_share: float | None
     seconds: float
-    digests: dict[str, str]  # peer id to chained anchor digest
+    digests: dict[str, str]  # peer id to chain digest
     agreed: bool
     peers_lost: int
     peers_rejoined: int
@@ -60,12 +56,12 @@ class FinalReport(BaseModel):
     sample: str
 
     def lines(self) -> list[str]:
-        """What a person reads."""
+        """Return the report for people."""
         ratio = f"{self.byte_ratio:.0f} times fewer" if self.byte_ratio else "nothing was sent"
         share = "-" if self.compute_share is None else f"{self.compute_share:.0%}"
         return [
             f"tokens           {self.tokens:,} in {self.rounds} rounds, {self.seconds:.0f} s",
-            f"validation loss  {self.initial_validation_loss:.3f} -> {self.validation_loss:.3f} nats a token",
+            f"validation loss  {self.initial_validation_loss:.3f} -> {self.validation_loss:.3f} nats per token",
             f"parameters       {self.parameters:,}",
             f"sent per peer    {format_bytes(self.bytes_sent_per_peer)}; per-step all-reduce would have sent "
             f"{format_bytes(self.bytes_all_reduce_per_peer)}: {ratio}",
@@ -86,7 +82,7 @@ class FinalReport(BaseModel):
 
 @dataclass(frozen=True)
 class SwarmResult:
-    """What the swarm itself knows when its peers have ended. `tokens_before`: committed before this start."""
+    """The swarm's own counts after its peers have ended; `tokens_before` were committed before this start."""
 
     peer_totals: Sequence[PeerTotals]
     tokens: int
@@ -99,7 +95,7 @@ class SwarmResult:
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """What was found in the newest checkpoint."""
+    """The evaluation of the newest checkpoint."""
 
     checkpoint: Path
     export: Path
@@ -111,18 +107,19 @@ class ModelEvaluation:
 
 
 def ring_all_reduce_bytes(peers: int, parameters: int, tokens: int, batch_tokens: int) -> int:
-    """Bytes that each of `peers` would have sent, had the same tokens been trained with a gradient sum at each step."""
+    """Return the bytes that each of `peers` would have sent for the same tokens with an all-reduce at each step."""
     steps = tokens / (peers * batch_tokens)
     return round(2 * (peers - 1) / peers * 4 * parameters * steps)
 
 
 def do_digests_agree(digests: Mapping[str, str], peers: int) -> bool:
-    """Every peer told a digest, and all are the same."""
+    """Return whether every peer reported a digest and all are equal."""
     return len(digests) == peers and all(digests.values()) and len(set(digests.values())) == 1
 
 
 def build_report(manifest: Manifest, result: SwarmResult, evaluation: ModelEvaluation) -> FinalReport:
-    sent = [ledger.bytes_sent for ledger in result.peer_totals]
+    """Combine the swarm's result and the evaluation of its model."""
+    sent = [totals.bytes_sent for totals in result.peer_totals]
     tokens_now = max(0, result.tokens - result.tokens_before)
     all_reduce = ring_all_reduce_bytes(len(sent), evaluation.parameters, tokens_now, manifest.train.batch_tokens)
     return FinalReport(
@@ -159,7 +156,7 @@ DEFAULT_PROMPT = "The "
 
 
 def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
-    """Reads the newest checkpoint below `swarm` and writes `swarm`/export anew. Raises MurmurError."""
+    """Evaluate the newest checkpoint in `swarm_dir` and replace its folder `export`. Raises MurmurError."""
     node = find_trained_dir(swarm_dir)
     trained = load_trained_weights(node)
     initial = initial_weights(manifest.model, manifest.run.seed)
@@ -180,7 +177,7 @@ def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
 
 @torch.inference_mode()
 def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[float]:
-    """Mean loss in nats a token over the held-out text, for each flat vector of weights."""
+    """Return the mean loss over the held-out text, in nats per token, for each flat vector of weights."""
     batches = validation_batches(open_source(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
     model = build_model(manifest.model)
     losses = []
@@ -192,7 +189,7 @@ def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[
 
 
 def sample_text(manifest: Manifest, node_dir: Path) -> str:
-    """The beginning of what the model makes of a usual prompt, the prompt included."""
+    """Return the beginning of the model's continuation of a standard prompt, including the prompt."""
     prompt = PROMPTS.get(manifest.data.source, DEFAULT_PROMPT)
     pieces = generate(node_dir, prompt, tokens=SAMPLE_TOKENS, temperature=0.7, top_k=40, seed=manifest.run.seed)
     return "".join(itertools.chain((prompt,), pieces))[:SAMPLE_CHARACTERS]

@@ -1,4 +1,4 @@
-"""PURE: what `murmur up` sees of its peers at one moment, and how far the run is."""
+"""The peers of `murmur up` at one moment, and the progress of the run. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ PeerProcessState = Literal["starting", "running", "lost", "ended"]
 
 @dataclass(frozen=True)
 class PeerSummary:
-    """One peer process. `status` is the last it told in its present life; `sent`: bytes in all its lives."""
+    """One peer; `status` is the last one since its latest start, `bytes_sent` counts all its starts."""
 
     name: str
     state: PeerProcessState
@@ -31,7 +31,7 @@ class PeerSummary:
 
 @dataclass(frozen=True)
 class SwarmSummary:
-    """All peers of this machine. `elapsed` in seconds since the start of the swarm."""
+    """All peers of the swarm, `elapsed` seconds after its start."""
 
     run: str
     target_rounds: int | None
@@ -53,19 +53,23 @@ class SwarmSummary:
 
     @property
     def progress(self) -> float:
-        """0 to 1: the nearer of the two targets."""
+        """Return the progress from 0 to 1 towards the nearer of the two targets."""
         rounds = self.round / self.target_rounds if self.target_rounds else 0.0
         tokens = self.tokens / self.target_tokens if self.target_tokens else 0.0
         return min(1.0, max(rounds, tokens))
 
 
 class RemainingTime:
-    """Estimates the seconds left from the pace since the first progress seen (a resumed run starts half-way)."""
+    """Estimates the remaining seconds from the pace since the first summary with progress.
+
+    A resumed run begins half-way, so the pace since the start would be too fast.
+    """
 
     def __init__(self) -> None:
         self._first_progress: tuple[float, float] | None = None
 
     def estimate(self, swarm: SwarmSummary) -> float | None:
+        """Return the remaining seconds; `None` if they cannot be estimated yet."""
         if not swarm.progress:
             return None
         if self._first_progress is None:
@@ -76,11 +80,12 @@ class RemainingTime:
 
 @dataclass
 class PeerTotals:
-    """What one peer has done over all its lives in this swarm: the last status of each, by its start time."""
+    """The totals of one peer over all its starts in this swarm: the last status of each start, by start time."""
 
     status_by_start: dict[float, NodeStatus]
 
     def record(self, status: NodeStatus) -> None:
+        """Keep the status as the last one of its start."""
         self.status_by_start[status.since] = status
 
     @property
@@ -88,13 +93,16 @@ class PeerTotals:
         return sum(status.bytes_sent for status in self.status_by_start.values())
 
     def newest_seconds(self) -> dict[str, float]:
-        """Of the newest life that told any: a trainer goes on counting where the life before it was saved."""
-        told = {since: status.seconds for since, status in self.status_by_start.items() if status.seconds}
-        return dict(told[max(told)]) if told else {}
+        """Return the seconds by activity of the newest start that reports any.
+
+        A restarted trainer continues the counts of its checkpoint, so the starts must not be added up.
+        """
+        reported = {since: status.seconds for since, status in self.status_by_start.items() if status.seconds}
+        return dict(reported[max(reported)]) if reported else {}
 
 
 def compute_share(peer_totals: Sequence[PeerTotals]) -> float | None:
-    """Seconds at the model, training or measuring it, over all seconds that the trainers accounted for."""
-    sums = [ledger.newest_seconds() for ledger in peer_totals]
-    whole = sum(sum(seconds.values()) for seconds in sums)
-    return sum(sum_seconds(seconds, *COMPUTE_ACTIVITIES) for seconds in sums) / whole if whole else None
+    """Return the fraction of the trainers' seconds that they spent training or evaluating the model."""
+    seconds_by_peer = [totals.newest_seconds() for totals in peer_totals]
+    total = sum(sum(seconds.values()) for seconds in seconds_by_peer)
+    return sum(sum_seconds(seconds, *COMPUTE_ACTIVITIES) for seconds in seconds_by_peer) / total if total else None

@@ -1,4 +1,4 @@
-"""The live table of a local swarm: redrawn in place on a terminal, one plain line every few seconds elsewhere."""
+"""The live table of a local swarm: redrawn in place on a terminal, otherwise one plain line every few seconds."""
 
 from types import TracebackType
 from typing import Self
@@ -24,7 +24,7 @@ COLOURS = {
 
 
 class SwarmDisplay:
-    """Shows views and says what happens. `plain` forces lines, as when the output is not a terminal."""
+    """Shows summaries and prints lines; `plain` forces plain lines, as when the output is not a terminal."""
 
     def __init__(self, console: Console, plain: bool = False) -> None:
         self._console = console
@@ -44,10 +44,11 @@ class SwarmDisplay:
             self._live.stop()
 
     def print_line(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays above the table."""
         self._console.print(Text(text), soft_wrap=True)
 
     def show(self, swarm: SwarmSummary) -> None:
+        """Redraw the table, or print a plain line if one is due."""
         remaining = self._remaining.estimate(swarm)
         if self._live:
             self._live.update(Group(Text(format_header(swarm, remaining)), build_table(swarm)), refresh=True)
@@ -57,41 +58,44 @@ class SwarmDisplay:
 
 
 def format_header(swarm: SwarmSummary, remaining: float | None) -> str:
-    ready = f"{len(swarm.running_peers)} of {len(swarm.peers)} peers"
+    """Return the line above the table."""
+    running = f"{len(swarm.running_peers)} of {len(swarm.peers)} peers"
     return " · ".join(
-        (swarm.run, ready, _format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}")
+        (swarm.run, running, _format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}")
     )
 
 
 def build_table(swarm: SwarmSummary) -> Table:
-    drawn = Table(box=None, pad_edge=False, header_style="dim")
+    """Return the table with one row per peer."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for column in COLUMNS:
-        drawn.add_column(column, justify="left" if column in ("peer", "state", "digest") else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in ("peer", "state", "digest") else "right", no_wrap=True)
     for peer in swarm.peers:
-        drawn.add_row(*format_cells(peer), style="dim" if peer.state in ("starting", "lost") else None)
-    return drawn
+        table.add_row(*format_cells(peer), style="dim" if peer.state in ("starting", "lost") else None)
+    return table
 
 
 def format_cells(peer: PeerSummary) -> tuple[Text, ...]:
-    """One for each of COLUMNS."""
+    """Return the cells of a peer, one for each of COLUMNS."""
     state = Text(peer.state_word, style=COLOURS.get(peer.state_word, ""))
     status = peer.status
     if status is None:
         return (Text(peer.name), state, *(Text("-") for _ in COLUMNS[2:]))
-    offered = status.contributions_included + status.contributions_excluded
-    words = (
+    contributions = status.contributions_included + status.contributions_excluded
+    cells = (
         str(status.round),
         str(status.step),
         "-" if status.loss is None else f"{status.loss:.3f}",
         format_count(status.tokens_per_second),
         format_bytes(peer.bytes_sent),
-        f"{status.contributions_included}/{offered}",
+        f"{status.contributions_included}/{contributions}",
         status.digest[:8] or "-",
     )
-    return (Text(peer.name), state, *map(Text, words))
+    return (Text(peer.name), state, *map(Text, cells))
 
 
 def format_plain_line(swarm: SwarmSummary, remaining: float | None) -> str:
+    """Return one line that summarises the swarm."""
     statuses = [peer.status for peer in swarm.peers if peer.status and peer.state == "running"]
     losses = [status.loss for status in statuses if status.loss is not None]
     loss = f"loss {sum(losses) / len(losses):.3f}" if losses else "loss -"
@@ -112,7 +116,7 @@ def format_plain_line(swarm: SwarmSummary, remaining: float | None) -> str:
 
 
 def format_clock(seconds: float | None) -> str:
-    """75 -> 1:15; unknown: -"""
+    """Format seconds: 75 gives `1:15`, an unknown time `-`."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

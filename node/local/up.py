@@ -1,4 +1,4 @@
-"""`murmur up`: a whole swarm on this machine, from a manifest to a model in a folder."""
+"""`murmur up`: run a whole swarm on this machine, from a manifest to an exported model."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class SwarmConfig:
-    """A swarm to run, after every default. `flags`: those of each peer."""
+    """A swarm to run, with all defaults filled in; `flags` are those of each peer."""
 
     manifest: Manifest
     folder: Path
@@ -52,24 +52,24 @@ class SwarmConfig:
 
 
 def up(options: UpOptions) -> int:
-    """Runs the swarm to its target, prints the report and returns the exit code. Raises MurmurError."""
-    plan = resolve_options(options)
-    build_program(plan.manifest)  # a method that does not exist must not claim the folder
-    with RunDir(plan.folder).lock(plan.manifest):
-        return _run_swarm(plan)
+    """Run the swarm to its target and print the report; returns the exit code. Raises MurmurError."""
+    config = resolve_options(options)
+    build_program(config.manifest)  # an unknown method must fail before the folder is locked
+    with RunDir(config.folder).lock(config.manifest):
+        return _run_swarm(config)
 
 
 def resolve_options(options: UpOptions) -> SwarmConfig:
-    """A folder that was used before goes on with its own manifest, unless another is named."""
-    kept = options.folder / "run.toml" if options.folder else None
-    resumed = options.run is None and kept is not None and kept.exists()
-    source = kept if resumed and kept else options.run or paths.demo_manifest()
-    given = load_manifest(source)
-    parse_options(MachineOptions, options.flags)  # a mistake is found before a peer is started
-    peers = options.peers or (given.run.min_peers if resumed else max(DEFAULT_PEERS, given.run.min_peers))
+    """Fill in all defaults; a folder that was used before resumes with its own manifest unless another is named."""
+    saved = options.folder / "run.toml" if options.folder else None
+    resumed = options.run is None and saved is not None and saved.exists()
+    source = saved if resumed and saved else options.run or paths.demo_manifest()
+    manifest = load_manifest(source)
+    parse_options(MachineOptions, options.flags)  # report a mistake before a peer starts
+    peers = options.peers or (manifest.run.min_peers if resumed else max(DEFAULT_PEERS, manifest.run.min_peers))
     return SwarmConfig(
-        manifest=adapt_manifest(given, source.parent.resolve(), peers, options),
-        folder=options.folder or paths.next_swarm_dir(given.run.name),
+        manifest=adapt_manifest(manifest, source.parent.resolve(), peers, options),
+        folder=options.folder or paths.next_swarm_dir(manifest.run.name),
         peers=peers,
         drill=(options.run is None and not resumed) if options.drill is None else options.drill,
         json=options.json,
@@ -81,14 +81,14 @@ def _run_swarm(config: SwarmConfig) -> int:
     with SwarmDisplay(Console(stderr=config.json, highlight=False), plain=config.json) as display:
         name, recipe = config.manifest.run.name, config.manifest.method.recipe
         display.print_line(f"{name}: {config.peers} peers in {config.folder}, recipe {recipe}")
-        drill = KillTest(config.peers) if config.drill else None
+        kill_test = KillTest(config.peers) if config.drill else None
         try:
-            outcome = asyncio.run(LocalSwarm(config.manifest, build_peer_processes(config), display, drill).run())
+            result = asyncio.run(LocalSwarm(config.manifest, build_peer_processes(config), display, kill_test).run())
         except Interrupted:
-            display.print_line(f"left; murmur up --dir {config.folder} goes on from here")
+            display.print_line(f"stopped; `murmur up --dir {config.folder}` resumes the run")
             return 130
-        display.print_line("all peers have reached the target; measuring and exporting the model")
-    return _report_result(config, outcome)
+        display.print_line("all peers have reached the target; evaluating and exporting the model")
+    return _report_result(config, result)
 
 
 def _report_result(config: SwarmConfig, result: SwarmResult) -> int:
@@ -102,7 +102,7 @@ def _report_result(config: SwarmConfig, result: SwarmResult) -> int:
 
 
 def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOptions) -> Manifest:
-    """The manifest with the command line's changes, and with data paths that hold from any folder."""
+    """Return the manifest with the command line's changes and with absolute data paths."""
     values: dict[str, Any] = manifest.model_dump(mode="json", exclude_none=True)
     values["run"] |= {"min_peers": peers, "bootstrap": []}
     if options.seed is not None:
@@ -116,22 +116,23 @@ def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOption
     data = values["data"]
     if data["tokenizer"]:
         data["tokenizer"] = str(base / data["tokenizer"])
-    # The name of a data set on the hub is no path, unless a folder of that name is there.
+    # The name of a data set on the hub is not a path, unless a folder of that name exists.
     if data["path"] and (data["source"] != "hf" or (base / data["path"]).exists()):
         data["path"] = str(base / data["path"])
     return Manifest.model_validate_json(json.dumps(values))
 
 
 def tokens_in_rounds(manifest: Manifest, rounds: int, peers: int) -> int:
-    """What so many rounds of the manifest's own method train on."""
+    """Return the number of tokens that `rounds` rounds of the manifest's own method train on."""
     return build_program(manifest).steps_before(rounds) * manifest.train.batch_tokens * peers
 
 
 def build_peer_processes(config: SwarmConfig) -> list[PeerProcess]:
-    found = []
+    """Return the swarm's peers, not started yet."""
+    processes = []
     for index in range(config.peers):
-        home = paths.peer_dir(config.folder, index)
-        command = [sys.executable, "-m", "node.cli", "join", str(config.folder / "run.toml"), "--dir", str(home)]
-        command += ["--name", home.name, *to_arguments(config.flags), "--listen", LISTEN_ON_LOOPBACK]
-        found.append(PeerProcess(home.name, home, command))
-    return found
+        node_dir = paths.peer_dir(config.folder, index)
+        command = [sys.executable, "-m", "node.cli", "join", str(config.folder / "run.toml"), "--dir", str(node_dir)]
+        command += ["--name", node_dir.name, *to_arguments(config.flags), "--listen", LISTEN_ON_LOOPBACK]
+        processes.append(PeerProcess(node_dir.name, node_dir, command))
+    return processes

@@ -3,12 +3,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import node.cli
+from node.flags import NodeFlags
 from protocol import errors
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ def murmur(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]
 
 
 def one_line(result: subprocess.CompletedProcess[str]) -> str:
-    """What it said on standard error, which is one line and no traceback."""
+    """Return the line on standard error; there must be one, and no traceback."""
     assert result.stdout == ""
     assert result.stderr.startswith("murmur: ")
     assert result.stderr.count("\n") == 1
@@ -37,14 +39,14 @@ def test_help_names_every_command_with_examples() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_each_command_has_an_example(command: str) -> None:
+def test_help_of_every_command_has_an_example(command: str) -> None:
     result = murmur(command, "-h")
     assert result.returncode == 0
     assert f"Example: murmur {command} " in result.stdout
 
 
 @pytest.mark.parametrize("command", ("up", "doctor", "tokenize", "status", "sim", "recipes"))
-def test_a_usage_line_has_each_bracket_once(command: str) -> None:
+def test_usage_line_has_single_brackets(command: str) -> None:
     usage = murmur(command, "-h").stdout.splitlines()[0]
     assert re.search(r"\[OPTIONS\]( [\[{]\w+(\.toml)?[\]}](\.\.\.)?)+$", usage), usage
     assert not re.search(r"[a-z]", usage.split("[OPTIONS]")[1].replace(".toml", "")), usage
@@ -59,8 +61,8 @@ def test_help_imports_nothing_heavy() -> None:
     assert {name for name in imported if name.split(".")[0] in ("node", "protocol", "optim")} == LIGHT
 
 
-def test_help_is_quick() -> None:
-    """In seconds of processor time, which is the wall's on a machine that does nothing else."""
+def test_help_is_fast() -> None:
+    """The limit is CPU time, which equals wall time on an idle machine."""
     took = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -78,13 +80,13 @@ def test_version() -> None:
     ("words", "code", "text"),
     [
         (("up", "nowhere.toml"), 4, "cannot read the manifest nowhere.toml: No such file or directory; name an"),
-        (("status", "nowhere"), 4, "nowhere is no folder; name the --dir of `murmur join` or `murmur up`"),
-        (("export", "nowhere", "out"), 4, "nowhere is no folder; name the --dir"),
+        (("status", "nowhere"), 4, "nowhere is not a directory; name the --dir of `murmur join` or `murmur up`"),
+        (("export", "nowhere", "out"), 4, "nowhere is not a directory; name the --dir"),
         (("generate", ".", "--prompt", "x"), 8, "no checkpoint in .; name the --dir"),
         (("up", "bad.toml"), 3, "bad.toml: unknown key modl (line 2); did you mean model?"),
     ],
 )
-def test_a_persons_error_is_one_line_and_a_code(tmp_path: Path, words: tuple[str, ...], code: int, text: str) -> None:
+def test_user_error_is_one_line_and_an_exit_code(tmp_path: Path, words: tuple[str, ...], code: int, text: str) -> None:
     (tmp_path / "bad.toml").write_text("\n[modl]\nwidth = 3\n")
     result = murmur(*words, folder=tmp_path)
     assert one_line(result).startswith(text)
@@ -94,14 +96,16 @@ def test_a_persons_error_is_one_line_and_a_code(tmp_path: Path, words: tuple[str
 @pytest.mark.parametrize(
     "words", [("uup",), ("up", "--peers", "0"), ("up", "--colour"), ("join",), ("up", "--device", "tpu")]
 )
-def test_wrong_calls_end_with_two(words: tuple[str, ...]) -> None:
+def test_usage_errors_exit_with_two(words: tuple[str, ...]) -> None:
     result = murmur(*words)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("kind", errors.MurmurError.__subclasses__())
-def test_every_error_has_its_line_and_code(kind: type[errors.MurmurError], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_error_has_a_line_and_an_exit_code(
+    kind: type[errors.MurmurError], capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise kind("mend this")
 
@@ -109,7 +113,7 @@ def test_every_error_has_its_line_and_code(kind: type[errors.MurmurError], capsy
     assert capsys.readouterr().err == "murmur: mend this\n"
 
 
-def test_what_a_peer_says_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_from_peers_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     said = "refused (x\nmurmur: forged\x1b[2J)"
 
     def fail() -> None:
@@ -120,7 +124,7 @@ def test_what_a_peer_says_does_not_steer_the_terminal(capsys: pytest.CaptureFixt
     assert not said.isprintable(), "the control: it would"
 
 
-def test_codes_are_distinct_and_documented() -> None:
+def test_exit_codes_are_distinct_and_documented() -> None:
     kinds = [kind for kind in errors.MurmurError.__subclasses__() if kind is not errors.PeerFault]
     codes = [kind.exit_code for kind in kinds]
     assert len(codes) == len(set(codes))
@@ -131,7 +135,7 @@ def test_codes_are_distinct_and_documented() -> None:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]]:
-    """What the commands hand on to the parts that do the work."""
+    """Record the arguments that the commands pass on."""
     calls: list[tuple[object, ...]] = []
 
     def module(**functions: object) -> SimpleNamespace:
@@ -155,7 +159,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     assert ended.value.code == 0
 
 
-def test_what_commands_hand_on(
+def test_commands_pass_on_their_arguments(
     called: list[tuple[object, ...]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -173,21 +177,21 @@ def test_what_commands_hand_on(
     assert "def text\n" in capsys.readouterr().out
 
 
-def test_join_hands_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json"
     options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB --direct off"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
-    given: dict[str, object] = dict(called[0][1:])  # type: ignore[arg-type]
-    assert called[0][0] == "run.toml"
-    assert given == {
+    run_argument, flags, *keywords = called[0]
+    assert run_argument == "run.toml" and isinstance(flags, NodeFlags)
+    assert asdict(flags) | dict(keywords) == {  # type: ignore[arg-type]
         "folder": Path("d"),
-        "peers": ("/a", "/b"),
+        "peers": ["/a", "/b"],
         "device": "cpu",
         "name": "n",
         "threads": 2,
         "memory": "4GB",
         "pause_when_busy": True,
-        "listen": ("/c",),
+        "listen": ["/c"],
         "metrics": ":7",
         "log_json": True,
         "insecure": True,

@@ -1,4 +1,4 @@
-"""Flags are declared once: every command has them, and `up` passes all of them on."""
+"""Flags are declared once; every command has them, and `up` passes all of them on."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ def fields(flags: type[MachineFlags]) -> set[str]:
 
 
 def parsed(*words: str) -> NodeFlags:
-    """Return what a command makes of these words."""
+    """Return the flags that a command parses from these arguments."""
     app, seen = typer.Typer(), list[NodeFlags]()
 
     @app.command()
@@ -37,7 +37,7 @@ def test_every_flag_is_checked_by_an_option_of_its_name() -> None:
     assert set(TrainerOptions.model_fields) <= fields(MachineFlags)
 
 
-def test_flags_that_are_passed_on_arrive_as_they_were_typed() -> None:
+def test_flags_survive_the_round_trip_through_arguments() -> None:
     given = NodeFlags(
         threads=3, memory="2GB", pause_when_busy=True, upload="20mbit", device="cpu", peers=["/a", "/b"], name="me",
         listen=["/c"], direct="off", metrics=":0", log_json=True,

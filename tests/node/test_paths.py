@@ -69,7 +69,7 @@ def test_without_a_folder_the_newest_is_meant(home: Path) -> None:
 
 
 def test_no_folder_no_node_nothing_run(home: Path) -> None:
-    with pytest.raises(MissingFileError, match="nowhere is no folder"):
+    with pytest.raises(MissingFileError, match="nowhere is not a directory"):
         paths.find_node_dirs(home / "nowhere")
     with pytest.raises(UsageError, match="no node has run in"):
         paths.find_node_dirs(home)

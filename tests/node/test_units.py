@@ -42,7 +42,7 @@ def test_rates_in_bits_and_bytes(text: str | None, rate: float) -> None:
     "text", ["20mb", "20Mb", "20mbps", "20", "", "fast", "-1MB", "1e6kB", "nanMB", "MB", "\u00b2MB"]
 )
 def test_a_rate_that_is_unclear_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="^--upload: .* is no rate; write 20mbit or 2.5MB"):
+    with pytest.raises(UsageError, match="^--upload: .* is not a rate; write 20mbit or 2.5MB"):
         parse_rate(text, "--upload")
 
 

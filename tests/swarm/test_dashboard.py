@@ -113,7 +113,7 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
         scene.join(url, "bob")
         scene.swarm.wait_until(lambda: contributing(scene.swarm) == 2, "both contribute", LINE_SECONDS)
         print(f"from the line to a contribution: {time.monotonic() - began:.1f} s")
-        assert "seen for the first time and kept" in scene.swarm.log(scene.swarm.peers[0])
+        assert "seen for the first time and saved" in scene.swarm.log(scene.swarm.peers[0])
         scene.wait_for_round(3)
         told = status_lines(scene.host.folder, as_json=False, check=True)[0]
         assert "2 peers · " in told and "watching" in told and told.endswith(f"page {scene.base}/")

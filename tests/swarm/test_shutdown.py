@@ -215,7 +215,7 @@ def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.S
         )
     if number != signal.SIGKILL:
         assert not socket_folders()
-        assert "goes on from here" in up.output().replace("\n", "")
+        assert "resumes the run" in up.output().replace("\n", "")
 
 
 @pytest.mark.ordeal
@@ -233,4 +233,4 @@ def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
             assert up.interrupt() == 130, up.output()
         assert not find_marked(world), [process.cmdline() for process in find_marked(world)]
         assert not socket_folders()
-    assert up.output().count("goes on from here") == CYCLES
+    assert up.output().count("resumes the run") == CYCLES

@@ -1,4 +1,4 @@
-"""The checks of `murmur doctor`, each on a machine that is fit and on one that is not."""
+"""The checks of `murmur doctor`, each on a suitable machine and on an unsuitable one."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from node.doctor.findings import Finding
 from protocol.identity import Identity
 from tests.node.small_run import MANIFEST
 
-NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"  # nobody listens
+NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"  # no listener
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a look at the real network."""
+    """Replace the probe of the real network."""
 
     async def network(*_: object) -> list[Finding]:
         return [Finding("ports", "ok", "open")]
@@ -30,11 +30,11 @@ def written(folder: Path) -> str:
     return str(folder / "run.toml")
 
 
-def test_there_is_some_memory_here() -> None:
+def test_free_memory_is_positive() -> None:
     assert machine.free_memory() > 1e6
 
 
-def test_a_container_bounds_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_limits_reduce_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     free = machine.free_memory()
     monkeypatch.setattr(machine, "cgroup_memory_left", lambda: 7)
     monkeypatch.setattr(machine, "cgroup_cores", lambda: 0.5)
@@ -42,7 +42,7 @@ def test_a_container_bounds_what_the_machine_has(monkeypatch: pytest.MonkeyPatch
     assert machine.free_memory() == 7 < free and "0.5 cores" in machine.check_device().found
 
 
-def test_a_run_is_examined_and_the_exit_code_says_how_it_went(
+def test_run_is_checked_and_exit_code_shows_the_result(
     quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = written(tmp_path)
@@ -54,10 +54,10 @@ def test_a_run_is_examined_and_the_exit_code_says_how_it_went(
     assert doctor(run, tmp_path / "node", (), False, False) == code and "what to do" in capsys.readouterr().out
 
 
-def test_what_peers_said_does_not_steer_the_terminal(
+def test_text_from_peers_does_not_control_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The control: it is there, as an escape, for programs."""
+    """Control: the JSON has it, escaped."""
 
     async def network(*_: object) -> list[Finding]:
         return [Finding("ports", "warn", "no\x1b[2Jway")]
@@ -70,29 +70,27 @@ def test_what_peers_said_does_not_steer_the_terminal(
     assert "no\\u001b[2Jway" in capsys.readouterr().out
 
 
-def test_a_run_that_cannot_be_had_is_a_finding(quick: None, tmp_path: Path) -> None:
+def test_unavailable_run_is_a_finding(quick: None, tmp_path: Path) -> None:
     last = run_checks(str(tmp_path / "none.toml"), None, (), False)[-1]
     assert (last.check, last.level, last.mend) == ("run", "fail", "name an existing file")
 
 
-def test_a_method_that_does_not_exist_is_a_finding(quick: None, tmp_path: Path) -> None:
+def test_unknown_method_is_a_finding(quick: None, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(MANIFEST.to_toml().replace('recipe = "', 'recipe = "x'))
     assert doctor(str(tmp_path / "run.toml"), None, (), False, False) == 1
     last = run_checks(str(tmp_path / "run.toml"), None, (), False)[-1]
     assert (last.check, last.level) == ("run", "fail") and last.mend.startswith("did you mean")
 
 
-def test_no_key_is_looked_for_where_no_folder_is_meant(
-    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_is_not_checked_without_a_folder(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Identity.load_or_create(tmp_path / "key")
     assert "key" not in {found.check for found in run_checks(None, None, (), False)}
     assert "key" in {found.check for found in run_checks(None, tmp_path, (), False)}
 
 
-def test_a_key_that_others_can_read(quick: None, tmp_path: Path) -> None:
-    """The control: with the right mode, the same key is fine."""
+def test_key_that_other_users_can_read_is_a_finding(quick: None, tmp_path: Path) -> None:
+    """Control: with the right mode, the same key is ok."""
     identity = Identity.load_or_create(tmp_path / "key")
 
     def key() -> Finding:
@@ -103,7 +101,7 @@ def test_a_key_that_others_can_read(quick: None, tmp_path: Path) -> None:
     assert key().level == "fail" and key().mend.startswith("run: chmod 600")
 
 
-def test_the_real_network_is_asked(tmp_path: Path) -> None:
+def test_real_network_is_probed(tmp_path: Path) -> None:
     run = MANIFEST.run.model_copy(update={"bootstrap": (NOWHERE,)})
     (tmp_path / "run.toml").write_text(MANIFEST.model_copy(update={"run": run}).to_toml())
     findings = {found.check: found for found in run_checks(str(tmp_path / "run.toml"), tmp_path / "node", (), False)}

@@ -1,4 +1,4 @@
-"""Each judgement, on a machine that is fit and on one that is not."""
+"""Each judgement, for a good measurement and a bad one."""
 
 import pytest
 
@@ -54,10 +54,10 @@ RELAYED = "/ip4/8.8.4.4/tcp/4001/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsK
         (judge_versions("1.0", {"0.9", ""}), "warn"),
     ],
 )
-def test_what_is_not_ok_has_a_mend(finding: Finding | None, level: str) -> None:
+def test_findings_that_are_not_ok_say_what_to_fix(finding: Finding | None, level: str) -> None:
     assert finding and finding.level == level and finding.found and bool(finding.mend) == (level != "ok")
 
 
-def test_what_nobody_told_is_not_judged() -> None:
+def test_missing_measurements_give_no_finding() -> None:
     assert judge_nat([HOME], []) is None and judge_nat([HOME], [RELAYED]) is None
     assert judge_dial_back({}, 4001) is None and judge_versions("1.0", {""}) is None

@@ -1,4 +1,4 @@
-"""What `join` makes of its arguments."""
+"""The options that `murmur join` passes to the node."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeOptions]:
     return settings
 
 
-def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeOptions], tmp_path: Path) -> None:
+def test_paths_are_resolved_and_node_listens_on_all_interfaces(started: list[NodeOptions], tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(MANIFEST.to_toml())
     command.join_run(str(run), FLAGS, folder=tmp_path / "a" / ".." / "b")
@@ -41,14 +41,14 @@ def test_paths_are_resolved_and_the_node_listens_everywhere(started: list[NodeOp
     assert started[1].folder.is_absolute()
 
 
-def test_a_run_that_is_not_there(started: list[NodeOptions], tmp_path: Path) -> None:
+def test_missing_manifest_is_refused(started: list[NodeOptions], tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         command.join_run(str(tmp_path / "none.toml"), FLAGS)
     assert not started
 
 
-def test_a_method_that_does_not_exist_claims_nothing(started: list[NodeOptions], tmp_path: Path) -> None:
-    """Nor is the organiser's key kept."""
+def test_unknown_method_fails_before_the_folder_is_locked(started: list[NodeOptions], tmp_path: Path) -> None:
+    """The organiser's key is not saved either."""
     method = MANIFEST.method.model_copy(update={"recipe": "dilocco"})
     run = tmp_path / "run.toml"
     run.write_bytes(sign_manifest(MANIFEST.model_copy(update={"method": method}), Identity.create()))
@@ -57,7 +57,7 @@ def test_a_method_that_does_not_exist_claims_nothing(started: list[NodeOptions],
     assert not started and not (tmp_path / "node").exists()
 
 
-def test_a_host_that_is_gone_keeps_nobody_from_coming_back(
+def test_node_resumes_although_the_host_is_gone(
     started: list[NodeOptions], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, folder = "http://127.0.0.1:9/run.toml", tmp_path / "node"
@@ -72,4 +72,4 @@ def test_a_host_that_is_gone_keeps_nobody_from_coming_back(
     save_pin(folder, Invitation(MANIFEST, Identity.create().peer_id, None, source=url))
     join_again()
     assert started[0].manifest == MANIFEST and started[0].folder == folder
-    assert "going on with the run that was joined from there before" in caplog.text
+    assert "continuing with the run that was joined from there before" in caplog.text

@@ -1,4 +1,4 @@
-"""What `murmur join` accepts as a run."""
+"""The sources of a run that `murmur join` accepts and refuses."""
 
 import contextlib
 import threading
@@ -20,8 +20,8 @@ ORGANISER = Identity.create()
 
 
 @contextlib.contextmanager
-def answering(body: bytes, code: int = 200, headers: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The address of a server that always says the same."""
+def fixed_response_server(body: bytes, code: int = 200, headers: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Serve one fixed response; yields the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -50,53 +50,59 @@ def data(**values: str) -> Manifest:
     return MANIFEST.model_copy(update={"data": MANIFEST.data.model_copy(update=values)})
 
 
-def test_a_signed_run_from_the_web() -> None:
-    with answering(sign_manifest(MANIFEST, ORGANISER)) as url:
+def test_signed_run_is_downloaded() -> None:
+    with fixed_response_server(sign_manifest(MANIFEST, ORGANISER)) as url:
         assert open_invitation(url, False) == Invitation(MANIFEST, ORGANISER.peer_id, None, source=url)
 
 
 @pytest.mark.parametrize(
     ("body", "fault", "text"),
     [
-        (MANIFEST.to_toml().encode(), OrganiserError, "is not signed; ask for the address"),
+        (MANIFEST.to_toml().encode(), OrganiserError, "is not signed; ask for the URL"),
         (sign_manifest(MANIFEST, ORGANISER).replace(b"small", b"other"), OrganiserError, "is not what 12D3KooW"),
         (b"<html>", ManifestError, "not valid TOML"),
         (b"[run]\nname = 'x'\ncolour = 1\n", ManifestError, "unknown key run.colour .*may need another version"),
-        (b"#" * 1_000_000, ManifestError, "is no manifest, it is over .*; check the address"),
-        (sign_manifest(data(path="/etc/passwd"), ORGANISER), OrganiserError, "leads out of .*; ask the organiser"),
+        (b"#" * 1_000_000, ManifestError, "is not a manifest \\(over .*\\); check the address"),
+        (sign_manifest(data(path="/etc/passwd"), ORGANISER), OrganiserError, "is outside .*; ask the organiser"),
     ],
 )
-def test_what_the_web_must_not_give_us(body: bytes, fault: type[MurmurError], text: str) -> None:
-    with answering(body) as url, pytest.raises(fault, match=text):
+def test_invalid_downloads_are_refused(body: bytes, fault: type[MurmurError], text: str) -> None:
+    with fixed_response_server(body) as url, pytest.raises(fault, match=text):
         open_invitation(url, False)
 
 
-def test_answers_that_are_none() -> None:
+def test_redirects_errors_and_web_pages_are_refused() -> None:
     html = {"content-type": "text/html; charset=utf-8"}
-    with answering(b"<html>", headers=html) as url, pytest.raises(UsageError, match="is a page for people"):
+    with fixed_response_server(b"<html>", headers=html) as url, pytest.raises(UsageError, match="is a web page"):
         open_invitation(url, False)
-    with answering(b"") as url, pytest.raises(UnreachableError, match="does not speak https"):
+    with fixed_response_server(b"") as url, pytest.raises(UnreachableError, match="does not speak https"):
         open_invitation(url.replace("http:", "https:"), False)
-    with answering(b"", 404) as url, pytest.raises(UnreachableError, match="answers with 404; check the address"):
+    with (
+        fixed_response_server(b"", 404) as url,
+        pytest.raises(UnreachableError, match="answers with 404; check the address"),
+    ):
         open_invitation(url, False)
     with (
-        answering(b"", 302, {"location": "https://elsewhere/"}) as url,
-        pytest.raises(UsageError, match="join that address"),
+        fixed_response_server(b"", 302, {"location": "https://elsewhere/"}) as url,
+        pytest.raises(UsageError, match="join that URL"),
     ):
         open_invitation(url, False)
     with pytest.raises(UnreachableError, match="cannot get http://127.0.0.1:9/run.toml"):
         open_invitation("http://127.0.0.1:9/run.toml", False)
 
 
-def test_a_server_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_download_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invitation, "DOWNLOAD_SECONDS", 0.3)
-    with answering(b"", headers={"content-length": "100"}) as url, pytest.raises(UnreachableError, match="cannot get"):
+    with (
+        fixed_response_server(b"", headers={"content-length": "100"}) as url,
+        pytest.raises(UnreachableError, match="cannot get"),
+    ):
         open_invitation(url, False)
 
 
 @pytest.mark.parametrize("host", ["93.184.216.34", "[2606:2800:220:1::1]"])
-def test_plain_http_is_for_private_networks(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    """The control: with --insecure the address is asked."""
+def test_plain_http_is_refused_on_the_internet(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """Control: with --insecure the URL is requested."""
     monkeypatch.setattr(invitation, "_download", lambda url: sign_manifest(MANIFEST, ORGANISER))
     with pytest.raises(OrganiserError, match="use https://, or --insecure if you compare the fingerprint"):
         open_invitation(f"http://{host}/run.toml", False)
@@ -106,7 +112,7 @@ def test_plain_http_is_for_private_networks(monkeypatch: pytest.MonkeyPatch, hos
     assert open_invitation(f"https://{host}/run.toml", False).organiser == ORGANISER.peer_id
 
 
-def test_a_file_is_the_persons_own_word(tmp_path: Path) -> None:
+def test_unsigned_file_is_trusted(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(data(path="/anywhere").to_toml())
     assert open_invitation(str(path), False) == Invitation(data(path="/anywhere"), None, tmp_path.resolve())
@@ -120,8 +126,8 @@ def test_a_file_is_the_persons_own_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["run.example.org/run.toml", "127.0.0.1:8080/run.toml", "localhost:80/run.toml"])
-def test_an_address_without_its_beginning_is_seen_for_one(run: str) -> None:
-    with pytest.raises(MissingFileError, match="if it is an address, begin it with https://"):
+def test_url_without_scheme_is_recognised(run: str) -> None:
+    with pytest.raises(MissingFileError, match="if it is a URL, begin it with https://"):
         open_invitation(run, False)
 
 
@@ -134,13 +140,13 @@ def test_an_address_without_its_beginning_is_seen_for_one(run: str) -> None:
         f"murmur://{'ab' * 32}@/ip4/1.2.3.4/tcp/1",
     ],
 )
-def test_what_is_no_run(run: str) -> None:
+def test_other_sources_are_refused(run: str) -> None:
     with pytest.raises(UsageError):
         open_invitation(run, False)
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../key", "a/../../key", "~/.ssh/id", "/"])
-def test_a_strangers_manifest_names_no_files_of_ours(path: str) -> None:
+def test_downloaded_manifest_must_not_name_local_files(path: str) -> None:
     for manifest in (data(path=path), data(tokenizer=path)):
         with pytest.raises(OrganiserError):
             require_paths_inside(manifest)

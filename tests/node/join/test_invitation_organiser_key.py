@@ -1,4 +1,4 @@
-"""The organiser's key, remembered."""
+"""The pinned key of the organiser."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +25,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return state_home() / "small-1"
 
 
-def test_a_key_is_new_once(home: Path) -> None:
+def test_key_is_new_only_once(home: Path) -> None:
     assert check_pin(home, INVITATION)
     save_pin(home, INVITATION)
     assert not check_pin(home, INVITATION)
 
 
-def test_another_key_for_the_same_folder_is_refused_with_the_way_out(home: Path) -> None:
-    """The control: without what was kept, the other key is as good as the first."""
+def test_other_key_for_the_same_folder_is_refused_with_advice(home: Path) -> None:
+    """Control: without the pin, the other key is accepted."""
     changed = replace(INVITATION, organiser=OTHER)
     assert check_pin(home, changed)
     save_pin(home, INVITATION)
@@ -47,8 +47,8 @@ def test_another_key_for_the_same_folder_is_refused_with_the_way_out(home: Path)
     )
 
 
-def test_another_run_of_another_key_at_the_same_address_is_refused(home: Path) -> None:
-    """The control: at another address, another organiser is nobody's concern."""
+def test_other_key_at_the_same_url_is_refused(home: Path) -> None:
+    """Control: another organiser at another URL is accepted."""
     save_pin(home, INVITATION)
     elsewhere = state_home() / "other-2"
     with pytest.raises(OrganiserError, match=f"remove {home / ORGANISER_FILE}"):
@@ -56,18 +56,18 @@ def test_another_run_of_another_key_at_the_same_address_is_refused(home: Path) -
     assert check_pin(elsewhere, replace(INVITATION, organiser=OTHER, source="https://other.example.org/run.toml"))
 
 
-def test_an_unsigned_file_pins_nothing(home: Path) -> None:
+def test_unsigned_file_pins_nothing(home: Path) -> None:
     save_pin(home, INVITATION)
     assert not check_pin(home, Invitation(MANIFEST, None, Path("/")))
 
 
-def test_a_broken_pin_is_not_taken_for_none(home: Path) -> None:
+def test_damaged_pin_is_not_treated_as_missing(home: Path) -> None:
     (home / ORGANISER_FILE).write_text("{")
-    with pytest.raises(OrganiserError, match="cannot be read; restore it"):
+    with pytest.raises(OrganiserError, match="cannot read .*; restore it"):
         check_pin(home, INVITATION)
 
 
-def test_a_run_is_remembered_by_where_it_was_joined_from(home: Path, tmp_path: Path) -> None:
+def test_run_is_recalled_by_its_url(home: Path, tmp_path: Path) -> None:
     save_pin(home, INVITATION)
     assert recall_invitation(URL, None) is None, "its manifest was never kept"
     (home / KEPT).write_text(MANIFEST.to_toml())

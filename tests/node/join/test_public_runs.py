@@ -1,4 +1,4 @@
-"""`murmur runs`: whom it asks, what it drops, what it shows."""
+"""`murmur runs`: the peers that it asks, the announcements that it drops, and its output."""
 
 import json
 import logging
@@ -33,38 +33,38 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "murmur"
 
 
-def test_who_is_named_is_asked_first_then_who_was_known(home: Path) -> None:
+def test_named_peers_are_asked_before_known_peers(home: Path) -> None:
     (home / "demo-1a2b").mkdir(parents=True)
     save_addresses(home / "demo-1a2b" / "peers.json", {PEERS[1]: ADDRESSES[1:2]})
     assert list(peers_to_query([ADDRESSES[0]]).items()) == [(PEERS[0], (ADDRESSES[0],)), (PEERS[1], (ADDRESSES[1],))]
     assert list(peers_to_query([])) == [PEERS[1]]
 
 
-def test_nobody_to_ask_is_said_in_words() -> None:
+def test_missing_peers_are_reported() -> None:
     assert packaged_peers() == ()
-    with pytest.raises(UsageError, match="nobody to ask: .* list of public peers is empty; name any peer"):
+    with pytest.raises(UsageError, match="no peer to ask: .* list of public peers is empty; name any peer"):
         peers_to_query([])
     with pytest.raises(UsageError, match="--peer: .*/p2p/"):
         peers_to_query(["/ip4/203.0.113.1/tcp/4001"])
 
 
-def test_the_packaged_list_is_asked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_peers_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "list.toml").write_text(f"peers = {json.dumps(ADDRESSES[2:])}\n")
     monkeypatch.setattr(public_runs, "bootstrap_file", lambda: tmp_path / "list.toml")
     assert list(peers_to_query([])) == [PEERS[2]]
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE.keys())
-def test_what_is_hostile_is_dropped_with_a_line(hostile: object, caplog: pytest.LogCaptureFixture) -> None:
-    """The control stands beside it and is kept."""
+def test_invalid_announcements_are_dropped_and_logged(hostile: object, caplog: pytest.LogCaptureFixture) -> None:
+    """Control: a valid announcement is kept."""
     runs = AnnouncedRuns()
     add_announcement(runs, sign_unchecked(hostile), NOW)  # type: ignore[arg-type]
-    assert runs == {} and "was dropped" in caplog.text
+    assert runs == {} and "dropped the announcement" in caplog.text
     add_announcement(runs, sign_unchecked(run_of()), NOW)
     assert [run.name for run in runs.values()] == ["demo"]
 
 
-def test_what_is_over_is_dropped_and_the_newest_of_two_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_expired_announcement_is_dropped_and_newest_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     runs = AnnouncedRuns()
     add_announcement(runs, sign_unchecked(run_of(round=9), expires=NOW - 1), NOW)
@@ -78,7 +78,7 @@ def test_what_is_over_is_dropped_and_the_newest_of_two_is_kept(caplog: pytest.Lo
     assert len(runs) == 2
 
 
-def test_what_is_shown() -> None:
+def test_fields_of_a_run() -> None:
     row = describe_run(ORGANISER.peer_id, run_of())
     assert (
         row["fingerprint"] == fingerprint(ORGANISER.peer_id) and row["run_id"] == RUN and row["target_tokens"] is None
@@ -91,7 +91,7 @@ def test_what_is_shown() -> None:
     )
 
 
-def test_the_line_to_copy_is_not_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_join_command_is_not_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     async def seen(_: object) -> tuple[AnnouncedRuns, int]:
         return {(ORGANISER.peer_id, bytes(32)): run_of()}, 1
 
@@ -101,6 +101,6 @@ def test_the_line_to_copy_is_not_broken(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "round 30 of 400" in " ".join(shown.split()) and f"murmur join {run_of().link}" in shown.splitlines()
 
 
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_peers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnreachableError, match="none of 1 peers answers; name another"):
         show_runs([f"/ip4/127.0.0.1/tcp/9/p2p/{PEERS[0]}"], True)

@@ -1,9 +1,9 @@
-"""A stand-in for `murmur join` in the tests of the local swarm: announces itself, serves /status, ends at its target.
+"""A fake `murmur join` for the tests of the local swarm: it writes node.json, serves /status and ends at its target.
 
     fake_peer.py FOLDER EPOCH TARGET [--end CODE] [--ends-at ROUND] [--digest WORD] [--dies-once] [--deaf]
         [--peer ADDRESS]...
 
-Its round is the tenths of a second since EPOCH, so that one which was away is at once where the others are.
+Its round is the number of tenths of a second since EPOCH, so a restarted peer is at once at the round of the others.
 """
 
 import argparse

@@ -31,39 +31,39 @@ def act(drill: KillTest, *peers: PeerSummary, elapsed: float = 0.0, target: int 
     return order.action if order else None
 
 
-def struck() -> KillTest:
-    """A drill whose victim was killed in round 10."""
+def after_the_kill() -> KillTest:
+    """Return a kill test whose victim was killed in round 10."""
     drill = KillTest(3)
     assert act(drill, peer(10), peer(10), peer(10)) == "kill"
     return drill
 
 
-def test_nothing_before_half() -> None:
+def test_nothing_happens_before_half_way() -> None:
     drill = KillTest(3)
     assert act(drill, peer(9), peer(9), peer(9)) is None
     assert (drill.lost_count, drill.rejoined_count) == (0, 0)
 
 
-def test_kill_at_half_then_return_then_welcome() -> None:
+def test_victim_is_killed_half_way_restarted_and_confirmed() -> None:
     drill = KillTest(3)
     assert drill.next_action(view(peer(10), peer(10), peer(10))) == KillTestAction(
-        "kill", "drill: peer is killed in round 10"
+        "kill", "drill: killed peer in round 10"
     )
     gone = peer(10, state="lost")
     assert act(drill, peer(10, 2), peer(10, 2), gone) is None
     assert act(drill, peer(11, 2), peer(11, 2), gone) == "start"
     assert (drill.lost_count, drill.rejoined_count) == (1, 0)
     assert act(drill, peer(12, 3), peer(12, 3), PeerSummary("peer", "starting", None)) is None
-    assert act(drill, peer(13, 3), peer(13, 3), peer(13, 3, included=10)) is None  # that was in its first life
+    assert act(drill, peer(13, 3), peer(13, 3), peer(13, 3, included=10)) is None  # included before the kill
     assert act(drill, peer(16, 3), peer(16, 3), peer(14, 3, included=13)) is None  # still behind
     assert act(drill, peer(17, 3), peer(16, 3), peer(16, 3, included=15)) == "none"
     assert (drill.lost_count, drill.rejoined_count) == (1, 1)
     assert act(drill, peer(18), peer(18), peer(18)) is None
 
 
-def test_rounds_of_its_own_are_no_return() -> None:
-    """It missed the others' end and went to the target alone: the same number of rounds, another model."""
-    drill, gone = struck(), peer(10, state="lost")
+def test_rounds_committed_alone_do_not_count_as_rejoined() -> None:
+    """The victim returned after the others' end and reached the target alone, with another model."""
+    drill, gone = after_the_kill(), peer(10, state="lost")
     assert act(drill, peer(11, 2), peer(11, 2), gone) == "start"
     others = (peer(20, state="ended"), peer(20, state="ended"))
     assert act(drill, *others, peer(20, 1, included=19, digest="other")) is None
@@ -72,30 +72,30 @@ def test_rounds_of_its_own_are_no_return() -> None:
     assert act(drill, *others, peer(20, 3, included=19)) == "none"
 
 
-def test_slowest_survivor_decides() -> None:
-    drill, gone = struck(), peer(10, state="lost")
+def test_slowest_survivor_decides_about_the_restart() -> None:
+    drill, gone = after_the_kill(), peer(10, state="lost")
     assert act(drill, peer(12, 2), peer(10, 2), gone) is None
 
 
-def test_more_rounds_where_the_loss_went_unnoticed() -> None:
-    drill, gone = struck(), peer(10, state="lost")
+def test_restart_waits_longer_if_the_loss_was_not_noticed() -> None:
+    drill, gone = after_the_kill(), peer(10, state="lost")
     assert act(drill, peer(12), peer(12), gone) is None
     assert act(drill, peer(13), peer(13), gone) == "start"
 
 
-def test_no_waiting_for_notice_when_few_rounds_are_left() -> None:
+def test_restart_does_not_wait_when_few_rounds_are_left() -> None:
     drill = KillTest(3)
     assert act(drill, peer(3), peer(3), peer(3), target=6) == "kill"
     assert act(drill, peer(4), peer(4), peer(3, state="lost"), target=6) == "start"
 
 
-def test_others_that_cannot_go_on_alone_get_it_back() -> None:
-    drill, gone = struck(), peer(10, state="lost")
+def test_victim_is_restarted_if_the_others_cannot_continue() -> None:
+    drill, gone = after_the_kill(), peer(10, state="lost")
     assert act(drill, peer(10), peer(10), gone, elapsed=RESTART_AFTER_SECONDS) is None
     order = drill.next_action(view(peer(10), peer(10), gone, elapsed=RESTART_AFTER_SECONDS + 1))
-    assert order == KillTestAction("start", "drill: the others wait; peer is started again")
+    assert order == KillTestAction("start", "drill: the others wait; restarting peer")
 
 
-def test_one_that_is_not_running_or_alone_is_not_killed() -> None:
+def test_stopped_or_single_peer_is_not_killed() -> None:
     assert act(KillTest(2), peer(15), peer(15, state="lost")) is None
     assert act(KillTest(1), peer(15)) is None

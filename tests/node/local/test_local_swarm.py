@@ -24,7 +24,7 @@ MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "test.toml")
 
 
 class FakeSwarmFolder:
-    """A swarm of stand-ins in a folder."""
+    """A swarm of fake peers in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class FakeSwarmFolder:
         self.peers: list[PeerProcess] = []
 
     def swarm(self, target: int, *options: tuple[str, ...], drill: bool = False) -> LocalSwarm:
-        """One peer for each tuple of options; a round takes a tenth of a second."""
+        """Return a swarm with one peer per tuple of options; a round takes 0.1 s."""
         epoch = str(time.time())
         for index, own in enumerate(options):
             home = self.folder / f"peer-{index}"
@@ -50,7 +50,7 @@ class FakeSwarmFolder:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSwarmFolder]:
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSwarmFolder]:
     monkeypatch.setattr(node.local.local_swarm, "TICK_SECONDS", 0.05)
     made = FakeSwarmFolder(tmp_path)
     yield made
@@ -61,7 +61,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSwarm
 
 
 async def interrupted(swarm: LocalSwarm, when: Callable[[], bool], times: int = 1) -> float:
-    """Send SIGINT to ourselves when the condition holds; the seconds that the swarm took to leave."""
+    """Interrupt the swarm when the condition holds; returns the seconds that it took to leave."""
     running = asyncio.create_task(swarm.run())
     async with asyncio.timeout(20):
         while not when():
@@ -75,87 +75,87 @@ async def interrupted(swarm: LocalSwarm, when: Callable[[], bool], times: int = 
     return time.monotonic() - began
 
 
-async def test_all_reach_the_target(bench: FakeSwarmFolder) -> None:
-    outcome = await bench.swarm(15, (), (), ()).run()
+async def test_all_peers_reach_the_target(fakes: FakeSwarmFolder) -> None:
+    outcome = await fakes.swarm(15, (), (), ()).run()
     assert outcome.digests == {f"id-of-peer-{index}": f"{15:064x}" for index in range(3)}
     assert [ledger.bytes_sent for ledger in outcome.peer_totals] == [1000] * 3
     assert outcome.tokens == 15_000
     assert (outcome.peers_lost, outcome.peers_rejoined) == (0, 0)
-    assert "introduced by /to/peer-0\n" in bench.log(1)
-    assert "introduced by\n" in bench.log(0)
+    assert "introduced by /to/peer-0\n" in fakes.log(1)
+    assert "introduced by\n" in fakes.log(0)
 
 
-async def test_drill_kills_one_half_way_and_brings_it_back(bench: FakeSwarmFolder) -> None:
-    outcome = await bench.swarm(80, (), (), (), drill=True).run()
-    said = bench.said.getvalue()
-    assert "drill: peer-2 is killed in round 4" in said
-    assert "without it; peer-2 is started again" in said
+async def test_kill_test_kills_and_restarts_the_last_peer(fakes: FakeSwarmFolder) -> None:
+    outcome = await fakes.swarm(80, (), (), (), drill=True).run()
+    said = fakes.said.getvalue()
+    assert "drill: killed peer-2 in round 4" in said
+    assert "without it; restarting peer-2" in said
     assert "drill: peer-2 is back" in said
     assert (outcome.peers_lost, outcome.peers_rejoined) == (1, 1)
-    assert outcome.peer_totals[2].bytes_sent == 2000  # both lives count
-    assert "introduced by /to/peer-0 /to/peer-1" in bench.log(2)
+    assert outcome.peer_totals[2].bytes_sent == 2000  # both starts count
+    assert "introduced by /to/peer-0 /to/peer-1" in fakes.log(2)
 
 
-async def test_a_death_is_told_with_its_last_words_and_mended_once(bench: FakeSwarmFolder) -> None:
-    outcome = await bench.swarm(30, (), ("--dies-once",)).run()
-    assert "peer-1 died (exit -9) and is started again; its last words:" in bench.said.getvalue()
-    assert "what a pity" in bench.said.getvalue()
+async def test_dead_peer_is_reported_with_its_log_and_restarted_once(fakes: FakeSwarmFolder) -> None:
+    outcome = await fakes.swarm(30, (), ("--dies-once",)).run()
+    assert "peer-1 died (exit -9); restarting it; the end of its log:" in fakes.said.getvalue()
+    assert "what a pity" in fakes.said.getvalue()
     assert (outcome.peers_lost, outcome.peers_rejoined) == (1, 1)
 
 
-async def test_a_second_death_ends_the_swarm(bench: FakeSwarmFolder) -> None:
-    swarm = bench.swarm(300, (), ("--end", "1", "--ends-at", "1"))
+async def test_second_death_of_a_peer_ends_the_swarm(fakes: FakeSwarmFolder) -> None:
+    swarm = fakes.swarm(300, (), ("--end", "1", "--ends-at", "1"))
     with pytest.raises(MurmurError, match=r"peer-1 died \(exit 1\) and cannot be kept alive; see .*peer-1/log"):
         await swarm.run()
 
 
-async def test_a_fault_that_a_person_must_mend_keeps_its_kind(bench: FakeSwarmFolder) -> None:
+async def test_error_for_the_user_keeps_its_kind(fakes: FakeSwarmFolder) -> None:
     with pytest.raises(StorageError, match="^the disk is full; free some space$"):
-        await bench.swarm(5, ("--end", "9"), ("--end", "9")).run()
+        await fakes.swarm(5, ("--end", "9"), ("--end", "9")).run()
 
 
-async def test_interrupt_lets_all_leave(bench: FakeSwarmFolder) -> None:
-    swarm = bench.swarm(10_000, (), ())
-    await interrupted(swarm, lambda: all(peer.status for peer in bench.peers) and len(bench.peers) == 2)
-    assert [peer.returncode for peer in bench.peers] == [0, 0]
-    assert "leaving" in bench.said.getvalue()
+async def test_interrupt_lets_all_peers_leave(fakes: FakeSwarmFolder) -> None:
+    swarm = fakes.swarm(10_000, (), ())
+    await interrupted(swarm, lambda: all(peer.status for peer in fakes.peers) and len(fakes.peers) == 2)
+    assert [peer.returncode for peer in fakes.peers] == [0, 0]
+    assert "Shutting down" in fakes.said.getvalue()
 
 
-async def test_second_interrupt_does_not_wait_for_the_deaf(bench: FakeSwarmFolder) -> None:
-    swarm = bench.swarm(10_000, ("--deaf",), ("--deaf",))
-    took = await interrupted(swarm, lambda: all(peer.status for peer in bench.peers), times=2)
+async def test_second_interrupt_kills_peers_that_ignore_the_first(fakes: FakeSwarmFolder) -> None:
+    swarm = fakes.swarm(10_000, ("--deaf",), ("--deaf",))
+    took = await interrupted(swarm, lambda: all(peer.status for peer in fakes.peers), times=2)
     assert took < 5
-    assert [peer.returncode for peer in bench.peers] == [-signal.SIGKILL] * 2
+    assert [peer.returncode for peer in fakes.peers] == [-signal.SIGKILL] * 2
 
 
-async def test_the_deaf_are_killed_when_their_time_is_up(
-    bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
+async def test_peers_that_ignore_the_interrupt_are_killed_after_a_while(
+    fakes: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node.local.local_swarm, "LEAVE_SECONDS", 0.3)
-    swarm = bench.swarm(10_000, ("--deaf",), ())
-    await interrupted(swarm, lambda: all(peer.status for peer in bench.peers))
-    assert [peer.returncode for peer in bench.peers] == [-signal.SIGKILL, 0]
+    swarm = fakes.swarm(10_000, ("--deaf",), ())
+    await interrupted(swarm, lambda: all(peer.status for peer in fakes.peers))
+    assert [peer.returncode for peer in fakes.peers] == [-signal.SIGKILL, 0]
 
 
-async def test_one_that_never_ends_is_not_waited_for_for_ever(
-    bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
+async def test_peer_that_never_ends_is_an_error_after_a_while(
+    fakes: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node.local.local_swarm, "LAGGARD_SECONDS", 0.5)
     with pytest.raises(MurmurError, match="peer-1 did not reach the target"):
-        await bench.swarm(300, ("--ends-at", "1"), ()).run()
+        await fakes.swarm(300, ("--ends-at", "1"), ()).run()
 
 
-async def test_one_that_never_answers_is_named(bench: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peer_that_never_answers_is_named(fakes: FakeSwarmFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.local.local_swarm, "START_SECONDS", 0.3)
-    display = SwarmDisplay(Console(file=bench.said), plain=True)
-    mute = PeerProcess("peer-0", bench.folder / "peer-0", ["sleep", "60"])
-    bench.peers.append(mute)
+    display = SwarmDisplay(Console(file=fakes.said), plain=True)
+    mute = PeerProcess("peer-0", fakes.folder / "peer-0", ["sleep", "60"])
+    fakes.peers.append(mute)
     with pytest.raises(MurmurError, match="peer-0 does not answer after"):
-        await LocalSwarm(bench.manifest(15), [mute], display, None).run()
+        await LocalSwarm(fakes.manifest(15), [mute], display, None).run()
 
 
-def test_peers_die_with_the_one_that_started_them(tmp_path: Path) -> None:
-    """The control: a child started without the tie outlives its parent."""
+def test_peers_die_with_their_parent(tmp_path: Path) -> None:
+    """Control: a child without the parent-death signal outlives its parent."""
     script = f"""
 import subprocess, sys, time
 from pathlib import Path

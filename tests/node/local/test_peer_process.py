@@ -50,7 +50,7 @@ def status(since: float, bytes_sent: int = 7) -> str:
     return made.model_dump_json()
 
 
-def test_states(make: Make) -> None:
+def test_states_of_a_peer_process(make: Make) -> None:
     peer = make(*SLEEPS)
     assert (peer.summary().state, peer.returncode, peer.is_running) == ("starting", None, False)
     peer.start(())
@@ -63,8 +63,8 @@ def test_states(make: Make) -> None:
     assert well.summary().state == "ended"
 
 
-def test_kill_takes_the_whole_group(make: Make) -> None:
-    """The control: a signal to the process alone leaves its child."""
+def test_kill_ends_the_whole_process_group(make: Make) -> None:
+    """Control: a signal to the process alone leaves its child running."""
     program = "import subprocess; child = subprocess.Popen(['sleep', '60']); child.wait()"
     for whole in (True, False):
         peer = make(*python(program))
@@ -83,14 +83,14 @@ def test_kill_takes_the_whole_group(make: Make) -> None:
         assert bool(left) is not whole
 
 
-def test_its_own_group_keeps_a_terminals_interrupt_away(make: Make) -> None:
+def test_interrupt_of_the_terminal_does_not_reach_the_peer(make: Make) -> None:
     peer = make(*SLEEPS)
     peer.start(())
     assert peer._process
     assert os.getpgid(peer._process.pid) == peer._process.pid != os.getpgid(0)
 
 
-def test_output_is_appended_to_the_log_and_its_end_are_the_last_words(make: Make) -> None:
+def test_output_is_appended_to_the_log(make: Make) -> None:
     for _ in range(2):
         peer = make(*python("import sys; print('out', flush=True); print('oh no', file=sys.stderr)"))
         peer.start(())
@@ -101,7 +101,7 @@ def test_output_is_appended_to_the_log_and_its_end_are_the_last_words(make: Make
     assert len(peer.log_tail()[0]) == LOG_TAIL_BYTES
 
 
-def test_announcement_of_an_earlier_life_does_not_count(make: Make) -> None:
+def test_node_info_of_an_earlier_start_is_ignored(make: Make) -> None:
     peer = make(*SLEEPS)
     peer.start(())
     assert peer._process
@@ -112,7 +112,7 @@ def test_announcement_of_an_earlier_life_does_not_count(make: Make) -> None:
     assert peer.addresses() == ("/a",)
 
 
-async def test_parting_status_is_read_unless_it_is_of_an_earlier_life(make: Make) -> None:
+async def test_final_status_is_read_unless_it_is_of_an_earlier_start(make: Make) -> None:
     peer = make(*python("pass"))
     peer.start(())
     ended(peer)
@@ -125,7 +125,7 @@ async def test_parting_status_is_read_unless_it_is_of_an_earlier_life(make: Make
     assert peer.totals.bytes_sent == 7
 
 
-async def test_one_that_does_not_answer_keeps_its_last_status(make: Make, unused_tcp_port: int) -> None:
+async def test_peer_that_does_not_answer_keeps_its_last_status(make: Make, unused_tcp_port: int) -> None:
     peer = make(*SLEEPS)
     peer.start(())
     assert peer._process
@@ -136,7 +136,7 @@ async def test_one_that_does_not_answer_keeps_its_last_status(make: Make, unused
     assert peer.status.round == 9
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     peer = PeerProcess("peer-0", tmp_path / "file" / "peer-0", SLEEPS)
     with pytest.raises(StorageError, match="cannot write .*peer-0/log: Not a directory; choose another --dir"):

@@ -33,7 +33,7 @@ PROMISED = {
 FOUND = ModelEvaluation(Path("c"), Path("e"), 30, 1_000_000, 5.5, 1.9, "def f():\n    return")
 
 
-def ledger(sent: int) -> PeerTotals:
+def totals(sent: int) -> PeerTotals:
     status = NodeStatus(peer_id="p", run="d", run_id="0", bytes_sent=sent, seconds={"compute": 9.0, "wait": 1.0})
     return PeerTotals({0.0: status})
 
@@ -42,7 +42,7 @@ def outcome(
     sent: tuple[int, ...] = (10, 20, 30), before: int = 0, digests: tuple[str, ...] = ("d", "d", "d")
 ) -> SwarmResult:
     return SwarmResult(
-        peer_totals=[ledger(count) for count in sent],
+        peer_totals=[totals(count) for count in sent],
         tokens=before + 3 * 600 * 2048,
         digests={f"peer-{index}": digest for index, digest in enumerate(digests)},
         tokens_before=before,
@@ -52,19 +52,19 @@ def outcome(
     )
 
 
-def test_ring_all_reduce_against_the_steps_counted_one_by_one() -> None:
-    """Each of N peers sends N - 1 chunks of 1/N in the reduce-scatter and as many in the all-gather, each step."""
+def test_all_reduce_bytes_equal_the_sum_over_steps() -> None:
+    """Per step, each of N peers sends N - 1 chunks of 1/N in the reduce-scatter and as many in the all-gather."""
     peers, parameters, steps = 4, 1000, 7
     chunk = 4 * parameters // peers
     sent = sum(chunk for _ in range(steps) for _ in range(2) for _ in range(peers - 1))
     assert ring_all_reduce_bytes(peers, parameters, tokens=steps * peers * 32, batch_tokens=32) == sent
 
 
-def test_one_peer_would_have_sent_nothing() -> None:
+def test_single_peer_would_have_sent_nothing() -> None:
     assert ring_all_reduce_bytes(1, 1000, 64, 32) == 0
 
 
-def test_report_has_what_json_promises() -> None:
+def test_report_has_the_documented_fields() -> None:
     report = build_report(MANIFEST, outcome(), FOUND)
     assert set(report.model_dump()) >= PROMISED
     assert report.bytes_sent_per_peer == 30
@@ -78,15 +78,15 @@ def test_report_has_what_json_promises() -> None:
     assert FinalReport.model_validate_json(report.model_dump_json()) == report
 
 
-def test_a_resumed_swarm_counts_only_the_tokens_it_paid_for() -> None:
-    """The control: counted from the run's beginning, the ratio would flatter."""
+def test_resumed_swarm_counts_only_its_own_tokens() -> None:
+    """Control: counted from the start of the run, the ratio would be too good."""
     resumed = build_report(MANIFEST, outcome(before=10**9), FOUND)
     assert resumed.byte_ratio == build_report(MANIFEST, outcome(), FOUND).byte_ratio
     whole = ring_all_reduce_bytes(3, 1_000_000, resumed.tokens, MANIFEST.train.batch_tokens)
     assert whole > 2 * resumed.bytes_all_reduce_per_peer
 
 
-def test_nothing_sent_has_no_ratio() -> None:
+def test_ratio_is_null_if_nothing_was_sent() -> None:
     report = build_report(MANIFEST, outcome(sent=(0, 0, 0)), FOUND)
     assert report.byte_ratio is None
     assert any("nothing was sent" in line for line in report.lines())
@@ -101,11 +101,11 @@ def test_nothing_sent_has_no_ratio() -> None:
         ({"a": "", "b": ""}, 2, False),
     ],
 )
-def test_agreement_needs_every_peer(digests: dict[str, str], peers: int, expected: bool) -> None:
+def test_digests_agree_only_if_every_peer_has_the_same(digests: dict[str, str], peers: int, expected: bool) -> None:
     assert do_digests_agree(digests, peers) is expected
 
 
-def test_lines_for_a_person() -> None:
+def test_lines_of_the_report() -> None:
     text = "\n".join(build_report(MANIFEST, outcome(), FOUND).lines())
     assert "5.500 -> 1.900 nats" in text
     assert "lost 1, rejoined 1" in text
@@ -114,6 +114,6 @@ def test_lines_for_a_person() -> None:
     assert "    def f():\n        return" in text
 
 
-def test_lines_name_who_differs() -> None:
+def test_lines_name_peers_that_differ() -> None:
     text = "\n".join(build_report(MANIFEST, outcome(digests=("d", "d", "")), FOUND).lines())
     assert "DIFFER: peer-0 d, peer-1 d, peer-2 none" in text

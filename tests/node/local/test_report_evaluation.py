@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """The test run on a text of its own: it always says the same."""
+    """Return the manifest of the test run on a text that repeats one line."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("text")
     for index in range(20):
@@ -27,7 +27,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def saved(folder: Path, manifest: Manifest, anchor: torch.Tensor, round_number: int) -> Path:
-    """A node's folder with one checkpoint."""
+    """Write a node's folder with one checkpoint."""
     shapes = shape_table(manifest.model)
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(manifest.to_toml())
@@ -46,7 +46,7 @@ def saved(folder: Path, manifest: Manifest, anchor: torch.Tensor, round_number: 
     return save(folder / "checkpoints", checkpoint, shapes, keep=2)
 
 
-def test_losses_against_one_token_at_a_time(manifest: Manifest) -> None:
+def test_losses_equal_those_of_one_token_at_a_time(manifest: Manifest) -> None:
     flat = initial_weights(manifest.model, 0)
     (loss,) = validation_losses(manifest, ROOT, flat)
     model = build_model(manifest.model)
@@ -61,7 +61,7 @@ def test_losses_against_one_token_at_a_time(manifest: Manifest) -> None:
     assert loss == pytest.approx(math.log(256), abs=0.3)
 
 
-def test_examine_takes_the_latest_peer_and_writes_the_export_anew(manifest: Manifest, tmp_path: Path) -> None:
+def test_newest_peer_is_evaluated_and_the_export_is_replaced(manifest: Manifest, tmp_path: Path) -> None:
     flat = initial_weights(manifest.model, 0)
     saved(tmp_path / "peer-0", manifest, flat, round_number=3)
     newest = saved(tmp_path / "peer-1", manifest, torch.zeros_like(flat), round_number=4)
@@ -71,7 +71,7 @@ def test_examine_takes_the_latest_peer_and_writes_the_export_anew(manifest: Mani
     assert found.rounds == 4
     assert found.checkpoint == newest
     assert found.parameters == flat.numel()
-    assert found.validation_loss == pytest.approx(math.log(256), abs=1e-4)  # of weights that are all zero
+    assert found.validation_loss == pytest.approx(math.log(256), abs=1e-4)  # all weights are zero
     assert found.initial_validation_loss != found.validation_loss
     assert (tmp_path / "export" / "model.safetensors").exists()
     assert not (tmp_path / "export" / "old").exists()
@@ -79,6 +79,6 @@ def test_examine_takes_the_latest_peer_and_writes_the_export_anew(manifest: Mani
     assert len(found.sample) > 100
 
 
-def test_nothing_to_examine(manifest: Manifest, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_an_error(manifest: Manifest, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         evaluate_model(manifest, tmp_path)

@@ -24,29 +24,29 @@ def view(*peers: PeerSummary, rounds: int | None = 20, tokens: int | None = None
     return SwarmSummary("demo", rounds, tokens, elapsed, peers)
 
 
-def test_progress_is_that_of_the_foremost() -> None:
+def test_progress_is_that_of_the_most_advanced_peer() -> None:
     seen = view(peer(3), peer(5), PeerSummary("new", "starting", None))
     assert seen.round == 5
     assert seen.progress == 0.25
     assert len(seen.running_peers) == 2
 
 
-def test_progress_by_tokens_and_whichever_target_is_nearer() -> None:
+def test_progress_is_towards_the_nearer_target() -> None:
     assert view(peer(1, chain_tokens=300), rounds=None, tokens=400).progress == 0.75
     assert view(peer(10, chain_tokens=100), rounds=20, tokens=400).progress == 0.5
     assert view(peer(10), rounds=None).progress == 0.0
     assert view(peer(30)).progress == 1.0
 
 
-def test_word_is_the_phase_only_of_a_running_peer() -> None:
+def test_state_word_is_the_phase_of_a_running_peer() -> None:
     assert peer(1, phase="catching up").state_word == "catching up"
     assert peer(1, paused="others use it").state_word == "paused"
     assert peer(1, "lost", paused="others use it").state_word == "lost"
     assert PeerSummary("a", "starting", None).state_word == "starting"
 
 
-def test_remaining_counts_from_the_first_progress_seen() -> None:
-    """A run resumed at half has not made that half in no time; the control is the estimate since the start."""
+def test_remaining_time_counts_from_the_first_progress() -> None:
+    """A run that resumed half-way did not make that half in no time (control: the estimate since the start)."""
     remaining = RemainingTime()
     assert remaining.estimate(view(peer(0), elapsed=1.0)) is None
     assert remaining.estimate(view(peer(10), elapsed=5.0)) is None
@@ -55,7 +55,7 @@ def test_remaining_counts_from_the_first_progress_seen() -> None:
     assert resumed.elapsed * (1 - resumed.progress) / resumed.progress < 20
 
 
-def test_ledger_adds_bytes_of_lives_and_not_repeated_looks() -> None:
+def test_totals_add_bytes_of_starts_and_not_of_repeated_polls() -> None:
     ledger = PeerTotals({})
     ledger.record(status(since=1.0, bytes_sent=10, seconds={"compute": 1.0}))
     ledger.record(status(since=1.0, bytes_sent=30, seconds={"compute": 3.0, "wait": 1.0}))
@@ -64,15 +64,15 @@ def test_ledger_adds_bytes_of_lives_and_not_repeated_looks() -> None:
     assert ledger.newest_seconds() == {"compute": 3.0, "wait": 1.0}, "its trainer has not told any yet"
 
 
-def test_who_was_started_again_counts_once_in_the_share() -> None:
-    """Its trainer's seconds go on from its checkpoint, here at 8 of 10. The control: its bytes begin anew."""
+def test_restarted_peer_counts_once_in_the_compute_share() -> None:
+    """Its trainer continues the seconds of its checkpoint, here 8 of 10. Control: its bytes start from zero."""
     restarted, idle = PeerTotals({}), PeerTotals({1.0: status(seconds={"wait": 12.0})})
     restarted.record(status(since=1.0, bytes_sent=10, seconds={"compute": 10.0}))
     restarted.record(status(since=9.0, bytes_sent=5, seconds={"compute": 12.0}))
     assert compute_share([restarted, idle]) == 0.5 and restarted.bytes_sent == 15
 
 
-def test_compute_share_is_over_all_peers() -> None:
+def test_compute_share_covers_all_peers() -> None:
     busy, idle = PeerTotals({1.0: status(seconds={"compute": 6.0})}), PeerTotals({1.0: status(seconds={"wait": 2.0})})
     assert compute_share([busy, idle]) == 0.75
     assert compute_share([PeerTotals({})]) is None

@@ -44,7 +44,7 @@ def display(terminal: bool, plain: bool = False) -> tuple[SwarmDisplay, io.Strin
     return SwarmDisplay(console, plain), out
 
 
-def test_cells_of_each_state() -> None:
+def test_cells_of_every_state() -> None:
     rows = [[cell.plain for cell in format_cells(peer)] for peer in PEERS]
     assert rows[0] == ["peer-0", "training", "12", "240", "2.346", "4.5k", "4.2 MB", "11/12", "ab12cd34"]
     assert rows[1][:2] == ["peer-1", "lost"]
@@ -52,7 +52,7 @@ def test_cells_of_each_state() -> None:
     assert all(len(row) == len(COLUMNS) for row in rows)
 
 
-def test_table_fits_a_terminal_of_eighty() -> None:
+def test_table_fits_80_columns() -> None:
     out = io.StringIO()
     Console(file=out, width=80).print(build_table(view()))
     assert "ab12cd34" in out.getvalue()
@@ -69,11 +69,11 @@ def test_header_and_plain_line() -> None:
     assert format_plain_line(view(rounds=None), None).startswith("round 12 · 0:31")
 
 
-def test_clock() -> None:
+def test_clock_format() -> None:
     assert [format_clock(seconds) for seconds in (None, 0, 59.6, 3661)] == ["-", "0:00", "1:00", "1:01:01"]
 
 
-def test_elsewhere_than_on_a_terminal_a_line_every_few_seconds() -> None:
+def test_plain_line_every_few_seconds_without_a_terminal() -> None:
     shown, out = display(terminal=False)
     with shown:
         for tenth in range(120):
@@ -85,7 +85,7 @@ def test_elsewhere_than_on_a_terminal_a_line_every_few_seconds() -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def test_on_a_terminal_the_table_is_redrawn_in_place_and_what_is_said_stays() -> None:
+def test_table_is_redrawn_in_place_and_lines_stay_on_a_terminal() -> None:
     shown, out = display(terminal=True)
     with shown:
         shown.show(view())
@@ -96,7 +96,7 @@ def test_on_a_terminal_the_table_is_redrawn_in_place_and_what_is_said_stays() ->
     assert "0:32" in out.getvalue()
 
 
-def test_plain_is_plain_even_on_a_terminal() -> None:
+def test_plain_forces_lines_on_a_terminal() -> None:
     shown, out = display(terminal=True, plain=True)
     with shown:
         shown.show(view())

@@ -27,25 +27,25 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_manifest_the_demo_with_its_drill() -> None:
+def test_demo_with_kill_test_is_the_default() -> None:
     plan = resolve_options(UpOptions())
     assert plan.manifest.run.name == "demo"
     assert plan.folder == Path("runs/demo-1")
     assert (plan.peers, plan.drill) == (3, True)
 
 
-def test_with_a_manifest_no_drill_unless_asked_for() -> None:
+def test_named_manifest_has_no_kill_test_by_default() -> None:
     assert not resolve_options(UpOptions(run=TEST_RUN)).drill
     assert resolve_options(UpOptions(run=TEST_RUN, drill=True)).drill
     assert not resolve_options(UpOptions(drill=False)).drill
 
 
-def test_the_run_waits_for_as_many_peers_as_are_started() -> None:
+def test_run_waits_for_all_started_peers() -> None:
     assert resolve_options(UpOptions(run=TEST_RUN, peers=5)).manifest.run.min_peers == 5
     assert resolve_options(UpOptions(run=TEST_RUN, peers=1)).peers == 1
 
 
-def test_command_line_changes_the_run(tmp_path: Path) -> None:
+def test_command_line_overrides_the_manifest(tmp_path: Path) -> None:
     given = load_manifest(TEST_RUN)
     made = adapt_manifest(given, tmp_path, 3, UpOptions(rounds=7, seed=5, recipe="sparseloco"))
     assert made.target.rounds == 7
@@ -56,11 +56,11 @@ def test_command_line_changes_the_run(tmp_path: Path) -> None:
     assert kept.method == given.method
 
 
-def test_limits_are_passed_to_every_peer_and_checked_before_one_starts() -> None:
+def test_limits_are_checked_before_a_peer_starts_and_passed_to_all() -> None:
     limited = resolve_options(UpOptions(run=TEST_RUN, flags=MachineFlags(upload="20mbit", download="1MB")))
     for peer in build_peer_processes(limited):
         assert "--upload 20mbit --download 1MB" in " ".join(peer._command)
-    with pytest.raises(UsageError, match="--upload: '20mb' is no rate"):
+    with pytest.raises(UsageError, match="--upload: '20mb' is not a rate"):
         resolve_options(UpOptions(run=TEST_RUN, flags=MachineFlags(upload="20mb")))
 
 
@@ -75,7 +75,7 @@ def test_limits_are_passed_to_every_peer_and_checked_before_one_starts() -> None
         ("python-stdlib", "", ""),
     ],
 )
-def test_data_paths_hold_from_any_folder(tmp_path: Path, source: str, path: str, expected: str) -> None:
+def test_data_paths_become_absolute(tmp_path: Path, source: str, path: str, expected: str) -> None:
     (tmp_path / "here").mkdir()
     given = load_manifest(TEST_RUN)
     data = given.data.model_copy(update={"source": source, "path": path, "tokenizer": "words.json"})
@@ -84,7 +84,7 @@ def test_data_paths_hold_from_any_folder(tmp_path: Path, source: str, path: str,
     assert made.data.tokenizer == str(tmp_path / "words.json")
 
 
-def test_a_folder_goes_on_with_its_own_manifest(tmp_path: Path) -> None:
+def test_folder_resumes_with_its_own_manifest(tmp_path: Path) -> None:
     first = resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, peers=4, seed=9))
     (tmp_path / "run.toml").write_text(first.manifest.to_toml())
     again = resolve_options(UpOptions(folder=tmp_path))
@@ -93,7 +93,7 @@ def test_a_folder_goes_on_with_its_own_manifest(tmp_path: Path) -> None:
     assert not again.drill
 
 
-def test_commands_of_the_peers(tmp_path: Path) -> None:
+def test_peer_commands(tmp_path: Path) -> None:
     processes = build_peer_processes(
         resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, flags=MachineFlags(device="cpu")))
     )
@@ -103,15 +103,17 @@ def test_commands_of_the_peers(tmp_path: Path) -> None:
     assert "--device cpu --listen /ip4/127.0.0.1/tcp/0" in command
 
 
-def test_peers_are_told_to_spare_this_machine(tmp_path: Path) -> None:
-    wish = UpOptions(run=TEST_RUN, folder=tmp_path, flags=MachineFlags(threads=3, memory="2GB", pause_when_busy=True))
-    command = " ".join(build_peer_processes(resolve_options(wish))[0]._command)
+def test_machine_flags_are_passed_to_the_peers(tmp_path: Path) -> None:
+    options = UpOptions(
+        run=TEST_RUN, folder=tmp_path, flags=MachineFlags(threads=3, memory="2GB", pause_when_busy=True)
+    )
+    command = " ".join(build_peer_processes(resolve_options(options))[0]._command)
     assert "--threads 3 --memory 2GB --pause-when-busy --device" in command
-    with pytest.raises(UsageError, match="--memory: 'much' is no size"):
+    with pytest.raises(UsageError, match="--memory: 'much' is not a size"):
         resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path, flags=MachineFlags(memory="much")))
 
 
-def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_folder_of_another_run_or_in_use_is_refused(tmp_path: Path) -> None:
     up_claims = resolve_options(UpOptions(run=TEST_RUN, folder=tmp_path))
     with RunDir(tmp_path).lock(up_claims.manifest), pytest.raises(AlreadyRunningError):
         up(UpOptions(run=TEST_RUN, folder=tmp_path))
@@ -120,8 +122,8 @@ def test_a_folder_of_another_run_or_in_use_is_refused_before_anything_starts(tmp
     assert not (tmp_path / "peer-0").exists()
 
 
-def test_a_method_that_does_not_exist_claims_nothing(tmp_path: Path) -> None:
-    """The mended manifest is another run, which the folder would refuse."""
+def test_unknown_method_fails_before_the_folder_is_locked(tmp_path: Path) -> None:
+    """The corrected manifest is another run, which the folder would refuse."""
     wrong = tmp_path / "run.toml"
     wrong.write_text(TEST_RUN.read_text().replace('recipe = "', 'recipe = "x'))
     with pytest.raises(ManifestError, match="did you mean"):
@@ -129,14 +131,14 @@ def test_a_method_that_does_not_exist_claims_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "swarm").exists()
 
 
-def test_manifest_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         up(UpOptions(run=tmp_path / "nowhere.toml"))
     assert not (tmp_path / "runs").exists()
 
 
 class FakePeersAndModel:
-    """Instead of peers that train: stand-ins, and what is found in their model."""
+    """Fake peers, and a fixed evaluation of their model."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -154,15 +156,15 @@ class FakePeersAndModel:
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> FakePeersAndModel:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakePeersAndModel:
     made = FakePeersAndModel(target=10)
     monkeypatch.setattr(node.local.up, "build_peer_processes", made.processes)
     monkeypatch.setattr(node.local.up, "evaluate_model", made.examine)
     return made
 
 
-@pytest.mark.usefixtures("stage")
-def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("fakes")
+def test_standard_output_is_only_json_with_the_json_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2, json=True)) == 0
     out, notes = capsys.readouterr()
     report = json.loads(out)
@@ -172,18 +174,18 @@ def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFix
     assert "2 peers in" in notes
 
 
-@pytest.mark.usefixtures("stage")
-def test_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("fakes")
+def test_report_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2)) == 0
     out = capsys.readouterr().out
     assert "test: 2 peers in" in out
-    assert "5.000 -> 2.000 nats a token" in out
+    assert "5.000 -> 2.000 nats per token" in out
 
 
-def test_models_that_differ_are_a_failure(
-    stage: FakePeersAndModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_differing_models_are_a_failure(
+    fakes: FakePeersAndModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    agreeing = stage.processes
+    agreeing = fakes.processes
 
     def one_disagrees(plan: node.local.up.SwarmConfig) -> list[PeerProcess]:
         first, second = agreeing(plan)
@@ -194,10 +196,10 @@ def test_models_that_differ_are_a_failure(
     assert "DIFFER" in capsys.readouterr().out
 
 
-def test_interrupted_it_says_how_to_go_on(
-    stage: FakePeersAndModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_interrupt_shows_how_to_resume(
+    fakes: FakePeersAndModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage.target = 10_000
+    fakes.target = 10_000
 
     def interrupt() -> None:
         deadline = time.monotonic() + 20
@@ -209,5 +211,5 @@ def test_interrupted_it_says_how_to_go_on(
     person.start()
     assert up(UpOptions(run=TEST_RUN, folder=tmp_path, peers=2)) == 130
     person.join()
-    assert f"murmur up --dir {tmp_path} goes on from here" in capsys.readouterr().out.replace("\n", "")
+    assert f"`murmur up --dir {tmp_path}` resumes the run" in capsys.readouterr().out.replace("\n", "")
     assert not (tmp_path / "report.json").exists()
