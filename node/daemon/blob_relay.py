@@ -1,9 +1,9 @@
-"""Store and forward: a peer that others can call fetches a blob for one that cannot get it itself, and holds it.
+"""Relay blobs: a reachable peer fetches and stores a blob for a peer that cannot reach its owner.
 
-Between two peers that are both hidden behind routers only small things pass (see `protocol.transport.nat`). So the one
-that wants a blob asks a third, which both can call, to fetch it, and then fetches it there, checked by its hash as
-ever. What is carried is named by a statement that its owner signed for the round at hand: nobody has anything else
-brought here, and no more of it than a few messages' worth. With the round it is dropped.
+Between two peers that are both hidden behind NAT only small messages pass (see `protocol.transport.nat`). The peer that
+needs a blob asks a third peer, reachable for both, to fetch it, and then downloads it from there and checks its hash as
+usual. A relay fetches only blobs named in a message that their owner signed for the current round, and no more than a
+few contributions' worth, so no peer can have other data stored here. The blobs are dropped with the round.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from protocol.murmur_pb2 import Signed
 
 logger = logging.getLogger(__name__)
 
-NAMING_KINDS = ("contribution", "part")  # kinds of statements by which an owner names blobs
-MAX_CONTRIBUTIONS = 16  # of a peer: so much is carried at once for all others together,
-MAX_CONTRIBUTIONS_PER_PEER = 2  # and for one of them
-MIN_BLOBS_PER_PEER = 32  # where a message has few parts, and may be much smaller than the largest
-MAX_CALLS_PER_PEER = 16  # of one peer at once, as many as its connection takes;
-MAX_FETCHES_PER_PEER = 8  # so many of them are fetched for at once, the others wait behind these
+NAMING_KINDS = ("contribution", "part")  # kinds of messages in which an owner names blobs
+MAX_CONTRIBUTIONS = 16  # in bytes: relayed at once for all peers together
+MAX_CONTRIBUTIONS_PER_PEER = 2  # in bytes: relayed at once for one peer
+MIN_BLOBS_PER_PEER = 32  # for contributions of few parts, much smaller than the largest
+MAX_CALLS_PER_PEER = 16  # concurrent calls of one peer, as many as its connection allows
+MAX_FETCHES_PER_PEER = 8  # concurrent fetches for one peer; its other calls wait
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelayOptions:
-    """Limits of a run: bytes that one peer contributes to a round at most, and seconds that a fetch may take."""
+    """Limits of a run: the most bytes that a peer contributes to a round, and the timeout of a fetch."""
 
     run_id: RunId
     limits: ContributionLimits
@@ -52,7 +52,7 @@ class MemberView(Protocol):
 
 @dataclass
 class _CallQueue:
-    """The calls of one peer."""
+    """The concurrent calls of one peer."""
 
     calls: int = 0
     fetch_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_FETCHES_PER_PEER))
@@ -78,17 +78,17 @@ class BlobRelay:
         self._store = store
         self._chain = chain
         self._members = members
-        blobs_each = max(MIN_BLOBS_PER_PEER, MAX_CONTRIBUTIONS_PER_PEER * limits.parts)
+        blobs_per_peer = max(MIN_BLOBS_PER_PEER, MAX_CONTRIBUTIONS_PER_PEER * limits.parts)
         self._quota = RelayQuota(
-            MAX_CONTRIBUTIONS * contribution_bytes, MAX_CONTRIBUTIONS_PER_PEER * contribution_bytes, blobs_each
+            MAX_CONTRIBUTIONS * contribution_bytes, MAX_CONTRIBUTIONS_PER_PEER * contribution_bytes, blobs_per_peer
         )
         self._queues: dict[PeerId, _CallQueue] = {}
         self.bytes_relayed = 0
 
     async def relay(self, peer: PeerId, named_by: Signed, digest: bytes) -> None:
-        """Have the blob in the store when this returns.
+        """Fetch a blob for a peer; it is in the store when this returns.
 
-        Raises PeerFault if it is not to be relayed, UnreachableError or StorageError if it cannot be had.
+        Raises PeerFault if the request is not valid, UnreachableError or StorageError if the fetch fails.
         """
         blob, message = self._admit(peer, named_by, digest)
         if not self._store.has(blob.digest):
@@ -96,37 +96,37 @@ class BlobRelay:
             async with self._fetch_slot(peer):
                 await self._downloader.fetch(blob, lambda: (message.sender,), self._options.fetch_seconds)
         self.bytes_relayed += blob.size
-        logger.debug("carried %s of %s for %s", blob.name[:12], message.sender, peer)
+        logger.debug("relayed %s of %s for %s", blob.name[:12], message.sender, peer)
 
     def held_digests(self) -> set[bytes]:
-        """Return the digests of blobs that are relayed in the open round, and must stay."""
+        """Return the digests of the blobs relayed in the open round, which must stay in the store."""
         self._quota.release_before(self._chain.round)
         return self._quota.digests()
 
     def _admit(self, peer: PeerId, named_by: Signed, digest: bytes) -> tuple[Blob, SignedMessage[Body]]:
-        """Check the request before its message costs us much: others may name thousands of blobs."""
+        """Check a request cheaply first: its message may name thousands of blobs."""
         self._require_member(peer)
         if named_by.kind not in NAMING_KINDS:
-            raise MalformedError(f"{peer} has a blob carried that a {named_by.kind[:20]!r} names")
-        message, now = parse(named_by, self._options.run_id, self._options.limits), self._chain.round
-        if message.body.round not in (now, now + 1):  # whoever is a moment ahead is not refused
-            raise StaleError(f"{peer} has something of round {message.body.round} carried, now is {now}")
+            raise MalformedError(f"{peer} requests the relay of a blob named by a {named_by.kind[:20]!r}")
+        message, current = parse(named_by, self._options.run_id, self._options.limits), self._chain.round
+        if message.body.round not in (current, current + 1):  # a peer may be a moment ahead
+            raise StaleError(f"{peer} requests a relay for round {message.body.round}, but the round is {current}")
         self._require_member(message.sender)
         blob = next((entry.blob for entry in named_blobs(message) if entry.blob.digest == digest), None)
         if blob is None:
-            raise MalformedError(f"{peer} has a blob carried that {message.sender} has not named")
+            raise MalformedError(f"{peer} requests the relay of a blob that {message.sender} did not name")
         return blob, message
 
     def _require_member(self, peer: PeerId) -> None:
         if not self._members.is_trainer(peer):
-            raise StaleError(f"{peer} takes no part in the run")
+            raise StaleError(f"{peer} is not a trainer of the run")
 
     @asynccontextmanager
     async def _fetch_slot(self, peer: PeerId) -> AsyncIterator[None]:
-        """Who has much carried waits behind itself: what does not come costs us a fetch for as long as it may take."""
+        """Limit the concurrent fetches for one peer, because each may take until its timeout."""
         queue = self._queues.setdefault(peer, _CallQueue())
         if queue.calls >= MAX_CALLS_PER_PEER:
-            raise LimitError(f"{peer} has {queue.calls} blobs carried at once")
+            raise LimitError(f"{peer} requests {queue.calls} relays at once")
         queue.calls += 1
         try:
             async with queue.fetch_slots:

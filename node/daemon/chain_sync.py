@@ -1,7 +1,7 @@
-"""Brings a peer that is behind, new, or on the lesser of two chains to where the swarm is.
+"""Plan how a peer that is behind, new, or on the losing chain catches up with the swarm.
 
-It asks a peer that is ahead for the commits after its own round. Where they continue its chain they are replayed:
-the same blobs, the same arithmetic, the same digests. Otherwise the state itself is fetched, from all who hold it.
+The client asks a peer that is ahead for the commits after its own round. If they continue its chain, it replays them:
+same blobs, same arithmetic, same digests. Otherwise it downloads the state itself, from all peers that have it.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ MAX_COMMITS = 64
 
 
 class ChainReader:
-    """Asks peers of a run for their chains."""
+    """Requests chains from the peers of a run."""
 
     def __init__(self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo) -> None:
         self._run_id = run_id
@@ -30,28 +30,28 @@ class ChainReader:
         self._channel = channel
 
     async def read(self, peer: PeerId, after_round: int) -> tuple[ChainReply, tuple[SignedMessage[Commit], ...]]:
-        """Return what a peer answers, and the commits in it: those after that round, as far as one answer goes.
+        """Return a peer's reply, and the commits in it: those after `after_round` that fit in one reply.
 
-        Raises UnreachableError when the peer does not answer, PeerFault when it sends something else than commits.
+        Raises UnreachableError if the peer does not answer, PeerFault if it sends anything but commits.
         """
         reply = await request_chain(self._run_id, self._channel, peer, after_round)
         return reply, _parse_commits(reply, self._run_id, self._limits)
 
 
 def heads_along(start: ChainHead, commits: Iterable[Commit]) -> list[ChainHead]:
-    """Return the head after each commit. Raises MalformedError unless they follow one another from `start` on."""
+    """Return the head after each commit. Raises MalformedError unless the commits continue `start`."""
     heads, head = [], start
     for commit in commits:
         try:
             head = extend_head(head, commit)
         except StaleError as fault:
-            raise MalformedError(f"commits that do not follow one another: {fault}") from fault
+            raise MalformedError(f"the commits do not follow one another: {fault}") from fault
         heads.append(head)
     return heads
 
 
 class ChainSyncClient:
-    """Asks others for the path to their head. `state_bytes`: the size that every state of this run has."""
+    """Requests the path to another peer's head; `state_bytes` is the size of every state of this run."""
 
     def __init__(self, reader: ChainReader, chain: Chain, state_bytes: int) -> None:
         self._reader = reader
@@ -59,12 +59,15 @@ class ChainSyncClient:
         self._state_bytes = state_bytes
 
     async def plan_sync(self, peer: PeerId, replay: bool, history_since: int) -> SyncPlan:
-        """With `replay` by commits, if they continue our chain; otherwise by taking over the state.
+        """Return the plan to the head of `peer`: by replay of commits if possible, else by a state download.
 
-        `since`: the first round that our message was offered to. The other chain may have taken it in a round that we
-        know otherwise, so of a state its commits are asked for from there on.
+        Args:
+            peer: the peer to ask.
+            replay: whether to replay commits that continue our chain.
+            history_since: the first round that may include a contribution of ours. The other chain may include it in a
+                round that ended differently on ours, so for a state the client also requests the commits from there on.
 
-        Raises UnreachableError when `peer` does not answer, PeerFault when its answer is no good.
+        Raises UnreachableError if `peer` does not answer, PeerFault if its answer is malformed.
         """
         mine = self._chain.head
         reply, commits = await self._reader.read(peer, mine.round)
@@ -73,7 +76,7 @@ class ChainSyncClient:
         if replayed is not None:
             return replayed
         if not is_worth_taking(mine, head):
-            raise StaleError(f"{peer} stands at round {head.round}, from which nothing is to be had")
+            raise StaleError(f"{peer} is at round {head.round}, which is not ahead of ours")
         if history_since < mine.round:
             longer, earlier = await self._reader.read(peer, history_since)
             if earlier:
@@ -83,18 +86,18 @@ class ChainSyncClient:
     def _state(self, reply: ChainReply, peer: PeerId) -> Blob:
         state = Blob.from_wire(reply.state)
         if state.size != self._state_bytes:
-            raise MalformedError(f"{peer} offers a state of {state.size} bytes, {self._state_bytes} are expected")
+            raise MalformedError(f"{peer} has a state of {state.size} bytes instead of {self._state_bytes}")
         return state
 
 
 def _require_linked(commits: tuple[SignedMessage[Commit], ...], head: ChainHead) -> tuple[SignedMessage[Commit], ...]:
-    """MalformedError unless they follow one another, not beyond `head`, and lead to it where they reach so far."""
+    """Return consecutive commits that lead to `head` or end before it. Raises MalformedError for others."""
     if not commits:
         return commits
     bodies = [commit.body for commit in commits]
     reached = heads_along(ChainHead(bodies[0].round, bodies[0].base, 0), bodies)[-1]
     if reached.round > head.round or (reached.round == head.round and reached.digest != head.digest):
-        raise MalformedError(f"commits that do not lead to the head of round {head.round}")
+        raise MalformedError(f"the commits do not lead to the head of round {head.round}")
     return commits
 
 
@@ -107,8 +110,8 @@ def _parse_head(reply: ChainReply) -> ChainHead:
 
 def _parse_commits(reply: ChainReply, run_id: RunId, limits: ContributionLimits) -> tuple[SignedMessage[Commit], ...]:
     if len(reply.commits) > MAX_COMMITS:
-        raise MalformedError(f"{len(reply.commits)} commits at once")
-    statements = [parse(signed, run_id, limits) for signed in reply.commits]
-    if not all(isinstance(statement.body, Commit) for statement in statements):
-        raise MalformedError("a chain of something else than commits")
-    return tuple(statements)  # type: ignore[arg-type]  # checked one line above
+        raise MalformedError(f"{len(reply.commits)} commits in one reply; at most {MAX_COMMITS}")
+    messages = [parse(signed, run_id, limits) for signed in reply.commits]
+    if not all(isinstance(message.body, Commit) for message in messages):
+        raise MalformedError("the chain has messages that are not commits")
+    return tuple(messages)  # type: ignore[arg-type]  # checked one line above

@@ -1,15 +1,13 @@
-"""How a node goes on from its disk: its trainer's part of a checkpoint, and the message that was on its way.
+"""Write checkpoints in the background, retain the blobs that peers may request, and restore both at a start.
 
-A message may have been made after the checkpoint, and a round may take it, or has. Then what the checkpoint's trainer
-still had to say is in that message, and would be said twice. So the snapshot is made to look as if the message had just
-been sent, wherever it says anything: what it does not carry (a sparse one names few values) is still to be said. What
-is lost are the steps since the checkpoint that it does not carry, and what the code rounded away. Where several
-messages were made since, the earlier ones are not known any more, and all that the snapshot had to say is dropped.
+After a restart, the trainer's last contribution may be newer than the checkpoint, and a round may include it. It then
+carries the unsent work of the checkpoint's snapshot, which must not be sent twice. So the node changes the snapshot as
+if the contribution had just been sent, in every value that it names; values that it does not name (a sparse one names
+few) remain unsent. The steps since the checkpoint that it does not carry are lost, and so is the codec's rounding
+error. If several contributions were made since, the earlier ones are unknown, and all unsent work is dropped.
 
-Keeps on disk what the next start needs, and in the blob store what others may still ask for.
-
-A checkpoint is written in the background, after every round or every few (`checkpoint.every_rounds`). The one after it
-waits for that, so that a kill at any moment finds on disk the last or the last but one that was due.
+A checkpoint is written after every `checkpoint.every_rounds` rounds. The next one waits for it, so that after a kill at
+any moment the disk has the last or the last but one that was due.
 """
 
 import asyncio
@@ -43,56 +41,56 @@ from protocol.manifest import RunId
 
 logger = logging.getLogger(__name__)
 
-CONTRIBUTION_VECTOR = "outbox"  # the name of its bytes among a checkpoint's vectors
+CONTRIBUTION_VECTOR = "outbox"  # the name of the outbox bytes among a checkpoint's vectors
 
 
 def restore_trainer_snapshot(saved: Checkpoint, shared_memory: SharedMemory) -> None:
-    """Put the trainer's part of a checkpoint back where a trainer looks for it."""
+    """Copy the trainer's part of a checkpoint to the shared memory."""
     if not saved.inner:
         return
     outbox = saved.inner[CONTRIBUTION_VECTOR].numpy().tobytes()
     shared_memory.contribution_buffer[: len(outbox)] = outbox
     vectors = {name: vector for name, vector in saved.inner.items() if name != CONTRIBUTION_VECTOR}
     if {name: vector.numel() for name, vector in vectors.items()} != dict(shared_memory.layout.vectors):
-        raise CheckpointError("the checkpoint holds the state of another method; choose another folder or remove it")
+        raise CheckpointError("the checkpoint has the state of another method; choose another folder or remove it")
     shared_memory.write_snapshot(vectors, saved.inner_meta)
 
 
 def restore_contributions(
     saved: Checkpoint | None,
-    program: RoundPlanner,
+    planner: RoundPlanner,
     shared_memory: SharedMemory,
     store: BlobStore,
     contribution_file: ContributionFile,
     errors: ErrorRecorder,
 ) -> ContributionTracker:
-    """The message that is on its way: a round may have taken it while we were away, which must not happen twice.
+    """Restore the pending contribution, so that no work is sent twice. Raises StorageError.
 
-    After `restore_inner`. Raises StorageError.
+    Call `restore_trainer_snapshot` before. A round may have included the contribution while this node was down.
     """
-    offers = ContributionTracker.from_json(program, saved.chain["offer"]) if saved else ContributionTracker(program)
+    tracker = ContributionTracker.from_json(planner, saved.chain["offer"]) if saved else ContributionTracker(planner)
     if saved is None or not saved.inner:
         contribution_file.delete()
-        return offers
+        return tracker
     counters = Counters.model_validate(saved.inner_meta)
     outstanding = None if counters.outstanding is None else counters.outstanding.to_header()
-    offer = (
+    contribution = (
         None if outstanding is None else StoredContribution(outstanding, store_parts(store, shared_memory, outstanding))
     )
     last = contribution_file.load()
-    later = offers.restore(offer, counters.messages, last, saved.round)
+    later = tracker.restore(contribution, counters.messages, last, saved.round)
     if last is not None and later != "none":
-        logger.info("a message was sent after the checkpoint; what it carries is not sent again")
+        logger.info("a contribution was sent after the checkpoint; its work is not sent again")
         payloads = _read_payloads(last.contribution, store)
         if not payloads:
             errors.record_recovered(
-                "contribution missing", "the last message is not on the disk any more: it is not offered again"
+                "contribution missing", "the last contribution is missing on disk and is not submitted again"
             )
-            offers.pending = None
-        _account_for_sent(last, payloads, later == "one", offers, program, shared_memory)
-    elif offers.pending is not None:
-        contribution_file.save(LastSent(offers.pending, tuple(offers.settled)))
-    return offers
+            tracker.pending = None
+        _account_for_sent(last, payloads, later == "one", tracker, planner, shared_memory)
+    elif tracker.pending is not None:
+        contribution_file.save(LastSent(tracker.pending, tuple(tracker.settled)))
+    return tracker
 
 
 def _account_for_sent(
@@ -100,20 +98,20 @@ def _account_for_sent(
     payloads: Sequence[bytes],
     is_first_since_snapshot: bool,
     contributions: ContributionTracker,
-    program: RoundPlanner,
+    planner: RoundPlanner,
     shared_memory: SharedMemory,
 ) -> None:
-    """`is_next`: it was the first message after the snapshot."""
+    """Change the snapshot as if the last sent contribution had just been sent."""
     sent, snapshot = last_sent.contribution, shared_memory.read_snapshot()
     assert snapshot is not None
-    changed = (RESIDUAL, REFERENCE, *program.method.signal.consumed_names)
+    changed = (RESIDUAL, REFERENCE, *planner.method.signal.consumed_names)
     vectors = {**snapshot.vectors, **{name: snapshot.vectors[name].clone() for name in changed}}
-    subtract_sent_progress(program, vectors, sent.header.round, payloads if is_first_since_snapshot else [])
+    subtract_sent_progress(planner, vectors, sent.header.round, payloads if is_first_since_snapshot else [])
     outstanding = Outstanding.from_header(sent.header) if contributions.pending else None
     if outstanding is not None:
-        message = b"".join(payloads)
-        shared_memory.contribution_buffer[: len(message)] = message
-    said = {
+        outbox = b"".join(payloads)
+        shared_memory.contribution_buffer[: len(outbox)] = outbox
+    updates = {
         "messages": sent.header.serial,
         "outstanding": outstanding,
         "settled": tuple(
@@ -122,12 +120,12 @@ def _account_for_sent(
         "since_message": StepTotals(),
         "unreported": StepTotals(),
     }
-    counters = Counters.model_validate(snapshot.meta).model_copy(update=said)
+    counters = Counters.model_validate(snapshot.meta).model_copy(update=updates)
     shared_memory.write_snapshot(vectors, counters.model_dump(mode="json"))
 
 
 def _read_payloads(contribution: StoredContribution, store: BlobStore) -> list[bytes]:
-    """None at all where a part is gone."""
+    """Return the parts, or nothing if one of them is missing."""
     try:
         return [bytes(store.read(blob.digest)) for blob in contribution.parts]
     except MissingFileError:
@@ -135,15 +133,14 @@ def _read_payloads(contribution: StoredContribution, store: BlobStore) -> list[b
 
 
 def subtract_sent_progress(
-    program: RoundPlanner, vectors: Mapping[str, Tensor], round_number: int, payloads: Sequence[bytes]
+    planner: RoundPlanner, vectors: Mapping[str, Tensor], round_number: int, payloads: Sequence[bytes]
 ) -> None:
-    """Take out of a trainer's vectors, in place, what the message of that round carries of its progress; of no
-    payloads, all progress."""
-    signal, residual, reference = program.method.signal, vectors[RESIDUAL], vectors[REFERENCE]
-    live = torch.cat([vectors[name] for name in locally_trained_names(program.method)])
+    """Subtract the progress in a contribution from a trainer's vectors, in place; all progress without payloads."""
+    signal, residual, reference = planner.method.signal, vectors[RESIDUAL], vectors[REFERENCE]
+    live = torch.cat([vectors[name] for name in locally_trained_names(planner.method)])
     if payloads and signal.is_delta and not signal.consumed_names and residual.numel() == reference.numel():
-        said = nonzero_mask(program.plan(round_number), payloads, residual.numel())
-        residual[said], reference[said] = 0.0, live[said]
+        sent = nonzero_mask(planner.plan(round_number), payloads, residual.numel())
+        residual[sent], reference[sent] = 0.0, live[sent]
         return
     residual.zero_()
     reference.copy_(live)
@@ -151,15 +148,15 @@ def subtract_sent_progress(
         vectors[name].zero_()
 
 
-MAX_RETAINED_STATES = 6  # with those that somebody is still fetching
+MAX_RETAINED_STATES = 6  # including those that peers are downloading
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerOptions:
-    """What a run's checkpoints hold, and how often they are written.
+    """The content and interval of a run's checkpoints.
 
-    `max_blob_bytes` bounds the blobs of past rounds: where many peers exchange dense contributions, fewer rounds are
-    kept, and a peer that lags by more downloads a state.
+    `max_blob_bytes` limits the blobs of past rounds. With many peers and dense contributions fewer rounds are retained,
+    and a peer further behind downloads a state.
     """
 
     directory: Path
@@ -176,7 +173,7 @@ class AnchorReceiver(Protocol):
 
 
 class BlobDemand(Protocol):
-    """The blobs that must stay although our own rounds do not need them."""
+    """The blobs that must stay for other peers or for the next round."""
 
     def requested_digests(self) -> Collection[bytes]:
         """Return the blobs that other peers are downloading from us."""
@@ -186,7 +183,7 @@ class BlobDemand(Protocol):
 
 
 class Checkpointer:
-    """Writes checkpoints in the background, and retains the blobs that others may still ask for."""
+    """Writes the checkpoints of one replica in the background, and retains the blobs that peers may request."""
 
     def __init__(
         self,
@@ -203,16 +200,20 @@ class Checkpointer:
         self._trainer = trainer
         self._demand = demand
         self._errors = errors
-        self._recent_blob_sizes: deque[dict[bytes, int]] = deque(maxlen=RETAINED_ROUNDS)  # the sizes of their blobs
+        self._recent_blob_sizes: deque[dict[bytes, int]] = deque(
+            maxlen=RETAINED_ROUNDS
+        )  # blob sizes, one entry a round
         self._retained_states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
-        self.last_error = ""  # why the newest checkpoint is not on disk; empty: it is
+        self.last_error = ""  # why the newest checkpoint is not on disk; empty if it is
 
     async def retain_state(self, state: Blob) -> None:
-        """There is a new state, in memory anyway. One before it goes to the disk if a slow peer is in the middle of it
-        (which would never arrive otherwise), and else with the memory that it lies in."""
-        wanted = self._demand.requested_digests()
-        older = [digest for digest in self._retained_states if digest in wanted and digest != state.digest][
+        """Retain the new state, which is in memory, and older ones that peers are downloading.
+
+        An older state is moved to disk if a slow peer is downloading it, and dropped with its memory otherwise.
+        """
+        requested = self._demand.requested_digests()
+        older = [digest for digest in self._retained_states if digest in requested and digest != state.digest][
             : MAX_RETAINED_STATES - 1
         ]
         for digest in older:
@@ -220,27 +221,29 @@ class Checkpointer:
         self._retained_states = [*older, state.digest]
 
     def prune_blobs(self, contributions: ContributionTracker, commits: Iterable[Commit]) -> None:
-        """After a round (or a jump): drop the blobs that nobody should still ask for."""
+        """Drop the blobs that no peer should request any more, after a round or a state download."""
         self._recent_blob_sizes.extend({blob.digest: blob.size for blob in commit.blobs} for commit in commits)
         while (
             len(self._recent_blob_sizes) > 1
             and sum(sum(sizes.values()) for sizes in self._recent_blob_sizes) > self._options.max_blob_bytes
         ):
             self._recent_blob_sizes.popleft()
-        offered = (part.digest for part in contributions.retained_parts)
+        parts = (part.digest for part in contributions.retained_parts)
         self._store.retain(
-            set().union(*self._recent_blob_sizes, self._retained_states, offered, self._demand.held_digests())
+            set().union(*self._recent_blob_sizes, self._retained_states, parts, self._demand.held_digests())
         )
 
     async def _write_state_to_disk(self, digest: bytes) -> None:
         try:
             await asyncio.to_thread(self._store.move_to_disk, digest)
         except StorageError as error:
-            self._errors.record_recovered("state gone", f"who is fetching an earlier state has to begin anew: {error}")
+            self._errors.record_recovered(
+                "state gone", f"peers that download an earlier state must start over: {error}"
+            )
             self._store.discard(digest)
 
     async def save_in_background(self, replicated: ReplicatedState, contributions: ContributionTracker) -> None:
-        """Save in the background, where the manifest says so; returns once the save before this one is on disk."""
+        """Start a save if one is due; wait until the previous one is on disk."""
         if self._is_save_due(replicated):
             await self.wait_until_saved()
             self._saving = asyncio.create_task(
@@ -248,7 +251,7 @@ class Checkpointer:
             )
 
     async def wait_until_announceable(self, replicated: ReplicatedState) -> None:
-        """For people and peers to hear of its round: a kill may take back one that was told, and no two."""
+        """Wait until the round may be announced: a kill may revert one announced round, never two."""
         if self._is_save_due(replicated):
             await self.wait_until_saved()
 
@@ -256,21 +259,21 @@ class Checkpointer:
         return replicated.chain.round % self._options.every_rounds == 0
 
     async def wait_until_saved(self) -> None:
-        """The save under way, if there is one, is on disk, or has failed with a line in the log."""
+        """Wait until the running save, if any, is on disk or has failed with a line in the log."""
         if self._saving is not None:
             await asyncio.shield(self._saving)
 
     async def save_now(self, replicated: ReplicatedState, contributions: ContributionTracker) -> None:
-        """The last save before the end; the trainer has stopped."""
+        """Write the last checkpoint, after the trainer has stopped."""
         await self.wait_until_saved()
         await self._write(_PendingSave.of(replicated, contributions))
 
     async def _save_once_applied(self, pending: "_PendingSave") -> None:
-        # The trainer's snapshot must know of the fate that the chain's head implies.
+        # The trainer's snapshot must include the outcome that the chain's head implies.
         if await self._trainer.wait_until_applied(pending.head.round):
             await self._write(pending)
         else:
-            self.last_error = f"the trainer has not adopted round {pending.head.round} in time"
+            self.last_error = f"the trainer has not applied round {pending.head.round} in time"
             self._errors.record_recovered("not saved", self.last_error)
 
     async def _write(self, pending: "_PendingSave") -> None:
@@ -286,7 +289,7 @@ class Checkpointer:
         inner = dict(copied[0].vectors) if copied else {}
         if copied:
             inner[CONTRIBUTION_VECTOR] = torch.frombuffer(bytearray(copied[1]), dtype=torch.uint8)
-        taken = Checkpoint(
+        snapshot = Checkpoint(
             run_id=self._options.run_id,
             shapes=self._options.shapes.hash(),
             round=pending.head.round,
@@ -297,12 +300,12 @@ class Checkpointer:
             inner=inner,
             inner_meta=copied[0].meta if copied else {},
         )
-        checkpoint.save(self._options.directory, taken, self._options.shapes, self._options.keep)
+        checkpoint.save(self._options.directory, snapshot, self._options.shapes, self._options.keep)
 
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """What a save is to hold, taken at once: the replica moves on while it is written."""
+    """The content of a save, captured at once because the replica moves on during the write."""
 
     head: ChainHead
     state: OuterState

@@ -1,8 +1,8 @@
-"""The blobs that are wanted now and who may have them; sources may change while a fetch is under way.
+"""Manage the blob downloads of one replica; their sources may change during a download.
 
-Some owners are slow: what stays open is asked of some others as well, who may have fetched it by now. Between two peers
-that are both hidden behind routers only small things pass (see `protocol.transport.nat`): for what only hidden ones
-have, one that can be called is asked to fetch it first, and then gives it to us (`node.daemon.blob_relay`).
+Some owners are slow, so after a while a download also asks other peers, which may have the blob by now. Between two
+peers hidden behind NAT only small messages pass (see `protocol.transport.nat`). If only hidden peers have a blob, the
+node asks a reachable peer to fetch it first, and downloads it from there (`node.daemon.blob_relay`).
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.tasks import cancel_and_wait
 
-EXTRA_SOURCES_AFTER_SECONDS = 2.0  # seconds for those who are named, before others are asked as well
+EXTRA_SOURCES_AFTER_SECONDS = 2.0  # before peers other than the named ones are candidates
 MAX_EXTRA_SOURCES = 8
-MAX_CIRCUIT_BYTES = 32 * 1024  # goes through a relay, which passes on 128 KiB at a time, beside what else is said
-MAX_RELAYS = 3  # are asked, one after the other
-MAX_REQUESTS_PER_RELAY = 8  # of one carrier: what is said to it goes by the same connection, and must not wait for them
+MAX_CIRCUIT_BYTES = 32 * 1024  # fits through a circuit relay, which forwards 128 KiB at a time of all traffic
+MAX_RELAYS = 3  # candidates one after another
+MAX_REQUESTS_PER_RELAY = 8  # to one relay: messages share its connection and must not wait
 
 
 class SourceView(Protocol):
-    """The peers that may have a blob; a SwarmView."""
+    """The peers that may have a blob; implemented by SwarmView."""
 
     def other_trainers(self) -> Sequence[PeerId]: ...
 
     def unreachable_peers(self) -> frozenset[PeerId]:
-        """Return the peers that only small messages reach, if there are others who can relay."""
+        """Return the peers that only small messages reach, if there are others that can relay."""
 
     def relay_candidates(self, owner: PeerId) -> Sequence[PeerId]:
         """Return the peers that may relay from that peer to us, best first."""
@@ -44,7 +44,7 @@ class SourceView(Protocol):
 
 class RelayClient(Protocol):
     async def request_relay(self, relay: PeerId, message: Signed, digest: Digest, seconds: float) -> None:
-        """Return when the relay has the blob. UnreachableError or PeerFault: it does not get it."""
+        """Return when the relay has the blob. Raises UnreachableError or PeerFault."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _DownloadRequest:
 
 
 class Downloads:
-    """The blobs that one replica wants now. `clock` in seconds."""
+    """The open download requests of one replica; `clock` returns seconds."""
 
     def __init__(
         self,
@@ -76,31 +76,38 @@ class Downloads:
             lambda: asyncio.Semaphore(MAX_REQUESTS_PER_RELAY)
         )
 
-    def request(self, portion: PartBlob, sources: Sequence[PeerId]) -> bool:
-        """Whether this is a new wish; otherwise only its sources are renewed. The same blob as another part is another
-        wish, for it is to be checked as that, and so is the same digest with another size, which cannot come."""
-        known = self._requests.get(portion)
+    def request(self, part_blob: PartBlob, sources: Sequence[PeerId]) -> bool:
+        """Open a request, or update the sources of an open one; return whether it is new.
+
+        The same blob as another part is another request, because it is checked as that part. So is the same digest with
+        another size, which cannot arrive.
+        """
+        known = self._requests.get(part_blob)
         if known is not None:
             known.sources = tuple(sources)
             return False
-        beyond = self._swarm.unreachable_peers() if portion.blob.size > MAX_CIRCUIT_BYTES else frozenset[PeerId]()
-        self._requests[portion] = _DownloadRequest(tuple(sources), self._clock(), beyond)
+        unreachable = (
+            self._swarm.unreachable_peers() if part_blob.blob.size > MAX_CIRCUIT_BYTES else frozenset[PeerId]()
+        )
+        self._requests[part_blob] = _DownloadRequest(tuple(sources), self._clock(), unreachable)
         return True
 
     async def download(
         self,
-        portion: PartBlob,
+        part_blob: PartBlob,
         deadline: float,
         owner_message: Signed | None = None,
         priority: int = 0,
     ) -> None:
-        """The blob is in the store when this returns; errors and `priority` are those of Downloader.fetch.
-        `owner_message`: by which its owner names it."""
-        with self._relay_request(portion, deadline, owner_message):
-            await self._downloader.fetch(portion.blob, partial(self._current_sources, portion), deadline, priority)
+        """Download a blob; it is in the store when this returns.
+
+        Errors and `priority` are those of Downloader.fetch; in `owner_message` its owner names the blob.
+        """
+        with self._relay_request(part_blob, deadline, owner_message):
+            await self._downloader.fetch(part_blob.blob, partial(self._current_sources, part_blob), deadline, priority)
 
     async def download_from_holders(self, blob: Blob, deadline: float, holders: Sequence[PeerId]) -> None:
-        """From those of the holders that live, or else from anyone. GoneError: they do not have it any more."""
+        """Download from the live holders, or else from any trainer. Raises GoneError if they lack it."""
 
         def sources() -> tuple[PeerId, ...]:
             live = tuple(self._swarm.other_trainers())
@@ -108,18 +115,21 @@ class Downloads:
 
         await self._downloader.fetch(blob, sources, deadline, wait_if_absent=False)
 
-    def cancel(self, portion: PartBlob) -> None:
-        """It is no longer wanted."""
-        self._requests.pop(portion, None)
+    def cancel(self, part_blob: PartBlob) -> None:
+        """Cancel a request."""
+        self._requests.pop(part_blob, None)
 
     def cancel_all(self) -> None:
-        """Nothing is wanted any more."""
+        """Cancel all requests."""
         self._requests.clear()
         self._relay_slots.clear()
 
     async def download_from_anyone(self, deadline: float, *blobs: Blob) -> None:
-        """All at once, the first ones first; the first error ends all. GoneError: nobody has one of them any more."""
-        # No TaskGroup: where one of its tasks fails, Python 3.11 leaves a cancel counted in ours for good.
+        """Download blobs concurrently, the first with priority; the first error ends all.
+
+        Raises GoneError if no peer has one of them any more.
+        """
+        # No TaskGroup: if one of its tasks fails, Python 3.11 leaves a cancellation counted in this task.
         fetches = [
             asyncio.create_task(
                 self._downloader.fetch(blob, self._swarm.other_trainers, deadline, turn, wait_if_absent=False),
@@ -132,47 +142,49 @@ class Downloads:
         finally:
             await cancel_and_wait(fetches)
 
-    def _current_sources(self, portion: PartBlob) -> tuple[PeerId, ...]:
-        wish = self._requests.get(portion)
-        if wish is None or not wish.sources:
+    def _current_sources(self, part_blob: PartBlob) -> tuple[PeerId, ...]:
+        request = self._requests.get(part_blob)
+        if request is None or not request.sources:
             return tuple(self._swarm.other_trainers())
-        asked = [*wish.sources, *wish.relays]
-        if self._clock() - wish.since >= EXTRA_SOURCES_AFTER_SECONDS:
-            # Python's hash has a salt of its own in each process: the same few at every look, others for other nodes.
-            asked += sorted(self._swarm.other_trainers(), key=lambda peer: hash((portion, peer)))[:MAX_EXTRA_SOURCES]
-        return tuple(peer for peer in dict.fromkeys(asked) if peer not in wish.unreachable)
+        candidates = [*request.sources, *request.relays]
+        if self._clock() - request.since >= EXTRA_SOURCES_AFTER_SECONDS:
+            # Python salts hashes per process: a node asks the same few every time, other nodes ask others.
+            candidates += sorted(self._swarm.other_trainers(), key=lambda peer: hash((part_blob, peer)))[
+                :MAX_EXTRA_SOURCES
+            ]
+        return tuple(peer for peer in dict.fromkeys(candidates) if peer not in request.unreachable)
 
     @contextmanager
-    def _relay_request(self, portion: PartBlob, seconds: float, owner_message: Signed | None) -> Iterator[None]:
-        """While inside, somebody is asked to carry what we cannot fetch ourselves."""
-        blob, wish = portion.blob, self._requests.get(portion)
-        if wish is None or not wish.sources or not wish.unreachable.issuperset(wish.sources):
+    def _relay_request(self, part_blob: PartBlob, seconds: float, owner_message: Signed | None) -> Iterator[None]:
+        """Ask relays, during the download, for a blob that no reachable peer has."""
+        blob, request = part_blob.blob, self._requests.get(part_blob)
+        if request is None or not request.sources or not request.unreachable.issuperset(request.sources):
             yield
             return
-        asking = asyncio.create_task(
-            self._request_relays(blob, wish, owner_message, seconds), name=f"carry {blob.name[:12]}"
+        relay_task = asyncio.create_task(
+            self._request_relays(blob, request, owner_message, seconds), name=f"relay {blob.name[:12]}"
         )
         try:
             yield
         finally:
-            asking.cancel()
+            relay_task.cancel()
 
     async def _request_relays(
         self, blob: Blob, request: _DownloadRequest, owner_message: Signed | None, seconds: float
     ) -> None:
         owner, faults = request.sources[0], list[str]()
-        for carrier in self._swarm.relay_candidates(owner)[:MAX_RELAYS]:
+        for relay in self._swarm.relay_candidates(owner)[:MAX_RELAYS]:
             if owner_message is None:
                 break
             try:
-                async with self._relay_slots[carrier]:
-                    await self._relays.request_relay(carrier, owner_message, blob.digest, seconds)
+                async with self._relay_slots[relay]:
+                    await self._relays.request_relay(relay, owner_message, blob.digest, seconds)
             except (UnreachableError, PeerFault) as error:
-                faults.append(f"{carrier}: {error}")
+                faults.append(f"{relay}: {error}")
             else:
-                return request.relays.append(carrier)
-        tried = "; ".join(faults) or "there is nobody to ask"
+                return request.relays.append(relay)
+        tried = "; ".join(faults) or "there is no relay to ask"
         self._errors.record_recovered(
-            "no relay", f"of blob {blob.name[:12]} of {owner}, which is asked now ({tried})"
+            "no relay", f"for blob {blob.name[:12]} of {owner}; asking the owner itself ({tried})"
         )
         request.unreachable = frozenset()

@@ -37,7 +37,7 @@ from protocol.consensus.events import Rejected, RequestEarlySubmit, Send, VoteRe
 
 
 class Effects:
-    """Hands each event of the inbox to the loop, runs the actions in order, and keeps the loop's timer."""
+    """Passes each event of the inbox to the loop, runs the actions in order, and keeps the loop's timer."""
 
     def __init__(
         self, loop: RoundLoop, inbox: Inbox, receiver: MessageReceiver, outbox: Outbox, round_effects: RoundEffects,
@@ -54,7 +54,7 @@ class Effects:
         inbox.attach(self)
 
     async def run(self) -> None:
-        """Take part in the run until its target is reached; raise a fault in our own code."""
+        """Take part in the run until its target is reached. Raises an error in our own code."""
         self._inbox.post(Started())
         try:
             await self._inbox.wait_until_ended()
@@ -62,7 +62,7 @@ class Effects:
             self._tasks.cancel_all()
 
     def stop(self) -> None:
-        """Take part no more, but answer peers that ask about decided rounds."""
+        """Leave the run, but still answer peers that ask about decided rounds."""
         self._inbox.post(Stopped())
         self._tasks.cancel_all()
 

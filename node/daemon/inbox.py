@@ -1,4 +1,4 @@
-"""Hand events to the round loop one by one, and check the messages of other peers before they become events."""
+"""Pass events to the round loop one by one, and verify peers' messages before they become events."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from protocol.murmur_pb2 import Signed
 
 logger = logging.getLogger(__name__)
 
-MAX_DECISION_REPLY_BYTES = 768 * 1024  # of one reply; what is more goes through the outbox
+MAX_DECISION_REPLY_BYTES = 768 * 1024  # in one reply; larger decisions go through the outbox
 
 
 class EventHandler(Protocol):
@@ -26,10 +26,10 @@ class EventHandler(Protocol):
 
 
 class Inbox:
-    """Queue events for one handler, and handle them at once unless one is being handled.
+    """Queues events for one handler, which handles them at once unless it is already handling one.
 
-    An event that comes about while another one is handled (a peer is found unreachable while a message is sent to it)
-    waits until all that follows from that one is done.
+    An event posted while another one is handled (a peer turns out unreachable during a send) waits until the actions of
+    that one are done.
     """
 
     def __init__(self) -> None:
@@ -51,29 +51,31 @@ class Inbox:
             while self._events:
                 self._handler.handle(self._events.popleft())
         except Exception as error:
-            logger.exception("the round loop broke")
+            logger.exception("the round loop failed")
             self.fail(error)
         finally:
             self._is_draining = False
             self._events.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Note a fault in our own code: the node ends with the first one."""
+        """Record an error in our own code; the node ends with the first one."""
         self._fault = self._fault or error
         self._ended.set()
 
     def end(self) -> None:
-        """Note that the run is over."""
+        """Record that the run is over."""
         self._ended.set()
 
     async def wait_until_ended(self) -> None:
-        """Return when the run is over; raise the first fault once there is one."""
+        """Wait until the run is over. Raises the first recorded error."""
         await self._ended.wait()
         if self._fault is not None:
             raise self._fault
 
 
 class MessageReceiver:
+    """Verifies the messages that peers deliver to one replica, and collects the replies."""
+
     def __init__(self, run_id: RunId, limits: ContributionLimits, inbox: Inbox, status: StatusReporter) -> None:
         self._run_id = run_id
         self._limits = limits
@@ -82,7 +84,7 @@ class MessageReceiver:
         self._reply: list[Signed] = []
 
     def receive(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
-        """Take messages that `sender` delivered, and return what it seems to lack.
+        """Verify and post the messages that `sender` delivered; return messages that it seems to lack.
 
         The sender need not have signed all of them.
         """
@@ -99,7 +101,7 @@ class MessageReceiver:
         return reply
 
     def answer(self, answer: Answer, outbox: Outbox) -> None:
-        """Reply in one piece if that is small enough; otherwise through the outbox."""
+        """Send a decision in the reply if it is small enough, else through the outbox."""
         if sum(signed.ByteSize() for signed in answer.messages) <= MAX_DECISION_REPLY_BYTES:
             self._reply += answer.messages
             return

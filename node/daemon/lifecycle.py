@@ -1,7 +1,7 @@
-"""The daemon: puts a node together, runs it to the run's target or to a signal, and takes it apart again.
+"""Run a node from its start until the run's target or a signal, and shut it down in order.
 
-Order of a start: claim the folder, load the newest checkpoint, open the transport, gossip, and only then take part.
-Order of an end: leave the directory (others stop counting on us), stop the trainer, save, close the transport.
+Start: lock the folder, load the newest checkpoint, open the transport, join the gossip, and only then take part.
+Shutdown: leave the directory (so that other peers stop waiting for us), stop the trainer, save, close the transport.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ LEAVE_SECONDS = 3.0
 PUBLISH_SECONDS = 1.0
 
 
-Beside = Callable[[Node], AbstractAsyncContextManager[None]]  # what a node does besides taking part
+Beside = Callable[[Node], AbstractAsyncContextManager[None]]  # runs next to the node, for example the page
 
 
 async def run_node(settings: NodeOptions, beside: Beside = lambda node: nullcontext()) -> None:
-    """Until the run's target is reached or SIGINT or SIGTERM comes; a second one ends the process at once.
+    """Run a node until its target, SIGINT or SIGTERM; a second signal ends the process at once.
 
     `beside` is entered once the node is on the network.
     """
@@ -48,7 +48,7 @@ async def run_node(settings: NodeOptions, beside: Beside = lambda node: nullcont
 
 @contextmanager
 def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
-    """The process is made ready to run for weeks, and the run's folder is its own while inside."""
+    """Prepare the process to run for weeks, and lock the run's folder."""
     raise_fd_limit()
     use_one_malloc_arena()
     with RunDir(settings.folder).lock(settings.manifest) as folder:
@@ -56,6 +56,8 @@ def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
 
 
 class Daemon:
+    """Runs one node in this process, from its start to its shutdown."""
+
     def __init__(self, settings: NodeOptions, folder: RunDir, beside: Beside) -> None:
         self._settings = settings
         self._folder = folder
@@ -64,16 +66,16 @@ class Daemon:
         self._signals = 0
 
     async def run(self) -> None:
-        torch.set_num_threads(1)  # the cores are the trainer's
+        torch.set_num_threads(1)  # leave the cores to the trainer
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled)
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_number, self._on_signal)
         async with AsyncExitStack() as stack:
-            at_work = stack.enter_context(start_workers())
+            workers = stack.enter_context(start_workers())
             loop.set_default_executor(ThreadPoolExecutor(1 + self._settings.thread_count, thread_name_prefix="disk"))
             node = Node(self._settings, self._folder, random.Random(os.urandom(16)))
             stack.push_async_callback(node.transport.stop)
-            await node.add_replica(self._settings.manifest, self._folder, at_work)
+            await node.add_replica(self._settings.manifest, self._folder, workers)
             await node.open()
             port = await stack.enter_async_context(serve_metrics(self._settings.metrics, node.metrics, node))
             enable_frequent_gc()
@@ -82,11 +84,11 @@ class Daemon:
             await stack.enter_async_context(self._beside(node))
             await self._take_part(node)
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         self._signals += 1
         if self._signals > 1:
-            os._exit(130)  # the trainer and p2pd die with us
-        logger.info("leaving; once more to leave at once")
+            os._exit(130)  # the trainer and p2pd exit with this process
+        logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
         self._stop.set()
 
     async def _take_part(self, node: Node) -> None:
@@ -100,49 +102,49 @@ class Daemon:
             failed = [task for task in (main, *background) if task.done()]
         finally:
             await cancel_and_wait((main, stopped))
-            await self._leave(node, _why(failed))
+            await self._leave(node, _first_error(failed))
             await cancel_and_wait(background)
         for task in failed:
             await task
 
     async def _main(self, node: Node) -> None:
-        """Take part until the target, and a while longer for the others."""
+        """Take part until the target, and stay a while for other peers."""
         await node.run_replicas()
         await self._linger(node)
 
     async def _linger(self, node: Node) -> None:
-        """Others may still need our blobs: stay until everyone has arrived, but not for ever."""
+        """Stay until all peers reach the target, at most LINGER_SECONDS: they may need our blobs."""
         try:
             async with asyncio.timeout(LINGER_SECONDS):
                 while not node.all_arrived():
                     await asyncio.sleep(0.2)
         except TimeoutError:
-            logger.info("leaving although not everyone has reached the target")
+            logger.info("leaving before all peers have reached the target")
 
-    async def _leave(self, node: Node, why: str) -> None:
-        """`why`: what ended the node, for whoever asks after it; empty: it was told to end."""
-        node.set_leaving(why)
+    async def _leave(self, node: Node, reason: str) -> None:
+        """Leave the run and stop; `reason` is the error that ended the node, empty after a signal."""
+        node.set_leaving(reason)
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await node.directory.leave()
         except TimeoutError:
-            logger.warning("not everyone could be told that we leave")
+            logger.warning("could not tell all peers that this node leaves")
         await node.finish()
         self._folder.write_final_status(node.status().model_dump_json())
 
     async def _publish(self, node: Node) -> None:
-        """Keep the changing fields of our record fresh; gossip carries them."""
+        """Update the changing fields of our peer record; gossip spreads them."""
         while True:
             node.publish_progress()
             await asyncio.sleep(PUBLISH_SECONDS)
 
 
-def _why(ended: Iterable[asyncio.Task[None]]) -> str:
-    """What the first that failed says of it; empty where none did."""
+def _first_error(ended: Iterable[asyncio.Task[None]]) -> str:
+    """Return the error of the first failed task; empty if none failed."""
     errors = (asyncio.CancelledError() if task.cancelled() else task.exception() for task in ended)
     return next((describe_error(error) for error in errors if error is not None), "")
 
 
 async def _forever(loop: Coroutine[Any, Any, None]) -> None:
     await loop
-    raise MurmurError("a background task of the node ended; see the log and start it again")
+    raise MurmurError("a background task of the node ended; see the log and restart the node")

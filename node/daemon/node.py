@@ -1,4 +1,4 @@
-"""What a node has once, however many things it trains: identity, transport, directory, services, metrics."""
+"""Build the parts that all replicas of a node share: identity, transport, directory, services, metrics."""
 
 import asyncio
 import random
@@ -33,13 +33,13 @@ from protocol.transport.transport import AddServicer, Transport, caller
 
 
 class Node:
-    """One process in a run. It trains with one replica today; without any, it only watches.
+    """One process in a run. It has one replica today; without any, it only watches.
 
-    All replicas share one directory, that of the node's own run (`options.manifest`): a pipeline peer's stages are
-    runs within that run. Services find the replica by the run id of a request.
+    All replicas share the directory of the node's own run (`options.manifest`): a pipeline peer's stages are runs
+    within that run. Services find the replica by the run id of a request.
     """
 
-    rendezvous: Rendezvous  # once it is open
+    rendezvous: Rendezvous  # set by `open`
 
     def __init__(self, options: NodeOptions, run_dir: RunDir, rng: random.Random) -> None:
         manifest = options.manifest
@@ -71,7 +71,7 @@ class Node:
         self.replicas: dict[RunId, Replica] = {}
 
     async def add_replica(self, manifest: Manifest, run_dir: RunDir, workers: Workers) -> Replica:
-        """Build a replica of that run from its folder; before `open`. Raises MurmurError."""
+        """Build a replica of a run from its folder. Call it before `open`. Raises MurmurError."""
         parts = NodeParts(
             options=self.options,
             identity=self.identity,
@@ -92,7 +92,7 @@ class Node:
         return replica
 
     async def open(self) -> None:
-        """Go on the network, and announce what this node trains. Raises TransportError."""
+        """Join the network and announce the replicas. Raises TransportError."""
         options, trains = self.options, bool(self.replicas)
         await self.transport.open(
             self._services(),
@@ -128,7 +128,7 @@ class Node:
         ]
 
     async def run_replicas(self) -> None:
-        """Return when all replicas have reached their targets; the first that fails ends all, with its reason."""
+        """Run all replicas until their targets; the first that fails ends all with its error."""
         running = [asyncio.create_task(replica.run(), name="replica") for replica in self.replicas.values()]
         try:
             await asyncio.gather(*running)
@@ -136,7 +136,7 @@ class Node:
             await cancel_and_wait(running)
 
     async def finish(self) -> None:
-        """Stop the trainers and save; the network stays. May be repeated."""
+        """Stop the trainers and save; the network stays open. May be repeated."""
         await asyncio.gather(*(replica.finish() for replica in self.replicas.values()))
 
     def set_leaving(self, reason: str) -> None:
@@ -145,7 +145,7 @@ class Node:
                 replica.status_reporter.set_phase("leaving", reason)
 
     def all_arrived(self) -> bool:
-        """Return whether every live trainer has as many rounds as we."""
+        """Return whether every live trainer has at least our rounds."""
         return all(replica.is_reached_by_all for replica in self.replicas.values())
 
     def publish_progress(self) -> None:

@@ -1,9 +1,9 @@
-"""What all peers of a run hold alike: the chain of commits, the anchor and the outer optimizer, always on the CPU.
+"""Hold the state that all peers of a run share: the chain, the anchor and the outer optimizer, always on the CPU.
 
-The outer update is computed here, in the daemon's process, on every machine in the same elementwise operations, so
-peers with different accelerators still hold the same bits. The state's serialized form (anchor, then the slots in the
-order of their names, raw little-endian fp32) is a blob: its digest proves agreement, and a newcomer can fetch it from
-everyone who agrees.
+The daemon computes the outer update in its own process, with the same elementwise operations on every machine, so peers
+with different accelerators have the same bits. The serialized state (anchor, then the slots in the order of their
+names, raw little-endian fp32) is a blob: its digest proves agreement, and a new peer can download it from every peer
+that agrees.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SignedContributions = tuple[SignedMessage[Contribution], ...]
 
 
 class BlobAccess(Protocol):
-    """Where blobs lie: on disk or in memory, or in the simulator's."""
+    """A store of blobs on disk or in memory; the simulator has its own."""
 
     def put_in_memory(self, data: Bytes) -> Blob: ...
 
@@ -47,7 +47,10 @@ class BlobAccess(Protocol):
 
 @dataclass(frozen=True)
 class OuterState:
-    """Never changed in place. `slots` by name, each flat fp32, of the anchor's size but for the method's numbers."""
+    """The anchor and the slots of the outer optimizer; immutable.
+
+    Slots are flat fp32 by name, of the anchor's size except for the method's scalars.
+    """
 
     anchor: Tensor
     slots: Mapping[str, Tensor]
@@ -58,126 +61,134 @@ class OuterState:
         return cls(anchor, {name: torch.zeros(size) for name, size in sizes.items()})
 
     def shared_vectors(self, method: Method) -> list[Tensor]:
-        """What a trainer adopts: the anchor and those of its own vectors that are agreed too."""
+        """Return the vectors that a trainer applies: the anchor, and its own vectors that are shared too."""
         return [self.anchor, *(self.slots[name] for name in method.signal.shared_names[1:])]
 
     def byte_views(self) -> list[memoryview]:
-        """Its bytes, vector by vector, not copied."""
+        """Return the serialized bytes, vector by vector, without a copy."""
         vectors = [self.anchor, *(self.slots[name] for name in sorted(self.slots))]
         return [vector.numpy().data for vector in vectors]
 
     @classmethod
     def from_bytes(cls, raw: bytearray, numel: int, method: Method) -> "OuterState":
-        """Raises MalformedError on a wrong size or a number that is not finite."""
+        """Parse a state. Raises MalformedError for a wrong size or a value that is not finite."""
         names = method.slots
         if len(raw) != state_bytes(numel, method):
-            raise MalformedError(f"a state of {len(raw)} bytes, {state_bytes(numel, method)} are expected")
+            raise MalformedError(f"the state has {len(raw)} bytes instead of {state_bytes(numel, method)}")
         sizes = [numel, *(method.slot_numel(name, numel) for name in names)]
         vectors = torch.split(torch.frombuffer(raw, dtype=torch.float32), sizes)
         if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
-            raise MalformedError("a state that is not finite")
+            raise MalformedError("the state is not finite")
         return cls(vectors[0], dict(zip(names, vectors[1:], strict=True)))
 
 
 def state_bytes(numel: int, method: Method) -> int:
-    """Size of the serialized state."""
+    """Return the size of the serialized state in bytes."""
     return FLOAT_BYTES * (numel + sum(method.slot_numel(name, numel) for name in method.slots))
 
 
 def blobs_to_apply(commit: Commit, signed_contributions: SignedContributions) -> tuple[Blob, ...]:
-    """What it takes to apply this share of a commit."""
+    """Return the blobs needed to apply these contributions of a commit."""
     return commit.parts or tuple(entry.body.parts[0] for entry in signed_contributions)
 
 
 class RoundCompute:
-    """The arithmetic on blobs that one round asks for. Every method may take long: call it in a worker thread.
+    """The computations on blobs for a round. Every method may take long: call it in a worker thread.
 
-    `decay`: what is left of the run's learning rate at a local step, as a share of 1.
+    `rate_decay` maps a local step to the fraction of the run's learning rate that is left.
     """
 
-    def __init__(self, program: RoundPlanner, store: BlobAccess, rate_decay: Callable[[int], float]) -> None:
-        self._program = program
-        self._merger = Aggregator(program)
+    def __init__(self, planner: RoundPlanner, store: BlobAccess, rate_decay: Callable[[int], float]) -> None:
+        self._planner = planner
+        self._aggregator = Aggregator(planner)
         self._store = store
         self._rate_decay = rate_decay
-        self._decoded: dict[tuple[Digest, int, int], SparseVector] = {}  # messages of the open round
+        self._decoded: dict[tuple[Digest, int, int], SparseVector] = {}  # contributions to the open round
 
     def check_part(self, blob: Blob, round_number: int, part: int) -> None:
-        """Raises MalformedError unless the blob is a well-formed payload of that part."""
+        """Check that a blob is a well-formed payload of a part. Raises MalformedError."""
         try:
-            vector = self._merger.decode_part(round_number, self._store.view(blob.digest), part)
+            vector = self._aggregator.decode_part(round_number, self._store.view(blob.digest), part)
         except OptimError as error:
             raise MalformedError(f"a payload does not decode: {error}") from error
         if isinstance(vector, SparseVector):
             self._cache_decoded((blob.digest, round_number, part), vector)
 
     def reduce_part(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
-        """One part of every contribution, summed in this order and encoded once. Raises MalformedError."""
+        """Sum one part of all contributions, in their order, and encode it once. Raises MalformedError."""
         try:
             payloads = [self._payload(contribution.parts[part], round_number, part) for contribution in contributions]
-            reduced = self._merger.reduce_part(round_number, part, payloads, self._weights(round_number, contributions))
+            reduced = self._aggregator.reduce_part(
+                round_number, part, payloads, self._weights(round_number, contributions)
+            )
         except OptimError as error:
             raise MalformedError(f"a contribution does not decode: {error}") from error
         return self._store.put_in_memory(reduced)
 
     def apply_commit(self, state: OuterState, commit: Commit, signed_contributions: SignedContributions) -> OuterState:
-        """The state after a commit. `share`: what of it is applied here, its blobs all in the store; none leaves the
-        state as it is. Raises MalformedError."""
+        """Return the state after a commit. Raises MalformedError.
+
+        `signed_contributions` are those applied here, with all blobs in the store; without any, the state is unchanged.
+        """
         if not signed_contributions:
             return state
-        number, contributions = commit.round, [statement.body for statement in signed_contributions]
+        round_number, contributions = commit.round, [signed.body for signed in signed_contributions]
         memory = {AGGREGATION_STATE: clone(state.slots[AGGREGATION_STATE])} if AGGREGATION_STATE in state.slots else {}
         try:
             payloads = [
-                self._payload(blob, number, part if commit.parts else 0)
+                self._payload(blob, round_number, part if commit.parts else 0)
                 for part, blob in enumerate(blobs_to_apply(commit, signed_contributions))
             ]
-            weights = self._weights(number, contributions)
-            merged = self._merger.merge(number, payloads, weights, memory.get(AGGREGATION_STATE))
+            weights = self._weights(round_number, contributions)
+            merged = self._aggregator.merge(round_number, payloads, weights, memory.get(AGGREGATION_STATE))
         except OptimError as error:
-            raise MalformedError(f"the commit of round {number} does not decode: {error}") from error
-        plan, decay = self._program.plan(number), self._rate_decay(self._program.steps_before(number))
+            raise MalformedError(f"the commit of round {round_number} does not decode: {error}") from error
+        plan, decay = self._planner.plan(round_number), self._rate_decay(self._planner.steps_before(round_number))
         slots = {**state.slots, **memory}
-        anchor, slots = self._program.apply_outer_step(plan, state.anchor, slots, merged, decay, weights)
+        anchor, slots = self._planner.apply_outer_step(plan, state.anchor, slots, merged, decay, weights)
         self._decoded.clear()
         return OuterState(anchor, slots)
 
     def step_scale(self, state: OuterState, round_number: int, signed_contributions: SignedContributions) -> float:
-        """Of a whole step, that the round made by which `state` came about."""
-        usual = state.slots.get(REFERENCE_WEIGHT)
-        if usual is None or not signed_contributions:
+        """Return the fraction of a full outer step that the round which led to `state` made."""
+        reference_weight = state.slots.get(REFERENCE_WEIGHT)
+        if reference_weight is None or not signed_contributions:
             return 1.0
-        return compute_step_scale(self._weights(round_number, [entry.body for entry in signed_contributions]), usual)
+        return compute_step_scale(
+            self._weights(round_number, [entry.body for entry in signed_contributions]), reference_weight
+        )
 
     def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:
-        """As `check` has read it, where there was room to keep that."""
+        """Return the vector that `check_part` decoded if it is cached, else the blob."""
         known = self._decoded.get((blob.digest, round_number, part))
         return self._store.view(blob.digest) if known is None else known
 
     def _cache_decoded(self, key: tuple[Digest, int, int], vector: SparseVector) -> None:
-        """Until the round is applied, or another one is open; in no more memory than one dense message takes."""
-        self._decoded = {known: its_vector for known, its_vector in self._decoded.items() if known[1] == key[1]}
-        if sum(known.nbytes for known in self._decoded.values()) + vector.nbytes <= FLOAT_BYTES * self._program.numel:
+        """Cache a vector until its round is applied or another opens, within the size of one dense contribution."""
+        self._decoded = {cached: value for cached, value in self._decoded.items() if cached[1] == key[1]}
+        if sum(cached.nbytes for cached in self._decoded.values()) + vector.nbytes <= FLOAT_BYTES * self._planner.numel:
             self._decoded[key] = vector
 
     def _weights(self, round_number: int, contributions: Sequence[Contribution]) -> list[float]:
-        rule = self._program.plan(round_number).method.aggregate
+        rule = self._planner.plan(round_number).method.aggregate
         return [rule.weigh(contribution.tokens, contribution.age) for contribution in contributions]
 
     def lend_state(self, state: OuterState) -> Blob:
-        """Let others fetch the state, from where it lies."""
+        """Make the state available for download, without a copy."""
         return self._store.lend(*state.byte_views())
 
     def load_state(self, blob: Blob) -> OuterState:
         raw = self._store.read(blob.digest)
         own = raw if isinstance(raw, bytearray) else bytearray(raw)
-        return OuterState.from_bytes(own, self._program.numel, self._program.method)
+        return OuterState.from_bytes(own, self._planner.numel, self._planner.method)
 
 
 @dataclass(frozen=True)
 class SpeculativeState:
-    """A state that is being computed before it is certain that it will be wanted: None where that cannot be done.
-    `content`: what the commit decides, whoever may propose it."""
+    """A state computed before its commit is decided; the task returns None if it cannot be computed.
+
+    `content_digest` is that of the commit's content, which is the same for every proposer.
+    """
 
     before: OuterState
     content_digest: Digest
@@ -193,7 +204,7 @@ class SpeculativeState:
 
 
 class ReplicatedState:
-    """Where this peer stands: `state` belongs to the head of `chain`, `blob` is the state's name."""
+    """The chain and the outer state of one replica; `state` belongs to the head of `chain`, `blob` names it."""
 
     def __init__(
         self,
@@ -212,16 +223,18 @@ class ReplicatedState:
         self._speculative: SpeculativeState | None = None
 
     def speculate(self, commit: Commit, signed_contributions: SignedContributions) -> None:
-        """Begin with what `after` will be asked for, while others have still to agree on it. Of two that are foreseen
-        the later one counts: what has been asked for last is what can still be decided. The same may come again, as a
-        proposal and in a later view."""
+        """Start to compute the state after a commit that is not decided yet.
+
+        A later commit replaces an earlier one, because only the last proposal can still be decided. The same commit may
+        come again, as a proposal and in a later view.
+        """
         if self._speculative and self._speculative.matches(self.state, commit, signed_contributions):
             return
         self._drop_speculative()
-        work = asyncio.create_task(
-            self._compute_speculatively(self.state, commit, signed_contributions), name="foresee"
+        task = asyncio.create_task(
+            self._compute_speculatively(self.state, commit, signed_contributions), name="speculative commit"
         )
-        self._speculative = SpeculativeState(self.state, commit.content_digest, signed_contributions, work)
+        self._speculative = SpeculativeState(self.state, commit.content_digest, signed_contributions, task)
 
     def _drop_speculative(self) -> None:
         if self._speculative is not None:
@@ -231,7 +244,7 @@ class ReplicatedState:
     async def _compute_speculatively(
         self, state: OuterState, commit: Commit, signed_contributions: SignedContributions
     ) -> OuterState | None:
-        with suppress(PeerFault, MissingFileError, StorageError):  # whoever wants it for certain will hear why
+        with suppress(PeerFault, MissingFileError, StorageError):  # `compute_next` will raise it
             computed: OuterState = await self._run_in_thread(
                 self._compute.apply_commit, state, commit, signed_contributions
             )
@@ -241,28 +254,28 @@ class ReplicatedState:
     async def compute_next(
         self, commit: SignedMessage[Commit], signed_contributions: SignedContributions
     ) -> OuterState:
-        """The state that a commit leads to. The blobs of `share` must be in the store; nothing changes here yet.
+        """Return the state after a commit, whose blobs must be in the store; nothing changes yet.
 
         Raises StaleError or MalformedError.
         """
         self.chain.head_after([commit])
-        foreseen, self._speculative = self._speculative, None
+        speculative, self._speculative = self._speculative, None
         if (
-            foreseen
-            and foreseen.matches(self.state, commit.body, signed_contributions)
-            and (known := await foreseen.task)
+            speculative
+            and speculative.matches(self.state, commit.body, signed_contributions)
+            and (computed := await speculative.task)
         ):
-            return known
+            return computed
         state: OuterState = await self._run_in_thread(
             self._compute.apply_commit, self.state, commit.body, signed_contributions
         )
         return state
 
     async def advance(self, commit: SignedMessage[Commit], state: OuterState) -> None:
-        """Go to the state that `after` has computed; head, state and blob change together.
+        """Replace the state by one from `compute_next`; head, state and blob change together.
 
-        It is a step of its own because to name a state takes as long as to read all of it, and a trainer need not wait
-        for that, nor any round on this machine. Raises StaleError, and nothing changes.
+        This is separate from `compute_next` because hashing a state reads all of it, and neither the trainer nor a
+        round on this machine needs to wait for that. Raises StaleError without any change.
         """
         blob = await self._run_at_low_priority(self._compute.lend_state, state)
         self.chain.append(commit)
@@ -270,12 +283,15 @@ class ReplicatedState:
         self.blob = blob
 
     def step_scale(self, commit: Commit, signed_contributions: SignedContributions) -> float:
-        """Of a whole step, that the last round made."""
+        """Return the fraction of a full outer step that the last round made."""
         return self._compute.step_scale(self.state, commit.round, signed_contributions)
 
     async def install_state(self, head: ChainHead, blob: Blob, commits: Sequence[SignedMessage[Commit]]) -> None:
-        """Another chain: its head, its state (in the store) and commits of it that follow one another; they are kept
-        where they lead to its head. MalformedError: nothing has changed."""
+        """Switch to the head and the state (in the store) of another chain.
+
+        The chain keeps `commits`, which are consecutive, if they lead to its head. Raises MalformedError without any
+        change.
+        """
         state = await self._run_in_thread(self._compute.load_state, blob)
         self._drop_speculative()
         self.chain.switch_to(head, commits if commits and commits[-1].body.round == head.round - 1 else ())

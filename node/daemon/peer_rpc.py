@@ -1,11 +1,11 @@
-"""Calls to another node's daemon. What goes wrong comes back as UnreachableError or PeerFault, nothing else.
+"""Call other nodes' daemons, and send messages to peers: one bounded queue and one worker per peer.
 
-Carries round statements to other peers: one bounded queue and one worker a peer, so that nobody waits for anybody.
+Failed calls raise UnreachableError or PeerFault, nothing else.
 
-Statements are idempotent at the receiver, and the round machine repeats what matters. A batch that cannot be delivered
-is tried again with growing pauses; then the peer is reported as unreachable and all that waits for it is dropped. A
-batch that is refused is dropped alone: whoever refuses is there. Replies may carry statements that we seem to lack.
-A worker lives only while something waits for its peer, so peers that come and go leave nothing behind.
+Messages are idempotent at the receiver, and the round machine repeats the important ones. The outbox retries a batch
+that cannot be delivered, with growing pauses; then it reports the peer as unreachable and drops its queue. It drops a
+rejected batch alone, because the peer is alive. Replies may have messages that we seem to lack. A worker exists only
+while its peer's queue is not empty, so peers that come and go leave nothing behind.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from protocol.replies import Reply, require_reply
 
 # A decision comes with the acknowledgements of a majority; the bytes are bounded by the transport.
 MAX_REPLY_MESSAGES = 1024
-MAX_DETAIL_CHARACTERS = 200  # characters of what a peer says of its refusal
+MAX_DETAIL_CHARACTERS = 200  # of a peer's error text
 CHAIN_SECONDS = 10.0
-IDLE_CHANNEL_SECONDS = 1.0  # for an answer by a direct connection that may have died unnoticed
+IDLE_CHANNEL_SECONDS = 1.0  # for a reply on a direct connection that may be dead
 REFUSAL_CODES = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -44,7 +44,7 @@ ChannelTo = Callable[[PeerId], grpc.aio.Channel]
 
 
 class PeerChannels(Protocol):
-    """How calls go to a peer."""
+    """The channels to a peer."""
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
     def idle_channel(self, peer: PeerId) -> AbstractContextManager[Any]: ...  # a channel, or None
@@ -54,16 +54,16 @@ class PeerChannels(Protocol):
 async def deliver(
     run_id: RunId, channels: PeerChannels, peer: PeerId, messages: Sequence[Signed], seconds: float
 ) -> Iterable[Signed]:
-    """Bring statements to a peer, in so many seconds; returns what it thinks we lack."""
+    """Deliver messages to a peer within `seconds`; return the messages that it thinks we lack."""
     request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=messages), asyncio.get_running_loop().time
-    ends = clock() + seconds
+    deadline = clock() + seconds
 
-    async def by(channel: Any, seconds: float) -> DeliverReply:
+    async def call(channel: Any, seconds: float) -> DeliverReply:
         return await await_reply(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
 
-    reply = await _call_by_best_channel(channels, peer, by, lambda: ends - clock())
+    reply = await _call_by_best_channel(channels, peer, call, lambda: deadline - clock())
     if len(reply.statements) > MAX_REPLY_MESSAGES:
-        raise LimitError(f"{peer} answers with {len(reply.statements)} statements")
+        raise LimitError(f"{peer} replied with {len(reply.statements)} messages; at most {MAX_REPLY_MESSAGES}")
     return list(reply.statements)
 
 
@@ -73,9 +73,12 @@ async def _call_by_best_channel(
     call: Callable[[Any, float], Awaitable[Reply]],
     seconds_left: Callable[[], float],
 ) -> Reply:
-    """By a direct connection that has nothing to do, as libp2p costs more than a small call; by libp2p, where that does
-    not answer soon; and as a round need not wait for a dial that libp2p puts off, or for a p2pd that is being started
-    again, by a direct connection that may be busy."""
+    """Make a call by the cheapest channel that works.
+
+    First an idle direct connection, because libp2p costs more than a small call. Then libp2p, if that does not answer
+    soon. At last a direct connection that may be busy, so that a round need not wait for a dial that libp2p delays or
+    for a p2pd that is restarting.
+    """
     with channels.idle_channel(peer) as direct:
         if direct is not None:
             with suppress(UnreachableError):
@@ -90,7 +93,7 @@ async def _call_by_best_channel(
 
 
 async def request_chain(run_id: RunId, channel: ChannelTo, peer: PeerId, after_round: int) -> ChainReply:
-    """Its head, the name of its state, and its commits after that round, as far as it has them."""
+    """Request a peer's head, the blob of its state, and its commits after `after_round`."""
     request = ChainRequest(run=bytes.fromhex(run_id), after_round=after_round)
     return await await_reply(peer, lambda: RoundsStub(channel(peer)).Chain(request, timeout=CHAIN_SECONDS))
 
@@ -98,13 +101,13 @@ async def request_chain(run_id: RunId, channel: ChannelTo, peer: PeerId, after_r
 async def request_relay(
     run_id: RunId, channel: ChannelTo, peer: PeerId, message: Signed, digest: bytes, seconds: float
 ) -> None:
-    """Have the peer fetch a blob that the statement names; it has it when this returns."""
+    """Request that a peer fetches a blob named in `message`; it has the blob when this returns."""
     request = CarryRequest(run=bytes.fromhex(run_id), statement=message, digest=digest)
     await await_reply(peer, lambda: CarriersStub(channel(peer)).Carry(request, timeout=seconds))
 
 
 class PeerRpc:
-    """The calls of one run, on the channels of the node."""
+    """The calls of one run over the channels of the node."""
 
     def __init__(self, run_id: RunId, channels: PeerChannels) -> None:
         self._run_id = run_id
@@ -118,21 +121,21 @@ class PeerRpc:
 
 
 async def await_reply(peer: PeerId, call: Callable[[], Awaitable[Reply | None]]) -> Reply:
-    """What a call of ours to that peer comes to."""
+    """Return the reply of a call to a peer. Raises UnreachableError, or PeerFault for a refusal."""
     task = asyncio.current_task()
     assert task is not None
-    before = task.cancelling()  # of earlier times: who catches a cancel may leave it counted
+    before = task.cancelling()  # a task that caught a cancellation before may still count it
     try:
         return require_reply(await call())
     except grpc.aio.AioRpcError as error:
         reason = f"{error.code().name.lower()}: {(error.details() or '')[:MAX_DETAIL_CHARACTERS]}"
         if error.code() in REFUSAL_CODES:
-            raise LimitError(f"{peer} refuses the call ({reason})") from error
+            raise LimitError(f"{peer} refused the call ({reason})") from error
         raise UnreachableError(f"{peer} does not answer ({reason})") from error
     except grpc.aio.UsageError as error:
         raise UnreachableError(f"the channel to {peer} is closed") from error
     except asyncio.CancelledError as cancelled:
-        # A call ends as cancelled, too, when its channel is closed under it because the peer counts as gone.
+        # A call is also cancelled when its channel is closed because the peer counts as gone.
         if task.cancelling() > before:
             raise
         raise UnreachableError(f"the channel to {peer} was closed") from cancelled
@@ -142,30 +145,30 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 256
 MAX_BATCH_MESSAGES = 16
-MAX_BATCH_BYTES = 768 * 1024  # of statements; one call takes 1 MiB
+MAX_BATCH_BYTES = 768 * 1024  # of messages; one call takes 1 MiB
 CALL_SECONDS = 5.0
 RETRY_DELAYS = (0.1, 0.4, 1.0)
 
 
 class MessageDelivery(Protocol):
     async def deliver(self, peer: PeerId, messages: Sequence[Signed], seconds: float) -> Iterable[Signed]:
-        """Bring messages to a peer and return its reply. UnreachableError: it did not answer; PeerFault: it refused."""
+        """Deliver messages and return the reply. Raises UnreachableError, or PeerFault for a refusal."""
 
 
 class MessageSink(Protocol):
     def receive(self, sender: PeerId, messages: Iterable[Signed]) -> object:
-        """Take the messages with which a peer replied."""
+        """Handle the messages in a peer's reply."""
 
 
 class SuspicionSink(Protocol):
     def suspect(self, peer: PeerId, reason: str) -> None:
-        """Take note that a peer cannot be reached."""
+        """Record that a peer cannot be reached."""
 
 
 class Outbox:
-    """Sends messages to peers, in batches and in order; each peer has a queue and a worker of its own.
+    """Sends messages to peers, in batches and in order; each peer has its own queue and worker.
 
-    Replies go to `receiver`, peers that are given up to `directory`.
+    Replies go to `receiver`, unreachable peers to `directory`.
     """
 
     def __init__(
@@ -187,19 +190,19 @@ class Outbox:
     def send(self, peers: Iterable[PeerId], message: Signed) -> None:
         size = message.ByteSize()
         if size > MAX_BATCH_BYTES:
-            line = f"a {message.kind} statement of {size} bytes is not sent: no call takes it"
+            line = f"a {message.kind} message of {size} bytes is too large for a call"
             return self._errors.record_recovered("not delivered", line)
         for peer in peers:
-            waiting = self._queues.setdefault(peer, deque())
-            if len(waiting) >= MAX_QUEUED:
-                self._give_up(peer, "does not take its post")
+            queue = self._queues.setdefault(peer, deque())
+            if len(queue) >= MAX_QUEUED:
+                self._give_up(peer, "its queue is full")
                 continue
-            waiting.append(message)
+            queue.append(message)
             if peer not in self._workers:
-                self._start_worker(peer, waiting)
+                self._start_worker(peer, queue)
 
     def drop_peer(self, peer: PeerId) -> None:
-        """Drop what waits for a peer that is gone."""
+        """Drop the queue of a peer that is gone."""
         self._queues.pop(peer, deque()).clear()
         worker = self._workers.pop(peer, None)
         if worker is not None:
@@ -212,7 +215,7 @@ class Outbox:
         await asyncio.gather(*workers, return_exceptions=True)
 
     def _start_worker(self, peer: PeerId, queue: deque[Signed]) -> None:
-        worker = asyncio.create_task(self._drain_queue(peer, queue), name=f"post to {peer}")
+        worker = asyncio.create_task(self._drain_queue(peer, queue), name=f"outbox to {peer}")
         self._workers[peer] = worker
         worker.add_done_callback(partial(self._on_worker_done, peer))
 
@@ -221,13 +224,13 @@ class Outbox:
             del self._workers[peer]
             self._queues.pop(peer, None)
         if not worker.cancelled() and (error := worker.exception()) is not None:
-            logger.error("the post to %s broke", peer, exc_info=error)
+            logger.error("the outbox to %s failed", peer, exc_info=error)
             self._faults.fail(error)
 
     async def _drain_queue(self, peer: PeerId, queue: deque[Signed]) -> None:
         while queue:
             await self._deliver_batch(peer, _take_batch(queue))
-        # Here, not when the task has ended: what is sent in between would find a worker that looks no more.
+        # Not in `_on_worker_done`: a message sent in between would be queued for a worker that has ended.
         if self._queues.get(peer) is queue:
             del self._queues[peer], self._workers[peer]
 
@@ -240,22 +243,22 @@ class Outbox:
             except UnreachableError as error:
                 fault = str(error)
             except PeerFault as refusal:
-                self._errors.record_recovered("not accepted", f"{peer} refused {len(batch)} statements: {refusal}")
+                self._errors.record_recovered("not accepted", f"{peer} refused {len(batch)} messages: {refusal}")
                 return
             if pause is not None:
                 await asyncio.sleep(pause)
         self._give_up(peer, fault, len(batch))
 
     def _give_up(self, peer: PeerId, reason: str, tried: int = 0) -> None:
-        """`tried`: statements that no longer wait, and did not arrive."""
+        """Drop the queue of a peer and report it as unreachable; `tried` more messages were not delivered."""
         dropped = tried + len(self._queues.get(peer, ()))
-        self._errors.record_recovered("not delivered", f"gave up {dropped} statements for {peer}: {reason}")
+        self._errors.record_recovered("not delivered", f"dropped {dropped} messages for {peer}: {reason}")
         self.drop_peer(peer)
         self._directory.suspect(peer, reason)
 
 
 def _take_batch(queue: deque[Signed]) -> list[Signed]:
-    """As many from the front as one call may carry, at least one."""
+    """Remove and return the first messages of a queue that fit in one call, at least one."""
     batch = [queue.popleft()]
     size = batch[0].ByteSize()
     while queue and len(batch) < MAX_BATCH_MESSAGES and size + queue[0].ByteSize() <= MAX_BATCH_BYTES:

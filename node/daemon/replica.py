@@ -1,4 +1,4 @@
-"""What a node has for each thing that it trains: method, state, round loop, contributions, checkpoints, trainer."""
+"""Build one replica of a node: its method, state, round loop, contributions, checkpoints and trainer."""
 
 import asyncio
 import logging
@@ -78,15 +78,15 @@ from protocol.transport.transport import Transport
 logger = logging.getLogger(__name__)
 
 VALIDATION_TOKENS = 16_384
-SLOW_COMPILE_SECONDS = 5.0  # a start that takes no longer found its loops compiled
-STORE_STATES = 16  # states whose blobs may be in the store
+SLOW_COMPILE_SECONDS = 5.0  # a shorter warm-up found the kernels compiled
+STORE_STATES = 16  # size of the store, in states
 STORE_EXTRA_BYTES = 1 << 30
 MAX_TOKENS = 1 << 40  # of one contribution
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeParts:
-    """What all replicas of a node share."""
+    """The parts that all replicas of a node share."""
 
     options: NodeOptions
     identity: Identity
@@ -103,16 +103,16 @@ class NodeParts:
 
 
 class Replica:
-    """One run that this node trains, in a folder of its own. It shares the parts of `node` with other replicas."""
+    """One run that this node trains, in its own folder; it shares `node` with other replicas."""
 
     @classmethod
     async def build(cls, node: NodeParts, manifest: Manifest, run_dir: RunDir) -> "Replica":
-        """Load what the folder has. Raises MurmurError."""
+        """Build a replica from its folder. Raises MurmurError."""
         planner = build_program(manifest)
         began = time.monotonic()
         await node.workers.compute(warm_up, planner.method)
         if time.monotonic() - began > SLOW_COMPILE_SECONDS:
-            logger.info("compiled what rounds compute with, once for this machine")
+            logger.info("compiled the kernels of this run, once for this machine")
         return cls(node, manifest, run_dir, planner)
 
     def __init__(self, node: NodeParts, manifest: Manifest, run_dir: RunDir, planner: RoundPlanner) -> None:
@@ -139,7 +139,7 @@ class Replica:
         self.status_reporter.set_head(self.replicated.chain.head, self.replicated.blob.digest)
 
     def _restore(self) -> None:
-        """Build the state, and the contributions that are on their way, from the newest checkpoint."""
+        """Restore the state and the pending contribution from the newest checkpoint."""
         saved = self._load_checkpoint()
         self._contribution_file = ContributionFile(self._run_dir.contribution_file)
         self._contributions = restore_contributions(
@@ -165,7 +165,7 @@ class Replica:
         return saved
 
     def _connect(self) -> None:
-        """Build what talks to the peers of the run."""
+        """Build the components that communicate with the peers of the run."""
         node, status = self._node, self.status_reporter
         self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng)
         self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
@@ -281,27 +281,27 @@ class Replica:
         )
 
     def announce(self) -> None:
-        """Tell the peers of the run, once the node is on the network, and listen to them."""
+        """Announce our head to the peers of the run and follow theirs; call it on the network."""
         self.swarm_view.announce_head(self.replicated.chain.head, self.replicated.blob.digest)
         self._node.directory.subscribe(self)
         self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
 
     async def run(self) -> None:
-        """Take part until the target; a trainer that fails for good ends it with its reason."""
-        part = asyncio.create_task(self.effects.run())
+        """Take part until the target. Raises the error of a trainer that cannot be restarted."""
+        rounds = asyncio.create_task(self.effects.run())
         failure = asyncio.create_task(self.trainer.wait_finished())
         try:
-            await asyncio.wait({part, failure}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (part, failure):
+            await asyncio.wait({rounds, failure}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (rounds, failure):
                 if task.done():
                     await task
         finally:
-            await cancel_and_wait((part, failure))
+            await cancel_and_wait((rounds, failure))
         await self.finish()
         self.status_reporter.set_phase("done", "the target is reached")
 
     async def finish(self) -> None:
-        """Stop the trainer and save; may be repeated, and goes on when a caller is cancelled."""
+        """Stop the trainer and save. May be repeated; continues if a caller is cancelled."""
         if self._finishing is None:
             self._finishing = asyncio.create_task(self._finish(), name="finish")
         await asyncio.shield(self._finishing)
@@ -314,7 +314,7 @@ class Replica:
 
     @property
     def is_reached_by_all(self) -> bool:
-        """Return whether every live trainer has as many rounds as we."""
+        """Return whether every live trainer has at least our rounds."""
         return self.swarm_view.all_have_round(self.replicated.chain.round)
 
     def on_trainer_message(self, message: FromTrainer) -> None:
@@ -366,12 +366,12 @@ class Replica:
 
 
 def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> ContributionLimits:
-    """Return the bounds within which every contribution to the run must be."""
+    """Return the limits that every contribution to the run must keep."""
     shapes = shape_table(manifest.model).hash()
     return ContributionLimits(manifest.method.recipe, shapes, planner.max_parts, MAX_TOKENS, planner.max_part_bytes)
 
 
 def max_store_bytes(planner: RoundPlanner) -> int:
-    """Return the bytes that the blobs of a run may take on disk."""
+    """Return the most bytes that the blobs of a run may take on disk."""
     states = STORE_STATES * state_bytes(planner.numel, planner.method)
     return states + MAX_CONTRIBUTIONS * planner.max_contribution_bytes + STORE_EXTRA_BYTES

@@ -1,4 +1,4 @@
-"""Carry out what an open round asks for: download, check and reduce blobs, and persist votes."""
+"""Carry out the actions of an open round: download, check and reduce blobs, and persist votes."""
 
 import asyncio
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ class RoundTools:
 
 
 class RoundEffects:
+    """Carries out the actions of the open round of one replica."""
+
     def __init__(self, inbox: Inbox, status: StatusReporter, tools: RoundTools) -> None:
         self._inbox = inbox
         self._status = status
@@ -55,7 +57,7 @@ class RoundEffects:
         try:
             await asyncio.to_thread(self._write_vote, vote)
         except StorageError as error:
-            self._inbox.fail(error)  # a person has to act on it
+            self._inbox.fail(error)  # the user has to act on it
             return
         self._inbox.post(VotePersisted())
 
@@ -65,14 +67,14 @@ class RoundEffects:
         self._tools.vote_log.save(vote)
 
     async def _fetch(self, action: FetchBlob) -> None:
-        """Try until the blob is here and good, or the round closes (which cancels this)."""
-        name, number, downloads = action.part_blob.blob.name[:12], action.round, self._tools.downloads
+        """Retry until the blob is complete and well-formed, or the round closes (which cancels this)."""
+        name, round_number, downloads = action.part_blob.blob.name[:12], action.round, self._tools.downloads
         try:
             while not await self._has_arrived(action):
-                self._status.record_recovered("blob late", f"round {number} still wants blob {name}")
+                self._status.record_recovered("blob late", f"round {round_number} still needs blob {name}")
                 await asyncio.sleep(RETRY_SECONDS)
         except (PeerFault, StorageError) as error:
-            line = f"round {number} goes on here without blob {name}: {error}"
+            line = f"round {round_number} continues here without blob {name}: {error}"
             self._status.record_recovered("blob missing", line)
             downloads.cancel(action.part_blob)
             return
@@ -84,7 +86,7 @@ class RoundEffects:
         try:
             await tools.downloads.download(action.part_blob, action.seconds, action.owner_message, action.priority)
             await tools.run_in_thread(tools.compute.check_part, blob, action.round, part)
-        except (UnreachableError, MissingFileError):  # or it was damaged on our disk, and is removed
+        except (UnreachableError, MissingFileError):  # or it was damaged on our disk and removed
             return False
         return True
 

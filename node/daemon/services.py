@@ -1,11 +1,10 @@
-"""The calls that other peers make to a node: each names a run, and the replica of that run answers.
+"""Serve the calls of other peers; each names a run, and the replica of that run answers.
 
-All messages that a peer delivers are checked at once, signature by signature, and everything else waits meanwhile: a
-roster of a thousand takes a fifth of a second. So the bytes of one peer are limited, as its signatures fill them.
-A member may bring as much as the leader of the largest possible round, which repeats its roster or its proposal at
-every retransmission, and far more at once. Unknown peers share a small quota, because creating an identity costs
-nothing: it suffices for what a newcomer sends before its record is known. A refused call costs no more than a
-retransmission.
+The node verifies all messages of a call at once, one signature after another, and everything else waits meanwhile: a
+roster of a thousand takes a fifth of a second. So it limits the bytes per peer, because signatures fill them. A member
+may send as much as the leader of the largest possible round, which repeats its roster or its proposal at every
+retransmission, and much more in a burst. Unknown peers share a small quota, because creating an identity costs nothing;
+it suffices for the messages of a new peer before its record is known. A refused call costs one retransmission.
 """
 
 import logging
@@ -44,53 +43,53 @@ from protocol.transport.transport import UNKNOWN_CALLER, caller
 if TYPE_CHECKING:
     from node.daemon.replica import Replica
 
-CONTRIBUTION_BYTES, PART_BYTES = 320, 48  # of a signed one, rounded up
-MIN_CALL_BYTES = 1024  # that any call counts at least
-MIN_MESSAGE_BYTES = 256  # and any statement
-MEMBER_BURST_MESSAGES = 8  # of the largest statements: a round's, and the decisions of those before
+CONTRIBUTION_BYTES, PART_BYTES = 320, 48  # size of a signed one, rounded up
+MIN_CALL_BYTES = 1024  # least charge of a call
+MIN_MESSAGE_BYTES = 256  # least charge of a message
+MEMBER_BURST_MESSAGES = 8  # of the largest size: those of a round, and earlier decisions
 MIN_MEMBER_RATE = 64 * 1024
-ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE = 1024 * 1024, 128 * 1024  # all of them together
+ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE = 1024 * 1024, 128 * 1024  # of all unknown peers together
 UNKNOWN_PEER_RATE = 8 * 1024
 
 
 class InboundQuota:
-    """`parts`: the most that a contribution has."""
+    """Limits the bytes that each peer delivers; `max_parts` is the most parts of a contribution."""
 
     def __init__(self, max_parts: int, leader_timeout: float) -> None:
         contribution = CONTRIBUTION_BYTES + max_parts * PART_BYTES
         largest = min(MAX_BATCH_BYTES, MAX_CONTRIBUTIONS * contribution)
         rate = max(MIN_MEMBER_RATE, largest * RETRANSMITS_PER_TIMEOUT / leader_timeout)
         self._members = TokenBuckets(MEMBER_BURST_MESSAGES * largest, rate)
-        each = TokenBuckets(2 * contribution + 16 * MIN_CALL_BYTES, UNKNOWN_PEER_RATE)
-        self._unknown_peers = SharedTokenBuckets(each, TokenBuckets(ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE))
+        per_peer = TokenBuckets(2 * contribution + 16 * MIN_CALL_BYTES, UNKNOWN_PEER_RATE)
+        self._unknown_peers = SharedTokenBuckets(per_peer, TokenBuckets(ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE))
 
     def charge(self, peer: PeerId, sizes: list[int], is_member: bool, now: float) -> None:
-        """`sizes`: of the statements of one call. LimitError: it is too much for now."""
+        """Charge a call with messages of these sizes. Raises LimitError if it exceeds the quota for now."""
         size = max(MIN_CALL_BYTES, sum(max(MIN_MESSAGE_BYTES, size) for size in sizes))
         if is_member:
             if not self._members.try_take(peer, now, size):
-                raise LimitError(f"{peer} delivers more than a leader has to say; later again")
+                raise LimitError(f"{peer} delivers more than a leader needs to; retry later")
         elif lack := self._unknown_peers.charge(peer, now, size):
-            much = f"delivers {size} bytes" if lack == "caller" else "delivers while too many such do"
-            raise LimitError(f"{peer} {much} and is not known as a member; later again")
+            excess = f"delivers {size} bytes" if lack == "caller" else "delivers while too many unknown peers do"
+            raise LimitError(f"{peer} {excess} and is not known as a member; retry later")
 
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGES_PER_CALL = 64  # of one call
-FLOOD_LOG_SECONDS = 10.0  # between two lines about calls that are too many
-MAX_REPLY_BYTES = 512 * 1024  # of commits in one answer
+MAX_MESSAGES_PER_CALL = 64  # in one call
+FLOOD_LOG_SECONDS = 10.0  # between two log lines about refused calls
+MAX_REPLY_BYTES = 512 * 1024  # of commits in one reply
 
 
 class RefusalRecorder(Protocol):
     def record_refusal(self, peer: PeerId, fault: PeerFault, /) -> None:
-        """Count and log a call that is not answered."""
+        """Count and log a refused call."""
 
 
 class RoundsService(RoundsServicer):
-    """Answers for the replicas of this node, each by the run id of the request.
+    """Serves the round RPCs of the replicas, found by the run id of a request.
 
-    `refusals` counts the calls that come too fast, by reason, without a line in the log for each.
+    `refusals` counts calls above the quota by reason, without a log line for each.
     """
 
     def __init__(self, replicas: Mapping[RunId, "Replica"], recorder: RefusalRecorder) -> None:
@@ -125,7 +124,7 @@ class RoundsService(RoundsServicer):
         self.refusals[fault.metric_label] += 1
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + FLOOD_LOG_SECONDS
-            logger.warning("refused what comes too fast: %s", fault)
+            logger.warning("refused a call above the quota: %s", fault)
 
     async def _admit(
         self, request: DeliverRequest | ChainRequest, context: Any, message_count: int
@@ -135,7 +134,9 @@ class RoundsService(RoundsServicer):
             peer = caller(context)
             replica = _find_replica(self._replicas, request.run, peer)
             if message_count > MAX_MESSAGES_PER_CALL:
-                raise LimitError(f"{peer} delivers {message_count} statements at once")
+                raise LimitError(
+                    f"{peer} delivers {message_count} messages in one call; at most {MAX_MESSAGES_PER_CALL}"
+                )
         except PeerFault as fault:
             self._recorder.record_refusal(peer, fault)
             return await _abort(context, fault)
@@ -143,7 +144,7 @@ class RoundsService(RoundsServicer):
 
 
 class CarriersService(CarriersServicer):
-    """Has replicas of this node relay blobs, each by the run id of the request."""
+    """Serves relay requests with the replicas, found by the run id of a request."""
 
     def __init__(self, replicas: Mapping[RunId, "Replica"], recorder: RefusalRecorder) -> None:
         self._replicas = replicas
@@ -159,8 +160,8 @@ class CarriersService(CarriersServicer):
             self._recorder.record_refusal(peer, fault)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(fault))
         except (UnreachableError, StorageError):
-            # The reason stays here: it may name folders.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "it could not be fetched here either")
+            # Do not send the reason: it may name folders.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the relay could not fetch the blob either")
         return CarryReply()
 
     async def _relay(self, replica: "Replica", peer: PeerId, request: CarryRequest) -> None:
@@ -174,7 +175,7 @@ class CarriersService(CarriersServicer):
 def _find_replica(replicas: Mapping[RunId, "Replica"], run: bytes, peer: PeerId) -> "Replica":
     replica = replicas.get(run.hex())
     if replica is None:
-        raise StaleError(f"{peer} asks about another run")
+        raise StaleError(f"{peer} requests another run")
     return replica
 
 
@@ -184,21 +185,21 @@ async def _abort(context: Any, fault: PeerFault) -> NoReturn:
 
 
 def _fit_in_reply(commits: list[Signed]) -> list[Signed]:
-    """As many of the oldest as one message may carry; a peer that needs more asks again."""
-    total, kept = 0, []
+    """Return the oldest commits that fit in one reply; a peer that needs more asks again."""
+    total, reply = 0, []
     for signed in commits:
         total += signed.ByteSize()
         if total > MAX_REPLY_BYTES:
             break
-        kept.append(signed)
-    return kept
+        reply.append(signed)
+    return reply
 
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class RunsService(RunsServicer):
-    """Answers peers that are about to join one of these runs."""
+    """Serves peers that are about to join one of these runs."""
 
     def __init__(
         self, manifests: Mapping[RunId, run_manifest.Manifest], dial_back: DialBackResponder, recorder: RefusalRecorder

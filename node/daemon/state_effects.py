@@ -1,4 +1,4 @@
-"""Carry out what changes our state: apply commits, take states over, keep trainer, disk and other peers in step."""
+"""Carry out the actions that change our state, and keep the trainer, the disk and other peers up to date."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from protocol.consensus.events import Rejected
 from protocol.consensus.messages import AppliedContributions, Commit
 from protocol.errors import GoneError, MissingFileError, PeerFault, UnreachableError
 
-MIN_STATE_SECONDS = 15.0  # to download a state, and a second more for each MIN_BYTES_PER_SECOND
+MIN_STATE_SECONDS = 15.0  # to download a state, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 1_000_000
 RECOVERABLE = (UnreachableError, PeerFault, MissingFileError)
 Report = ReportPhase | ReportRecovered | ReportMissed | ReportPace | ReportCatchUp | Rejected
@@ -49,7 +49,7 @@ Report = ReportPhase | ReportRecovered | ReportMissed | ReportPace | ReportCatch
 
 @dataclass(frozen=True, kw_only=True)
 class StateTools:
-    """The parts of a node that follow its state."""
+    """The parts of a replica that its state effects use."""
 
     method: Method
     replicated: ReplicatedState
@@ -61,7 +61,7 @@ class StateTools:
 
 
 class StateEffects:
-    """Each method carries out one action and posts the event that answers it."""
+    """Carries out the state actions of one replica; each method posts the event that answers its action."""
 
     def __init__(self, inbox: Inbox, status: StatusReporter, tools: StateTools) -> None:
         self._inbox = inbox
@@ -78,8 +78,8 @@ class StateEffects:
                 status.record_recovered(kind, line)
             case ReportMissed(reason):
                 status.set_miss_reason(reason)
-            case ReportPace(words):
-                status.set_pace(words)
+            case ReportPace(text):
+                status.set_pace(text)
             case ReportCatchUp(kind, rounds):
                 status.record_catch_up(kind, rounds)
             case Rejected(peer, reason):
@@ -106,11 +106,11 @@ class StateEffects:
             self._inbox.post(CommitComputed(contributions))
 
     async def advance_state(self, action: AdvanceState) -> None:
-        """Hand the state to the trainer before naming it, which takes long and holds up nobody."""
+        """Give the state to the trainer first; hashing the state takes long and delays no one."""
         state, self._computed = self._computed, None
         assert state is not None
-        tools, number = self._tools, action.commit.body.round + 1
-        await tools.trainer.apply_anchor(number, state.shared_vectors(tools.method))
+        tools, round_number = self._tools, action.commit.body.round + 1
+        await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method))
         await tools.replicated.advance(action.commit, state)
         self._inbox.post(CommitApplied(tools.replicated.blob.digest))
 
@@ -143,14 +143,14 @@ class StateEffects:
             self._inbox.post(StateInstalled(tools.replicated.blob.digest))
 
     def begin_adoption(self, action: AdoptState) -> None:
-        """Report at once what became of our contributions; from now on the trainer's next one is judged by it."""
+        """Report the revised outcomes at once: from now on they apply to the trainer's next contribution."""
         self._tools.trainer.record_fork(action.verdict)
         self._status.reset_validation(self._tools.replicated.chain.head)
         self._status.record_catch_up("skipped", action.skipped)
         self._status.record_revised(action.verdict.revised)
 
     async def adopt_state(self, action: AdoptState) -> None:
-        """Announce the state only once it is on disk: a kill would take back all rounds that were skipped."""
+        """Announce the state only once it is on disk: a kill would revert all skipped rounds."""
         tools = self._tools
         await tools.trainer.apply_anchor(tools.replicated.chain.round, self._shared_vectors())
         await self._save(action.commits)
@@ -172,7 +172,7 @@ class StateEffects:
             try:
                 await downloads.download_from_anyone(action.seconds, entry.body.parts[0])
                 obtained.append(entry)
-            except (UnreachableError, MissingFileError) as error:  # it may have died with its owner, our partner
+            except (UnreachableError, MissingFileError) as error:  # it may be lost with its owner
                 line = f"round {commit.round} is applied here without {entry.sender}: {error}"
                 self._status.record_recovered("partner lost", line)
         return tuple(obtained)
@@ -184,7 +184,7 @@ class StateEffects:
         self._tools.swarm_view.announce_head(replicated.chain.head, replicated.blob.digest)
 
     async def _save(self, commits: Sequence[Commit]) -> None:
-        """Keep what others may ask for, and begin to write a checkpoint."""
+        """Retain the blobs that peers may request, and start to write a checkpoint."""
         tools, contributions = self._tools, self._tools.trainer.contributions
         await tools.checkpointer.retain_state(tools.replicated.blob)
         async with tools.trainer.submit_lock:

@@ -1,4 +1,4 @@
-"""The directory as a participant sees it: who trains, who stands where, and who may be asked."""
+"""Show the peer directory to a replica: the trainers, their heads, and the peers to ask."""
 
 import random
 from collections.abc import Mapping
@@ -29,45 +29,48 @@ class SwarmView:
         self._status = status
         self.has_contacts = has_contacts
         self._rng = rng
-        self._left_peers: dict[PeerId, None] = {}  # the longest gone first
+        self._left_peers: dict[PeerId, None] = {}  # oldest first
         self._has_met_trainer = False  # whether another trainer was ever seen
         directory.subscribe(self)
 
     def other_records(self) -> dict[PeerId, PeerRecord]:
-        """Of all live peers but ourselves, in random order: nobody is asked first by everybody."""
+        """Return the records of all other live peers, in random order to spread requests."""
         others = [(peer, record) for peer, record in self._directory.live().items() if peer != self._directory.peer_id]
         self._rng.shuffle(others)
         return dict(others)
 
     def trainers(self) -> list[PeerId]:
-        """All that train, whatever their round, ourselves among them."""
+        """Return all live trainers at any round, including this node."""
         return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
 
     def other_trainers(self) -> list[PeerId]:
         return [peer for peer in self.trainers() if peer != self._directory.peer_id]
 
     def unreachable_peers(self) -> frozenset[PeerId]:
-        """Who is hidden behind a router as we are, so that only small things pass; empty where nobody could carry."""
+        """Return the peers hidden behind NAT if we are too: only small messages reach them.
+
+        Empty if no peer could relay.
+        """
         live = self._directory.live()
         own = live.get(self._directory.peer_id)
         if own is None or not is_relay_only(own.addresses):
             return frozenset()
-        unseen = frozenset(peer for peer, record in live.items() if is_relay_only(record.addresses))
-        return unseen if self._reachable_trainers(live) else frozenset()
+        hidden = frozenset(peer for peer, record in live.items() if is_relay_only(record.addresses))
+        return hidden if self._reachable_trainers(live) else frozenset()
 
     def relay_candidates(self, owner: PeerId) -> list[PeerId]:
-        """Who may carry from a hidden peer to us: first those that it keeps a connection with, as they relay to it."""
+        """Return the peers that may relay from a hidden peer, those first that it uses as circuit relays."""
         live = self._directory.live()
         relays = relays_of(live[owner].addresses) if owner in live else ()
         return sorted(self._reachable_trainers(live), key=lambda peer: (peer not in relays, hash((owner, peer))))
 
     def _reachable_trainers(self, live: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
-        """Trainers that others can call."""
+        """Return the trainers that other peers can call."""
         trainers = ((peer, record.addresses) for peer, record in live.items() if record.role == "trainer")
         return [peer for peer, addresses in trainers if addresses and not is_relay_only(addresses)]
 
     def is_isolated(self) -> bool:
-        """Whether no other trainer is in reach, though there are some, as far as we know: we met them, or were sent."""
+        """Return whether no other trainer is live, although we met one or the user named a contact."""
         return not self.other_trainers() and (self._has_met_trainer or self.has_contacts)
 
     def is_trainer(self, peer: PeerId) -> bool:
@@ -75,13 +78,13 @@ class SwarmView:
         return record is not None and record.role == "trainer"
 
     def snapshot(self) -> SwarmSnapshot:
-        """Return what is known now of all live peers, in random order: not all peers ask the same one first."""
+        """Return the state of all live peers, in random order to spread requests."""
         live = list(self._directory.live().items())
         self._rng.shuffle(live)
         return SwarmSnapshot({peer: peer_state(record) for peer, record in live}, frozenset(self._left_peers))
 
     def is_our_turn_to_evaluate(self, round_number: int) -> bool:
-        """Whether it is our turn to measure the anchor of that round: the trainers that do not rest take turns."""
+        """Return whether it is our turn to evaluate the anchor of a round; trainers that are not paused take turns."""
         live = self._directory.live()
         trainers = sorted(peer for peer in self.trainers() if not live[peer].resting)
         return bool(trainers) and trainers[round_number % len(trainers)] == self._directory.peer_id
@@ -93,13 +96,13 @@ class SwarmView:
         )  # fmt: skip
 
     def publish_progress(self) -> None:
-        """Renew what our record says of our work. With each new head that goes out too: so it adds up by rounds."""
+        """Update the progress fields of our peer record; each new head publishes them too."""
         self._directory.publish(urgent=False, **self._status.status().record_fields())
 
-    def all_have_round(self, number: int) -> bool:
-        """Return whether every live trainer has as many rounds."""
+    def all_have_round(self, round_number: int) -> bool:
+        """Return whether every live trainer has at least that many rounds."""
         trainers = [record for record in self.other_records().values() if record.role == "trainer"]
-        return all(record.round >= number for record in trainers)
+        return all(record.round >= round_number for record in trainers)
 
     def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerJoined):
@@ -112,7 +115,7 @@ class SwarmView:
 
 
 def peer_state(record: PeerRecord) -> PeerState:
-    """Return what a checked record says of its peer."""
+    """Return the state that a verified peer record announces."""
     has_head = len(record.digest) == DIGEST_BYTES
     return PeerState(
         ChainHead(record.round, record.digest, record.chain_tokens) if has_head else None,

@@ -1,10 +1,11 @@
-"""The daemon's dealings with its trainer: anchors in, messages out, over any number of trainer deaths.
+"""Connect a replica to its trainer, over any number of restarts: anchors go in, contributions come out.
 
-The anchor of round r lies in the arena's buffer r % 2. It is written only once the trainer has adopted round r - 1, so
-a trainer never reads a buffer that changes under it.
+The anchor of round r is in buffer r % 2 of the shared memory. The daemon writes it only once the trainer has applied
+round r - 1, so a trainer never reads a buffer that changes meanwhile.
 
-A fate goes out in one Adopt only: to a trainer that has that message outstanding. Said twice, it would be taken for
-that of the next message. So nothing is sent to a trainer between its death and its Ready; the greeting tells it all.
+An outcome is sent in one ApplyAnchor only, to a trainer for which that contribution is outstanding. If it were sent
+twice, the trainer would apply the second one to its next contribution. So the daemon sends nothing to a trainer between
+its death and its Ready; the answer to Ready has everything.
 """
 
 import asyncio
@@ -50,17 +51,17 @@ LAST_APPLY_ANCHOR_SECONDS = 5.0
 
 class TrainerListener(Protocol):
     def on_trainer_message(self, message: FromTrainer) -> None:
-        """Take note of a message of the trainer; a new contribution is in the tracker by then."""
+        """Handle a message of the trainer; a new contribution is in the tracker already."""
 
 
 class StepTargets(Protocol):
-    def steps_for(self, number: int) -> int:
-        """Return the inner steps to take for a round."""
+    def steps_for(self, round_number: int, /) -> int:
+        """Return the number of inner steps for a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerTools:
-    """The trainer's process, and where its contributions are read and kept."""
+    """The trainer's process, and the places that its contributions are read from and stored in."""
 
     process: TrainerProcess
     shared_memory: SharedMemory
@@ -70,7 +71,7 @@ class TrainerTools:
 
 
 class TrainerLink:
-    """Hands anchors to the trainer of one replica and takes its contributions."""
+    """Sends anchors to the trainer of one replica and stores its contributions."""
 
     def __init__(
         self,
@@ -91,17 +92,17 @@ class TrainerLink:
         self._errors = errors
         self._round = 0
         self._started = asyncio.Event()
-        self._changed = asyncio.Condition()  # of the two below
+        self._changed = asyncio.Condition()  # notified when one of the next two changes
         self._running = False
         self._applied_round = 0
-        self._ready_crash_count = -1  # deaths before the life that said Ready last
-        self._outstanding: int | None = None  # round of the message whose fate the living trainer waits for
-        self._resent_round: int | None = None  # the same, where it will send that message again
-        # Earlier fates have changed: until it has heard of that, it sends too much or too little, which is not offered.
+        self._ready_crash_count = -1  # crash count when the trainer last sent Ready
+        self._outstanding: int | None = None  # round of the contribution whose outcome the trainer waits for
+        self._resent_round: int | None = None  # the same, if the trainer will send that contribution again
+        # Earlier outcomes changed: until the trainer knows, it sends too much or too little, which is not submitted.
         self._revision_pending = bool(self._revised_outcomes())
         self._revision_sent = False
         self._pump: asyncio.Task[None] | None = None
-        self.submit_lock = asyncio.Lock()  # held while blobs are put that no offer names yet
+        self.submit_lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet
 
     @property
     def crash_count(self) -> int:
@@ -109,12 +110,12 @@ class TrainerLink:
 
     @property
     def not_running_reason(self) -> str:
-        """Why no trainer is at work; empty where one is."""
+        """Return why no trainer runs; empty if one does."""
         return self._process.not_running_reason
 
     @property
     def round(self) -> int:
-        """Of the anchor that the trainer was last told of."""
+        """Return the round of the anchor that was last written for the trainer."""
         return self._round
 
     async def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
@@ -126,16 +127,16 @@ class TrainerLink:
         self._started.set()
 
     async def wait_finished(self) -> None:
-        """Ends only with the trainer: raises what made it fail for good."""
+        """Wait until the trainer ends. Raises the error of one that cannot be restarted."""
         await self._started.wait()
         assert self._pump is not None
         await asyncio.shield(self._pump)
 
     async def stop(self, round_number: int) -> None:
-        """The trainer adopts that round, writes a last snapshot and ends; nothing of it is left."""
+        """Let the trainer apply that round and write a last snapshot, and stop it."""
         if not await self.wait_until_applied(round_number, LAST_APPLY_ANCHOR_SECONDS):
             self._errors.record_recovered(
-                "trainer late", f"the trainer stops before it has adopted round {round_number}"
+                "trainer late", f"the trainer stops before it has applied round {round_number}"
             )
         await self._process.stop()
         if self._pump is not None:
@@ -144,31 +145,32 @@ class TrainerLink:
             self._running = False
             self._changed.notify_all()
 
-    def record_fork(self, verdict: ForkOutcome) -> None:
-        """Note that another chain judges our earlier contributions otherwise than the one that we left."""
-        if verdict.revised:
+    def record_fork(self, fork: ForkOutcome) -> None:
+        """Record that earlier contributions have other outcomes on the chain that we switched to."""
+        if fork.revised:
             self._revision_pending = True
             self._revision_sent = False
 
     async def apply_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
-        """Hand the trainer a new anchor, and the fate of its message if that is decided."""
+        """Send the trainer a new anchor, with the outcome of its contribution if there is one."""
         if not self._running:
             return
-        while not await self.wait_until_applied(
-            self._round, APPLY_ANCHOR_SECONDS
-        ):  # one that is stuck is started again
-            line = f"the trainer has not adopted round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
+        while not await self.wait_until_applied(self._round, APPLY_ANCHOR_SECONDS):  # a stuck trainer is restarted
+            line = f"the trainer has not applied round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
             self._errors.record_recovered("trainer late", line)
         await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
         self._round = self._process.round = round_number
-        self.contributions.on_round(round_number)  # a message may have come while the copy was under way
-        # On another chain the number may be lower, and is not adopted yet for all that.
+        self.contributions.on_round(round_number)  # a contribution may have arrived during the copy
+        # On another chain the round may be lower, and still not be applied.
         self._applied_round = min(self._applied_round, round_number - 1)
         if self._process.crash_count == self._ready_crash_count:
             await self._send_anchor()
 
     async def wait_until_applied(self, round_number: int, seconds: float = APPLY_ANCHOR_SECONDS) -> bool:
-        """Also true where no trainer runs: its snapshot lies still, and the greeting of the next one tells the rest."""
+        """Return whether the trainer applies a round in time, or does not run.
+
+        Without a trainer the snapshot does not change, and the next one gets everything after its Ready.
+        """
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(partial(self._has_applied, round_number))
@@ -180,11 +182,11 @@ class TrainerLink:
         return self._applied_round >= round_number or not self._running
 
     async def request_evaluation(self) -> None:
-        """Ask for the validation loss of the newest anchor; the answer comes through `heard`."""
+        """Request the validation loss of the newest anchor; the answer goes to the listener."""
         await self._process.send(Evaluate(round=self._round))
 
     async def request_early_submit(self) -> None:
-        """Ask for what it has made for the round that it stands at."""
+        """Request the contribution to the current round before all its steps are made."""
         await self._process.send(SubmitEarly(round=self._round))
 
     async def _listen(self) -> None:
@@ -201,7 +203,7 @@ class TrainerLink:
             self._listener.on_trainer_message(message)
 
     async def _on_ready(self, ready: Ready) -> None:
-        """A trainer that (re)started may be behind, or wait for a fate that was decided meanwhile."""
+        """Update a trainer that (re)started and may have missed an anchor or an outcome."""
         self._ready_crash_count = self._process.crash_count
         self._outstanding = ready.outstanding
         self._resent_round = ready.outstanding
@@ -215,13 +217,13 @@ class TrainerLink:
             await self._on_anchor_applied(ready.round)
 
     async def _send_anchor(self) -> None:
-        fate = self.contributions.outcome_of(self._outstanding)
-        if fate != "none":
+        outcome = self.contributions.outcome_of(self._outstanding)
+        if outcome != "none":
             self._outstanding = None
         self._revision_sent = self._revision_pending
         steps = self._step_targets.steps_for(self._round)
         await self._process.send(
-            ApplyAnchor(round=self._round, outcome=fate, steps=steps, revised=self._revised_outcomes())
+            ApplyAnchor(round=self._round, outcome=outcome, steps=steps, revised=self._revised_outcomes())
         )
 
     def _revised_outcomes(self) -> tuple[RevisedOutcome, ...]:
@@ -238,28 +240,28 @@ class TrainerLink:
     async def _on_anchor_applied(self, round_number: int) -> None:
         if self._revision_sent and round_number == self._round:
             self._revision_pending = self._revision_sent = False
-        if round_number <= self._round:  # a greater one is of the chain that we left
+        if round_number <= self._round:  # a higher one is of the chain that we left
             async with self._changed:
                 self._applied_round = max(self._applied_round, round_number)
                 self._changed.notify_all()
 
     async def _on_contribution(self, header: ContributionHeader) -> None:
-        """Put the parts of a new message where others can fetch them."""
+        """Store the parts of a new contribution and make it pending."""
         repeated, self._resent_round = self._resent_round == header.round, None
         if repeated and self.contributions.is_known(header):
             return
         self._outstanding = header.round
         async with self.submit_lock:
-            past = None if self._revision_pending else tuple(self.contributions.settled)
-            offer = await self._run_in_thread(self._store_contribution, header, past)
+            settled = None if self._revision_pending else tuple(self.contributions.settled)
+            contribution = await self._run_in_thread(self._store_contribution, header, settled)
             if self._revision_pending:
                 self._errors.record_recovered(
-                    "sent again", f"the message of round {header.round} is of the chain that was left"
+                    "sent again", f"the contribution of round {header.round} is of the chain that was left"
                 )
-                self.contributions.reject(offer, self._round)
+                self.contributions.reject(contribution, self._round)
             else:
-                self.contributions.submit(offer, self._round)
-        # Made for a round that was decided meanwhile: the one that is open may be unable to take it.
+                self.contributions.submit(contribution, self._round)
+        # Its round may be decided meanwhile, and the open one unable to include it.
         self.contributions.on_round(self._round)
         if self.contributions.pending is None and self._process.crash_count == self._ready_crash_count:
             await self._send_anchor()
@@ -267,8 +269,8 @@ class TrainerLink:
     def _store_contribution(
         self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None
     ) -> StoredContribution:
-        """`past`: the messages before it; None: it is not to be offered."""
-        offer = StoredContribution(header, store_parts(self._store, self._shared_memory, header))
+        """Store a contribution; `settled` are those before it, or None if it will not be submitted."""
+        contribution = StoredContribution(header, store_parts(self._store, self._shared_memory, header))
         if settled is not None:
-            self._contribution_file.save(LastSent(offer, settled))
-        return offer
+            self._contribution_file.save(LastSent(contribution, settled))
+        return contribution

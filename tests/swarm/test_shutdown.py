@@ -41,7 +41,7 @@ SHARED = Path("/dev/shm")
 CYCLES = 10
 PORTS = 3  # of a node: for libp2p, for direct connections, for its metrics
 AWAY_SECONDS = 20.0
-SHUTDOWN_LINE = "leaving; once more to leave at once"
+SHUTDOWN_LINE = "Shutting down. Press Ctrl-C again to exit immediately."
 SIGNAL_CASES = {
     "SIGTERM": ([signal.SIGTERM], 0),
     "SIGINT": ([signal.SIGINT], 0),

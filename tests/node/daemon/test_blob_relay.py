@@ -150,7 +150,7 @@ async def test_what_does_not_come_holds_few_fetches_and_the_rest_waits_behind_it
 async def test_nobody_waits_with_more_calls_than_a_connection_takes(scene: RelaySetup) -> None:
     asking = [asyncio.create_task(scene.ask(*missing(0))) for _ in range(blob_relay.MAX_CALLS_PER_PEER + 1)]
     await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-    assert [str(task.exception()) for task in asking if task.done()][0].endswith("carried at once)")
+    assert [str(task.exception()) for task in asking if task.done()][0].endswith("relays at once)")
     assert scene.errors.refused == [(ASKER, "LimitError")]
     for task in asking:
         task.cancel()
@@ -161,7 +161,7 @@ async def test_a_strangers_statement_is_not_even_read(scene: RelaySetup, monkeyp
     read = []
     monkeypatch.setattr(blob_relay, "parse", lambda *asked: read.append(asked))
     monkeypatch.setattr(services, "caller", lambda context: STRANGER)
-    with pytest.raises(LimitError, match="takes no part"):
+    with pytest.raises(LimitError, match="not a trainer"):
         await scene.ask(*scene.message(1))
     assert scene.errors.refused == [(STRANGER, "StaleError")] and read == []
 
@@ -169,6 +169,6 @@ async def test_a_strangers_statement_is_not_even_read(scene: RelaySetup, monkeyp
 async def test_an_owner_that_does_not_answer_is_said_without_names_of_folders(scene: RelaySetup) -> None:
     signed, blob = scene.message(1)
     scene.owner.discard(blob.digest)
-    with pytest.raises(UnreachableError, match="could not be fetched here either"):
+    with pytest.raises(UnreachableError, match="the relay could not fetch the blob either"):
         await scene.ask(signed, blob)
     assert scene.errors.recovered == ["not relayed"] and scene.carrying.bytes_relayed == 0

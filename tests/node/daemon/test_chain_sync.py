@@ -158,7 +158,7 @@ async def test_who_does_not_answer_is_unreachable_and_who_refuses_is_not(world: 
         await world.way()
     async with serve_locally(tmp_path / "other", lambda server: None) as channel:
         world.channel = channel
-        with pytest.raises(LimitError, match="refuses"):
+        with pytest.raises(LimitError, match="refused the call"):
             await world.way()
 
 

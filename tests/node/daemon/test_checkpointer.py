@@ -131,7 +131,7 @@ async def test_what_is_not_adopted_in_time_is_not_saved(world: CheckpointerSetup
     world.adopted.set()
     await world.keeper.save_in_background(world.replica, ContributionTracker(PROGRAM))
     await world.keeper.wait_until_saved()
-    assert world.saved() == [] and world.errors.recovered == ["not saved"] and "not adopted" in world.keeper.last_error
+    assert world.saved() == [] and world.errors.recovered == ["not saved"] and "not applied" in world.keeper.last_error
 
 
 async def test_a_full_disk_is_said_and_survived(world: CheckpointerSetup, monkeypatch: pytest.MonkeyPatch) -> None:

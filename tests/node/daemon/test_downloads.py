@@ -212,7 +212,7 @@ async def test_where_nobody_carries_the_owner_is_asked_after_all(tmp_path: Path,
     await streets.get(LARGE)
     assert streets.asked == list(carriers)
     assert streets.errors.recovered == ["no relay"] * bool(carriers)
-    tried = "which is asked now (c: it is too much; d: it is too much)"
+    tried = "asking the owner itself (c: it is too much; d: it is too much)"
     assert all(tried in line for line in streets.errors.lines)
 
 

@@ -126,7 +126,7 @@ async def test_what_does_not_decode_is_never_held(table: LoopbackNetwork) -> Non
     held = [signed for seat in (table[0], table[1]) for signed in seat.sent if signed.kind == "holding"]
     assert held and not any(bad.digest in signed.body for signed in held)
     assert {reason for reason, _ in table[0].setbacks} == {"blob missing"}
-    assert "goes on here without blob" in table[0].setbacks[0][1]
+    assert "continues here without blob" in table[0].setbacks[0][1]
 
 
 async def test_a_twin_of_another_size_keeps_nobody_from_what_it_names(table: LoopbackNetwork) -> None:

@@ -65,7 +65,7 @@ async def test_a_cancel_out_of_nowhere_does_not_end_it_without_a_word(tmp_path: 
 
 async def test_a_node_that_is_told_to_end_has_no_reason(tmp_path: Path) -> None:
     daemon = Daemon(cast(Any, None), RunDir(tmp_path), cast(Any, None))
-    daemon._signalled()
+    daemon._on_signal()
     await daemon._take_part(cast(Any, Node(for_ever)))
     said = json.loads((tmp_path / "status.json").read_bytes())
     assert (said["phase"], said["reason"]) == ("leaving", "")

@@ -92,7 +92,7 @@ async def test_all_that_was_given_up_is_counted_with_what_was_tried(receiver: Re
     for number in range(MAX_BATCH_MESSAGES + 5):
         receiver.post.send(["a"], Signed(kind=str(number)))
     await until(lambda: bool(receiver.given_up))
-    assert receiver.lines == [f"gave up {MAX_BATCH_MESSAGES + 5} statements for a: lost"]
+    assert receiver.lines == [f"dropped {MAX_BATCH_MESSAGES + 5} messages for a: lost"]
 
 
 async def test_a_lost_call_is_made_again(receiver: Receiver) -> None:
@@ -137,7 +137,7 @@ async def test_a_frozen_peer_holds_up_nobody_and_its_queue_ends(receiver: Receiv
         receiver.post.send(["frozen", "a"], Signed(kind=str(number)))
         await asyncio.sleep(0)
     await until(lambda: sum(len(batch) for _, batch in receiver.batches) == MAX_QUEUED + MAX_BATCH_MESSAGES + 2)
-    assert receiver.given_up == [("frozen", "does not take its post")]
+    assert receiver.given_up == [("frozen", "its queue is full")]
 
 
 async def test_forgetting_ends_the_worker_even_from_within(receiver: Receiver) -> None:

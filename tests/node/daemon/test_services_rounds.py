@@ -86,7 +86,7 @@ async def test_too_many_another_run_and_no_identity_are_refused(
     def nobody(context: object) -> PeerId:
         raise MalformedError("a call without an identity")
 
-    with pytest.raises(LimitError, match="65 statements at once"):
+    with pytest.raises(LimitError, match="65 messages in one call"):
         await world.deliver(MAX_MESSAGES_PER_CALL + 1)
     with pytest.raises(LimitError, match="another run"):
         await world.deliver(run_id="ab" * 32)
@@ -148,5 +148,5 @@ async def test_a_decision_of_many_acknowledgements_is_taken_but_not_any_number(w
     world.driver.answers = [Signed(kind="answer")] * 200
     assert len(await world.deliver()) == 200
     world.driver.answers = [Signed(kind="answer")] * (peer_rpc.MAX_REPLY_MESSAGES + 1)
-    with pytest.raises(LimitError, match="answers with"):
+    with pytest.raises(LimitError, match="replied with"):
         await world.deliver()
