@@ -1,1 +1,1 @@
-"""Many virtual peers in one process: real gradients and real messages under a virtual clock and a virtual network."""
+"""Simulate many peers in one process: real gradients and messages, with a virtual clock and a virtual network."""

@@ -1,4 +1,4 @@
-"""What became of every message, and what the swarm spent: the accounts from which results are drawn."""
+"""The outcome of every contribution and the costs of the swarm, from which the results are computed."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -10,11 +10,13 @@ from protocol.consensus.messages import Commit, Digest
 from protocol.identity import PeerId
 
 ContributionEnd = Literal["under way", "included", "given back", "lost", "died"]
-ContributionKey = tuple[PeerId, int]  # who made it, in which round
+ContributionKey = tuple[PeerId, int]  # its peer and the round that it was made for
 
 
 @dataclass
 class ContributionRecord:
+    """One contribution: its parts, and how it ended."""
+
     parts: tuple[Blob, ...]
     tokens: int
     times_included: int = 0
@@ -23,10 +25,13 @@ class ContributionRecord:
 
 @dataclass
 class Accounting:
-    """`busy_seconds`: of computing, by slot. `logic_seconds`: the processor's, inside the round machines."""
+    """The accounts of one simulated run.
+
+    `busy_seconds` is virtual time spent computing, by slot; `logic_seconds` is CPU time spent in the round machines.
+    """
 
     contributions: dict[ContributionKey, ContributionRecord] = field(default_factory=dict)
-    commits: dict[Digest, Commit] = field(default_factory=dict)  # by the base they continue
+    commits: dict[Digest, Commit] = field(default_factory=dict)  # by base digest
     newest: dict[PeerId, ContributionRecord] = field(default_factory=dict)
     rejections: Counter[str] = field(default_factory=Counter)
     busy_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -36,25 +41,30 @@ class Accounting:
     logic_seconds: float = 0.0
 
     def record_contribution(self, peer: PeerId, header: ContributionHeader, parts: tuple[Blob, ...]) -> None:
-        """A new message. AssertionError if this peer made one for that round before."""
-        assert (peer, header.round) not in self.contributions, "two messages of one peer for one round"
+        """Record a new contribution. Raises AssertionError if the peer already made one for this round."""
+        assert (peer, header.round) not in self.contributions, "two contributions of one peer for one round"
         self.contributions[peer, header.round] = self.newest[peer] = ContributionRecord(parts, header.tokens)
 
     def record_commit(self, commit: Commit) -> None:
-        """Counted once, however many peers learn of it. AssertionError where a round was decided in two ways."""
+        """Record a commit once, however many peers learn of it.
+
+        Raises AssertionError if a round has two different commits.
+        """
         if commit.base in self.commits:
             assert self.commits[commit.base].content_digest == commit.content_digest, "two commits of one round"
             return
         self.commits[commit.base] = commit
         for contribution in commit.contributions:
             entry = self.newest[contribution.sender]
-            assert entry.parts == contribution.body.parts, "a commit of a message that is not on its way"
+            assert entry.parts == contribution.body.parts, "a commit of a contribution that is not under way"
             entry.times_included += 1
 
     def record_end(self, peer: PeerId, made_for_round: int, end: ContributionEnd) -> None:
+        """Record how a contribution ended."""
         self.contributions[peer, made_for_round].end = end
 
     def record_death(self, peer: PeerId) -> None:
+        """Mark the dead peer's contributions under way as died."""
         for (owner, _), entry in self.contributions.items():
             if owner == peer and entry.end == "under way":
                 entry.end = "died"

@@ -1,4 +1,4 @@
-"""Peers that lie: they train like the others and send something else.
+"""Peers that lie: they train like the others and send false contributions.
 
 sign-flip   x <- -x            scale10   x <- 10 x
 zero        x <- 0             random    x <- noise of the same norm
@@ -21,7 +21,7 @@ LIE_KINDS: Final[tuple[str, ...]] = get_args(LieKind)
 
 @dataclass(frozen=True)
 class Adversaries:
-    """The share of peers that lie, rounded to whole peers, and how."""
+    """The fraction of peers that lie, rounded to whole peers, and the kind of lie."""
 
     fraction: float
     kind: LieKind
@@ -31,7 +31,7 @@ class Adversaries:
 
 
 class LyingEncoder(ContributionEncoder):
-    """Encodes another message than the one it is given."""
+    """Encodes a false contribution instead of the true one."""
 
     def __init__(self, planner: RoundPlanner, kind: LieKind, seed: int) -> None:
         super().__init__(planner)

@@ -1,4 +1,4 @@
-"""`murmur sim`: from the words of the command line to a comparison."""
+"""`murmur sim`: parse the command line, run the comparison, print and plot it."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ PLOT_POINTS = 20
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """What the command line asked for. `bandwidth` in megabits and `latency` in milliseconds, as people say them."""
+    """The command line of `murmur sim`; `bandwidth` is in megabits per second, `latency` in milliseconds."""
 
     recipes: tuple[str, ...]
     peers: int = 8
@@ -54,14 +54,14 @@ class SimulationOptions:
 
 
 def simulate(options: SimulationOptions) -> None:
-    """Prints the comparison. Raises MurmurError."""
-    setting = build_config(options)
-    methods = compose_methods(options.recipes, setting.manifest, parse_overrides(options.overrides))
-    corpus = open_source(setting.manifest.data, setting.base)
-    corpus.require_vocabulary(setting.manifest.model.vocabulary)
+    """Run the comparison and print it. Raises MurmurError."""
+    config = build_config(options)
+    methods = compose_methods(options.recipes, config.manifest, parse_overrides(options.overrides))
+    corpus = open_source(config.manifest.data, config.base)
+    corpus.require_vocabulary(config.manifest.model.vocabulary)
     points = PLOT_POINTS if options.plot else 1
-    with _progress_bar(count_steps(setting, len(methods), options.seeds)) as counted:
-        comparison = compare(setting, methods, corpus, options.seeds, points, counted)
+    with _progress_bar(count_steps(config, len(methods), options.seeds)) as on_step:
+        comparison = compare(config, methods, corpus, options.seeds, points, on_step)
     _print_comparison(comparison, options.json)
     if options.plot:
         write_atomically(options.plot, plot.render_svg(comparison).encode())
@@ -77,21 +77,21 @@ def _print_comparison(comparison: Comparison, as_json: bool) -> None:
 
 
 def build_config(options: SimulationOptions) -> SimulationConfig:
-    """Raises UsageError, or ManifestError for the --run."""
+    """Check the options. Raises UsageError, or ManifestError for the manifest of --run."""
     if options.steps is not None and options.tokens is not None:
-        raise UsageError("--steps and --tokens both say how long; give one of them")
+        raise UsageError("--steps and --tokens both set the length of the run; give only one of them")
     if options.compiled and not has_compiler():
-        raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or leave it out")
-    if options.plot and not options.plot.parent.is_dir():  # said now: a comparison may take hours
-        raise UsageError(f"--plot: there is no folder {options.plot.parent}; make it, or name a file elsewhere")
-    given = load_manifest(options.run) if options.run else None
-    batch = (given or default_manifest(DEFAULT_STEPS)).train.batch_tokens
+        raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or omit the option")
+    if options.plot and not options.plot.parent.is_dir():  # checked now, because a comparison may take hours
+        raise UsageError(f"--plot: {options.plot.parent} is not a directory; create it, or name another file")
+    manifest = load_manifest(options.run) if options.run else None
+    batch = (manifest or default_manifest(DEFAULT_STEPS)).train.batch_tokens
     steps = options.steps or DEFAULT_STEPS
     if options.tokens is not None:
         steps = max(1, options.tokens // (batch * options.peers))
     megabits = expand_per_peer(_parse_numbers(options.bandwidth, "--bandwidth"), options.peers, "--bandwidth")
     return SimulationConfig(
-        manifest=given or default_manifest(steps),
+        manifest=manifest or default_manifest(steps),
         base=options.run.parent if options.run else Path(),
         peers=options.peers,
         steps=steps,
@@ -105,11 +105,14 @@ def build_config(options: SimulationOptions) -> SimulationConfig:
 
 
 def compose_methods(recipes: Sequence[str], manifest: Manifest, overrides: OptionTables) -> Mapping[str, Method]:
-    """Each recipe with its own defaults and the options of `--set`; the manifest's recipe, with the manifest's too."""
+    """Compose each recipe with its defaults and the options of `--set`.
+
+    The manifest's own recipe also gets the manifest's options.
+    """
     methods = {}
     for name in recipes:
         if name in (DATA_PARALLEL, LOCAL):
-            continue  # always there
+            continue  # the baselines are always included
         tables = dict[str, OptionTable](manifest.method.overrides() if name == manifest.method.recipe else {})
         for part, options in overrides.items():
             tables[part] = {**tables.get(part, {}), **options}
@@ -124,8 +127,8 @@ def parse_overrides(texts: Sequence[str]) -> OptionTables:
     """Return tables of options from texts `part.option=value`, each value as in a manifest; text needs no quotes."""
     found: dict[str, dict[str, OptionValue]] = {}
     for option in texts:
-        place, equals, text = option.partition("=")
-        part, dot, name = place.partition(".")
+        key, equals, text = option.partition("=")
+        part, dot, name = key.partition(".")
         if not (equals and dot and part and name and text):
             raise UsageError(f"--set {option!r}: write it as part.option=value, such as codec.k=128")
         found.setdefault(part, {})[name] = _parse_value(option, text)
@@ -146,17 +149,19 @@ def _parse_numbers(text: str, option: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"{option} {text!r}: write numbers with commas between them, such as 1,1,0.5") from error
+        raise UsageError(f"{option} {text!r}: write comma-separated numbers, such as 1,1,0.5") from error
 
 
 def _parse_adversaries(text: str | None) -> Adversaries | None:
     if text is None:
         return None
-    share, _, kind = text.partition(":")
+    fraction, _, kind = text.partition(":")
     known: dict[str, LieKind] = {name: name for name in get_args(LieKind)}
-    if kind not in known or not _is_fraction(share):
-        raise UsageError(f"--liars {text!r}: write share:kind, such as 0.25:sign-flip; kinds: {', '.join(LIE_KINDS)}")
-    return Adversaries(float(share), known[kind])
+    if kind not in known or not _is_fraction(fraction):
+        raise UsageError(
+            f"--liars {text!r}: write fraction:kind, such as 0.25:sign-flip; kinds: {', '.join(LIE_KINDS)}"
+        )
+    return Adversaries(float(fraction), known[kind])
 
 
 def _is_fraction(text: str) -> bool:
@@ -168,7 +173,7 @@ def _is_fraction(text: str) -> bool:
 
 @contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
-    """A bar with the time left, on standard error; gives what to call for each inner step."""
+    """Show a progress bar on standard error; yields the function to call after each inner step."""
     columns = (TextColumn("inner steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)

@@ -1,10 +1,10 @@
-"""What every method is held against, at equal tokens, with the same inner optimizer and the same data a peer.
+"""Compare recipes over the same seeds with two baselines.
 
-data-parallel   all-reduce of fp32 gradients in each step, as a ring:
+The baselines train on equally many tokens, with the same inner optimizer and the same data per peer:
+
+data-parallel   ring all-reduce of fp32 gradients in each step:
                 step = 1 / slowest speed + 2 (P - 1) / P * 4 n / narrowest link + 2 (P - 1) * latency
-local           every peer trains alone and nothing is ever exchanged; the mean loss of all peers
-
-Recipes side by side: each over the same seeds, beside the two baselines.
+local           every peer trains alone without any exchange; the loss is the mean over the peers
 """
 
 import statistics
@@ -34,7 +34,7 @@ LOCAL = "local"
 
 
 class _SharedModel:
-    """One model that some peers' data train together."""
+    """One model that is trained on the data of several peers together."""
 
     def __init__(self, config: SimulationConfig, corpus: Corpus, slots: Sequence[int]) -> None:
         manifest = config.manifest
@@ -46,20 +46,21 @@ class _SharedModel:
         self._sequences = manifest.train.batch_tokens // context
         self._readers = [BatchReader(corpus, context, seed, simulated_peer_id(slot)) for slot in slots]
 
-    def step(self, number: int, on_step: Callable[[], None]) -> None:
+    def step(self, step: int, on_step: Callable[[], None]) -> None:
         for reader in self._readers:
             accumulate_gradient(self.model, reader.next_batch(self._sequences), self._train.microbatch)
             on_step()
         gradient = self.model.flat_gradient
         assert gradient is not None
         gradient /= len(self._readers)
-        self._optimizer.step(number)
+        self._optimizer.step(step)
         self._optimizer.clear_gradient()
 
 
 def train_data_parallel(
     config: SimulationConfig, corpus: Corpus, evaluator: Evaluator, points: int, on_step: Callable[[], None]
 ) -> SimulationResult:
+    """Train the data-parallel baseline."""
     started = time.process_time()
     group = _SharedModel(config, corpus, range(config.peers))
     numel = group.model.flat.numel()
@@ -88,6 +89,7 @@ def train_data_parallel(
 def train_locally(
     config: SimulationConfig, corpus: Corpus, evaluator: Evaluator, on_step: Callable[[], None]
 ) -> SimulationResult:
+    """Train the baseline without exchange."""
     started = time.process_time()
     losses = []
     for slot in range(config.peers):
@@ -111,12 +113,12 @@ def train_locally(
 
 
 def all_reduce_bytes(numel: int, peers: int) -> float:
-    """What each peer sends in one all-reduce."""
+    """Return the bytes that each peer sends in one all-reduce."""
     return 2 * (peers - 1) / peers * FLOAT_BYTES * numel
 
 
 def all_reduce_step_seconds(config: SimulationConfig, numel: int) -> float:
-    """Virtual seconds of one step of the slowest peer and its all-reduce."""
+    """Return the virtual seconds of one step of the slowest peer and its all-reduce."""
     transfer = all_reduce_bytes(numel, config.peers) / min(config.bandwidths)
     return 1 / min(config.speeds) + transfer + 2 * (config.peers - 1) * config.latency
 
@@ -126,42 +128,45 @@ OnStep = Callable[[], None]
 
 @dataclass(frozen=True)
 class RecipeResults:
-    """One recipe's outcomes, by seed."""
+    """The results of one recipe, one per seed."""
 
     name: str
     results: tuple[SimulationResult, ...]
 
     @property
     def loss(self) -> float:
-        return statistics.fmean(outcome.validation_loss for outcome in self.results)
+        return statistics.fmean(result.validation_loss for result in self.results)
 
     @property
     def loss_deviation(self) -> float:
-        """Over the seeds, of the sample; 0 for a single one."""
-        losses = [outcome.validation_loss for outcome in self.results]
+        """Return the sample standard deviation over the seeds; 0 for a single seed."""
+        losses = [result.validation_loss for result in self.results]
         return statistics.stdev(losses) if len(losses) > 1 else 0.0
 
     def mean(self, figure: str) -> float:
-        return statistics.fmean(getattr(outcome, figure) for outcome in self.results)
+        """Return the mean over the seeds of a field of SimulationResult."""
+        return statistics.fmean(getattr(result, figure) for result in self.results)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`series`: the recipes in the order asked for, then the baselines."""
+    """The results of all recipes, in the order of the command line and followed by the baselines."""
 
     recipes: tuple[RecipeResults, ...]
 
     def recipe(self, name: str) -> RecipeResults:
-        return next(series for series in self.recipes if series.name == name)
+        """Return the results of the recipe called `name`."""
+        return next(recipe for recipe in self.recipes if recipe.name == name)
 
     def data_parallel_loss_at(self, seconds: float) -> float | None:
-        """Its mean loss by that virtual time, where every seed had got anywhere by then."""
-        losses = [interpolate_loss(outcome.curve, seconds) for outcome in self.recipe(DATA_PARALLEL).results]
+        """Return the baseline's mean loss at a virtual time; `None` if a seed has no curve point by then."""
+        losses = [interpolate_loss(result.curve, seconds) for result in self.recipe(DATA_PARALLEL).results]
         known = [loss for loss in losses if loss is not None]
         return statistics.fmean(known) if len(known) == len(losses) else None
 
     def to_json(self) -> dict[str, Any]:
-        return {"recipes": {series.name: self._figures(series) for series in self.recipes}}
+        """Return the object that --json prints."""
+        return {"recipes": {recipe.name: self._figures(recipe) for recipe in self.recipes}}
 
     def _figures(self, recipe: RecipeResults) -> dict[str, Any]:
         return {
@@ -185,27 +190,36 @@ FIGURES = (
 def compare(
     config: SimulationConfig, methods: Mapping[str, Method], corpus: Corpus, seeds: int, points: int, on_step: OnStep
 ) -> Comparison:
-    """`points` of each curve; `counted` is called after every inner step of every peer."""
-    settings = [_with_seed(config, seed) for seed in range(seeds)]
-    examiner = Evaluator(config, corpus)
-    series = [
-        RecipeResults(name, tuple(run_simulation(one, method, corpus, examiner, points, on_step) for one in settings))
+    """Simulate all methods and the baselines.
+
+    Args:
+        config: the setting of every run, apart from its seed.
+        methods: the methods by name.
+        corpus: the text.
+        seeds: number of runs of each method.
+        points: number of points of each curve.
+        on_step: called after every inner step of every peer.
+    """
+    configs = [_with_seed(config, seed) for seed in range(seeds)]
+    evaluator = Evaluator(config, corpus)
+    recipes = [
+        RecipeResults(name, tuple(run_simulation(one, method, corpus, evaluator, points, on_step) for one in configs))
         for name, method in methods.items()
     ]
-    together = tuple(
-        train_data_parallel(one, corpus, examiner, max(points, MIN_CURVE_POINTS), on_step) for one in settings
+    data_parallel = tuple(
+        train_data_parallel(one, corpus, evaluator, max(points, MIN_CURVE_POINTS), on_step) for one in configs
     )
-    alone = tuple(train_locally(one, corpus, examiner, on_step) for one in settings)
-    return Comparison((*series, RecipeResults(DATA_PARALLEL, together), RecipeResults(LOCAL, alone)))
+    local = tuple(train_locally(one, corpus, evaluator, on_step) for one in configs)
+    return Comparison((*recipes, RecipeResults(DATA_PARALLEL, data_parallel), RecipeResults(LOCAL, local)))
 
 
-MIN_CURVE_POINTS = 10  # points that an answer about equal time needs at least
+MIN_CURVE_POINTS = 10  # minimum for a comparison at equal time
 
 
 def run_simulation(
     config: SimulationConfig, method: Method, corpus: Corpus, evaluator: Evaluator, points: int, on_step: OnStep
 ) -> SimulationResult:
-    """One run of one method under the manifest's seed."""
+    """Simulate one run of one method with the manifest's seed."""
     started = time.process_time()
     recorder = CurveRecorder(evaluator, points)
     swarm = VirtualSwarm(config, method, corpus, recorder.on_new_head, on_step)
@@ -214,7 +228,7 @@ def run_simulation(
 
 
 def count_steps(config: SimulationConfig, recipes: int, seeds: int) -> int:
-    """Gradients that a comparison computes, if nobody dies."""
+    """Return the number of gradients that a comparison computes if no peer dies."""
     return (recipes + 2) * seeds * config.peers * config.steps
 
 
@@ -225,5 +239,5 @@ def _with_seed(config: SimulationConfig, seed: int) -> SimulationConfig:
 
 
 def logic_time_fraction(results: Sequence[SimulationResult]) -> float:
-    """Of the processor's time, how much went into the round machines."""
+    """Return the fraction of the CPU time that the round machines took."""
     return sum(entry.logic_seconds for entry in results) / max(1e-9, sum(entry.processor_seconds for entry in results))

@@ -1,4 +1,4 @@
-"""What is simulated: a manifest, and the machines and links it runs on."""
+"""The setting of a simulation: a manifest, and the machines and links of its peers."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,17 @@ DEFAULT_MODEL = ModelSection(width=64, layers=2, heads=4, hidden=172, context=64
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """`steps`: inner steps of each peer, where all are equally fast. Per peer: `speeds` in inner steps a second,
-    `bandwidths` in bytes a second; `latency` in seconds. `churn`: the share of peers that die in each round."""
+    """The setting of one simulated run.
+
+    Attributes:
+        steps: inner steps per peer if all are equally fast.
+        speeds: inner steps per second, by peer.
+        bandwidths: bytes per second, by peer.
+        latency: seconds, one way.
+        churn: fraction of the peers that die in each round.
+        initial: weights at the start; `None` means those of the seed.
+        compiled: compile the model with bf16 products, which pays off in long runs.
+    """
 
     manifest: Manifest
     base: Path
@@ -29,27 +38,27 @@ class SimulationConfig:
     latency: float
     churn: float = 0.0
     adversaries: Adversaries | None = None
-    initial: Tensor | None = None  # the weights that training starts from; None: those of the seed
-    compiled: bool = False  # bf16 products, and compiled: worth its start in long runs
+    initial: Tensor | None = None
+    compiled: bool = False
 
     def build_model(self) -> LanguageModel:
-        """One that trains or is examined; its weights are zero yet."""
+        """Build a model for training or evaluation, with zero weights."""
         return build_compiled_model(self.manifest.model) if self.compiled else build_model(self.manifest.model)
 
     def start_weights(self) -> Tensor:
-        """Flat fp32."""
+        """Return the weights at the start, flat fp32."""
         if self.initial is not None:
             return self.initial.clone()
         return initial_weights(self.manifest.model, self.manifest.run.seed)
 
     @property
     def target_tokens(self) -> int:
-        """Of all peers together, when the run ends."""
+        """Return the tokens of all peers together at the end of the run."""
         return self.steps * self.peers * self.manifest.train.batch_tokens
 
 
 def default_manifest(steps: int) -> Manifest:
-    """A model that takes some milliseconds a step, on text that every machine has."""
+    """Return a run of a model with a few milliseconds per step, on text that every machine has."""
     return Manifest(
         run=RunSection(name="simulation"),
         model=DEFAULT_MODEL,
@@ -61,7 +70,7 @@ def default_manifest(steps: int) -> Manifest:
 
 
 def expand_per_peer(values: Sequence[float], peers: int, option: str) -> tuple[float, ...]:
-    """One value for all, or one for each."""
+    """Return one value per peer, from one value for all or one for each. Raises UsageError."""
     if len(values) not in (1, peers) or not all(math.isfinite(value) and value > 0 for value in values):
         raise UsageError(f"{option} takes one positive number, or one for each of the {peers} peers")
     return tuple(values) * (peers // len(values))

@@ -1,7 +1,7 @@
-"""Statements without cryptography: inside one process nobody forges, and signatures would take most of the time.
+"""Signed messages without cryptography: one process has no forgers, and real signatures would take most of the time.
 
-A signature here is a hash of what it signs, as long as a real one so that statements have their real size. Bodies are
-parsed and checked as on the wire, but only once, whoever receives them.
+A fake signature is a hash of the body, as long as a real one so that messages have their real size. Bodies are parsed
+and checked as on the wire, but only once for all receivers.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from protocol.identity import PeerId
 
 
 class FakeSigner:
-    """Signs for every peer of one run, and opens what it signed."""
+    """Signs for every peer of one run, and opens its own signed messages."""
 
     def __init__(self, limits: ContributionLimits) -> None:
         self._limits = limits
@@ -26,6 +26,8 @@ class FakeSigner:
         self._signatures_by_round: dict[int, list[bytes]] = {}
 
     def signer_for(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
+        """Return the signing function of a peer."""
+
         def sign(kind: str, body: Message) -> wire.Signed:
             encoded = body.SerializeToString(deterministic=True)
             signature = hashlib.sha512(f"{peer} {kind} ".encode() + encoded).digest()
@@ -34,10 +36,11 @@ class FakeSigner:
         return sign
 
     def open(self, signed: wire.Signed) -> SignedMessage[Any]:
+        """Return the parsed message."""
         return self.received_event(signed).message
 
     def received_event(self, signed: wire.Signed) -> MessageReceived:
-        """The same event for all who hear it."""
+        """Return the event of a message; it is the same object for all receivers."""
         key = signed.signature
         event = self._events_by_signature.get(key)
         if event is None:
@@ -47,8 +50,8 @@ class FakeSigner:
             self._signatures_by_round.setdefault(body.round, []).append(key)
         return event
 
-    def forget_before(self, number: int) -> None:
-        """Drop what was said in the rounds before that one."""
-        for old in [known for known in self._signatures_by_round if known < number]:
+    def forget_before(self, round_number: int) -> None:
+        """Drop the messages of earlier rounds."""
+        for old in [known for known in self._signatures_by_round if known < round_number]:
             for signature in self._signatures_by_round.pop(old):
                 del self._events_by_signature[signature]

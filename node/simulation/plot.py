@@ -1,4 +1,4 @@
-"""Two line charts in one SVG: validation loss against bytes sent and against virtual time, both on log axes below."""
+"""Draw two line charts in one SVG: validation loss against bytes sent and against virtual time, on log x axes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ XValue = Callable[[CurvePoint], float]
 
 
 def render_svg(comparison: Comparison) -> str:
-    """A whole document. Each line is the mean over the seeds; a series with one point is a dot."""
+    """Return an SVG document; each line is the mean over the seeds, and a curve with one point is a dot."""
     charts = (
         ("bytes sent by a peer", lambda point: point.sent_bytes, lambda value: format_bytes(round(value))),
         ("virtual seconds", lambda point: point.virtual_seconds, _format_seconds),
     )
     drawn = [
-        _render_chart(comparison.recipes, title, across, label, index * CHART_WIDTH)
-        for index, (title, across, label) in enumerate(charts)
+        _render_chart(comparison.recipes, title, x_value, label, index * CHART_WIDTH)
+        for index, (title, x_value, label) in enumerate(charts)
     ]
     legend = _render_legend([series.name for series in comparison.recipes])
     height = CHART_HEIGHT + 22 * (1 + (len(comparison.recipes) - 1) // 5)
@@ -39,8 +39,8 @@ def _format_seconds(value: float) -> str:
 
 
 def mean_curve(series: RecipeResults) -> list[CurvePoint]:
-    """Point by point over the seeds; as many as the shortest has."""
-    rows = zip(*(outcome.curve for outcome in series.results), strict=False)
+    """Return the curve averaged over the seeds, with as many points as the shortest curve."""
+    rows = zip(*(result.curve for result in series.results), strict=False)
     return [
         CurvePoint(
             round(_mean([point.tokens for point in row])),
@@ -66,12 +66,12 @@ def _render_chart(
     low, high = _axis_range([math.log10(x_value(point)) for point in points])
     bottom, top = _axis_range([point.loss for point in points])
 
-    def place(point: CurvePoint) -> tuple[float, float]:
-        right = LEFT + (math.log10(x_value(point)) - low) / (high - low) * (CHART_WIDTH - LEFT - RIGHT)
-        down = TOP + (top - point.loss) / (top - bottom) * (CHART_HEIGHT - TOP - BOTTOM)
-        return round(right, 1), round(down, 1)
+    def position(point: CurvePoint) -> tuple[float, float]:
+        x = LEFT + (math.log10(x_value(point)) - low) / (high - low) * (CHART_WIDTH - LEFT - RIGHT)
+        y = TOP + (top - point.loss) / (top - bottom) * (CHART_HEIGHT - TOP - BOTTOM)
+        return round(x, 1), round(y, 1)
 
-    lines = [_render_line([place(point) for point in curve], _colour(index)) for index, curve in enumerate(curves)]
+    lines = [_render_line([position(point) for point in curve], _colour(index)) for index, curve in enumerate(curves)]
     axes = _render_axes(title, (low, high), (bottom, top), label)
     return f'<g transform="translate({offset} 0)">{axes}{"".join(lines)}</g>'
 
@@ -82,9 +82,9 @@ def _axis_range(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _render_line(places: Sequence[tuple[float, float]], colour: str) -> str:
-    dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in places)
-    path = " ".join(f"{x},{y}" for x, y in places)
+def _render_line(positions: Sequence[tuple[float, float]], colour: str) -> str:
+    dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in positions)
+    path = " ".join(f"{x},{y}" for x, y in positions)
     return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>{dots}'
 
 
@@ -97,9 +97,9 @@ def _render_axes(
         f'<path d="M{LEFT} {TOP}V{floor}H{right}" fill="none" stroke="#888"/>',
     ]
     for tick in range(TICKS):
-        share = tick / (TICKS - 1)
-        x, y = LEFT + share * (right - LEFT), floor - share * (floor - TOP)
-        value, loss = 10 ** (logs[0] + share * (logs[1] - logs[0])), losses[0] + share * (losses[1] - losses[0])
+        fraction = tick / (TICKS - 1)
+        x, y = LEFT + fraction * (right - LEFT), floor - fraction * (floor - TOP)
+        value, loss = 10 ** (logs[0] + fraction * (logs[1] - logs[0])), losses[0] + fraction * (losses[1] - losses[0])
         parts.append(f'<text x="{x:.1f}" y="{floor + 18}" text-anchor="middle">{escape(label(value))}</text>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
     return "".join(parts)

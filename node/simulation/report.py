@@ -1,4 +1,4 @@
-"""What `murmur sim` prints."""
+"""The table that `murmur sim` prints."""
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -6,7 +6,7 @@ from rich.table import Table
 from node.simulation.comparison import Comparison, RecipeResults, logic_time_fraction
 from node.units import format_bytes
 
-TABLE_WIDTH = 160  # a table cut to 80 columns says nothing
+TABLE_WIDTH = 160  # a table cut to 80 columns is useless
 COLUMNS = (
     "recipe", "validation loss", "bits/param/step", "bits/param/sync", "sent a peer", "virtual s", "compute", "rounds",
     "data parallel then",
@@ -14,13 +14,13 @@ COLUMNS = (
 
 
 def build_table(comparison: Comparison) -> Table:
-    """The last column: the loss of data parallel in the same virtual time."""
-    drawn = Table(box=SIMPLE_HEAD)
+    """Return the table; the last column is the loss of data parallel after the same virtual time."""
+    table = Table(box=SIMPLE_HEAD)
     for column in COLUMNS:
-        drawn.add_column(column, justify="left" if column == "recipe" else "right")
-    for series in comparison.recipes:
-        drawn.add_row(*_cells(series, comparison))
-    return drawn
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for recipe in comparison.recipes:
+        table.add_row(*_cells(recipe, comparison))
+    return table
 
 
 def _cells(series: RecipeResults, comparison: Comparison) -> tuple[str, ...]:
@@ -39,6 +39,7 @@ def _cells(series: RecipeResults, comparison: Comparison) -> tuple[str, ...]:
 
 
 def format_logic_time(comparison: Comparison) -> str:
-    outcomes = [outcome for series in comparison.recipes for outcome in series.results]
-    seconds = sum(outcome.processor_seconds for outcome in outcomes)
-    return f"{seconds:.1f} s of processor time, {logic_time_fraction(outcomes):.1%} of it in the rounds' logic"
+    """Return a line with the CPU time and the fraction of it in the round machines."""
+    results = [result for recipe in comparison.recipes for result in recipe.results]
+    seconds = sum(result.processor_seconds for result in results)
+    return f"{seconds:.1f} s of CPU time, {logic_time_fraction(results):.1%} of it in the round machines"

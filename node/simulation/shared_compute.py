@@ -1,7 +1,7 @@
-"""Blobs in memory, and the arithmetic on them.
+"""Blobs in memory and the computations on them, shared by all virtual peers.
 
-All bytes lie here once; which peer holds which is the peers' own affair. A computation whose inputs have the same
-digests has the same result, so each is done once for all peers: they still agree only if their inputs did.
+Each blob is stored once; every peer keeps track of the blobs that it holds. Computations on inputs with equal digests
+have equal results, so each is done once for all peers: peers still agree only if their inputs are equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ AppliedState = tuple[OuterState, Blob]
 
 
 class MemoryBlobStore:
-    """What a Workshop asks of a store."""
+    """A blob store in memory with the methods that RoundCompute needs."""
 
     def __init__(self) -> None:
         self._blobs: dict[Digest, bytes] = {}
         self._put_in_round: dict[Digest, int] = {}
-        self.newest_round = 0  # the newest
+        self.newest_round = 0
 
     def put(self, *data: Bytes) -> Blob:
         blob = Blob.of(*data)
@@ -37,7 +37,7 @@ class MemoryBlobStore:
         return self.put(*data)
 
     def read(self, digest: Digest) -> bytes:
-        """MissingFileError where it is forgotten."""
+        """Return the bytes of a blob. Raises MissingFileError if it was forgotten."""
         try:
             return self._blobs[digest]
         except KeyError as error:
@@ -46,15 +46,18 @@ class MemoryBlobStore:
     def view(self, digest: Digest) -> bytes:
         return self.read(digest)
 
-    def forget_before(self, number: int) -> None:
-        """Drop what was put before that round."""
-        for digest in [known for known, put in self._put_in_round.items() if put < number]:
+    def forget_before(self, round_number: int) -> None:
+        """Drop the blobs that were put in earlier rounds."""
+        for digest in [known for known, put in self._put_in_round.items() if put < round_number]:
             del self._blobs[digest], self._put_in_round[digest]
 
 
 class SharedCompute:
-    """`initial` is the state that every run begins with; `replicas`: how many different ones there may be after a
-    round."""
+    """Computes each round's results once for all peers.
+
+    `initial` is the state at the start of the run; `states_per_round` is the number of different states that may exist
+    after a round.
+    """
 
     def __init__(
         self, planner: RoundPlanner, rate_decay: Callable[[int], float], initial: OuterState, states_per_round: int
@@ -73,28 +76,31 @@ class SharedCompute:
         return self._store.read(blob.digest)
 
     def read_payloads(self, parts: Sequence[Blob]) -> list[bytes]:
-        """Of a message; none at all where it is forgotten."""
+        """Return the payloads of a contribution; none if any of them was forgotten."""
         try:
             return [self.read(blob) for blob in parts]
         except MissingFileError:
             return []
 
     def is_well_formed(self, blob: Blob, round_number: int, part: int) -> bool:
+        """Return whether the blob is a valid part of a contribution."""
         key = blob.digest, round_number, part
         if key not in self._well_formed:
             try:
                 self._compute.check_part(blob, round_number, part)
                 self._well_formed[key] = True
-            except (MalformedError, MissingFileError):  # or it has travelled for longer than anybody wants it
+            except (MalformedError, MissingFileError):  # a missing blob arrived too late to be of use
                 self._well_formed[key] = False
         return self._well_formed[key]
 
     def reduce_part(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
+        """Reduce one part of the contributions; returns the result's blob."""
         return self._compute.reduce_part(round_number, part, contributions)
 
     def apply_commit(
         self, before: AppliedState, commit: Commit, signed_contributions: SignedContributions
     ) -> AppliedState:
+        """Return the state after a commit."""
         weights = (entry.body.tokens.to_bytes(8, "big") + bytes([entry.body.age]) for entry in signed_contributions)
         key = (before[1].digest, *(blob.digest for blob in blobs_to_apply(commit, signed_contributions)), *weights)
         if key not in self._applied:
@@ -103,7 +109,7 @@ class SharedCompute:
         return self._applied[key]
 
     def begin_round(self, round_number: int) -> None:
-        """A round begins somewhere: keep what the last few may still ask for."""
+        """Keep only the blobs and states of recent rounds when the first peer begins a new round."""
         if round_number > self._store.newest_round:
             self._store.newest_round = round_number
             self._store.forget_before(round_number - KEPT_ROUNDS)

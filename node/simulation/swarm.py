@@ -29,12 +29,15 @@ from protocol.consensus.messages import ContributionLimits, Digest
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
 
-MAX_CONTRIBUTION_TOKENS = 1 << 40  # of one contribution
-MAX_STALLED_EXCHANGES = 20  # so many exchange timeouts without a decision, and nothing will come of it
+MAX_CONTRIBUTION_TOKENS = 1 << 40
+MAX_STALLED_EXCHANGES = 20  # give up after this many exchange timeouts without a decision
 
 
 class VirtualSwarm:
-    """`method` on `corpus` under `setting`; `reached` hears of each new head once, `stepped` of each inner step."""
+    """Runs `method` on `corpus` with all virtual peers of `config`.
+
+    `on_first_arrival` is called when a first peer reaches a new head, `on_step` after each inner step.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class VirtualSwarm:
         )
         self.peers: dict[PeerId, VirtualPeer] = {}
         self._incarnations = [0] * config.peers
-        self._first_arrivals: dict[Digest, float] = {}  # and when each was first reached
+        self._first_arrivals: dict[Digest, float] = {}  # when a peer first reached each head
         self._decided_at = 0.0
         self._is_done = False
 
@@ -80,7 +83,7 @@ class VirtualSwarm:
         self.round_settings = round_settings_by_number(manifest, program)
 
     def run(self) -> None:
-        """Raises MurmurError when the run cannot come to its target under this setting."""
+        """Run to the target. Raises MurmurError if no round is decided for too long."""
         peers = [self._new_peer(slot) for slot in range(self.config.peers)]
         self.gossip.start_with({peer.peer_id: peer.chain.head for peer in peers})
         for peer in peers:
@@ -101,15 +104,16 @@ class VirtualSwarm:
         return [peer for peer in self.peers.values() if peer.is_alive]
 
     def steps_to_target(self, tokens: int) -> int:
-        """Inner steps that each living peer would have to make from `tokens` on."""
-        each = self.config.manifest.train.batch_tokens * max(1, len(self.live_peers))
-        return max(1, -(-(self.config.target_tokens - tokens) // each))
+        """Return the inner steps that each living peer still has to make after `tokens` tokens."""
+        tokens_per_step = self.config.manifest.train.batch_tokens * max(1, len(self.live_peers))
+        return max(1, -(-(self.config.target_tokens - tokens) // tokens_per_step))
 
     def _is_over(self) -> bool:
         """Return whether the target is reached, or no round was decided for too long."""
         return self._is_done or self.clock.now > self._decided_at + self._max_stall_seconds
 
     def new_trainer(self, peer: VirtualPeer) -> VirtualTrainer:
+        """Start a trainer at the peer's head."""
         trainer = VirtualTrainer(
             self.config.build_model(),
             self.config.manifest,
@@ -128,6 +132,7 @@ class VirtualSwarm:
         return ContributionEncoder(self.planner)
 
     def send(self, sender: VirtualPeer, receivers: Iterable[PeerId], signed: wire.Signed) -> None:
+        """Send a signed message over the virtual network."""
         by_slot = {self.peers[name].slot: self.peers[name] for name in receivers if name in self.peers}
 
         def deliver(slot: int) -> None:
@@ -136,12 +141,13 @@ class VirtualSwarm:
         self.network.send_message(sender.slot, by_slot, signed.ByteSize(), deliver)
 
     def on_step(self, peer: VirtualPeer) -> None:
+        """Count an inner step of the peer."""
         self.accounting.steps += 1
         self.accounting.busy_seconds[peer.slot] += 1 / self.config.speeds[peer.slot]
         self._count_step()
 
     def on_new_head(self, peer: VirtualPeer) -> None:
-        """A peer stands on a new head."""
+        """Publish the new head of a peer, and record it if the peer is the first to reach it."""
         head = peer.chain.head
         self.gossip.publish(peer.peer_id, head)
         if head.digest not in self._first_arrivals:
@@ -150,24 +156,24 @@ class VirtualSwarm:
         self._is_done = all(other.is_done for other in self.live_peers)
 
     def _record_first_arrival(self, peer: VirtualPeer, head: ChainHead) -> None:
-        took, self._decided_at = self.clock.now - self._decided_at, self.clock.now
+        seconds, self._decided_at = self.clock.now - self._decided_at, self.clock.now
         self._on_first_arrival(self, peer)
         self.fake_signer.forget_before(min(other.chain.round for other in self.live_peers) - 8)
         if self.config.churn and not peer.is_done:
-            self._replace_and_kill(took)
+            self._replace_and_kill(seconds)
 
     def _replace_and_kill(self, seconds: float) -> None:
-        """Those that died in the round before come back; others die at some time in this one."""
+        """Replace the peers that died in the previous round, and kill others at random times of this one."""
         alive = {peer.slot: peer for peer in self.live_peers}
         for slot in range(self.config.peers):
             if slot not in alive:
                 self.clock.schedule(self.gossip.delay, self._new_peer(slot).start)
-        wanted = int(self.config.churn * self.config.peers + self.random.random())
-        for victim in self.random.sample(sorted(alive), min(wanted, (len(alive) - 1) // 2)):
+        deaths = int(self.config.churn * self.config.peers + self.random.random())
+        for victim in self.random.sample(sorted(alive), min(deaths, (len(alive) - 1) // 2)):
             self.clock.schedule(self.random.random() * seconds, alive[victim].die)
 
     def _new_peer(self, slot: int) -> VirtualPeer:
-        """Each time with another key: a newcomer that knows nothing."""
+        """Create a peer with a new key and no state."""
         self._incarnations[slot] += 1
         peer = VirtualPeer(simulated_peer_id(slot, self._incarnations[slot]), slot, self)
         self.peers = {name: other for name, other in self.peers.items() if other.is_alive or other.slot != slot}
@@ -180,7 +186,7 @@ class VirtualSwarm:
 
 
 def simulated_identity(slot: int, incarnation: int = 1) -> Identity:
-    """Always the same; a peer's data depend on it."""
+    """Return the deterministic identity of a peer; its training data depends on it."""
     secret = hashlib.sha256(f"murmur simulated peer {slot} {incarnation}".encode()).digest()
     return Identity(Ed25519PrivateKey.from_private_bytes(secret))
 

@@ -10,11 +10,11 @@ from protocol.identity import PeerId
 if TYPE_CHECKING:
     from node.simulation.virtual_peer import VirtualPeer
 
-RETRY_SECONDS = 0.2  # until it asks again for a blob that nobody had
+RETRY_SECONDS = 0.2  # until the next attempt for a blob that no peer has
 
 
 class VirtualDownloads:
-    """The blobs that a peer waits for. A transfer that has begun ends, even if its round is over by then."""
+    """The blobs that a peer waits for; a started transfer completes even if its round is over by then."""
 
     def __init__(self, peer: "VirtualPeer") -> None:
         self._peer = peer
@@ -25,14 +25,14 @@ class VirtualDownloads:
         return {part_blob.blob.digest for part_blob in self._sources}
 
     def request(self, part_blob: PartBlob, sources: tuple[PeerId, ...]) -> None:
-        """Fetch a blob; if it is under way, only its sources are renewed."""
+        """Request a blob, or update the sources of one that is already under way."""
         is_new = part_blob not in self._sources
         self._sources[part_blob] = sources
         if is_new:
             self._choose_source(part_blob)
 
     def _choose_source(self, part_blob: PartBlob) -> None:
-        """Choose the holder whose uplink is free first: a daemon asks several at once."""
+        """Choose the holder whose uplink is free first, because a daemon asks several at once."""
         peer, blob = self._peer, part_blob.blob
         network, peers = peer.swarm.network, peer.swarm.peers
         found = (peers[name] for name in self._sources[part_blob] if name in peers)

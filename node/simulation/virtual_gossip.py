@@ -1,6 +1,6 @@
-"""Who is in the run and where everybody stands, as gossip would tell it: a little late, and to all at once.
+"""A model of gossip: the members of the run and their heads, a little late and for all peers at once.
 
-What a peer publishes reaches the others after the time of a few hops; a peer that dies is missed after the expiry.
+A published head reaches the other peers after the time of a few hops; a dead peer disappears after the expiry.
 """
 
 import math
@@ -12,11 +12,11 @@ from node.simulation.virtual_network import VirtualClock
 from protocol.consensus.chain import ChainHead
 from protocol.identity import PeerId
 
-SECONDS_PER_HOP = 0.02  # beside the latency
+SECONDS_PER_HOP = 0.02  # in addition to the latency
 
 
 class VirtualGossip:
-    """`changed` is called when what all know has changed."""
+    """Distributes the peers' heads; calls `on_change` after each change of the shared snapshot."""
 
     def __init__(
         self, clock: VirtualClock, latency: float, peers: int, expiry: float, on_change: Callable[[], None]
@@ -30,7 +30,7 @@ class VirtualGossip:
         self.snapshot = SwarmSnapshot({})  # shared by all peers
 
     def start_with(self, heads: dict[PeerId, ChainHead]) -> None:
-        """All these know one another from the start."""
+        """Let these peers know one another from the start."""
         self._heads.update(heads)
         self._take_snapshot()
 
@@ -41,7 +41,7 @@ class VirtualGossip:
         self._publish_after(peer, None, self._expiry)
 
     def _publish_after(self, peer: PeerId, head: ChainHead | None, delay: float) -> None:
-        """What is published while news is on its way travels with it."""
+        """Publish after a delay; heads that are published in the meantime arrive together with it."""
         if head is None:
             self._clock.schedule(delay, partial(self._apply_news, {peer: None}))
             return

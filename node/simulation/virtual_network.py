@@ -1,17 +1,18 @@
-"""The virtual clock: things happen in the order of their times, and of equal times in the order they were asked for.
+"""The virtual clock and the virtual network.
 
-The virtual network: every peer's own link with a bandwidth (the same both ways), and one latency for all paths.
+The clock runs actions in the order of their times, and actions of equal times in the order in which they were
+scheduled. Every peer has its own link with a bandwidth (the same in both directions); all paths have one latency.
 
-Each end of a link divides its rate equally among the blobs that it has under way, so that one with a thin link holds up
-nobody else. A blob is there when both its ends are done with it and its last byte has travelled. Where an end has n
-blobs under way, each of them has had by time t, since it began,
+Each end of a link divides its rate equally among its current transfers (processor sharing), so a peer with a thin link
+does not slow down the transfers of other peers. A blob arrives when both ends are done and its last byte has travelled.
+With n transfers, each of them has received since its start at time t0
 
-    had(t) - had(began)    with    d had / dt = rate / n
+    served(t) - served(t0)    with    d served / dt = rate / n
 
-so that a heap of what `had` will be when each is done tells in O(log n) which one is next (processor sharing).
+so a heap of the values of `served` at which the transfers end gives the next one in O(log n).
 
-Statements are small and pass beside the blobs: latency, and their own length over the narrower of the two links.
-Nothing is lost. Every byte is counted where it is sent.
+Signed messages are small and do not share the rate with blobs: they take the latency plus their own size over the
+narrower of the two links. Nothing is lost. Every byte is counted at its sender.
 """
 
 import heapq
@@ -22,7 +23,7 @@ from functools import partial
 
 
 class VirtualClock:
-    """`now` in virtual seconds since the start."""
+    """A queue of scheduled actions; `now` is in virtual seconds since the start."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,10 +31,11 @@ class VirtualClock:
         self._numbers = itertools.count()
 
     def schedule(self, delay: float, action: Callable[[], None]) -> None:
+        """Run `action` after `delay` virtual seconds."""
         heapq.heappush(self._queue, (self.now + delay, next(self._numbers), action))
 
     def run(self, is_finished: Callable[[], bool]) -> bool:
-        """Until `finished`; False when nothing is left to happen before that."""
+        """Run actions until `is_finished`; returns False if none are left before that."""
         while not is_finished():
             if not self._queue:
                 return False
@@ -43,11 +45,11 @@ class VirtualClock:
 
 
 BYTES_PER_MEGABIT = 125_000
-ROUNDING_SECONDS = 1e-9  # seconds: less is rounding
+ROUNDING_SECONDS = 1e-9  # shorter times are rounding errors
 
 
 class VirtualNetwork:
-    """`bandwidths` in bytes a second, by the peer's slot; `latency` in seconds, one way."""
+    """The links of all peers; `bandwidths` are in bytes per second by slot, `latency` in seconds one way."""
 
     def __init__(self, clock: VirtualClock, bandwidths: Sequence[float], latency: float) -> None:
         self._clock = clock
@@ -59,11 +61,11 @@ class VirtualNetwork:
         self.message_bytes = [0] * len(bandwidths)
 
     def backlog_seconds(self, slot: int) -> float:
-        """How many seconds that uplink has still to send for."""
+        """Return the seconds that the uplink of a slot needs for its current transfers."""
         return self._up[slot].backlog_seconds()
 
     def send_blob(self, sender: int, receiver: int, size: int, on_arrival: Callable[[], None]) -> None:
-        """A blob from slot to slot."""
+        """Send a blob from slot to slot."""
         self.blob_bytes[sender] += size
         ends = itertools.count(1)
 
@@ -75,36 +77,38 @@ class VirtualNetwork:
         self._down[receiver].start_transfer(size, done)
 
     def send_message(self, sender: int, receivers: Iterable[int], size: int, deliver: Callable[[int], None]) -> None:
-        """A statement to several slots; `deliver` is called with each of them."""
-        together: dict[float, list[int]] = defaultdict(list)
+        """Send a message to several slots; `deliver` is called with each of them."""
+        slots_by_delay: dict[float, list[int]] = defaultdict(list)
         for receiver in receivers:
-            together[self.latency + size / min(self._bandwidths[sender], self._bandwidths[receiver])].append(receiver)
+            delay = self.latency + size / min(self._bandwidths[sender], self._bandwidths[receiver])
+            slots_by_delay[delay].append(receiver)
             self.message_bytes[sender] += size
-        for delay, slots in together.items():
+        for delay, slots in slots_by_delay.items():
             self._clock.schedule(delay, partial(_deliver_to_all, deliver, slots))
 
 
 class LinkDirection:
-    """One direction of one link: `rate` bytes a second for all blobs that it has under way together."""
+    """One direction of one link, whose `rate` in bytes per second is shared by its transfers."""
 
     def __init__(self, clock: VirtualClock, rate: float) -> None:
         self._clock = clock
         self._rate = rate
         self._served_bytes = 0.0
-        self._served_at = 0.0  # bytes that each of them had by that time
-        self._transfers: list[tuple[float, int, Callable[[], None]]] = []  # what `had` will be when it is done
-        self._target_sum = 0.0  # the sum of these
+        self._served_at = 0.0  # the time up to which _served_bytes is counted
+        self._transfers: list[tuple[float, int, Callable[[], None]]] = []  # a heap by _served_bytes at the end
+        self._target_sum = 0.0  # the sum of these targets
         self._numbers = itertools.count()
         self._alarm_at: float | None = None
 
     def start_transfer(self, size: int, on_done: Callable[[], None]) -> None:
+        """Start a transfer; `on_done` is called at its end."""
         self._advance()
         heapq.heappush(self._transfers, (self._served_bytes + size, next(self._numbers), on_done))
         self._target_sum += self._served_bytes + size
         self._set_alarm()
 
     def backlog_seconds(self) -> float:
-        """Seconds until all that is under way now would be done."""
+        """Return the seconds until all current transfers would be done."""
         self._advance()
         return max(0.0, self._target_sum - self._served_bytes * len(self._transfers)) / self._rate
 
@@ -115,14 +119,18 @@ class LinkDirection:
         self._served_at = now
 
     def _set_alarm(self) -> None:
-        """One that is early by what has begun since looks again; so most blobs that begin need none of their own."""
+        """Schedule an alarm for the next end of a transfer.
+
+        An alarm that comes too early, because transfers started since, sets the next one; so most new transfers need no
+        alarm of their own.
+        """
         seconds = self._seconds_left()
         if self._alarm_at is None or self._clock.now + seconds < self._alarm_at:
             self._alarm_at = self._clock.now + seconds
             self._clock.schedule(seconds, partial(self._on_alarm, self._alarm_at))
 
     def _seconds_left(self) -> float:
-        """Until the next one is done, if none begins before."""
+        """Return the seconds until the next transfer ends if no other one starts."""
         return max(0.0, self._transfers[0][0] - self._served_bytes) * len(self._transfers) / self._rate
 
     def _on_alarm(self, alarm_at: float) -> None:

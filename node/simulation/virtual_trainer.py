@@ -1,4 +1,4 @@
-"""The trainer's side of a virtual peer: the same inner state, optimizer and sender as a trainer process has."""
+"""The trainer of a virtual peer, with the same state, optimizer and encoder as a trainer process."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ from protocol.manifest import Manifest
 
 
 class VirtualTrainer:
-    """Takes inner steps for one virtual peer, once it is started."""
+    """Makes inner steps and contributions for one virtual peer after `start`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class VirtualTrainer:
         self._batches = BatchReader(corpus, manifest.model.context, manifest.run.seed, peer_id)
 
     def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
-        """Begin at the anchor after that many rounds."""
+        """Begin at the anchor after `round_number` rounds."""
         self._shared_memory.write_anchor(round_number, shared)
         self.state.start(round_number)
 
@@ -56,16 +56,17 @@ class VirtualTrainer:
         return may_apply_anchor(self.state.counters, self.state.plan)
 
     def is_contribution_due(self, max_steps: int, now: float) -> bool:
-        """`most_steps`: so many bring the run to its target."""
+        """Return whether to make a contribution now; `max_steps` steps bring the run to its target."""
         counters, plan = self.state.counters, self.state.plan
         seconds = self._contribution_timer.seconds(counters.since_message.steps, now)
         steps = self.step_target.steps_due(min(plan.steps, max_steps), counters.round)
         return is_contribution_due(counters, steps, plan.method.schedule, seconds)
 
     def step(self) -> None:
+        """Make one inner step. Raises MurmurError if its gradient is not finite."""
         step = self.state.counters.step
-        windows, place = self._batches.next_batch(self._sequences), self._optimizer.lookahead_weights(step)
-        loss = accumulate_gradient(self._model, windows, self._train.microbatch, place)
+        windows, at_weights = self._batches.next_batch(self._sequences), self._optimizer.lookahead_weights(step)
+        loss = accumulate_gradient(self._model, windows, self._train.microbatch, at_weights)
         applied = self._optimizer.step(step)
         self._optimizer.clear_gradient()
         if not applied:
@@ -73,8 +74,9 @@ class VirtualTrainer:
         self.state.count_step(self._train.batch_tokens, loss, self._batches.position)
 
     def make_contribution(self) -> tuple[ContributionHeader, list[bytes]]:
-        message = self.state.make_contribution()
-        return message, [bytes(part) for part in self._shared_memory.contribution_parts(message.sizes)]
+        """Make a contribution; returns its header and its parts."""
+        header = self.state.make_contribution()
+        return header, [bytes(part) for part in self._shared_memory.contribution_parts(header.sizes)]
 
     def apply_anchor(
         self,
@@ -84,7 +86,7 @@ class VirtualTrainer:
         revised: Iterable[SettledContribution],
         read_payloads: Callable[[Sequence[Blob]], list[bytes]],
     ) -> None:
-        """`revised`: earlier messages, whose fate is another on the chain that was taken over."""
+        """Apply a new anchor; `revised` are earlier contributions whose outcome changed with a switch of chains."""
         self._shared_memory.write_anchor(round_number, shared)
         self.state.apply_anchor(round_number, outcome)
         for entry in revised:

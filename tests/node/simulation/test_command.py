@@ -1,4 +1,4 @@
-"""`murmur sim` and `murmur recipes`, from their words to what they print."""
+"""`murmur sim` and `murmur recipes`, from their arguments to their output."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from optim.recipes import RECIPES
 from protocol.errors import MurmurError, StorageError, UsageError
 from tests.node.simulation.virtual_swarm import make_config
 
-WISH = SimulationOptions(recipes=("diloco",))
+OPTIONS = SimulationOptions(recipes=("diloco",))
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def manifest(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_comparison_as_json_with_charts(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_as_json_with_a_plot(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wish = replace(
-        WISH, peers=2, steps=4, seeds=1, run=manifest, overrides=("schedule.inner_steps=2",), json=True,
+        OPTIONS, peers=2, steps=4, seeds=1, run=manifest, overrides=("schedule.inner_steps=2",), json=True,
         plot=manifest.parent / "plot.svg",
     )  # fmt: skip
     simulate(wish)
@@ -42,29 +42,33 @@ def test_a_comparison_as_json_with_charts(manifest: Path, capsys: pytest.Capture
     assert (manifest.parent / "plot.svg").read_text().startswith("<svg")
 
 
-def test_a_chart_that_cannot_be_written_costs_no_table(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed_although_the_plot_cannot_be_written(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(StorageError, match="cannot write"):
-        simulate(replace(WISH, peers=2, steps=4, seeds=1, run=manifest, plot=manifest.parent))
+        simulate(replace(OPTIONS, peers=2, steps=4, seeds=1, run=manifest, plot=manifest.parent))
     assert "data-parallel" in capsys.readouterr().out
 
 
-def test_a_comparison_for_people(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    simulate(replace(WISH, peers=2, steps=4, seeds=1, run=manifest))
+def test_comparison_for_people(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(replace(OPTIONS, peers=2, steps=4, seeds=1, run=manifest))
     printed = capsys.readouterr()
-    assert "data-parallel" in printed.out and "rounds' logic" in printed.out
+    assert "data-parallel" in printed.out and "round machines" in printed.out
     assert "inner steps" in printed.err
 
 
-def test_what_is_settled() -> None:
+def test_config_follows_from_the_options() -> None:
     given = build_config(
-        replace(WISH, peers=2, tokens=10_240, speeds="1,0.5", bandwidth="8", latency=20.0, liars="0.5:zero", churn=0.1)
+        replace(
+            OPTIONS, peers=2, tokens=10_240, speeds="1,0.5", bandwidth="8", latency=20.0, liars="0.5:zero", churn=0.1
+        )
     )
     assert (given.steps, given.speeds, given.bandwidths) == (10, (1.0, 0.5), (1e6, 1e6))
     assert (given.latency, given.churn, given.adversaries) == (0.02, 0.1, Adversaries(0.5, "zero"))
     assert given.manifest.train.decay_steps == 10
 
 
-def test_the_manifests_own_options_go_with_its_own_recipe() -> None:
+def test_manifest_options_apply_to_its_own_recipe() -> None:
     manifest = make_config(2, 4).manifest
     table = manifest.method.model_copy(update={"schedule": {"inner_steps": 7}})
     methods = compose_methods(
@@ -78,7 +82,7 @@ def test_the_manifests_own_options_go_with_its_own_recipe() -> None:
     assert methods["diloco"].schedule.ahead == methods["averaging"].schedule.ahead == 5
 
 
-def test_options_are_read_as_in_a_manifest() -> None:
+def test_overrides_are_parsed_as_in_a_manifest() -> None:
     options = (
         "codec.k=128", "codec.kind=topk", "aggregate.clip=true", 'update.kind="sgd"', "update.rate=1e-2",
         "feedback.decay={ start = 0.5, end = 0.9, rounds = 20 }", "schedule.inner_steps=[{ value = 1, rounds = 5 }, 9]",
@@ -95,51 +99,51 @@ def test_options_are_read_as_in_a_manifest() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda: build_config(replace(WISH, steps=1, tokens=1)), "--steps and --tokens both"),
-        (lambda: build_config(replace(WISH, speeds="1,2,x")), "--speeds '1,2,x': write numbers"),
+        (lambda: build_config(replace(OPTIONS, steps=1, tokens=1)), "--steps and --tokens both"),
+        (lambda: build_config(replace(OPTIONS, speeds="1,2,x")), "--speeds '1,2,x': write comma-separated numbers"),
         (
-            lambda: build_config(replace(WISH, speeds="1,2,3")),
+            lambda: build_config(replace(OPTIONS, speeds="1,2,3")),
             "--speeds takes one positive number, or one for each of the 8",
         ),
-        (lambda: build_config(replace(WISH, bandwidth="0")), "--bandwidth takes one positive"),
-        (lambda: build_config(replace(WISH, liars="2:zero")), "--liars '2:zero': write share:kind"),
-        (lambda: build_config(replace(WISH, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
+        (lambda: build_config(replace(OPTIONS, bandwidth="0")), "--bandwidth takes one positive"),
+        (lambda: build_config(replace(OPTIONS, liars="2:zero")), "--liars '2:zero': write fraction:kind"),
+        (lambda: build_config(replace(OPTIONS, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
         (
-            lambda: build_config(replace(WISH, plot=Path("no/where/plot.svg"))),
-            "--plot: there is no folder no/where; make it",
+            lambda: build_config(replace(OPTIONS, plot=Path("no/where/plot.svg"))),
+            "--plot: no/where is not a directory; create it",
         ),
         (lambda: parse_overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
         (lambda: parse_overrides(["codec.k={ start = 8"]), "--set 'codec.k={ start = 8': not a TOML value: "),
         (
-            lambda: simulate(replace(WISH, overrides=("codec.k=[1]",))),
+            lambda: simulate(replace(OPTIONS, overrides=("codec.k=[1]",))),
             "codec.k: a list has 2 to 64 phases; write [{ val",
         ),
-        (lambda: simulate(replace(WISH, recipes=("dilco",))), "no recipe is called 'dilco'; did you mean 'diloco'?"),
-        (lambda: simulate(replace(WISH, overrides=("codec.q=3",))), "has no option 'q'"),
+        (lambda: simulate(replace(OPTIONS, recipes=("dilco",))), "no recipe is called 'dilco'; did you mean 'diloco'?"),
+        (lambda: simulate(replace(OPTIONS, overrides=("codec.q=3",))), "has no option 'q'"),
         (lambda: show_recipes("dilco", False), "did you mean 'diloco'?"),
     ],
 )
-def test_a_wrong_wish_is_one_line(wrong: Callable[[], object], text: str) -> None:
+def test_wrong_option_is_a_one_line_error(wrong: Callable[[], object], text: str) -> None:
     with pytest.raises(UsageError) as caught:
         wrong()
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "has_compiler", lambda: True)
-    assert build_config(replace(WISH, compiled=True)).compiled and not build_config(WISH).compiled
+    assert build_config(replace(OPTIONS, compiled=True)).compiled and not build_config(OPTIONS).compiled
     monkeypatch.setattr(command, "has_compiler", lambda: False)
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
-        build_config(replace(WISH, compiled=True))
+        build_config(replace(OPTIONS, compiled=True))
 
 
-def test_numbers_that_are_none_are_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     for word in ("nan", "inf", "-1"):
         with pytest.raises(MurmurError):
-            build_config(replace(WISH, speeds=word))
+            build_config(replace(OPTIONS, speeds=word))
 
 
-def test_the_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     show_recipes(None, True)
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == list(RECIPES)
@@ -166,7 +170,7 @@ OPTION = r"    \w+ = [-=.\w\[\]{}, \"]+(   \(default .*\))?"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_part_of_a_recipe_says_what_it_does(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_of_a_recipe_is_explained(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     show_recipes(recipe, False)
     parts = re.split(r"\n\n(?=\w+ = )", capsys.readouterr().out)
     assert len(parts) == 1 + len(COMPONENTS)
@@ -175,7 +179,7 @@ def test_every_part_of_a_recipe_says_what_it_does(recipe: str, capsys: pytest.Ca
         assert said, f"only options: {part}"
 
 
-def test_what_changes_over_the_rounds_is_shown_as_its_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_that_changes_over_rounds_is_shown_as_its_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     show_recipes("sparseloco-warm", False)
     text = capsys.readouterr().out
     assert 'codec = [{ value = "int8", rounds = 50 }, "topk"]' in text

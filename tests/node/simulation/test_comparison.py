@@ -1,4 +1,4 @@
-"""Baselines, the comparison, its figures and its charts."""
+"""The baselines, the comparison, its figures and its charts."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def comparison() -> Comparison:
     return found
 
 
-def test_the_figures(comparison: Comparison) -> None:
+def test_figures_of_a_comparison(comparison: Comparison) -> None:
     figures = json.loads(json.dumps(comparison.to_json(), allow_nan=False))["recipes"]
     assert list(figures) == ["diloco", "sparseloco", "data-parallel", "local"]
     for name in figures:
@@ -51,16 +51,16 @@ def test_the_figures(comparison: Comparison) -> None:
     assert figures["sparseloco"]["bits_per_parameter_sync"] < 1
 
 
-def test_the_table_has_a_line_for_each(comparison: Comparison) -> None:
+def test_table_has_a_row_for_each_recipe(comparison: Comparison) -> None:
     console = Console(width=report.TABLE_WIDTH, file=io.StringIO(), record=True)
     console.print(report.build_table(comparison))
     text = console.export_text()
     for name in ("diloco", "sparseloco", "data-parallel", "local", "bits/param/step"):
         assert name in text
-    assert "of it in the rounds' logic" in report.format_logic_time(comparison)
+    assert "of it in the round machines" in report.format_logic_time(comparison)
 
 
-def test_the_charts_are_well_formed(comparison: Comparison) -> None:
+def test_charts_are_well_formed(comparison: Comparison) -> None:
     root = ElementTree.fromstring(plot.render_svg(comparison))
     space = "{http://www.w3.org/2000/svg}"
     charts = root.findall(f"{space}g")
@@ -71,12 +71,12 @@ def test_the_charts_are_well_formed(comparison: Comparison) -> None:
             assert plot.TOP <= float(dot.attrib["cy"]) <= plot.CHART_HEIGHT - plot.BOTTOM
 
 
-def test_data_parallel_takes_the_time_of_its_ring() -> None:
+def test_data_parallel_step_takes_the_time_of_its_all_reduce() -> None:
     # The slowest peer takes 2 s; 2 * 1/2 * 4 * 1000 bytes over 1e5 bytes a second; two latencies of 0.05 s.
     assert all_reduce_step_seconds(GIVEN, 1000) == pytest.approx(2 + 0.04 + 0.1)
 
 
-def test_data_parallel_with_equal_data_is_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_with_equal_data_equals_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(peers: int) -> float:
         given = make_config(peers, 5)
         return train_data_parallel(
@@ -88,7 +88,7 @@ def test_data_parallel_with_equal_data_is_one_peer(monkeypatch: pytest.MonkeyPat
     assert loss(2) == pytest.approx(loss(1), abs=1e-6)
 
 
-def test_one_peer_alone_is_local_and_data_parallel_alike() -> None:
+def test_baselines_of_a_single_peer_are_equal() -> None:
     given, text = make_config(1, 5), make_corpus()
     examiner = Evaluator(given, text)
     alone = train_locally(given, text, examiner, lambda: None)
@@ -96,6 +96,6 @@ def test_one_peer_alone_is_local_and_data_parallel_alike() -> None:
     assert alone.sent_bytes == 0
 
 
-def test_a_loss_between_two_points_of_a_curve() -> None:
+def test_loss_is_interpolated_between_curve_points() -> None:
     curve = (CurvePoint(1, 10.0, 0.0, 4.0), CurvePoint(2, 20.0, 0.0, 3.0))
     assert [interpolate_loss(curve, seconds) for seconds in (9.0, 10.0, 15.0, 20.0, 99.0)] == [None, 4.0, 3.5, 3.0, 3.0]

@@ -1,4 +1,4 @@
-"""The virtual clock, the links and the directory."""
+"""The virtual clock, the links and the gossip."""
 
 import random
 from functools import partial
@@ -11,7 +11,7 @@ from node.simulation.virtual_network import LinkDirection, VirtualClock, Virtual
 from protocol.consensus.chain import ChainHead
 
 
-def test_things_happen_in_the_order_of_time_and_then_of_asking() -> None:
+def test_actions_run_in_order_of_time_then_of_scheduling() -> None:
     clock, seen = VirtualClock(), list[tuple[float, str]]()
 
     def note(word: str) -> None:
@@ -25,7 +25,7 @@ def test_things_happen_in_the_order_of_time_and_then_of_asking() -> None:
     assert seen == [(1.0, "first"), (1.0, "second"), (1.0, "third"), (2.0, "late")]
 
 
-def test_the_clock_stops_when_told() -> None:
+def test_clock_stops_when_finished() -> None:
     clock = VirtualClock()
     clock.schedule(1.0, lambda: None)
     clock.schedule(2.0, lambda: None)
@@ -42,33 +42,33 @@ def arrivals(bandwidths: tuple[float, ...], *transfers: tuple[int, int, int]) ->
     return times, links
 
 
-def test_a_blob_takes_the_narrower_link_and_the_latency() -> None:
+def test_blob_takes_the_narrower_link_and_the_latency() -> None:
     for bandwidths in ((100.0, 50.0), (50.0, 100.0)):
         times, links = arrivals(bandwidths, (0, 1, 100))
         assert times == [pytest.approx(2.1)]
     assert links.blob_bytes == [100, 0]
 
 
-def test_an_uplink_is_shared_equally_by_what_it_sends() -> None:
+def test_uplink_is_shared_equally_by_its_transfers() -> None:
     times, links = arrivals((100.0,) * 4, (0, 1, 100), (0, 2, 100), (0, 3, 50))
     assert times == pytest.approx([1.6, 2.6, 2.6])
     assert links.backlog_seconds(0) == pytest.approx(0.0)
 
 
-def test_a_downlink_is_shared_equally_by_what_it_takes() -> None:
+def test_downlink_is_shared_equally_by_its_transfers() -> None:
     times, _ = arrivals((100.0,) * 3, (0, 2, 100), (1, 2, 50))
     assert times == pytest.approx([1.1, 1.6])
     independent, _ = arrivals((100.0,) * 4, (0, 2, 100), (1, 3, 100))
     assert independent == pytest.approx([1.1, 1.1])
 
 
-def test_a_thin_sender_holds_up_only_its_own() -> None:
-    """Taken one after the other, they would come after 10.1, 11.1 and 12.1 s."""
+def test_sender_with_a_thin_link_delays_only_its_own_blobs() -> None:
+    """One after the other, they would arrive after 10.1, 11.1 and 12.1 s."""
     times, _ = arrivals((10.0, 100.0, 100.0, 100.0), (0, 3, 100), (1, 3, 100), (2, 3, 100))
     assert times == pytest.approx([3.1, 3.1, 10.1])
 
 
-def test_what_begins_later_takes_its_share_from_then_on() -> None:
+def test_later_transfer_shares_the_link_from_its_start() -> None:
     clock, times = VirtualClock(), dict[str, float]()
     links = VirtualNetwork(clock, (100.0,) * 3, latency=0.0)
 
@@ -83,8 +83,8 @@ def test_what_begins_later_takes_its_share_from_then_on() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_shares_are_those_of_a_simulation_in_small_steps(seed: int) -> None:
-    """One end alone, against an integration that knows nothing of heaps; late starts and rounding included."""
+def test_link_sharing_equals_an_integration_in_small_steps(seed: int) -> None:
+    """One link direction gives the same times as an integration without heaps, with late starts and rounding."""
     chance = random.Random(seed)
     begun = sorted(1e4 + 3 * chance.random() for _ in range(20))
     sizes = [chance.randrange(1, 1_000_000) for _ in begun]
@@ -107,7 +107,7 @@ def test_shares_are_those_of_a_simulation_in_small_steps(seed: int) -> None:
     assert found == pytest.approx(expected, abs=5e-3)
 
 
-def test_statements_pass_beside_blobs_and_are_counted() -> None:
+def test_messages_do_not_wait_for_blobs_and_are_counted() -> None:
     clock, heard = VirtualClock(), list[tuple[float, int]]()
     links = VirtualNetwork(clock, (100.0, 100.0, 10.0), latency=0.1)
     links.send_blob(0, 1, 10_000, lambda: None)
@@ -122,7 +122,7 @@ def head(number: int, tokens: int) -> ChainHead:
     return ChainHead(number, bytes([number]) * 32, tokens)
 
 
-def test_news_reaches_all_after_a_while_and_the_dead_are_missed_after_the_expiry() -> None:
+def test_heads_arrive_after_a_delay_and_dead_peers_expire() -> None:
     clock, told = VirtualClock(), list[float]()
     directory = VirtualGossip(clock, 0.05, 4, 6.0, lambda: told.append(clock.now))
     directory.start_with({"a": head(0, 0), "b": head(0, 0)})

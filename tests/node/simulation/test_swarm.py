@@ -1,4 +1,4 @@
-"""Whole simulated runs: what must come out the same, what must add up, and that lying and dying show."""
+"""Whole simulated runs: determinism, complete accounts, and the effects of liars and churn."""
 
 import math
 import time
@@ -33,7 +33,7 @@ OVERLAP: Tables = {"schedule": {"ahead": 2}}
 
 
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
-def test_the_same_seed_gives_the_same_numbers(recipe: str) -> None:
+def test_same_seed_gives_the_same_numbers(recipe: str) -> None:
     def run(seed: int) -> object:
         swarm, recorder = run_to_target(make_config(4, 8, seed=seed, churn=0.25), make_method(recipe, 2), points=4)
         return compute_result(swarm, recorder, 1.0), swarm.accounting.rejections, swarm.clock.now
@@ -43,12 +43,12 @@ def test_the_same_seed_gives_the_same_numbers(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco", "averaging"])
-def test_two_peers_with_the_same_data_are_one(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_peers_with_the_same_data_equal_one(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def end(peers: int) -> bytes:
         swarm, _ = run_to_target(make_config(peers, 6), make_method(recipe, 3, whole))
         return swarm.live_peers[0].applied_state[1].digest
 
-    # What rounds usually have behind them is part of the state, and is twice as much of two.
+    # The token count is part of the state, and is twice as large with two peers.
     whole: Tables = {"update": {"shorten": False}} if recipe == "diloco" else {}
     assert end(2) != end(1)  # different data does matter
     monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer: seed)
@@ -65,7 +65,7 @@ def test_all_peers_end_on_one_chain_and_one_state(recipe: str, tables: Tables) -
 
 
 def shortened(recipe: str) -> Method:
-    """As the row has it, but with a period of four steps."""
+    """Return the recipe with a period of four steps."""
     options: dict[str, Scalar] = {}
     schedule = compose(recipe).schedule
     if schedule.inner_steps > 4:
@@ -74,7 +74,7 @@ def shortened(recipe: str) -> Method:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_comes_to_its_target_and_nothing_is_lost(recipe: str) -> None:
+def test_every_recipe_reaches_its_target_and_loses_nothing(recipe: str) -> None:
     method = shortened(recipe)
     swarm, recorder = run_to_target(make_config(4, 12, speeds=(1.0, 1.0, 1.3, 0.8), model=BLOCKS), method)
     states = {(peer.chain.head, peer.applied_state[1].digest) for peer in swarm.live_peers}
@@ -91,7 +91,7 @@ def test_equal_peers_stop_exactly_at_the_target() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
-def test_bytes_are_those_of_the_encoded_messages(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sent_bytes_are_those_of_the_encoded_contributions(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
     message = ContributionEncoder.encode
 
@@ -120,7 +120,7 @@ def virtual_time(given: SimulationConfig, composed: Method) -> tuple[float, floa
     return figures.virtual_seconds, figures.compute_share
 
 
-def test_narrow_links_cost_time_and_overlap_hides_it() -> None:
+def test_narrow_links_cost_time_that_overlap_hides() -> None:
     wide, wide_share = virtual_time(make_config(4, 12), make_method("diloco", 3))
     narrow, narrow_share = virtual_time(make_config(4, 12, bandwidth=2e4), make_method("diloco", 3))
     hidden, hidden_share = virtual_time(
@@ -132,14 +132,14 @@ def test_narrow_links_cost_time_and_overlap_hides_it() -> None:
     assert narrow_share < wide_share < 1
 
 
-def test_a_faster_swarm_takes_less_time() -> None:
+def test_faster_swarm_takes_less_time() -> None:
     slow, _ = virtual_time(make_config(3, 6), make_method("diloco", 3))
     fast, _ = virtual_time(make_config(3, 6, speeds=(2.0,) * 3), make_method("diloco", 3))
     assert slow - fast == pytest.approx(3.0, abs=0.1)
 
 
 def unaccounted(swarm: VirtualSwarm) -> int:
-    """Tokens of survivors that were trained on, and are neither included nor still to be sent."""
+    """Return the survivors' trained tokens that are neither included nor still to be sent."""
     lost = 0
     for peer in swarm.live_peers:
         included = sum(
@@ -160,7 +160,7 @@ def unaccounted(swarm: VirtualSwarm) -> int:
 
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 @pytest.mark.parametrize("seed", range(3))
-def test_under_churn_the_survivors_agree_and_nothing_is_lost(recipe: str, seed: int) -> None:
+def test_survivors_of_churn_agree_and_lose_nothing(recipe: str, seed: int) -> None:
     swarm, _ = run_to_target(make_config(6, 24, seed=seed, churn=0.2), make_method(recipe, 3))
     assert swarm.accounting.state_syncs > 0 and swarm.accounting.replays > 0
     assert len({(peer.chain.head, peer.applied_state[1].digest) for peer in swarm.live_peers}) == 1
@@ -175,7 +175,7 @@ def test_under_churn_the_survivors_agree_and_nothing_is_lost(recipe: str, seed: 
 SLOW_LINKS = make_config(4, 12, speeds=(1.0, 1.0, 1.0, 0.5), bandwidth=5e3)
 
 
-def test_a_message_that_misses_its_round_joins_the_next() -> None:
+def test_contribution_that_misses_its_round_joins_the_next() -> None:
     swarm, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
     made = {(peer, entry.parts): number for (peer, number), entry in swarm.accounting.contributions.items()}
     ages = [
@@ -187,7 +187,7 @@ def test_a_message_that_misses_its_round_joins_the_next() -> None:
     assert unaccounted(swarm) == 0
 
 
-def test_a_message_that_no_round_takes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contribution_that_no_round_includes_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.loop.contributions, "MAX_AGE_ROUNDS", 0)  # after the first that does not
     swarm, _ = run_to_target(SLOW_LINKS, make_method("diloco", 3))
     assert any(entry.end == "given back" for entry in swarm.accounting.contributions.values())
@@ -209,7 +209,7 @@ def loss_with(liars: Adversaries | None, tables: Tables) -> float:
     return recorder.curve[-1].loss
 
 
-def test_liars_hurt_the_plain_mean_and_clipping_helps() -> None:
+def test_liars_hurt_the_mean_and_clipping_helps() -> None:
     honest, flipped = loss_with(None, {}), loss_with(Adversaries(0.25, "sign-flip"), {})
     loud = Adversaries(0.25, "scale10")
     scaled, clipped = loss_with(loud, {}), loss_with(loud, {"aggregate": {"clip": True}})
@@ -220,7 +220,7 @@ def test_liars_hurt_the_plain_mean_and_clipping_helps() -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(LieKind))
-def test_what_liars_send(kind: LieKind) -> None:
+def test_contributions_of_liars(kind: LieKind) -> None:
     composed = make_method("averaging", 1, {"codec": {"kind": "none"}})
     delta = torch.linspace(-1, 1, 100)
     sender = LyingEncoder(RoundPlanner(composed, Layout(((100,),)), 1), kind, 0)
@@ -233,20 +233,20 @@ def test_what_liars_send(kind: LieKind) -> None:
         torch.testing.assert_close(sent.norm(), delta.norm())
 
 
-def test_a_swarm_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_swarm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VirtualPeer, "receive", lambda self, signed: None)
     with pytest.raises(MurmurError, match="no round was decided for 806 virtual seconds; allow more"):
         run_to_target(make_config(3, 6), make_method("diloco", 3))
 
 
-def test_a_hundred_peers() -> None:
-    """The time is the processor's: others may be at work beside this test."""
+def test_hundred_peers_are_fast() -> None:
+    """The limit is CPU time, because other programs may run at the same time."""
     large = make_config(100, 2, model=ModelSection(vocabulary=32, width=24, layers=1, heads=2, hidden=96, context=16))
     started = time.process_time()
     swarm, _ = run_to_target(large, make_method("diloco", 1))
     took = time.process_time() - started
     print(
-        f"{swarm.numel} parameters: {took:.1f} s, of that {swarm.accounting.logic_seconds:.1f} s in the rounds' logic"
+        f"{swarm.numel} parameters: {took:.1f} s, of that {swarm.accounting.logic_seconds:.1f} s in the round machines"
     )
     assert len({peer.applied_state[1].digest for peer in swarm.live_peers}) == 1
     assert all(entry.times_included == 1 for entry in swarm.accounting.contributions.values())

@@ -1,4 +1,4 @@
-"""Messages that are due at a time: every machine makes the steps that it can, and all are there together."""
+"""Contributions that are due at a time: every machine makes as many steps as it can, and all are in time."""
 
 from dataclasses import replace
 
@@ -14,21 +14,21 @@ TIMED: Tables = {"schedule": {"seconds": 10.0, "least_steps": 5}}
 
 
 def patient() -> SimulationConfig:
-    """Peers who wait for the slow ones for as long as those take for all steps."""
+    """Return a config with a grace as long as the slowest peer takes for all steps."""
     given = make_config(4, 120, speeds=SPEEDS)
     timing = given.manifest.round.model_copy(update={"grace": 60.0})
     return replace(given, manifest=given.manifest.model_copy(update={"round": timing}))
 
 
 def steps_of(swarm: VirtualSwarm, round_number: int) -> list[int]:
-    """By slot."""
+    """Return the included steps by slot."""
     peers = sorted(swarm.live_peers, key=lambda peer: peer.slot)
     return [swarm.accounting.contributions[peer.peer_id, round_number].tokens // BATCH for peer in peers]
 
 
 @pytest.mark.parametrize("recipe", ["fedcompass", "averaging"])
-def test_steps_go_by_speed_and_nobody_waits(recipe: str) -> None:
-    """Dynamic local updates: H_i = v_i / max v * H, with H = 40 the steps that the fastest makes in the time."""
+def test_steps_follow_the_speed_and_nobody_waits(recipe: str) -> None:
+    """Dynamic local updates: H_i = v_i / max v * H, where H = 40 are the fastest peer's steps in the time."""
     timed, recorder = run_to_target(patient(), make_method(recipe, 40, TIMED))
     untimed: Tables = {"schedule": {"seconds": 0.0, "least_steps": 1}}
     stepped, plain = run_to_target(patient(), make_method(recipe, 40, untimed))
@@ -40,8 +40,8 @@ def test_steps_go_by_speed_and_nobody_waits(recipe: str) -> None:
     assert computing[0] > computing[1] + 0.15, "the control: the fast wait for the slow"
 
 
-def test_steps_stay_within_their_bounds() -> None:
-    """FedCompass: K_min <= K_i <= K_max, whatever the speed."""
+def test_steps_stay_within_their_limits() -> None:
+    """FedCompass: K_min <= K_i <= K_max at any speed."""
     bounds: Tables = {"schedule": {"seconds": 10.0, "least_steps": 25}}
     swarm, _ = run_to_target(make_config(4, 120, speeds=(4.0, 4.0, 2.4, 2.4)), make_method("fedcompass", 38, bounds))
     for number in (0, 1):

@@ -1,4 +1,4 @@
-"""Small simulated swarms for tests: a tiny model on made-up text."""
+"""Small simulated swarms for tests: a tiny model on synthetic text."""
 
 import random
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def make_method(recipe: str, period: int, overrides: Tables | None = None) -> Me
 
 
 def run_to_target(config: SimulationConfig, composed: Method, points: int = 1) -> tuple[VirtualSwarm, CurveRecorder]:
-    """The swarm after its run, and what was measured."""
+    """Run the swarm to its target; returns it and the recorded curve."""
     text = make_corpus()
     recorder = CurveRecorder(Evaluator(config, text), points)
     swarm = VirtualSwarm(config, composed, text, recorder.on_new_head, lambda: None)
