@@ -1,4 +1,4 @@
-"""Each message is included once or given back once, whoever is killed when."""
+"""Each contribution is included once or returned once, whichever process is killed at any point."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -27,67 +27,68 @@ ME = PEERS[1].peer_id
 NOWHERE = ChainHead(9, bytes(32), 0)  # of a chain that nobody else knows
 
 
-def message(number: int, serial: int = 0) -> ContributionHeader:
+def make_header(number: int, serial: int = 0) -> ContributionHeader:
     return ContributionHeader(serial=serial, round=number, sizes=(4,), tokens=100, steps=5, loss=3.0)
 
 
-def offer(number: int, identity: int = 0) -> StoredContribution:
-    return StoredContribution(message(number, identity + 1), (Blob.of(f"message {number} {identity}".encode()),))
+def make_contribution(number: int, identity: int = 0) -> StoredContribution:
+    return StoredContribution(make_header(number, identity + 1), (Blob.of(f"message {number} {identity}".encode()),))
 
 
 def commit(head: ChainHead, mine: StoredContribution | None) -> Commit:
     return commit_of(head, {0: Blob.of(b"other")} | ({1: mine.parts[0]} if mine else {})).body
 
 
-def test_an_included_message_is_remembered_until_the_next() -> None:
-    offers, head = ContributionTracker(PROGRAM), genesis_head(RUN_ID)
-    offers.submit(offer(0))
-    assert offers.is_known(message(0)) and not offers.is_known(message(1))
-    assert offers.on_commit(ME, commit(head, offer(0))) == "included"
-    assert offers.pending is None and offers.outcome_of(0) == "included" and offers.outcome_of(None) == "none"
-    assert offers.is_known(message(0))
-    assert ContributionTracker.from_json(PROGRAM, offers.to_json()).outcome_of(0) == "included"
-    offers.submit(offer(1))
+def test_outcome_is_kept_until_the_next_contribution() -> None:
+    tracker, head = ContributionTracker(PROGRAM), genesis_head(RUN_ID)
+    tracker.submit(make_contribution(0))
+    assert tracker.is_known(make_header(0)) and not tracker.is_known(make_header(1))
+    assert tracker.on_commit(ME, commit(head, make_contribution(0))) == "included"
+    assert tracker.pending is None and tracker.outcome_of(0) == "included" and tracker.outcome_of(None) == "none"
+    assert tracker.is_known(make_header(0))
+    assert ContributionTracker.from_json(PROGRAM, tracker.to_json()).outcome_of(0) == "included"
+    tracker.submit(make_contribution(1))
     assert (
-        offers.outcome_of(0) == "none" and ContributionTracker.from_json(PROGRAM, offers.to_json()).last_outcome is None
+        tracker.outcome_of(0) == "none"
+        and ContributionTracker.from_json(PROGRAM, tracker.to_json()).last_outcome is None
     )
 
 
-def test_a_late_message_joins_the_next_round_and_an_old_one_is_given_back() -> None:
-    offers, head = ContributionTracker(PROGRAM), genesis_head(RUN_ID)
-    offers.submit(offer(0))
+def test_late_contribution_is_resubmitted_until_it_is_too_old() -> None:
+    tracker, head = ContributionTracker(PROGRAM), genesis_head(RUN_ID)
+    tracker.submit(make_contribution(0))
     for number in range(MAX_AGE_ROUNDS):
-        assert offers.pending is not None
-        contribution = offers.pending.to_contribution(head, TERMS)
+        assert tracker.pending is not None
+        contribution = tracker.pending.to_contribution(head, TERMS)
         assert (contribution.round, contribution.age) == (number, number)
         missed = commit(head, None)
-        assert offers.on_commit(ME, missed) == "none"
+        assert tracker.on_commit(ME, missed) == "none"
         head = extend_head(head, missed)
-    assert offers.pending is not None and offers.pending.to_contribution(head, TERMS).age == MAX_AGE_ROUNDS
-    assert offers.on_commit(ME, commit(head, None)) == "excluded"
-    assert offers.outcome_of(0) == "excluded"
+    assert tracker.pending is not None and tracker.pending.to_contribution(head, TERMS).age == MAX_AGE_ROUNDS
+    assert tracker.on_commit(ME, commit(head, None)) == "excluded"
+    assert tracker.outcome_of(0) == "excluded"
 
 
 FRAGMENTS = compose("averaging", {"schedule": {"fragments": 2}})
 
 
 @pytest.mark.parametrize("made", range(4))
-def test_a_message_is_never_offered_to_a_round_of_another_fragment(made: int) -> None:
+def test_contribution_is_not_submitted_to_a_round_of_another_fragment(made: int) -> None:
     """Of two fragments: it is given back at once. (The next round of its own would come, but its peer may send another
-    message by then.)"""
-    offers = ContributionTracker(program_of(FRAGMENTS))
-    offers.submit(offer(made))
-    assert offers.on_round(made) == "none" and offers.pending is not None
-    assert offers.on_round(made + 1) == "excluded" and offers.pending is None
+    make_header by then.)"""
+    tracker = ContributionTracker(program_of(FRAGMENTS))
+    tracker.submit(make_contribution(made))
+    assert tracker.on_round(made) == "none" and tracker.pending is not None
+    assert tracker.on_round(made + 1) == "excluded" and tracker.pending is None
     control = ContributionTracker(PROGRAM)  # where every round sends everything
-    control.submit(offer(made))
+    control.submit(make_contribution(made))
     assert control.on_round(made + 1) == "none" and control.pending is not None
 
 
-def test_a_jump_to_another_round_of_its_fragment_keeps_it_on_its_way() -> None:
-    offers = ContributionTracker(program_of(FRAGMENTS))
-    offers.submit(offer(1))
-    assert offers.on_round(3) == "none" and offers.on_round(5) == "excluded"
+def test_contribution_stays_pending_for_a_round_of_its_fragment() -> None:
+    tracker = ContributionTracker(program_of(FRAGMENTS))
+    tracker.submit(make_contribution(1))
+    assert tracker.on_round(3) == "none" and tracker.on_round(5) == "excluded"
 
 
 @pytest.mark.parametrize(
@@ -101,156 +102,167 @@ def test_a_jump_to_another_round_of_its_fragment_keeps_it_on_its_way() -> None:
     ],
     ids=str,
 )
-def test_only_what_means_the_same_in_the_next_round_is_offered_to_it(tables: Tables, kept: bool) -> None:
-    offers = ContributionTracker(program_of(compose("sparseloco", tables)))
-    offers.submit(offer(0))
-    assert (offers.on_round(1) == "none") is kept
+def test_contribution_is_resubmitted_only_to_a_compatible_round(tables: Tables, kept: bool) -> None:
+    tracker = ContributionTracker(program_of(compose("sparseloco", tables)))
+    tracker.submit(make_contribution(0))
+    assert (tracker.on_round(1) == "none") is kept
 
 
-def test_on_a_chain_with_lower_rounds_a_message_is_given_back() -> None:
-    offers = ContributionTracker(PROGRAM)
-    offers.submit(offer(7))
-    assert offers.on_round(6 - MAX_AGE_ROUNDS) == "excluded"
+def test_contribution_is_excluded_on_a_chain_with_much_lower_rounds() -> None:
+    tracker = ContributionTracker(PROGRAM)
+    tracker.submit(make_contribution(7))
+    assert tracker.on_round(6 - MAX_AGE_ROUNDS) == "excluded"
 
 
-def test_on_a_chain_that_has_taken_it_before_a_message_is_not_offered_again() -> None:
+def test_contribution_included_by_the_other_chain_is_not_resubmitted() -> None:
     """Two parts of a split network end round 0 otherwise; we make one round more, and then meet the better chain."""
-    ours, theirs, offers = genesis_head(RUN_ID), genesis_head(RUN_ID), ContributionTracker(PROGRAM)
-    offers.submit(offer(0))
-    missed, taken = commit(ours, None), commit(theirs, offer(0))
-    assert offers.on_commit(ME, missed) == "none"
+    ours, theirs, tracker = genesis_head(RUN_ID), genesis_head(RUN_ID), ContributionTracker(PROGRAM)
+    tracker.submit(make_contribution(0))
+    missed, taken = commit(ours, None), commit(theirs, make_contribution(0))
+    assert tracker.on_commit(ME, missed) == "none"
     ours, theirs = extend_head(ours, missed), extend_head(theirs, taken)
-    assert offers.on_commits(ME, [commit(ours, None)], 2) == "none" and offers.submitted_since == 0
+    assert tracker.on_commits(ME, [commit(ours, None)], 2) == "none" and tracker.submitted_since == 0
     naive = ContributionTracker(PROGRAM)
-    naive.submit(offer(0))
-    assert naive.on_commits(ME, [], 1) == "none" and naive.pending == offer(0), (
+    naive.submit(make_contribution(0))
+    assert naive.on_commits(ME, [], 1) == "none" and naive.pending == make_contribution(0), (
         "it would be offered to round 1 of theirs"
     )
-    assert offers.on_fork(ME, [taken], 1, ours) == ForkOutcome("included")
+    assert tracker.on_fork(ME, [taken], 1, ours) == ForkOutcome("included")
 
 
 @pytest.mark.parametrize("known", [(), (1,), (0,)], ids=str)
-def test_where_it_is_not_known_who_took_it_a_message_is_lost(known: tuple[int, ...]) -> None:
-    head, chain, offers = genesis_head(RUN_ID), [], ContributionTracker(PROGRAM)
+def test_contribution_with_unknown_outcome_is_lost(known: tuple[int, ...]) -> None:
+    head, chain, tracker = genesis_head(RUN_ID), [], ContributionTracker(PROGRAM)
     for _ in range(2):
         chain.append(commit(head, None))
         head = extend_head(head, chain[-1])
-    offers.submit(offer(0))
+    tracker.submit(make_contribution(0))
     assert (
-        offers.on_fork(ME, [chain[number] for number in known], 2, NOWHERE).outcome == "lost" and offers.pending is None
+        tracker.on_fork(ME, [chain[number] for number in known], 2, NOWHERE).outcome == "lost"
+        and tracker.pending is None
     )
-    assert offers.outcome_of(0) == "lost"
-    offers.submit(offer(0))
-    assert offers.on_fork(ME, chain, 2, NOWHERE).outcome == "none" and offers.pending == offer(0)
+    assert tracker.outcome_of(0) == "lost"
+    tracker.submit(make_contribution(0))
+    assert tracker.on_fork(ME, chain, 2, NOWHERE).outcome == "none" and tracker.pending == make_contribution(0)
 
 
 class Fork:
     """Our messages to a chain of ours; `taken` says of each which of two chains takes it: o(urs), t(heirs) or none."""
 
     def __init__(self, taken: str) -> None:
-        self.offers = ContributionTracker(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
+        self.tracker = ContributionTracker(program_of(compose("averaging", {"schedule": {"fragments": 2}})))
         self.ours = genesis_head(RUN_ID)
         self.theirs = genesis_head(RUN_ID)
         self.chain = list[Commit]()
-        self.made = [offer(number, number) for number in range(len(taken))]
+        self.made = [make_contribution(number, number) for number in range(len(taken))]
         for number, taker in enumerate(taken):
-            self.offers.submit(self.made[number])
+            self.tracker.submit(self.made[number])
             mine = commit(self.ours, self.made[number] if taker == "o" else None)
             self.chain.append(commit(self.theirs, self.made[number] if taker == "t" else None))
-            self.offers.on_commits(ME, [mine], number + 1)
+            self.tracker.on_commits(ME, [mine], number + 1)
             self.ours = extend_head(self.ours, mine)
             self.theirs = extend_head(self.theirs, self.chain[-1])
 
     def meet(self, known_since: int = 0) -> ForkOutcome:
-        return self.offers.on_fork(ME, self.chain[known_since:], len(self.chain), self.ours)
+        return self.tracker.on_fork(ME, self.chain[known_since:], len(self.chain), self.ours)
 
-    def fates(self, verdict: ForkOutcome) -> dict[int, tuple[ContributionOutcome | None, ContributionOutcome]]:
+    def outcomes(self, fork_outcome: ForkOutcome) -> dict[int, tuple[ContributionOutcome | None, ContributionOutcome]]:
         return {
-            self.made.index(entry.contribution): (entry.previous_outcome, entry.outcome) for entry in verdict.revised
+            self.made.index(entry.contribution): (entry.previous_outcome, entry.outcome)
+            for entry in fork_outcome.revised
         }
 
 
-def test_what_only_the_chain_that_was_left_has_taken_is_given_back() -> None:
+def test_contribution_included_only_by_the_old_chain_is_returned() -> None:
     fork = Fork("oo")
-    assert fork.fates(fork.meet()) == {0: ("included", "excluded"), 1: ("included", "excluded")}
+    assert fork.outcomes(fork.meet()) == {0: ("included", "excluded"), 1: ("included", "excluded")}
     assert fork.meet().revised == (), "once"
 
 
-def test_what_was_given_back_and_is_on_the_other_chain_is_taken_out_again() -> None:
+def test_returned_contribution_included_by_the_new_chain_is_subtracted() -> None:
     fork = Fork("t-")
-    verdict = fork.meet()
-    assert fork.fates(verdict) == {0: ("excluded", "included")} and verdict.retracts_restored
+    fork_outcome = fork.meet()
+    assert fork.outcomes(fork_outcome) == {0: ("excluded", "included")} and fork_outcome.retracts_restored
     kept = Fork("--").meet()
     assert kept.revised == () and not kept.retracts_restored, "the control: it stays what is to be sent"
 
 
-def test_a_message_that_carries_what_is_taken_out_is_given_back_first() -> None:
+def test_pending_contribution_with_subtracted_work_is_returned() -> None:
     fork = Fork("t")
-    fork.offers.submit(offer(1, 1))
+    fork.tracker.submit(make_contribution(1, 1))
     assert fork.meet() == ForkOutcome("excluded", (SettledContribution(fork.made[0], 0, "included", "excluded"),))
     clean = Fork("o")
-    clean.offers.submit(offer(1, 1))
+    clean.tracker.submit(make_contribution(1, 1))
     assert clean.meet().outcome == "none", "what is given back now is not in it"
 
 
-def test_what_a_chain_has_taken_inside_of_a_later_message_is_taken_out_with_that() -> None:
+def test_work_resent_in_a_later_contribution_is_revised_with_it() -> None:
     """The first was given back and went into the second, which ours took: that alone comes back, less the first."""
     fork = Fork("to")
-    assert fork.fates(fork.meet()) == {1: ("included", "excluded"), 0: ("excluded", "included")}
+    assert fork.outcomes(fork.meet()) == {1: ("included", "excluded"), 0: ("excluded", "included")}
 
 
-def test_where_it_is_not_known_what_the_other_chain_took_nothing_is_sent_twice() -> None:
-    assert Fork("o-").fates(Fork("o-").meet(1)) == {0: ("included", "lost")}
+def test_unknown_history_of_the_new_chain_sends_nothing_twice() -> None:
+    assert Fork("o-").outcomes(Fork("o-").meet(1)) == {0: ("included", "lost")}
     fork = Fork("-o")
-    assert fork.fates(fork.meet(1)) == {1: ("included", "excluded"), 0: ("excluded", "lost")}
-    assert fork.offers.history_needed_since(2) == 0
+    assert fork.outcomes(fork.meet(1)) == {1: ("included", "excluded"), 0: ("excluded", "lost")}
+    assert fork.tracker.history_needed_since(2) == 0
 
 
-def test_further_on_our_own_chain_all_stays_as_it_was() -> None:
+def test_jump_further_on_our_own_chain_revises_nothing() -> None:
     fork = Fork("o-")
     further = commit(fork.ours, None)
-    assert fork.offers.on_fork(ME, [further], 3, fork.ours) == ForkOutcome("none")
-    assert Fork("o-").offers.on_fork(ME, [further], 3, NOWHERE).revised, "the control: as if it were another one"
+    assert fork.tracker.on_fork(ME, [further], 3, fork.ours) == ForkOutcome("none")
+    assert Fork("o-").tracker.on_fork(ME, [further], 3, NOWHERE).revised, "the control: as if it were another one"
 
 
-def test_only_so_many_are_remembered_and_fewer_are_kept() -> None:
+def test_settled_contributions_and_retained_parts_are_bounded() -> None:
     fork = Fork("o" * 20)
-    fates = fork.fates(fork.meet())
-    assert len(fates) == MAX_SETTLED + 1 and len(fork.offers.retained_parts) == MAX_RESTORABLE
-    assert [number for number, (_, fate) in fates.items() if fate == "excluded"] == [19, 18, 17]
-    again = ContributionTracker.from_json(PROGRAM, fork.offers.to_json())
-    assert (again.settled, again.last_outcome) == (fork.offers.settled, fork.offers.last_outcome)
+    outcomes = fork.outcomes(fork.meet())
+    assert len(outcomes) == MAX_SETTLED + 1 and len(fork.tracker.retained_parts) == MAX_RESTORABLE
+    assert [number for number, (_, outcome) in outcomes.items() if outcome == "excluded"] == [19, 18, 17]
+    again = ContributionTracker.from_json(PROGRAM, fork.tracker.to_json())
+    assert (again.settled, again.last_outcome) == (fork.tracker.settled, fork.tracker.last_outcome)
     assert again.history_needed_since(200) == 200, "no chain remembers that"
 
 
-def test_what_was_made_after_the_checkpoint_is_on_its_way() -> None:
-    offers = ContributionTracker(PROGRAM)
-    assert offers.restore(offer(0, 0), 1, LastSent(offer(0, 0)), 0) == "none" and offers.pending == offer(0, 0)
-    assert offers.restore(None, 1, LastSent(offer(1, 1)), 1) == "one" and offers.pending == offer(1, 1)
-    assert offers.restore(offer(0, 0), 1, LastSent(offer(2, 2)), 1) == "many" and offers.pending == offer(2, 2)
-    assert offers.restore(None, 0, LastSent(offer(9, 0)), 9 - MAX_AGE_ROUNDS - 1) == "one" and offers.pending is None
-    assert offers.outcome_of(9) == "lost"
+def test_contribution_made_after_the_checkpoint_is_pending_after_restore() -> None:
+    tracker = ContributionTracker(PROGRAM)
+    assert tracker.restore(
+        make_contribution(0, 0), 1, LastSent(make_contribution(0, 0)), 0
+    ) == "none" and tracker.pending == make_contribution(0, 0)
+    assert tracker.restore(
+        None, 1, LastSent(make_contribution(1, 1)), 1
+    ) == "one" and tracker.pending == make_contribution(1, 1)
+    assert tracker.restore(
+        make_contribution(0, 0), 1, LastSent(make_contribution(2, 2)), 1
+    ) == "many" and tracker.pending == make_contribution(2, 2)
+    assert (
+        tracker.restore(None, 0, LastSent(make_contribution(9, 0)), 9 - MAX_AGE_ROUNDS - 1) == "one"
+        and tracker.pending is None
+    )
+    assert tracker.outcome_of(9) == "lost"
 
 
-def test_the_same_bytes_of_somebody_else_are_not_ours() -> None:
-    offers, head = ContributionTracker(PROGRAM), genesis_head(RUN_ID)
-    offers.submit(offer(0))
-    assert offers.on_commit(ME, commit_of(head, {2: offer(0).parts[0]}).body) == "none"
+def test_same_parts_of_another_peer_are_not_our_contribution() -> None:
+    tracker, head = ContributionTracker(PROGRAM), genesis_head(RUN_ID)
+    tracker.submit(make_contribution(0))
+    assert tracker.on_commit(ME, commit_of(head, {2: make_contribution(0).parts[0]}).body) == "none"
 
 
-def test_on_a_chain_with_lower_rounds_an_old_fate_is_not_that_of_a_new_message() -> None:
-    offers, head = ContributionTracker(PROGRAM), ChainHead(7, bytes(32), 0)
-    offers.submit(offer(7))
-    offers.on_commit(ME, commit(head, offer(7)))
-    offers.submit(offer(5))  # after a jump back to round 5
-    offers.on_commit(ME, commit(ChainHead(5, bytes(32), 0), offer(5)))
-    offers.submit(offer(7, identity=1))
-    assert offers.outcome_of(7) == "none"
+def test_old_outcome_of_the_same_round_number_is_not_reused() -> None:
+    tracker, head = ContributionTracker(PROGRAM), ChainHead(7, bytes(32), 0)
+    tracker.submit(make_contribution(7))
+    tracker.on_commit(ME, commit(head, make_contribution(7)))
+    tracker.submit(make_contribution(5))  # after a jump back to round 5
+    tracker.on_commit(ME, commit(ChainHead(5, bytes(32), 0), make_contribution(5)))
+    tracker.submit(make_contribution(7, identity=1))
+    assert tracker.outcome_of(7) == "none"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a trainer has written down: its round, and the message that it waits for."""
+    """The persisted state of a trainer: its round and its outstanding contribution."""
 
     round: int = 0
     outstanding: StoredContribution | None = None
@@ -259,12 +271,12 @@ class Snapshot:
 
 @dataclass
 class SimulatedNode:
-    """A chain that always goes on, a node with offers, and a trainer with a snapshot; either dies at any point."""
+    """A chain that always goes on, a node with tracker, and a trainer with a snapshot; either dies at any point."""
 
     rng: random.Random
-    forgetful: bool = False
-    lost_at_restart: bool = False
-    offers: ContributionTracker = field(default_factory=lambda: ContributionTracker(PROGRAM))
+    forgets_outcomes: bool = False
+    loses_pending: bool = False
+    tracker: ContributionTracker = field(default_factory=lambda: ContributionTracker(PROGRAM))
     head: ChainHead = field(default_factory=lambda: genesis_head(RUN_ID))
     trainer: Snapshot = field(default_factory=Snapshot)
     disk: tuple[ChainHead, object, Snapshot] | None = None
@@ -276,34 +288,34 @@ class SimulatedNode:
     names: dict[Blob, int] = field(default_factory=dict)
 
     def train(self) -> None:
-        """A message, if none is outstanding; the snapshot is written before it is sent, and then it may be killed."""
+        """Make a contribution if none is outstanding; the trainer may be killed after its snapshot."""
         if self.trainer.outstanding is None:
-            made = offer(self.trainer.round, self.made)
+            made = make_contribution(self.trainer.round, self.made)
             self.names[made.parts[0]] = self.made
             self.made += 1
             self.trainer = replace(self.trainer, outstanding=made, made=self.made)
             if self.rng.random() < 0.7:
-                self.place(made)
+                self.submit(made)
 
-    def place(self, made: StoredContribution) -> None:
-        self.sent = LastSent(made, tuple(self.offers.settled))
-        self.offers.submit(made)
+    def submit(self, made: StoredContribution) -> None:
+        self.sent = LastSent(made, tuple(self.tracker.settled))
+        self.tracker.submit(made)
 
     def restart_trainer(self) -> None:
-        """It says Ready with what is outstanding, and sends it again; the daemon greets it with the fate if known."""
+        """Restart the trainer, which resends its outstanding contribution unless the outcome is known."""
         waiting = self.trainer.outstanding
         if waiting is None:
             return
-        fate = "none" if self.forgetful else self.offers.outcome_of(waiting.header.round)
-        if fate != "none":
-            self.adopt(fate)
-        elif not self.offers.is_known(waiting.header) or self.forgetful and self.offers.pending is None:
-            self.place(waiting)
+        outcome = "none" if self.forgets_outcomes else self.tracker.outcome_of(waiting.header.round)
+        if outcome != "none":
+            self.adopt(outcome)
+        elif not self.tracker.is_known(waiting.header) or self.forgets_outcomes and self.tracker.pending is None:
+            self.submit(waiting)
 
     def swarm_commits(self) -> None:
-        """A round is decided; our message may be in it, whether or not we hear of it."""
+        """Decide a round, which may include our contribution even if we do not learn of it."""
         takes_part = self.head == self.chain and self.rng.random() < 0.5
-        mine = self.offers.pending if takes_part else None
+        mine = self.tracker.pending if takes_part else None
         made = commit(self.chain, mine)
         self.commits.append(made)
         self.chain = extend_head(self.chain, made)
@@ -313,36 +325,36 @@ class SimulatedNode:
         if self.head.round == self.chain.round:
             return
         found = self.commits[self.head.round]
-        fate = self.offers.on_commit(ME, found)
+        outcome = self.tracker.on_commit(ME, found)
         self.head = extend_head(self.head, found)
         if self.rng.random() < 0.8:
-            self.adopt(fate)
+            self.adopt(outcome)
 
-    def adopt(self, fate: ContributionOutcome) -> None:
+    def adopt(self, outcome: ContributionOutcome) -> None:
         waiting = self.trainer.outstanding
-        if waiting is None or fate == "none":
+        if waiting is None or outcome == "none":
             self.trainer = replace(self.trainer, round=self.head.round)
             return
         number = self.names[waiting.parts[0]]
-        self.settled.setdefault(number, []).append(fate)
+        self.settled.setdefault(number, []).append(outcome)
         self.trainer = Snapshot(self.head.round, None, self.trainer.made)
 
     def save(self) -> None:
-        self.disk = self.head, self.offers.to_json(), self.trainer
+        self.disk = self.head, self.tracker.to_json(), self.trainer
 
     def kill_node(self) -> None:
-        """The disk knows the head, the last fate, and the trainer's snapshot with what was outstanding."""
+        """Restart the node from its disk: head, last outcome, and the trainer's snapshot."""
         if self.disk is None:
             return
         self.head, decided, self.trainer = self.disk
-        self.offers = ContributionTracker.from_json(PROGRAM, decided)  # type: ignore[arg-type]
-        if not self.lost_at_restart:
-            later = self.offers.restore(self.trainer.outstanding, self.trainer.made, self.sent, self.head.round)
+        self.tracker = ContributionTracker.from_json(PROGRAM, decided)  # type: ignore[arg-type]
+        if not self.loses_pending:
+            later = self.tracker.restore(self.trainer.outstanding, self.trainer.made, self.sent, self.head.round)
             if self.sent and later != "none":
                 self.trainer = replace(
-                    self.trainer, outstanding=self.offers.pending, made=self.sent.contribution.header.serial
+                    self.trainer, outstanding=self.tracker.pending, made=self.sent.contribution.header.serial
                 )
-        while self.lost_at_restart and self.head.round < self.chain.round:
+        while self.loses_pending and self.head.round < self.chain.round:
             self.apply()
 
     def step(self) -> None:
@@ -352,7 +364,7 @@ class SimulatedNode:
         )()  # fmt: skip
 
     def finish(self) -> None:
-        """Everything heals: the last message gets its fate."""
+        """Let the last contribution get its outcome."""
         for _ in range(3 * MAX_AGE_ROUNDS):
             self.restart_trainer()
             while self.head.round < self.chain.round:
@@ -361,38 +373,38 @@ class SimulatedNode:
             self.swarm_commits()
 
     def inclusions(self) -> list[int]:
-        """Numbers of our messages, one for each commit that has one."""
+        """Return the numbers of our contributions, one for each commit that includes one."""
         entries = [entry for body in self.commits for entry in body.contributions if entry.sender == ME]
         return [self.names[entry.body.parts[0]] for entry in entries]
 
 
 def simulate(seed: int, fault: str = "") -> SimulatedNode:
-    world = SimulatedNode(
-        random.Random(seed), forgetful=fault == "forgetful", lost_at_restart=fault == "lost_at_restart"
+    node = SimulatedNode(
+        random.Random(seed), forgets_outcomes=fault == "forgets_outcomes", loses_pending=fault == "loses_pending"
     )
     for _ in range(300):
-        world.step()
-    world.finish()
-    return world
+        node.step()
+    node.finish()
+    return node
 
 
-def test_whoever_dies_when_each_message_counts_once() -> None:
-    included = given_back = 0
+def test_each_contribution_counts_once_with_random_deaths() -> None:
+    included = returned = 0
     for seed in range(100):
-        world = simulate(seed)
-        counted = world.inclusions()
-        assert len(counted) == len(set(counted)), f"seed {seed}: a message counted twice"
-        for number, fates in world.settled.items():
-            assert len(set(fates)) == 1, f"seed {seed}: message {number} was told {fates}"
-            assert (fates[0] == "included") == (number in counted), f"seed {seed}: message {number}"
+        node = simulate(seed)
+        counted = node.inclusions()
+        assert len(counted) == len(set(counted)), f"seed {seed}: a contribution counted twice"
+        for number, outcomes in node.settled.items():
+            assert len(set(outcomes)) == 1, f"seed {seed}: contribution {number} got {outcomes}"
+            assert (outcomes[0] == "included") == (number in counted), f"seed {seed}: contribution {number}"
         included += len(counted)
-        given_back += sum(fates[0] == "excluded" for fates in world.settled.values())
-    assert included > 200 and given_back > 10
+        returned += sum(outcomes[0] == "excluded" for outcomes in node.settled.values())
+    assert included > 200 and returned > 10
 
 
-@pytest.mark.parametrize("fault", ["forgetful", "lost_at_restart"])
-def test_negative_control(fault: str) -> None:
-    """Without the memory of fates, or without the message on its way in a checkpoint, some are counted twice."""
+@pytest.mark.parametrize("fault", ["forgets_outcomes", "loses_pending"])
+def test_control_without_memory_some_contributions_count_twice(fault: str) -> None:
+    """Without the memory of outcomes, or without the pending contribution, some count twice."""
     doubled = 0
     for seed in range(100):
         counted = simulate(seed, fault).inclusions()
