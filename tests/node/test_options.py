@@ -34,7 +34,7 @@ def test_defaults() -> None:
         ({"peers": ("/ip4/203.0.113.7/tcp/4001",)}, "--peer: .* append /p2p/"),
         ({"listen": ("0.0.0.0",)}, "--listen: '0.0.0.0' is not a multiaddress"),
         ({"device": "tpu"}, "--device: "),
-        ({"metrics": "0.0.0.0:70000"}, "--metrics: .* is no address"),
+        ({"metrics": "0.0.0.0:70000"}, "--metrics: .* is not an address"),
         ({"metrics": "192.0.2.1:80"}, "--metrics: .* all interfaces"),
         ({"direct": "abc"}, "--direct: 'abc' is not a port; use 0 to 65535, or off$"),
         ({"direct": "70000"}, "--direct: '70000' is not a port; use 0"),
