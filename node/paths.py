@@ -86,7 +86,9 @@ def find_trained_dir(path: Path) -> Path:
     nodes = {folder: find_newest_checkpoint(folder) for folder in sorted(path.glob("peer-*"))}
     rounds = {folder: int(saved.name.rpartition("-")[2]) for folder, saved in nodes.items() if saved}
     if not rounds:
-        raise CheckpointError(f"no checkpoint in {path}; name the --dir of `murmur join` or `murmur up`")
+        raise CheckpointError(
+            f"no checkpoint in {path}; name the --dir of a node that has finished a round, or wait until this one has"
+        )
     return max(rounds, key=lambda folder: rounds[folder])
 
 

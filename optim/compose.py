@@ -314,4 +314,5 @@ def _describe_error(component: str, error: ValidationError) -> str:
 
 def _suggest_name(name: str, known: Any) -> str:
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f"did you mean {matches[0]!r}? " if matches else "") + f"Known: {', '.join(known)}"
+    names = ", ".join(known)
+    return f"did you mean {matches[0]!r}? Known: {names}" if matches else f"known: {names}"

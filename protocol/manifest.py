@@ -235,7 +235,9 @@ def parse_manifest(text: bytes, origin: str) -> Manifest:
         values = json.dumps(tomllib.loads(decoded), default=_refuse_date)
     except RecursionError as error:
         raise ManifestError(f"{origin}: not valid TOML: nested too deeply") from error
-    except ValueError as error:  # not UTF-8, not TOML, a number of thousands of digits, a date
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"{origin}: not valid TOML: byte {error.start} is not UTF-8 text") from error
+    except ValueError as error:  # not TOML, a number of thousands of digits, a date
         raise ManifestError(f"{origin}: not valid TOML: {error}") from error
     try:
         return Manifest.model_validate_json(values)

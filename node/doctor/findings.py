@@ -58,7 +58,7 @@ def judge_clock(offsets: Sequence[float], against: str) -> Finding:
         "ok" if abs(offset) < CLOCK_WARN_SECONDS else "warn" if abs(offset) < CLOCK_TOLERANCE_SECONDS else "fail"
     )
     fix = "" if level == "ok" else "let the system set its clock: timedatectl set-ntp true"
-    return Finding("clock", level, f"{offset:+.0f} s compared with {against}", fix)
+    return Finding("clock", level, f"{offset:+z.0f} s compared with {against}", fix)
 
 
 def judge_addresses(addresses: Sequence[str]) -> Finding:

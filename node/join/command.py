@@ -62,9 +62,9 @@ def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
     if (node_dir / "run.toml").exists() and load_manifest(node_dir / "run.toml").run_id != invitation.manifest.run_id:
         return  # the node refuses the folder later
     is_new = check_pin(node_dir, invitation)
-    tokens = f"{format_count(target.tokens)} tokens" if target.tokens else "it is stopped"
-    aim = f"{target.rounds} rounds" if target.rounds else tokens
-    logger.info("run %s: %s, until %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
+    tokens = f"target {format_count(target.tokens)} tokens" if target.tokens else "no target"
+    aim = f"target {target.rounds} rounds" if target.rounds else tokens
+    logger.info("run %s: %s, %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
     if invitation.organiser is None:
         return
     if is_new:

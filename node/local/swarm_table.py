@@ -61,7 +61,7 @@ def format_header(swarm: SwarmSummary, remaining: float | None) -> str:
     """Return the line above the table."""
     running = f"{len(swarm.running_peers)} of {len(swarm.peers)} peers"
     return " · ".join(
-        (swarm.run, running, _format_round(swarm), format_clock(swarm.elapsed), f"left {format_clock(remaining)}")
+        (swarm.run, running, _format_round(swarm), format_clock(swarm.elapsed), f"time left {format_clock(remaining)}")
     )
 
 
@@ -106,7 +106,7 @@ def format_plain_line(swarm: SwarmSummary, remaining: float | None) -> str:
         (
             _format_round(swarm),
             format_clock(swarm.elapsed),
-            f"left {format_clock(remaining)}",
+            f"time left {format_clock(remaining)}",
             loss,
             speed,
             sent,

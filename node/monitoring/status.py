@@ -82,7 +82,7 @@ class NodeStatus(BaseModel):
     alone: bool = Field(default=False, description="no other trainer can be reached, though there are or were some")
     paused: str = Field(default="", description="why the trainer pauses; empty: it does not")
     standstill: str = Field(default="", description="for how long no round was decided; empty: not unusually long")
-    pace: str = Field(default="", description="why fewer steps a round than planned; empty: all of them")
+    pace: str = Field(default="", description="why fewer steps per round than planned; empty: all of them")
     round: int = Field(default=0, description="rounds committed and applied")
     target_rounds: int | None = None
     target_tokens: int | None = None

@@ -274,7 +274,7 @@ class StatusReporter:
     def set_pace(self, text: str) -> None:
         """Set why this peer makes fewer steps than planned; empty if it makes all."""
         if text != self._status.pace:
-            logger.info("%s", text or "all steps a round: this machine is as fast as the others")
+            logger.info("%s", text or "all steps per round: this machine is as fast as the others")
             self._update(pace=text)
 
     def record_early_submit(self) -> None:

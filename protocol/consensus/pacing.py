@@ -178,4 +178,4 @@ class Pacing:
         full = self._full_steps(number)
         slower = 1 / max(self.step_share, 1 / full)
         made = max(1, round(self.step_share * full))
-        return f"{made} of {full} steps a round: this machine is {slower:.1f} times slower than the others"
+        return f"{made} of {full} steps per round: this machine is {slower:.1f} times slower than the others"

@@ -124,7 +124,7 @@ def test_no_two_codecs_share_a_number() -> None:
 def test_unknown_recipe_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownRecipe, match="did you mean 'diloco'.*sparseloco"):
         compose("diloko")
-    with pytest.raises(UnknownRecipe, match="Known: diloco, sparseloco"):
+    with pytest.raises(UnknownRecipe, match="known: diloco, sparseloco"):
         compose("zzz")
 
 
@@ -156,7 +156,7 @@ def test_unknown_recipe_suggests_the_nearest_name() -> None:
         ({"update": {"momentum": 1.0}}, "update.momentum = 1.0: should be less than 1"),
         ({"update": {"learning_rate": float("nan")}}, "update.learning_rate = nan"),
         ({"update": {"learning_rate": float("inf")}}, "update.learning_rate = inf"),
-        ({"topology": {"kind": "ring"}}, "topology.kind = 'ring' is not known; Known: butterfly, gather"),
+        ({"topology": {"kind": "ring"}}, "topology.kind = 'ring' is not known; known: butterfly, gather"),
         ({"feedback": {"decay": 0.0}}, "feedback.decay = 0.0"),
     ],
     ids=str,

@@ -127,7 +127,7 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
         ),
         (b"[method.codec]", b"[method.kodec]", "unknown key method.kodec (line 22); did you mean codec?"),
         (b"[run]", b"[run", "not valid TOML: "),
-        (b"[run]", b"\xff", "not valid TOML: "),
+        (b"[run]", b"\xff", "not valid TOML: byte 1 is not UTF-8 text"),
     ],
 )
 def test_faults_are_reported_on_one_line_with_their_place(old: bytes, new: bytes, message: str) -> None:

@@ -60,9 +60,9 @@ def test_table_fits_80_columns() -> None:
 
 
 def test_header_and_plain_line() -> None:
-    assert format_header(view(), 75.0) == "demo · 1 of 3 peers · round 12 of 30 · 0:31 · left 1:15"
+    assert format_header(view(), 75.0) == "demo · 1 of 3 peers · round 12 of 30 · 0:31 · time left 1:15"
     expected = (
-        "round 12 of 30 · 0:31 · left - · loss 2.346 · 4.5k tok/s · sent 7.2 MB · "
+        "round 12 of 30 · 0:31 · time left - · loss 2.346 · 4.5k tok/s · sent 7.2 MB · "
         "peer-0 training, peer-1 lost, peer-2 starting"
     )
     assert format_plain_line(view(), None) == expected

@@ -77,7 +77,7 @@ def test_reduced_pace_is_logged_once_and_shown_in_the_summary(
     reporter: StatusReporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    text = "10 of 40 steps a round: this machine is 4.0 times slower than the others"
+    text = "10 of 40 steps per round: this machine is 4.0 times slower than the others"
     for pace in ("", text, text):
         reporter.set_pace(pace)
     assert caplog.messages == [text]
@@ -86,7 +86,7 @@ def test_reduced_pace_is_logged_once_and_shown_in_the_summary(
     reporter.set_pace("")
     assert caplog.messages[1:] == [
         "the other peers are waiting: asking the trainer to submit early",
-        "all steps a round: this machine is as fast as the others",
+        "all steps per round: this machine is as fast as the others",
     ]
     assert reporter.status().pace == ""
 

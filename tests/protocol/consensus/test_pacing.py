@@ -212,7 +212,7 @@ def test_totals_that_went_back_are_those_of_a_trainer_that_started_again() -> No
 def test_what_a_person_reads() -> None:
     slow = FakeMachine(0.4)
     rounds([FakeMachine(0.1), FakeMachine(0.1), slow], 8)
-    assert slow.pacing.describe(8) == "10 of 40 steps a round: this machine is 4.0 times slower than the others"
+    assert slow.pacing.describe(8) == "10 of 40 steps per round: this machine is 4.0 times slower than the others"
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -230,4 +230,4 @@ def test_who_has_time_for_less_than_a_step_reads_that_it_makes_one() -> None:
     pacing.open_round(0, 0.0)
     pacing.record_early_request(2.0)
     pacing.close_round({"one": 0.0, "another": 0.0}, ())
-    assert pacing.steps_for(1) == 1 and pacing.describe(1).startswith(f"1 of {FULL} steps a round")
+    assert pacing.steps_for(1) == 1 and pacing.describe(1).startswith(f"1 of {FULL} steps per round")
