@@ -174,11 +174,14 @@ class RoundSession:
         if self._machine is None or message.body.round != self._number:
             return
         if self._machine.has_voter(message.sender):
-            self._messages[message_key(message)] = message
-            self._index_blobs(message)
+            key = message_key(message)
+            if key not in self._messages:
+                self._index_blobs(message)
+            self._messages[key] = message
         self._events.append(MessageReceived(message))
 
     def _index_blobs(self, message: SignedMessage[Any]) -> None:
+        """Index the blobs of the first message of each kind: a peer cannot fill the table by naming ever new ones."""
         match message.body:
             case Contribution(parts=blobs):
                 self._owner_messages.update(dict.fromkeys(blobs, message.signed))

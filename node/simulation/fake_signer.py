@@ -10,8 +10,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from node.loop.events import MessagesReceived
 from protocol import murmur_pb2 as wire
-from protocol.consensus.events import MessageReceived
 from protocol.consensus.message_kinds import KINDS
 from protocol.consensus.messages import ContributionLimits, SignedMessage
 from protocol.identity import PeerId
@@ -22,7 +22,7 @@ class FakeSigner:
 
     def __init__(self, limits: ContributionLimits) -> None:
         self._limits = limits
-        self._events_by_signature: dict[bytes, MessageReceived] = {}
+        self._events_by_signature: dict[bytes, MessagesReceived] = {}
         self._signatures_by_round: dict[int, list[bytes]] = {}
 
     def signer_for(self, peer: PeerId) -> Callable[[str, Message], wire.Signed]:
@@ -37,16 +37,17 @@ class FakeSigner:
 
     def open(self, signed: wire.Signed) -> SignedMessage[Any]:
         """Return the parsed message."""
-        return self.received_event(signed).message
+        return self.received_event(signed).messages[0]
 
-    def received_event(self, signed: wire.Signed) -> MessageReceived:
+    def received_event(self, signed: wire.Signed) -> MessagesReceived:
         """Return the event of a message; it is the same object for all receivers."""
         key = signed.signature
         event = self._events_by_signature.get(key)
         if event is None:
-            message, body_type = KINDS[signed.kind]
-            body = body_type.from_wire(message.FromString(signed.body), self._limits, self.open)
-            event = self._events_by_signature[key] = MessageReceived(SignedMessage.of(signed, body))
+            wire_type, body_type = KINDS[signed.kind]
+            body = body_type.from_wire(wire_type.FromString(signed.body), self._limits, self.open)
+            message = SignedMessage.of(signed, body)
+            event = self._events_by_signature[key] = MessagesReceived(message.sender, (message,))
             self._signatures_by_round.setdefault(body.round, []).append(key)
         return event
 

@@ -29,7 +29,6 @@ from node.loop.events import (
     HeadPublished,
     LoopAction,
     LoopEvent,
-    MessagesReceived,
     PathFound,
     PublishHead,
     ReducePart,
@@ -118,8 +117,7 @@ class VirtualPeer:
 
     def receive(self, signed: wire.Signed) -> None:
         if self.is_alive:
-            message = self.swarm.fake_signer.open(signed)
-            self.post(MessagesReceived(message.sender, (message,)))
+            self.post(self.swarm.fake_signer.received_event(signed))
 
     def post(self, event: LoopEvent) -> None:
         """Hand an event to the loop, together with what else comes in at that time."""
@@ -139,15 +137,20 @@ class VirtualPeer:
 
     def _handle(self, events: list[LoopEvent]) -> None:
         self._is_handling = True
-        while events or self._results:
-            started = time.process_time()
-            actions = self.loop.handle_all([*events, *self._results], self.swarm.clock.now)
-            self.swarm.accounting.logic_seconds += time.process_time() - started
-            events, self._results = [], []
-            for action in actions:
-                self._run_action(action)
+        events, self._results = [*events, *self._results], []
+        started = time.process_time()
+        actions = self.loop.handle_all(events, self.swarm.clock.now)
+        self.swarm.accounting.logic_seconds += time.process_time() - started
+        self._run_all(actions)
+        while self._results:
+            events, self._results = self._results, []
+            self._run_all(self.loop.handle_all(events, self.swarm.clock.now))
         self._is_handling = False
         self._schedule_tick()
+
+    def _run_all(self, actions: list[LoopAction]) -> None:
+        for action in actions:
+            self._run_action(action)
 
     def _schedule_tick(self) -> None:
         now = self.swarm.clock.now

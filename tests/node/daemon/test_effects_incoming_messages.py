@@ -57,3 +57,11 @@ async def test_whoever_has_a_vote_is_known_though_the_directory_lost_it(table: L
     assert peer.loop.is_known(other) and not peer.loop.is_known(PEERS[5].peer_id)
     peer.close()
     assert not peer.loop.is_known(other)
+
+
+async def test_a_member_that_names_ever_new_blobs_fills_no_table(table: LoopbackNetwork) -> None:
+    peer, liar = table[0], PEERS[1]
+    table.begin()
+    flood = [stated(liar, contribution_of(HEAD, table[1].parts(seed))).signed for seed in range(40)]
+    peer.receiver.receive(liar.peer_id, flood)
+    assert len(peer.session._messages) == len(peer.session._owner_messages) == 1
