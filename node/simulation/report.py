@@ -8,8 +8,8 @@ from node.units import format_bytes
 
 TABLE_WIDTH = 160  # a table cut to 80 columns is useless
 COLUMNS = (
-    "recipe", "validation loss", "bits/param/step", "bits/param/sync", "sent a peer", "virtual s", "compute", "rounds",
-    "data parallel then",
+    "recipe", "validation loss", "bits/param/step", "bits/param/sync", "sent per peer", "virtual s", "compute",
+    "rounds", "data parallel, same time",
 )  # fmt: skip
 
 

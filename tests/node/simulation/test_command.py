@@ -186,7 +186,7 @@ def test_option_that_changes_over_rounds_is_shown_as_its_schedule(capsys: pytest
     curve = '{ start = 256, end = 64, rounds = 30, curve = "exponential" }'
     assert f"    k = [{{ value = 256, rounds = 50 }}, {curve}]   (default 64)" in text
     assert "    block = 256\n" in text and "    bits = 2\n" in text, "the options of both kinds"
-    assert "round(x / scale)" in text and "The k largest of each chunk" in text, "and what both do"
+    assert "round(x / scale)" in text and "The k largest values of each chunk" in text, "and what both do"
     assert describe_recipe("sparseloco-warm")["codec"] == [{"value": "int8", "rounds": 50}, "topk"]
     assert describe_recipe("dilocox")["options"]["schedule"]["inner_steps"] == {
         "start": 124, "end": 62, "rounds": 40, "curve": "exponential",
