@@ -1,4 +1,5 @@
 # make demo         three peers train a model on this machine, in minutes
+# make quick        style, types and the tests that need no process and no network, in about a minute
 # make test         what a change must pass: style, types, modules, real processes
 # make test-long    and what takes as long again: thousands of simulated swarms, real limited links
 # make proto        the code generated from protocol/murmur.proto
@@ -11,10 +12,13 @@ BIN := .venv/bin
 # Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check warmup modules processes test-long ordeals seeds links proto image image-check clean
+.PHONY: demo quick test check warmup modules processes test-long ordeals seeds links proto image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
+
+quick: check
+	$(BIN)/pytest -q -n logical --dist loadfile -m "not swarm and not netlab and not seeds and not slow"
 
 test: check modules processes
 

@@ -21,6 +21,8 @@ from optim.round_plan import RoundPlanner
 from protocol.manifest import Manifest, load_manifest
 from protocol.transport.multipath_policy import BulkPath as Way
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 OUTCOME = SimulationResult(2.0, 0.1, 1.0, 10.0, 0.9, 4, 100, 5.0, (CurvePoint(100, 10.0, 5.0, 2.0),))
 DEMO = shape_table(load_manifest(CONFIGS / "demo.toml").model)

@@ -11,6 +11,8 @@ from benchmarks.merge.random_vectors import BLOCK, random_vector, relative_error
 from benchmarks.merge.training_step import Stepper
 from benchmarks.sync import Cost
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_error_of_a_mean_is_told_however_long_the_vectors_are() -> None:
     for numel in (1000, BLOCK + 1000):

@@ -12,6 +12,8 @@ import pytest
 from tests.docker.engines import Build, Docker, find_first_process, find_local_paths, to_pip_conf
 from tests.docker.image_check import choose_engine, reachable_or_empty
 
+pytestmark = pytest.mark.slow
+
 RECORDER = """
 import pathlib, sys
 with pathlib.Path(sys.argv[1]).open("a") as log:

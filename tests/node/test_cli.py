@@ -13,6 +13,8 @@ import node.cli
 from node.flags import NodeFlags
 from protocol import errors
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
 LIGHT = {"node", "node.cli", "node.flags", "node.process", "protocol", "protocol.errors"}

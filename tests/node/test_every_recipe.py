@@ -15,6 +15,8 @@ from node.model.memory_estimate import fit_microbatch
 from optim.recipes import RECIPES
 from protocol.manifest import Manifest, load_manifest, parse_manifest
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 

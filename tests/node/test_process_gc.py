@@ -8,6 +8,8 @@ import pytest
 
 from node.process import RARE_GC_THRESHOLD, rare_garbage_collection
 
+pytestmark = pytest.mark.slow
+
 # Prints the number of count_collections during the import of a daemon's modules.
 IMPORTS = """
 import gc, sys

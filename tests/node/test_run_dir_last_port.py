@@ -10,6 +10,8 @@ import pytest
 from node.run_dir import RunDir, reuse_last_port
 from protocol.transport import local_sockets
 
+pytestmark = pytest.mark.slow
+
 LISTEN = ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1")
 
 

@@ -10,6 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from protocol.errors import ForgedError, IdentityError, MalformedError
 from protocol.identity import Identity, public_key, verify
 
+pytestmark = pytest.mark.slow
+
 
 def test_key_is_created_once_and_private(tmp_path: Path) -> None:
     path = tmp_path / "node" / "key"

@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 USED_IMPORTS = "import protocol, protocol.membership.dht, protocol.membership.dht_storage, protocol.transport.transport"
 WHOLE_PACKAGE = "import hivemind"
 

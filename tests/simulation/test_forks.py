@@ -11,6 +11,8 @@ from protocol.consensus.messages import Commit
 from tests.simulation.seeded_run import SeededRun
 from tests.simulation.seeds import broken_runs
 
+pytestmark = pytest.mark.slow
+
 BATCHES = 8
 SEEDS_PER_BATCH = 40
 

@@ -12,6 +12,8 @@ from tests.simulation.bugs import BUGS, Bug
 from tests.simulation.network import NAMES, Network, make_contribution, make_signer
 from tests.simulation.seeded_run import SIZE_CONFLICT, InvariantError, SeededRun, scenario_of
 
+pytestmark = pytest.mark.slow
+
 SEARCHED = 400
 
 

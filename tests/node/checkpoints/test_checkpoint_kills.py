@@ -29,6 +29,8 @@ from node.model import shape_table
 from protocol.errors import StorageError
 from protocol.manifest import ModelSection
 
+pytestmark = pytest.mark.slow
+
 SHAPES = shape_table(ModelSection(vocabulary=256, width=64, layers=1, heads=2, hidden=96, context=8))
 RUN_ID = "ab" * 32
 KEEP = 2

@@ -31,6 +31,8 @@ from tests.node.small_run import (
 )
 from tests.protocol.local_server import serve_locally
 
+pytestmark = pytest.mark.slow
+
 THEM = PEERS[3].peer_id
 Ask = Callable[..., Any]
 

@@ -30,6 +30,8 @@ from tests.node.small_run import PEERS, RUN_ID, commit_of, store_in
 from tests.node.trainer.state_harness import MODEL, NUMEL, StateHarness, decoded
 from tests.optim.fake_peers import Tables
 
+pytestmark = pytest.mark.slow
+
 ME = PEERS[1].peer_id
 STEPS = 5  # their digits fit into a value of sixteen bits
 SUBSET: dict[str, Scalar] = {"kind": "subset", "density": 0.5, "values": "fp16"}

@@ -18,6 +18,8 @@ from tests.node.small_run import PEERS, RUN_ID
 from tests.protocol.garbled_server import garbled_channel
 from tests.protocol.local_server import serve_locally
 
+pytestmark = pytest.mark.slow
+
 THEM = PEERS[3].peer_id
 
 

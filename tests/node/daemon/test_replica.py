@@ -25,6 +25,8 @@ from protocol.murmur_pb2_grpc import RunsStub, add_RoundsServicer_to_server, add
 from protocol.transport.nat import DialBackResponder
 from tests.node.small_run import manifest_of
 
+pytestmark = pytest.mark.slow
+
 CALLER = Identity.create().peer_id
 
 

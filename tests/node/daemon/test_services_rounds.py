@@ -20,6 +20,8 @@ from tests.node.daemon.fake_channels import FixedChannels
 from tests.node.small_run import PEERS, RUN_ID, grown, replica_in, store_in
 from tests.protocol.local_server import serve_locally
 
+pytestmark = pytest.mark.slow
+
 CALLER = PEERS[2].peer_id
 THEM = PEERS[3].peer_id
 

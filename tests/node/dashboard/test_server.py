@@ -19,6 +19,8 @@ from node.monitoring import http_server
 from node.monitoring.http_server import open_listener, serve
 from tests.node.dashboard.example_events import NAMES, apply_all, committed, joined, opening_events, timed
 
+pytestmark = pytest.mark.slow
+
 RUN = [*opening_events(), *map(committed, range(20)), timed(18)]
 
 

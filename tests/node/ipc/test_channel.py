@@ -29,6 +29,8 @@ from node.ipc.channel import (
 )
 from protocol.errors import MalformedError
 
+pytestmark = pytest.mark.slow
+
 TO_TRAINER: list[ToTrainer] = [
     TrainerConfig(manifest="[run]", base="/", peer_id="12D3", round=0),
     ApplyAnchor(round=3, outcome="excluded"),

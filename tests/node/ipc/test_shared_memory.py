@@ -25,6 +25,8 @@ from optim.recipes import RECIPES
 from protocol.errors import StorageError
 from tests.optim.fake_peers import NUMEL, Tables, make_planner
 
+pytestmark = pytest.mark.slow
+
 LARGE = 1_000_000  # a snapshot of it takes milliseconds, so that kills land inside
 VECTORS = (WEIGHTS, FIRST_MOMENT, SECOND_MOMENT, RESIDUAL, REFERENCE)
 

@@ -17,6 +17,8 @@ from node.ipc.trainer_process import MAX_CRASHES_IN_A_ROW, TrainerProcess
 from protocol.errors import DataError, DeviceError, MurmurError
 from tests.node.trainer.process_harness import ProcessHarness
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[ProcessHarness]:

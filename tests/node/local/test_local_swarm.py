@@ -19,6 +19,8 @@ from node.local.swarm_table import SwarmDisplay
 from protocol.errors import MurmurError, StorageError
 from protocol.manifest import Manifest, TargetSection, load_manifest
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).with_name("fake_peer.py")
 MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "test.toml")
 

@@ -13,6 +13,8 @@ from node.local.peer_process import LOG_TAIL_BYTES, PeerProcess
 from node.monitoring.status import NodeStatus
 from protocol.errors import StorageError
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., PeerProcess]
 SLEEPS = ("sleep", "60")
 

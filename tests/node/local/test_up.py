@@ -17,6 +17,8 @@ from node.run_dir import RunDir
 from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
 from protocol.manifest import load_manifest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 TEST_RUN = ROOT / "configs" / "test.toml"
 

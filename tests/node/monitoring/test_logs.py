@@ -11,6 +11,8 @@ from protocol.murmur_pb2 import PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from tests.protocol.garbled_server import garbled_channel
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 

@@ -13,6 +13,8 @@ from protocol.blobs.server import _STATUS
 from protocol.consensus.events import RejectReason
 from protocol.errors import PeerFault, UnreachableError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 WORKING = NodeStatus(
     peer_id="12D3KooWTest",

@@ -14,6 +14,8 @@ from protocol.identity import PeerId
 from protocol.manifest import ModelSection
 from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
 
+pytestmark = pytest.mark.slow
+
 SPEEDS = (1.0, 1.0, 1.0, 0.25)
 PERIOD, STEPS = 20, 160
 GRACE = 5.0

@@ -28,6 +28,8 @@ from protocol.errors import MurmurError
 from protocol.manifest import ModelSection
 from tests.node.simulation.virtual_swarm import BATCH, Tables, make_config, make_method, run_to_target
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = ModelSection(vocabulary=32, width=16, layers=3, heads=2, hidden=40, context=16)
 OVERLAP: Tables = {"schedule": {"ahead": 2}}
 

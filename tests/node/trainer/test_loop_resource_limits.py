@@ -30,6 +30,8 @@ from node.trainer.loop import Trainer
 from protocol.errors import DeviceError
 from tests.node.trainer.process_harness import DEADLINE, M, ProcessHarness
 
+pytestmark = pytest.mark.slow
+
 
 class ScriptedMeter:
     """In the place of a meter: the test says how much others use."""

@@ -35,6 +35,8 @@ from protocol.errors import DataError, MurmurError
 from tests.node.trainer.process_harness import DEADLINE, ProcessHarness
 from tests.swarm.processes import open_shared_memory
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., ProcessHarness]
 
 

@@ -4,6 +4,8 @@ import pytest
 from optim.codecs.dct_topk import MAX_SIDE, PRECISION_BITS, dct, dct_table, inverse_dct
 from tests.optim.codecs.matrix_kernels import run_on_all_kernels
 
+pytestmark = pytest.mark.slow
+
 # Prints digests of a decoded tile's bits, exact and, as the control, by a plain product in fp32.
 PROGRAM = """
 import hashlib, numpy as np, torch

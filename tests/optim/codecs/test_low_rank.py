@@ -8,6 +8,8 @@ from optim.kernels.vectors import SLAB_SIZE, Floats
 from optim.layout import Layout
 from tests.optim.codecs.matrix_kernels import run_on_all_kernels
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = Layout(((96, 128), (128,), (40, 8, 16), (4, 6), (300, 80)))
 # Prints digests of a payload, of its decoded values, and, as the control, of the product in fp32.
 PROGRAM = """

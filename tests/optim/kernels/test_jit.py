@@ -23,6 +23,8 @@ from optim.codecs.int_blocks import BlockInt8
 from optim.kernels import jit
 from optim.kernels.jit import OPTIONS, bits_to_float, cache_directory, float_to_bits, kernel
 
+pytestmark = pytest.mark.slow
+
 Floats = npt.NDArray[np.float32]
 
 

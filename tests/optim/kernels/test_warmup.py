@@ -9,6 +9,8 @@ from optim.compose import CODECS
 from optim.kernels.warmup import all_methods
 from optim.recipes import RECIPES
 
+pytestmark = pytest.mark.slow
+
 ROUNDINGS: tuple[Literal["nearest", "stochastic"], ...] = ("nearest", "stochastic")
 KERNELS = """
 import sys

@@ -24,6 +24,8 @@ from protocol.murmur_pb2 import FetchRequest, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.transport.transport import Transport, caller
 
+pytestmark = pytest.mark.slow
+
 StartTransport = Callable[..., Awaitable[Transport]]
 Serve = Callable[..., Awaitable[tuple[BlobService, BlobsStub]]]
 DATA = random.Random(1).randbytes(3 * PIECE_BYTES + 12345)

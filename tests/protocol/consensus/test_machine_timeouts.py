@@ -236,9 +236,7 @@ def _with_a_thin_link(exchange: str, parts: int) -> tuple[Cluster, PeerId]:
 
 
 @BOTH
-def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_again(
-    exchange: str, parts: int
-) -> None:
+def test_a_message_that_hardly_comes_holds_the_others_for_a_grace_and_may_come_again(exchange: str, parts: int) -> None:
     table, thin = _with_a_thin_link(exchange, parts)
     assert seconds_until(table, lambda: bool(table.included_peers())) < 2 * table.scenario.settings().grace
     assert table.included_peers() == {tuple(sorted(table.names[:3]))}

@@ -34,6 +34,8 @@ from tests.protocol.membership.simulated_gossip import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
 
 async def test_chain_of_peers_converges(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 7)

@@ -26,6 +26,8 @@ from protocol.murmur_pb2 import PeerRecord, PublicRun
 from protocol.signing import sign
 from protocol.transport.transport import Transport
 
+pytestmark = pytest.mark.slow
+
 RUN = "ab" * 32
 Start = Callable[..., Awaitable[Transport]]
 

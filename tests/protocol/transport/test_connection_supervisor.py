@@ -17,6 +17,8 @@ from protocol.transport.connection_supervisor import (
 )
 from protocol.transport.libp2p.client import Stream
 
+pytestmark = pytest.mark.slow
+
 QUICK = ConnectionLimits(stall=0.2, idle=0.4, linger=0.2, check_interval=0.02)
 
 

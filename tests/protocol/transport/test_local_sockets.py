@@ -13,6 +13,8 @@ from protocol.errors import AlreadyRunningError, StorageError
 from protocol.transport import local_sockets
 from protocol.transport.local_sockets import SocketFolder
 
+pytestmark = pytest.mark.slow
+
 
 def test_folder_is_private_short_and_removed(tmp_path: Path) -> None:
     deep = tmp_path / ("long" * 30) / "node"

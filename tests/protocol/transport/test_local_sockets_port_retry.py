@@ -11,6 +11,8 @@ from protocol.transport import local_sockets
 from protocol.transport.local_sockets import retry_while_port_taken
 from tests.protocol.conftest import StartTransport
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def taken_port() -> Iterator[socket.socket]:

@@ -27,6 +27,8 @@ from protocol.transport.transport import Transport, caller
 from tests.protocol.conftest import StartPeer, StartTransport
 from tests.protocol.transport.sample_peer import SampleBlobs
 
+pytestmark = pytest.mark.slow
+
 DATA = random.Random(3).randbytes(24 * PIECE_BYTES)
 BLOB = Blob.of(DATA)
 Call = grpc.aio.AioRpcError

@@ -17,6 +17,8 @@ from protocol.transport.nat import (
 )
 from tests.protocol.conftest import StartTransport
 
+pytestmark = pytest.mark.slow
+
 ME = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 RELAYED = f"/ip4/203.0.113.9/tcp/4001/p2p/{ME}/p2p-circuit"
 SEEN = "/ip4/203.0.113.7/tcp/51234"

@@ -17,6 +17,8 @@ from protocol.transport.transport import Transport
 from tests.protocol.conftest import StartTransport
 from tests.protocol.transport.sample_peer import SampleBlobs
 
+pytestmark = pytest.mark.slow
+
 RATE = 1_000_000.0
 MEASURED_SECONDS = 3.0
 

@@ -22,6 +22,8 @@ from protocol.transport.transport import Transport, caller
 from tests.protocol.conftest import StartPeer, StartTransport
 from tests.protocol.transport.sample_peer import SampleBlobs
 
+pytestmark = pytest.mark.slow
+
 MEBIBYTE = 1024 * 1024
 Call = grpc.aio.AioRpcError
 

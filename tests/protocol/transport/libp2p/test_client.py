@@ -11,6 +11,8 @@ from protocol.errors import MalformedError, TransportError, UnreachableError
 from protocol.identity import Identity
 from protocol.transport.libp2p.client import P2pdClient, split_address, summarize_error
 
+pytestmark = pytest.mark.slow
+
 PEER = Identity(Ed25519PrivateKey.from_private_bytes(bytes(32))).peer_id  # the same in every process that runs tests
 
 

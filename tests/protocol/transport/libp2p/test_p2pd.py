@@ -22,6 +22,8 @@ from protocol.transport.libp2p import p2pd
 from protocol.transport.libp2p.p2pd import LAUNCHER, P2pd, P2pdOptions, command_line, with_bound_ports
 from protocol.transport.local_sockets import SocketFolder
 
+pytestmark = pytest.mark.slow
+
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
 

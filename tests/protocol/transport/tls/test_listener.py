@@ -20,6 +20,8 @@ from protocol.transport.tls.handshake import NONCE_BYTES, PROOF_BYTES, make_clie
 from protocol.transport.tls.listener import ACCEPTED, Endpoint, TlsDialer, TlsLimits, TlsListener
 from protocol.transport.tls.resolver import MAX_LOOKUPS, MAX_QUEUED_LOOKUPS, Resolver
 
+pytestmark = pytest.mark.slow
+
 LOOPBACK = "127.0.0.1"
 QUICK = TlsLimits(handshake=0.5, max_unauthenticated=4, max_unauthenticated_per_host=100)
 
