@@ -26,6 +26,7 @@ test-long: ordeals seeds links
 
 check: .venv/installed-for-tests
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 warmup: .venv/installed-for-tests  # compile the kernels once for all processes of the tests

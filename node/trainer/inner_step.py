@@ -1,6 +1,6 @@
 """The inner step: gradient, clipping and optimizer; and the validation loss. The simulator uses the same code.
 
-    g <- g * min(1, clip / |g|)     then the method's inner update rule with the manifest's learning rate
+g <- g * min(1, clip / |g|)     then the method's inner update rule with the manifest's learning rate
 """
 
 import math

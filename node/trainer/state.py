@@ -1,4 +1,6 @@
-"""A trainer's own state, and how contributions and anchors change it. For the signal "pseudo-gradient":
+"""Hold a trainer's own state, and change it by contributions and anchors.
+
+For the signal "pseudo-gradient":
 
     delta         = reference - weights             local progress since `reference`; points uphill
     contribution:   x = residual * decay + delta;  send C(x);  residual <- x - D(C(x));  reference <- weights
@@ -171,8 +173,8 @@ class TrainerState:
     def _advance_age(self, steps: int) -> None:
         """Advance the learning rate by steps of the plan that this peer did not make.
 
-    So it trains at the same rate as the other peers.
-    """
+        So it trains at the same rate as the other peers.
+        """
         self.update(began=self.counters.began + max(0, steps))
         self._set_optimizer_age()
 

@@ -205,7 +205,7 @@ class FakeLabPeer(FakePeer):
         self.node = name
         self.public_addresses = self.addresses
 
-    def last_words(self, lines: int) -> list[str]:
+    def log_tail(self, lines: int) -> list[str]:
         return ["why"][-lines:]
 
 

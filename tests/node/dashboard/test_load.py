@@ -5,6 +5,8 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import LogOpened
 from node.dashboard.swarm_watcher import TICK_SECONDS, SwarmWatcher
@@ -12,6 +14,8 @@ from protocol.identity import Identity
 from tests.node.dashboard.example_events import FACTS, committed
 from tests.node.dashboard.many_peers import peer_records, serve_to_readers
 from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle
+
+pytestmark = pytest.mark.slow
 
 PEERS, PAGES = 200, 3
 POLLS, WARM, MEASURED = 120, 40, 60

@@ -107,6 +107,7 @@ def test_torch_optimizers_over_the_parameters_change_the_flat_vector() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_compiled_step_is_an_eager_one_up_to_rounding() -> None:
     config = SMALL.model_copy(update={"layers": 1})
     eager, compiled = prepared(config), prepared(config)

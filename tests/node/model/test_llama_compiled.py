@@ -10,6 +10,8 @@ from node.model.llama import CompiledCausalAttention, CompiledLlama, Llama
 from node.trainer.inner_step import accumulate_gradient, validation_loss
 from protocol.manifest import ModelSection
 
+pytestmark = pytest.mark.slow
+
 SHAPE = ModelSection(vocabulary=32, width=16, layers=1, heads=4, kv_heads=2, hidden=24, context=12)
 ROUNDING = 0.02
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")

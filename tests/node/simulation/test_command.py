@@ -17,6 +17,8 @@ from optim.recipes import RECIPES
 from protocol.errors import MurmurError, StorageError, UsageError
 from tests.node.simulation.virtual_swarm import make_config
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = SimulationOptions(recipes=("diloco",))
 
 

@@ -9,6 +9,8 @@ from node.simulation.measurement import compute_result
 from node.simulation.swarm import VirtualSwarm
 from tests.node.simulation.virtual_swarm import BATCH, Tables, make_config, make_method, run_to_target
 
+pytestmark = pytest.mark.slow
+
 SPEEDS = (4.0, 4.0, 2.0, 1.0)  # steps a second
 TIMED: Tables = {"schedule": {"seconds": 10.0, "least_steps": 5}}
 
