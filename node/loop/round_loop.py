@@ -363,8 +363,8 @@ class RoundLoop:
             return
         syncing.plan = plan
         if plan.state is None:
-            count = len(plan.commits)
-            self._report_phase("catching up", f"replaying {count} rounds from round {self.chain.round} on")
+            rounds = "1 round" if len(plan.commits) == 1 else f"{len(plan.commits)} rounds"
+            self._report_phase("catching up", f"replaying {rounds} from round {self.chain.round} on")
             syncing.to_replay = list(plan.commits)
             self._apply(syncing.to_replay.pop(0), now)
         else:

@@ -288,13 +288,13 @@ class BulkTransport:
             connection, host = await self._dialer.dial(peer, endpoint)
         except UnreachableError as error:
             connections.path_selector.record_failure(_now())
-            logger.info("%s is reached by libp2p: %s", peer, error)
+            logger.info("using libp2p to reach %s: %s", peer, error)
         else:
             connection.abort()
             if connections.endpoint == endpoint:
                 connections.last_host = host
                 connections.path_selector.record_probe_success(_now())
-                logger.info("%s is reached directly, at %s port %d", peer, host, endpoint.port)
+                logger.info("connected directly to %s at %s port %d", peer, host, endpoint.port)
         finally:
             connections.is_probing = False
 
