@@ -2,8 +2,7 @@
 
 New peers, peers that were away and peers on the losing chain all take the same path: a peer that sees a preferred chain
 syncs to it; otherwise it opens the next round and applies the decided commit. It submits a contribution until a round
-includes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation carry the actions out
-in their own ways.
+includes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation carry them out.
 """
 
 from collections.abc import Iterable
