@@ -349,7 +349,7 @@ class CarriersServicer:
     """
 
     def Carry(self, request, context):
-        """answers when the blob is there to be fetched
+        """answers when the blob can be fetched here
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

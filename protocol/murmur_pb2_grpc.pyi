@@ -118,7 +118,7 @@ class CarriersStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CarriersAsyncStub: ...
     Carry: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.CarryRequest, _murmur_pb2.CarryReply]
-    """answers when the blob is there to be fetched"""
+    """answers when the blob can be fetched here"""
 
 @_typing.type_check_only
 class CarriersAsyncStub(CarriersStub):
@@ -126,7 +126,7 @@ class CarriersAsyncStub(CarriersStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Carry: _aio.UnaryUnaryMultiCallable[_murmur_pb2.CarryRequest, _murmur_pb2.CarryReply]  # type: ignore[assignment]
-    """answers when the blob is there to be fetched"""
+    """answers when the blob can be fetched here"""
 
 class CarriersServicer(metaclass=_abc_1.ABCMeta):
     """Store and forward between peers that cannot reach each other."""
@@ -137,7 +137,7 @@ class CarriersServicer(metaclass=_abc_1.ABCMeta):
         request: _murmur_pb2.CarryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_murmur_pb2.CarryReply, _abc.Awaitable[_murmur_pb2.CarryReply]]:
-        """answers when the blob is there to be fetched"""
+        """answers when the blob can be fetched here"""
 
 def add_CarriersServicer_to_server(servicer: CarriersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
