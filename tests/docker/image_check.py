@@ -79,7 +79,7 @@ def run_one_life(engine: Engine, health: Sequence[str]) -> str:
     wait_until(lambda: engine.run_in_container(health).returncode == 0, HEALTHY_SECONDS)
     peer = checked_output(engine.run_in_container(["sh", "-c", "murmur key /data/murmur/test-*"]))
     code, said = engine.stop(STOP_SECONDS)
-    expect(code == 0 and "leaving" in said, f"it did not leave politely ({code}):\n{said}")
+    expect(code == 0 and "Shutting down" in said, f"it did not leave politely ({code}):\n{said}")
     expect(peer in said, f"{peer} is not who took part:\n{said}")
     return peer
 

@@ -36,7 +36,7 @@ def test_the_peers_of_a_run_tell_what_a_newcomer_wants_to_know(tmp_path: Path) -
         assert "2 of 2 peers could connect" in found["ports"]["found"], "each dialled back"
         assert found["nat"]["level"] == "ok" and found["bandwidth"]["level"] == "ok"
         # All of them are on this machine: nobody can say how the internet sees it, and that is said.
-        assert "cannot be said" in found["public peers"]["found"]
+        assert "cannot tell" in found["public peers"]["found"]
         assert not (tmp_path / "newcomer").exists()
         # Whoever is left tells as much.
         swarm.peers[1].kill()
