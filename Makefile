@@ -1,5 +1,5 @@
 # make demo         three peers train a model on this machine, in minutes
-# make quick        style, types and the tests that need no process and no network, in about a minute
+# make quick        style, types and the tests that need no process and no network, in two minutes
 # make test         what a change must pass: style, types, modules, real processes
 # make test-long    and what takes as long again: thousands of simulated swarms, real limited links
 # make proto        the code generated from protocol/murmur.proto
