@@ -3,7 +3,7 @@
 runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder per peer
 runs/NAME-1/peer-0/      a node's folder, as node.run_dir describes it
 ~/.local/state/murmur/   a folder NAME-RUNID for each joined run (or below $XDG_STATE_HOME),
-                         and hosts/NAME-RUNID for each hosted run
+                         hosts/NAME-RUNID for each hosted run, and organiser.key, the user's key as an organiser
 """
 
 import os
@@ -26,6 +26,11 @@ def bootstrap_file() -> Path:
 def state_home() -> Path:
     """Return the folder of the joined runs."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "murmur"
+
+
+def organiser_key_path() -> Path:
+    """Return the file with the key that signs what this user decides as the organiser of runs."""
+    return state_home() / "organiser.key"
 
 
 def join_dir(manifest: Manifest) -> Path:

@@ -1,7 +1,8 @@
 """The run manifest: one TOML file that describes a whole run, parsed, checked and named by its hash.
 
-The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in, without the
-bootstrap addresses (they are hints, and may change while the run lives) and without `model.kind` if it is the default.
+The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in. It leaves out the
+bootstrap addresses and the table [about], which inform people and may change while the run lives, and those keys of
+`DEFAULTS_OUTSIDE_RUN_ID` that have their default.
 """
 
 import difflib
@@ -14,9 +15,19 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from protocol.errors import ManifestError, MissingFileError
+from protocol.errors import MalformedError, ManifestError, MissingFileError
+from protocol.identity import public_key
 
 Scalar = bool | int | float | str
 ScalarTable = dict[str, Scalar]
@@ -27,6 +38,12 @@ MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # because the time to parse a dotted key grows with the square of its parts
 MAX_SHOWN_CHARACTERS = 80
 DEFAULT_MODEL_KIND = "llama"
+DEFAULT_KEEPERS = 1
+DEFAULTS_OUTSIDE_RUN_ID = (  # runs older than these keys keep their id
+    ("model", "kind", DEFAULT_MODEL_KIND),
+    ("run", "organiser_key", ""),
+    ("target", "keepers", DEFAULT_KEEPERS),
+)
 MAX_PHASES = 64
 MAX_OPTION_KEYS = 8
 
@@ -75,6 +92,44 @@ class RunSection(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     min_peers: int = Field(default=1, ge=1, le=10_000, description="peers that must be present before round 0")
     bootstrap: tuple[str, ...] = Field(default=(), description="multiaddresses with /p2p/ of peers to ask first")
+    organiser_key: str = Field(default="", description="peer id of the key that may steer the run; empty: nobody may")
+
+    @field_validator("organiser_key")
+    @classmethod
+    def _is_peer_id(cls, key: str) -> str:
+        if key:
+            try:
+                public_key(key)
+            except MalformedError as error:
+                raise ValueError("write the organiser's peer id, 52 characters that begin with 12D3KooW") from error
+        return key
+
+
+AboutText = Annotated[str, StringConstraints(max_length=1000)]
+
+
+class AboutSection(Section):
+    """Facts about the run for people; they do not change what is trained."""
+
+    description: AboutText = Field(default="", description="what the run is for")
+    organiser: AboutText = Field(default="", description="name of the person or group behind the run")
+    data: AboutText = Field(default="", description="a sentence about the training text")
+    licence: AboutText = Field(default="", description="licence of the model, such as Apache-2.0")
+    url: AboutText = Field(default="", description="page with more about the run: http:// or https://")
+
+    @field_validator("*")
+    @classmethod
+    def _is_one_line(cls, text: str) -> str:
+        if not text.isprintable():
+            raise ValueError("write one line of text without control characters")
+        return text
+
+    @field_validator("url")
+    @classmethod
+    def _is_web_address(cls, url: str) -> str:
+        if url and not re.match(r"^https?://[^\s/]+(/\S*)?$", url):
+            raise ValueError("write an address that begins with https:// or http://")
+        return url
 
 
 class ModelSection(Section):
@@ -174,6 +229,12 @@ class TargetSection(Section):
 
     rounds: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1)
+    keepers: int = Field(
+        default=DEFAULT_KEEPERS,
+        ge=0,
+        le=1000,
+        description="machines that must hold the final state before the last leaves",
+    )
 
 
 class Manifest(Section):
@@ -188,6 +249,7 @@ class Manifest(Section):
     membership: MembershipSection = MembershipSection()
     checkpoint: CheckpointSection = CheckpointSection()
     target: TargetSection = TargetSection()
+    about: AboutSection = AboutSection()
 
     @model_validator(mode="after")
     def _batch_holds_a_sequence(self) -> Self:
@@ -197,9 +259,10 @@ class Manifest(Section):
 
     def canonical(self) -> bytes:
         values = self.model_dump(mode="json")
-        del values["run"]["bootstrap"]
-        if self.model.kind == DEFAULT_MODEL_KIND:
-            del values["model"]["kind"]  # runs older than this key keep their id
+        del values["run"]["bootstrap"], values["about"]
+        for section, key, default in DEFAULTS_OUTSIDE_RUN_ID:
+            if values[section][key] == default:
+                del values[section][key]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property

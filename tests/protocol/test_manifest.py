@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ManifestError, MissingFileError
+from protocol.identity import Identity
 from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, load_manifest, parse_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,18 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'llama'"), "").run_id == plain
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'other'"), "").run_id != plain
     assert parse_manifest(GOOD.replace(b"block = 256", b"block = 128"), "").run_id != plain
+    key = Identity.create().peer_id.encode()
+    assert parse_manifest(GOOD.replace(b'"demo"', b'"demo"\norganiser_key = ""'), "").run_id == plain
+    assert parse_manifest(GOOD.replace(b'"demo"', b'"demo"\norganiser_key = "' + key + b'"'), "").run_id != plain
+    assert parse_manifest(GOOD + b"[target]\nkeepers = 1", "").run_id == plain
+    assert parse_manifest(GOOD + b"[target]\nkeepers = 2", "").run_id != plain
+    assert parse_manifest(GOOD + b'[about]\ndescription = "a first run"', "").run_id == plain
+
+
+def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> None:
+    assert "about.description" in fault(GOOD + b'[about]\ndescription = "two\\nlines"')
+    assert "about.url" in fault(GOOD + b'[about]\nurl = "javascript:alert(1)"')
+    assert "run.organiser_key" in fault(GOOD.replace(b'"demo"', b'"demo"\norganiser_key = "mary"'))
 
 
 @pytest.mark.parametrize(
