@@ -47,6 +47,48 @@ def options(
     pass
 
 
+@app.command(epilog="Example: murmur init run.toml --text 'texts/*.txt' --size small")
+def init(
+    *,
+    target: Annotated[Path, typer.Argument(metavar="RUN.toml", help="the file to write")] = Path("run.toml"),
+    name: Annotated[str | None, typer.Option(help="name of the run")] = None,
+    description: Annotated[str | None, typer.Option(help="a sentence about the run")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="files to train on: a pattern, a folder, hf:NAME of a data set, or python-stdlib")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="size of the model: tiny, small, medium or large")] = None,
+    peers: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="peers to wait for before the first round")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="end of the run, such as 100M (default: 20 per parameter)")
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(metavar="FILE", help="a Hugging Face tokenizer.json (default: bytes)")] = "",
+    organiser: Annotated[str, typer.Option(help="your name, shown on the page")] = "",
+    licence: Annotated[str, typer.Option(help="licence of the model, such as Apache-2.0")] = "",
+    recipe: Annotated[str, typer.Option(help="method of training; see `murmur recipes`")] = "frugal",
+    yes: Annotated[bool, typer.Option("--yes", help="ask nothing; take the defaults")] = False,
+) -> None:
+    """Write a first manifest: five questions, or flags."""
+    with rare_garbage_collection():
+        from node.init_command import InitOptions
+        from node.init_command import init as write_manifest
+
+    options = InitOptions(
+        name=name,
+        description=description,
+        text=text,
+        size=size,
+        peers=peers,
+        tokens=tokens,
+        tokenizer=tokenizer,
+        organiser=organiser,
+        licence=licence,
+        recipe=recipe,
+    )
+    write_manifest(target, options, ask=sys.stdin.isatty() and not yes)
+
+
 @app.command(epilog="Example: murmur up configs/demo.toml --peers 4 --rounds 40")
 @expand_flags
 def up(

@@ -33,6 +33,7 @@ Scalar = bool | int | float | str
 ScalarTable = dict[str, Scalar]
 OptionValue = Scalar | ScalarTable | tuple[Scalar | ScalarTable, ...]
 RunId = str  # 64 hexadecimal digits
+RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}\Z")
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # because the time to parse a dotted key grows with the square of its parts

@@ -1,0 +1,113 @@
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.from_manifest import build_program
+from node.init_command import SIZES, InitOptions, choose_data, init, manifest_text, parse_count
+from node.model import shape_table
+from node.paths import organiser_key_path
+from protocol.errors import ManifestError, MurmurError, UsageError
+from protocol.identity import Identity
+from protocol.manifest import load_manifest, parse_manifest
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_is_a_run_that_can_be_built(size: str, tmp_path: Path) -> None:
+    key = Identity.create().peer_id
+    manifest = parse_manifest(manifest_text(InitOptions(size=size), tmp_path, key).encode(), size)
+    build_program(manifest)
+    parameters = shape_table(manifest.model).numel
+    assert manifest.target.tokens == 20 * parameters
+    assert manifest.run.organiser_key == key
+
+
+def test_flags_make_a_manifest_whose_organiser_is_the_users_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    target = tmp_path / "deep" / "run.toml"
+    options = InitOptions(
+        name="mary", description='a "first" run', text="texts", size="tiny", peers=3, tokens="2.5M", licence="MIT"
+    )
+    init(target, options, ask=False)
+    manifest = load_manifest(target)
+    assert (manifest.data.source, manifest.data.path) == ("text", "../texts/**/*.txt")
+    assert (manifest.run.name, manifest.run.min_peers, manifest.target.tokens) == ("mary", 3, 2_500_000)
+    assert (manifest.about.description, manifest.about.licence) == ('a "first" run', "MIT")
+    assert manifest.run.organiser_key == Identity.load_or_create(organiser_key_path()).peer_id
+    assert organiser_key_path().stat().st_mode & 0o077 == 0
+    assert f"murmur host {target}" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="exists"):
+        init(target, options, ask=False)
+
+
+def test_comments_stay_inside_what_a_person_answers(tmp_path: Path) -> None:
+    """Text with quotes, backslashes, hashes and braces is the value, not syntax."""
+    odd = 'a # "b" {c} \\ é'
+    text = manifest_text(InitOptions(description=odd), tmp_path, Identity.create().peer_id)
+    assert parse_manifest(text.encode(), "odd").about.description == odd
+    with pytest.raises(ManifestError, match="one line"):
+        bad = manifest_text(InitOptions(description="two\nlines"), tmp_path, Identity.create().peer_id)
+        parse_manifest(bad.encode(), "bad")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (InitOptions(name="Bad Name"), "is not a name"),
+        (InitOptions(size="huge"), "tiny, small, medium, large"),
+        (InitOptions(text="nothing.txt"), "there is no text"),
+        (InitOptions(tokens="many"), "--tokens"),
+        (InitOptions(tokens="0"), "--tokens"),
+        (InitOptions(tokens="infG"), "--tokens"),
+        (InitOptions(recipe="nix"), "recipe"),
+        (InitOptions(tokenizer="nix.json"), "nix.json"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_no_file(options: InitOptions, message: str, tmp_path: Path) -> None:
+    with pytest.raises(MurmurError, match=message) as caught:
+        init(tmp_path / "run.toml", options, ask=False)
+    assert str(caught.value).isprintable()
+    assert not (tmp_path / "run.toml").exists()
+
+
+def test_text_is_recognised_by_what_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "header.json").write_text('{"vocabulary": 700}')
+    (tmp_path / "one.txt").write_text("text")
+    assert choose_data("python-stdlib", "", tmp_path).source == "python-stdlib"
+    assert choose_data("hf:user/set", "", tmp_path).path == "user/set"
+    assert (choose_data("shards", "", tmp_path).source, choose_data("shards", "", tmp_path).vocabulary) == (
+        "tokens",
+        700,
+    )
+    assert choose_data("one.txt", "", tmp_path).source == choose_data("*.txt", "", tmp_path).source == "text"
+
+
+def test_counts_have_suffixes() -> None:
+    assert [parse_count(text, "--tokens") for text in ("300000", "2.5k", "100M", "1B")] == [300_000, 2500, 10**8, 10**9]
+
+
+@pytest.mark.slow
+def test_five_questions_on_a_terminal_are_asked_again_after_a_wrong_answer(home: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "node.cli", "init", str(home / "run.toml")]
+    answers = "Bad Name\nmary\nTo learn.\n\nhuge\ntiny\nnone\n1\n"
+    with open(ours, "r+b", buffering=0) as terminal:
+        terminal.write(answers.encode())
+        result = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    manifest = load_manifest(home / "run.toml")
+    assert (manifest.run.name, manifest.model.width, manifest.run.min_peers) == ("mary", 128, 1)
+    assert manifest.about.description == "To learn."
+    assert result.stdout.count("is not a") + result.stderr.count("is not a") == 3
