@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,12 @@ class PeerRecord(_message.Message):
     RESTING_FIELD_NUMBER: _ClassVar[int]
     BYTES_CARRIED_FIELD_NUMBER: _ClassVar[int]
     DIRECT_PORT_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_USE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     expires: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -78,7 +84,13 @@ class PeerRecord(_message.Message):
     resting: bool
     bytes_carried: int
     direct_port: int
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ...) -> None: ...
+    learning_rate: float
+    gradient_norm: float
+    device_use: float
+    device_memory: int
+    device_memory_total: int
+    bytes_received: int
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts")

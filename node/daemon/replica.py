@@ -69,7 +69,8 @@ from protocol.consensus.messages import ContributionLimits
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.peer_table import MAX_TEXT_CHARACTERS, MembershipEvent, PeerLeft
+from protocol.membership.peer_table import MembershipEvent, PeerLeft
+from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import Signed
 from protocol.signing import sign
 from protocol.tasks import cancel_and_wait

@@ -125,8 +125,19 @@ class Ready(_IpcMessage):
     )
 
 
+class DeviceUse(_IpcMessage):
+    """The use of an accelerator by all programs; memory in bytes."""
+
+    share: float | None = Field(default=None, ge=0, le=1, description="of the time; None: the driver does not say")
+    memory: int = Field(ge=0)
+    memory_total: int = Field(ge=0)
+
+
 class TrainerProgress(_IpcMessage):
-    """Totals since the start of the run, over restarts; `loss` is the mean since the last message, in nats."""
+    """Totals since the start of the run, over restarts; `loss` is the mean since the last message, in nats.
+
+    Learning rate and gradient norm, before clipping, are those of the newest step.
+    """
 
     kind: Literal["progress"] = "progress"
     step: int
@@ -134,6 +145,9 @@ class TrainerProgress(_IpcMessage):
     loss: FiniteFloat
     tokens_per_second: FiniteFloat
     seconds: dict[Activity, FiniteFloat]
+    learning_rate: FiniteFloat = 0.0
+    gradient_norm: FiniteFloat = 0.0
+    device_use: DeviceUse | None = None
 
 
 class PauseChanged(_IpcMessage):

@@ -181,6 +181,11 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         ("murmur_step", "Inner steps taken", status.step),
         ("murmur_chain_tokens", "Tokens of all peers in all committed rounds", status.chain_tokens),
         ("murmur_tokens_per_second", "Speed of this node", status.tokens_per_second),
+        ("murmur_learning_rate", "Learning rate of the newest inner step", status.learning_rate),
+        ("murmur_gradient_norm", "Norm of the newest gradient, before clipping", status.gradient_norm),
+        ("murmur_device_use", "Share of the time in which the accelerator computes", status.device_use),
+        ("murmur_device_memory_bytes", "Bytes in use on the accelerator", status.device_memory),
+        ("murmur_device_memory_total_bytes", "Bytes of the accelerator's memory", status.device_memory_total),
         ("murmur_peers_known", "Live peers, this one included", status.peers),
         ("murmur_start_time_seconds", "Start of this process since the epoch", status.since),
     )

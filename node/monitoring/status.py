@@ -93,6 +93,11 @@ class NodeStatus(BaseModel):
     validation_loss: float | None = None
     validation_round: int | None = None
     tokens_per_second: float = 0.0
+    learning_rate: float | None = Field(default=None, description="of the newest inner step")
+    gradient_norm: float | None = Field(default=None, description="of the newest inner step, before clipping")
+    device_use: float | None = Field(default=None, description="share of the time in which the accelerator computes")
+    device_memory: int | None = Field(default=None, description="bytes in use on the accelerator, by all programs")
+    device_memory_total: int | None = None
     digest: str = Field(default="", description="chained anchor digest, hexadecimal")
     state_digest: str = Field(default="", description="hash of anchor and outer state, hexadecimal")
     peers: int = Field(default=0, description="live peers, this one included")
@@ -197,7 +202,14 @@ class NodeStatus(BaseModel):
 
     def record_fields(self) -> dict[str, str | int | float]:
         """Return the fields of the peer record that describe this node's work."""
+        device_use = {} if self.device_use is None else {"device_use": self.device_use}
         return {
+            **device_use,
+            "device_memory": self.device_memory or 0,
+            "device_memory_total": self.device_memory_total or 0,
+            "learning_rate": self.learning_rate or 0.0,
+            "gradient_norm": self.gradient_norm or 0.0,
+            "bytes_received": self.bytes_received,
             "step": self.step,
             "tokens": self.tokens,
             "loss": self.loss or 0.0,

@@ -131,13 +131,7 @@ class StatusReporter:
     def on_trainer_message(self, message: FromTrainer) -> None:
         match message:
             case TrainerProgress():
-                self._update(
-                    step=message.step,
-                    tokens=message.tokens,
-                    loss=message.loss,
-                    tokens_per_second=message.tokens_per_second,
-                    seconds=dict(message.seconds),
-                )
+                self._record_progress(message)
             case Evaluated():
                 self._record_validation(message)
             case Ready():
@@ -149,6 +143,21 @@ class StatusReporter:
                 self._set_paused(message.reason)
             case TrainerWarning():
                 self.record_recovered(message.reason, message.line)
+
+    def _record_progress(self, message: TrainerProgress) -> None:
+        device = message.device_use
+        self._update(
+            step=message.step,
+            tokens=message.tokens,
+            loss=message.loss,
+            tokens_per_second=message.tokens_per_second,
+            seconds=dict(message.seconds),
+            learning_rate=message.learning_rate,
+            gradient_norm=message.gradient_norm,
+            device_use=device.share if device else None,
+            device_memory=device.memory if device else None,
+            device_memory_total=device.memory_total if device else None,
+        )
 
     def _record_validation(self, message: Evaluated) -> None:
         if self._validation_since_round <= message.round <= self._status.round:  # else of a chain that we left

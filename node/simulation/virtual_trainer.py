@@ -67,9 +67,9 @@ class VirtualTrainer:
         step = self.state.counters.step
         windows, at_weights = self._batches.next_batch(self._sequences), self._optimizer.lookahead_weights(step)
         loss = accumulate_gradient(self._model, windows, self._train.microbatch, at_weights)
-        applied = self._optimizer.step(step)
+        norm = self._optimizer.step(step)
         self._optimizer.clear_gradient()
-        if not applied:
+        if norm is None:
             raise MurmurError("a simulated peer's gradient is not finite; lower train.learning_rate")
         self.state.count_step(self._train.batch_tokens, loss, self._batches.position)
 

@@ -1,10 +1,12 @@
 """The device of a trainer and the limit on its memory."""
 
+import importlib.util
 import resource
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from node.ipc.channel import DeviceUse
 from node.model.memory_estimate import fit_microbatch
 from node.options import Device, NodeOptions
 from node.trainer.pause_when_busy import usage_meter_for
@@ -24,6 +26,19 @@ def choose_device(requested: Device) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return a name for people: the accelerator's, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def measure_device_use(device: torch.device) -> DeviceUse | None:
+    """Return the use of an accelerator by all programs; None for a CPU.
+
+    Its share of the time needs NVIDIA's package `nvidia-ml-py`, through which torch asks the driver.
+    """
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    has_driver_package = importlib.util.find_spec("pynvml") is not None
+    share = torch.cuda.utilization(device) / 100 if has_driver_package else None
+    return DeviceUse(share=share, memory=total - free, memory_total=total)
 
 
 def require_usable_device(settings: NodeOptions) -> None:

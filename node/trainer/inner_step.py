@@ -38,8 +38,8 @@ class InnerOptimizer:
         """Return the weights at which to take the gradient of this step; `None` means the model's own."""
         return self._inner.lookahead_weights(self._weights, self.vectors, self._step_inputs(step))
 
-    def step(self, step: int) -> bool:
-        """Apply the model's gradient; returns False and changes nothing if it is not finite.
+    def step(self, step: int) -> float | None:
+        """Apply the model's gradient and return its norm; None if it is not finite, and then nothing changes.
 
         `step` is the number of steps applied before; the bias correction of the moments depends on it.
         """
@@ -48,11 +48,15 @@ class InnerOptimizer:
             raise ValueError("the model has no gradient; run backward first")
         norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
-            return False
+            return None
         if norm > self._train.clip:
             gradient.mul_(self._train.clip / norm)
         self._inner.step(self._weights, gradient, self.vectors, self._step_inputs(step))
-        return True
+        return norm
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return self._train.learning_rate * learning_rate_scale(self._train, step, self.age_at_join)
 
     def clear_gradient(self) -> None:
         """Drop the model's gradient."""
@@ -60,7 +64,7 @@ class InnerOptimizer:
 
     def _step_inputs(self, count: int) -> InnerStep:
         train = self._train
-        rate = train.learning_rate * learning_rate_scale(train, count, self.age_at_join)
+        rate = self.learning_rate(count)
         layout, age = self._layout, self.moments_age_at_join + count
         return InnerStep(age, rate, train.beta1, train.beta2, train.weight_decay, layout.matrix_spans, layout.spans)
 

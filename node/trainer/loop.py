@@ -37,7 +37,7 @@ from node.ipc.channel import (
 from node.ipc.shared_memory import SharedMemory
 from node.model import build_model
 from node.model.memory_estimate import fit_microbatch
-from node.trainer.device import choose_device, device_name, is_out_of_memory, limit_memory
+from node.trainer.device import choose_device, device_name, is_out_of_memory, limit_memory, measure_device_use
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validation_loss
 from node.trainer.pause_when_busy import PausePolicy, usage_meter_for
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
@@ -108,6 +108,7 @@ class Trainer:
         )
         self._timer = ActivityTimer(counters.seconds)
         self._skipped_in_a_row = 0
+        self._gradient_norm = 0.0  # of the newest step
         self._unreported = StepTotals()
         self._reported_at = time.monotonic()
         self._saved_at = time.monotonic()
@@ -239,11 +240,12 @@ class Trainer:
             sequences = self._manifest.train.batch_tokens // self._manifest.model.context
             windows, step = self._batches.next_batch(sequences), self._state.counters.step
             loss = self._accumulate_gradient(windows, self._optimizer.lookahead_weights(step))
-            applied = math.isfinite(loss) and self._optimizer.step(step)
+            norm = self._optimizer.step(step) if math.isfinite(loss) else None
             self._optimizer.clear_gradient()
-        if not applied:
+        if norm is None:
             self._skip_step(step)
             return
+        self._gradient_norm = norm
         self._skipped_in_a_row = 0
         tokens = self._manifest.train.batch_tokens
         self._state.count_step(tokens, loss, self._batches.position)
@@ -292,6 +294,9 @@ class Trainer:
                 loss=work.mean_loss,
                 tokens_per_second=speed,
                 seconds=self._timer.seconds,
+                learning_rate=self._optimizer.learning_rate(counters.step - 1),
+                gradient_norm=self._gradient_norm,
+                device_use=measure_device_use(self._device),
             )
         )
         self._unreported = StepTotals()

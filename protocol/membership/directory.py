@@ -43,7 +43,6 @@ from protocol.membership.peer_table import (
     KIND,
     MAX_PEERS,
     MAX_RECORD_BYTES,
-    MAX_TEXT_CHARACTERS,
     FieldValue,
     MembershipEvent,
     MembershipListener,
@@ -54,6 +53,7 @@ from protocol.membership.peer_table import (
     PeerUpdated,
     check_addresses,
 )
+from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.replies import require_reply

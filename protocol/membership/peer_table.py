@@ -8,7 +8,6 @@ records. It is bounded by the clock, so nobody can claim a sequence that a later
 `OwnRecord` holds the fields that a peer publishes about itself, and makes dated and signed records of them.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,17 +16,15 @@ from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
 from protocol.membership.clock import SwarmClock
+from protocol.membership.record_fields import check_fields
 from protocol.murmur_pb2 import PeerRecord, Signed
-from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND, peer_id_of, read_unverified, sign, verify_signed
+from protocol.signing import peer_id_of, read_unverified, sign, verify_signed
 
 KIND = "peer"
-ROLES = ("trainer", "observer")
 MAX_PEERS = 4096
 MAX_RECORD_BYTES = 2048
 MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARACTERS = 256
-MAX_TEXT_CHARACTERS = 64
-MAX_PORT = 65535
 CLOCK_TOLERANCE_SECONDS = 60.0  # by which two honest swarm times may differ
 
 
@@ -194,7 +191,7 @@ def check_record(peer: PeerId, record: PeerRecord, now: float, lifetime: float) 
     if fault is not None:
         raise StaleError(f"the record of {peer} {fault}")
     check_addresses(peer, record.addresses)
-    _check_fields(peer, record)
+    check_fields(peer, record)
 
 
 def _find_timing_fault(record: PeerRecord, now: float, lifetime: float) -> str | None:
@@ -217,29 +214,6 @@ def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
         # Otherwise one peer could make all others dial a third one.
         if peer_id_of(address) != peer:
             raise MalformedError(f"the record of {peer} has the address of another peer")
-
-
-def _check_fields(peer: PeerId, record: PeerRecord) -> None:
-    if record.role not in ROLES:
-        raise MalformedError(f"the record of {peer} has an unknown role")
-    if max(record.round, record.validation_round) > MAX_ROUND:
-        raise MalformedError(f"the record of {peer} has a round above the maximum")
-    if record.chain_tokens > MAX_CHAIN_TOKENS:
-        raise MalformedError(f"the record of {peer} has a token count above the maximum")
-    for text in (record.device, record.name, record.version):
-        # These texts are shown on terminals, so control characters are refused.
-        if len(text) > MAX_TEXT_CHARACTERS or not text.isprintable():
-            raise MalformedError(f"the record of {peer} has a text that is too long or not printable")
-    if record.direct_port > MAX_PORT:
-        raise MalformedError(f"the record of {peer} has an invalid port")
-    if len(record.digest) not in (0, 32) or len(record.state_digest) not in (0, 32):
-        raise MalformedError(f"the record of {peer} has a digest of the wrong length")
-    amounts = (
-        record.tokens_per_second, record.compute_seconds, record.exchange_seconds, record.wait_seconds,
-        record.validation_loss,
-    )  # fmt: skip
-    if not math.isfinite(record.loss) or any(not (math.isfinite(amount) and amount >= 0) for amount in amounts):
-        raise MalformedError(f"the record of {peer} has a number that is not finite, or a negative amount")
 
 
 MAX_CLOCK_DRIFT_SECONDS = 1.0  # when the swarm time moves by more, the record is dated again

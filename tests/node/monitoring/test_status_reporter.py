@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from node.ipc.channel import ContributionHeader, Evaluated, PauseChanged, Ready, TrainerProgress, TrainerWarning
+from node.ipc.channel import (
+    ContributionHeader,
+    DeviceUse,
+    Evaluated,
+    PauseChanged,
+    Ready,
+    TrainerProgress,
+    TrainerWarning,
+)
 from node.loop.contributions import SettledContribution, StoredContribution
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus, Phase
@@ -14,6 +22,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import AppliedContributions, Commit
 from protocol.errors import ForgedError, MalformedError
+from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import PEERS, commit_of
 
 HEAD = ChainHead(3, bytes([7]) * 32, 900)
@@ -53,6 +62,22 @@ def test_status_has_trainer_messages_and_fields_of_sources(reporter: StatusRepor
     assert (status.step, status.tokens, status.loss, status.seconds) == (7, 70, 2.5, {"compute": 1.0})
     assert (status.validation_loss, status.validation_round, status.peers) == (2.0, 3, 4)
     assert status.since > 0
+
+
+def test_learning_rate_and_device_use_reach_the_record(reporter: StatusReporter) -> None:
+    progress = TrainerProgress(
+        step=7, tokens=70, loss=2.5, tokens_per_second=9.0, seconds={}, learning_rate=1e-3, gradient_norm=0.5
+    )
+    reporter.on_trainer_message(progress)
+    fields = reporter.status().record_fields()
+    assert (fields["learning_rate"], fields["gradient_norm"], fields["device_memory"]) == (1e-3, 0.5, 0)
+    assert "device_use" not in fields  # a CPU has none, which differs from an idle accelerator
+    device = DeviceUse(share=0.0, memory=10, memory_total=40)
+    reporter.on_trainer_message(progress.model_copy(update={"device_use": device}))
+    fields = reporter.status().record_fields()
+    assert (fields["device_use"], fields["device_memory"], fields["device_memory_total"]) == (0.0, 10, 40)
+    for name, value in fields.items():  # every field exists
+        setattr(PeerRecord(), name, value)
 
 
 @pytest.mark.parametrize("number", [2, 3, 5])

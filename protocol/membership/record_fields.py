@@ -1,0 +1,77 @@
+"""The bounds of every field of a peer record, in one table, because anybody may write a record. No I/O.
+
+Counts of 64 bits that only the page shows have no bound here; the page clamps them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.errors import MalformedError
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import PeerRecord
+from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
+
+ROLES = ("trainer", "observer")
+MAX_TEXT_CHARACTERS = 64
+MAX_PORT = 65535
+DIGEST_BYTES = (0, 32)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The values that a field may have, and the words for another one."""
+
+    accepts: Callable[[Any], bool]
+    fault: str
+
+
+ANYTHING = Bound(lambda value: True, "")
+# Terminals and pages show these texts, so control characters are refused.
+TEXT = Bound(
+    lambda text: len(text) <= MAX_TEXT_CHARACTERS and text.isprintable(), "a text that is too long or not printable"
+)
+AMOUNT = Bound(lambda amount: math.isfinite(amount) and amount >= 0, "an amount that is negative or not finite")
+NUMBER = Bound(math.isfinite, "a number that is not finite")
+SHARE = Bound(lambda share: 0 <= share <= 1, "a share that is not between 0 and 1")
+ROUND = Bound(lambda number: number <= MAX_ROUND, "a round above the maximum")
+DIGEST = Bound(lambda digest: len(digest) in DIGEST_BYTES, "a digest of the wrong length")
+
+FIELD_BOUNDS: dict[str, Bound] = {
+    "role": Bound(lambda role: role in ROLES, "an unknown role"),
+    "device": TEXT,
+    "name": TEXT,
+    "version": TEXT,
+    "round": ROUND,
+    "step": ANYTHING,
+    "digest": DIGEST,
+    "state_digest": DIGEST,
+    "chain_tokens": Bound(lambda tokens: tokens <= MAX_CHAIN_TOKENS, "a token count above the maximum"),
+    "tokens": ANYTHING,
+    "loss": NUMBER,
+    "tokens_per_second": AMOUNT,
+    "bytes_sent": ANYTHING,
+    "leaving": ANYTHING,
+    "validation_loss": AMOUNT,
+    "validation_round": ROUND,
+    "compute_seconds": AMOUNT,
+    "exchange_seconds": AMOUNT,
+    "wait_seconds": AMOUNT,
+    "resting": ANYTHING,
+    "bytes_carried": ANYTHING,
+    "direct_port": Bound(lambda port: port <= MAX_PORT, "an invalid port"),
+    "learning_rate": AMOUNT,
+    "gradient_norm": AMOUNT,
+    "device_use": SHARE,
+    "device_memory": ANYTHING,
+    "device_memory_total": ANYTHING,
+    "bytes_received": ANYTHING,
+}
+
+
+def check_fields(peer: PeerId, record: PeerRecord) -> None:
+    """Raise MalformedError for a field out of its bounds."""
+    for name, bound in FIELD_BOUNDS.items():
+        if not bound.accepts(getattr(record, name)):
+            raise MalformedError(f"the record of {peer} has {bound.fault}")
