@@ -20,11 +20,11 @@ import psutil
 
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import LogOpened
-from node.dashboard.swarm_watcher import TICK_SECONDS, SwarmWatcher
+from node.dashboard.swarm_watcher import TICK_SECONDS
 from protocol.identity import Identity
 from tests.node.dashboard.example_events import FACTS, committed
 from tests.node.dashboard.many_peers import peer_records, serve_to_readers
-from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle
+from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle, watcher_of
 
 MAX_SHARE = 0.10  # of one core
 MAX_GROWTH = 0.10
@@ -70,7 +70,7 @@ class Crowd:
     def __init__(self, recorder: EventLog, peers: int, period: float) -> None:
         self.recorder = recorder
         self._directory = FakeDirectory()
-        self._watch = SwarmWatcher(FakeNodeHandle(self._directory), recorder)  # type: ignore[arg-type]
+        self._watch = watcher_of(FakeNodeHandle(self._directory), recorder)
         self._names = [Identity.create().peer_id for _ in range(peers)]
         self._period = period
         self._began = time.monotonic()

@@ -273,6 +273,34 @@ def status(
         typer.echo(line)
 
 
+@app.command(epilog="Example: murmur receipt ~/.local/state/murmur/hosts/demo-1a2b3c4d mary")
+def receipt(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the directory of `murmur host`")],
+    peer: Annotated[
+        str | None, typer.Argument(metavar="PEER", help="a name or a peer id (default: everybody who gave work)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="file of the receipt (default: DIR/receipts/NAME-ID.json)")] = None,
+) -> None:
+    """Write receipts: how many tokens each volunteer gave to the run, provable by the signed commits."""
+    from node.receipts.command import write_receipts
+
+    for line in write_receipts(folder, peer, out):
+        typer.echo(line)
+
+
+@app.command(epilog="Example: murmur verify mary.json commits.log")
+def verify(
+    receipts: Annotated[list[Path], typer.Argument(metavar="RECEIPT...", help="files of `murmur receipt`")],
+    commits: Annotated[Path, typer.Argument(metavar="COMMITS", help="the commits.log of the host")],
+    issuer: Annotated[str | None, typer.Option(metavar="PEER_ID", help="require receipts that this key signed")] = None,
+) -> None:
+    """Check receipts offline against the signed commits of the run."""
+    from node.receipts.command import verify_files
+
+    for line in verify_files(receipts, commits, issuer):
+        typer.echo(line)
+
+
 @app.command(epilog="Example: murmur key ~/.local/state/murmur/demo-1a2b3c4d")
 def key(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's directory; the key is created if missing")],

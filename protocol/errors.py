@@ -16,6 +16,7 @@ MurmurError                      1   any of the errors below, unspecified
 ├── TransportError              13   p2pd cannot be started or kept alive
 │   └── PortTakenError               another program uses a requested port
 ├── OrganiserError              14   the organiser's signature of a manifest is missing or wrong
+├── ReceiptError                15   a receipt or the commits behind it do not verify
 └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
     ├── MalformedError               bytes that do not parse, or parse to invalid values
     ├── ForgedError                  a signature that does not verify
@@ -96,6 +97,10 @@ class PortTakenError(TransportError):
 
 class OrganiserError(MurmurError):
     exit_code = 14
+
+
+class ReceiptError(MurmurError):
+    exit_code = 15
 
 
 class PeerFault(MurmurError):  # noqa: N818

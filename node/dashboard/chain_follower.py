@@ -20,7 +20,7 @@ from node.dashboard.state import RunState
 from node.loop.catch_up import best_head
 from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.chain import MAX_KEPT_COMMITS, ChainHead, genesis_head
-from protocol.consensus.messages import Commit, ContributionLimits
+from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -37,11 +37,15 @@ LOOK_BACK_ROUNDS = (MAX_KEPT_COMMITS, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class ChainStep:
-    """A commit with the chain heads before and after it."""
+    """A commit as its leader signed it, with the chain heads before and after it."""
 
     before: ChainHead
-    commit: Commit
+    signed: SignedMessage[Commit]
     after: ChainHead
+
+    @property
+    def commit(self) -> Commit:
+        return self.signed.body
 
 
 class ChainFollower:
@@ -53,41 +57,36 @@ class ChainFollower:
         self._last_fetch_at: float | None = None
         self._failed_at: dict[PeerId, float] = {}  # when a peer last failed to prove its head
 
-    def known_head(self, state: RunState) -> ChainHead:
-        """Return the head of the chain in `state`."""
-        last = state.rows.last
-        if last is None:
-            return genesis_head(self._run_id)
-        return ChainHead(last.round + 1, bytes.fromhex(last.digest), last.tokens)
-
     def find_trusted_head(
-        self, state: RunState, trainers: Mapping[PeerId, PeerRecord], now: float
+        self, known: ChainHead, trainers: Mapping[PeerId, PeerRecord], now: float
     ) -> tuple[ChainHead, list[PeerId]] | None:
         """Return the best trusted head and peers that can prove it; `None` if it is not better than the known head."""
         self._failed_at = {peer: since for peer, since in self._failed_at.items() if 0 <= now - since < AVOID_SECONDS}
         needed = 1 if len(trainers) < 3 else 2
         snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in trainers.items()})
-        preferred = snapshot.preferred_heads(self.known_head(state))
+        preferred = snapshot.preferred_heads(known)
         trusted = [(head, peers) for head, peers in preferred.items() if len(peers) >= needed]
         sources = {head: sorted(set(peers) - set(self._failed_at)) for head, peers in trusted}
         provable = {head: peers for head, peers in sources.items() if peers}
         return best_head(provable) if provable else None
 
-    async def fetch_events(
-        self, state: RunState, target: ChainHead, peers: Sequence[PeerId], now: float
-    ) -> list[LoggedEvent]:
-        """Return the events from the known head to `target`; logs each failure and returns none if all peers fail."""
+    async def fetch_steps(
+        self, known: ChainHead, target: ChainHead, peers: Sequence[PeerId], now: float
+    ) -> list[ChainStep]:
+        """Return the commits from the known head to `target`; logs each failure and returns none if all peers fail."""
         for peer in peers:
             try:
-                steps = await self._fetch_steps(peer, self.known_head(state), target)
+                return await self._fetch_steps(peer, known, target)
             except (UnreachableError, PeerFault) as error:
                 logger.info("%s could not prove the chain up to round %d: %s", peer, target.round, error)
                 self._failed_at[peer] = now
-                continue
-            recent = self._last_fetch_at is not None and now - self._last_fetch_at < RECENT_SECONDS
-            self._last_fetch_at = now
-            return _build_events(state, self.known_head(state), steps, now, recent)
         return []
+
+    def build_events(self, state: RunState, steps: Sequence[ChainStep], now: float) -> list[LoggedEvent]:
+        """Return the events that bring `state` to the end of the steps; the rounds of a long absence have no date."""
+        recent = self._last_fetch_at is not None and now - self._last_fetch_at < RECENT_SECONDS
+        self._last_fetch_at = now
+        return _build_events(state, known_head(self._run_id, state), steps, now, recent)
 
     async def _fetch_steps(self, peer: PeerId, known: ChainHead, target: ChainHead) -> list[ChainStep]:
         """Return steps from our head if the peer's log continues it, otherwise from as far back as its log reaches."""
@@ -102,51 +101,60 @@ class ChainFollower:
             return steps
         raise StaleError("the peer's log does not reach back far enough")
 
-    async def _fetch_commits(self, peer: PeerId, start: int, target: ChainHead) -> list[Commit]:
+    async def _fetch_commits(self, peer: PeerId, start: int, target: ChainHead) -> list[SignedMessage[Commit]]:
         """Return the commits from round `start` up to the target; none if the peer's log does not hold `start`."""
-        found: list[Commit] = []
+        found: list[SignedMessage[Commit]] = []
         for _ in range(MAX_REQUESTS):
             if start + len(found) >= target.round:
                 break
             _, commits = await self._reader.read(peer, start + len(found))
             if not commits:
                 break
-            found += [commit.body for commit in commits]
+            found += commits
         commits_to_target = found[: target.round - start]
-        in_order = all(commit.round == start + index for index, commit in enumerate(commits_to_target))
+        in_order = all(commit.body.round == start + index for index, commit in enumerate(commits_to_target))
         if commits_to_target and not (in_order and len(commits_to_target) == target.round - start):
             raise MalformedError("the rounds of the commits are not consecutive")
         return commits_to_target
 
 
-def prove_chain(commits: Sequence[Commit], target: ChainHead) -> list[ChainStep]:
+def known_head(run_id: RunId, state: RunState) -> ChainHead:
+    """Return the head of the chain in `state`."""
+    last = state.rows.last
+    return genesis_head(run_id) if last is None else ChainHead(last.round + 1, bytes.fromhex(last.digest), last.tokens)
+
+
+def prove_chain(commits: Sequence[SignedMessage[Commit]], target: ChainHead) -> list[ChainStep]:
     """Return each commit with the heads around it.
 
     Raises MalformedError unless the commits lead to `target` by digest and by tokens.
     """
-    tokens = target.tokens - sum(commit.tokens for commit in commits)
+    bodies = [commit.body for commit in commits]
+    tokens = target.tokens - sum(body.tokens for body in bodies)
     if tokens < 0:
         raise MalformedError("the commits have more tokens than their chain")
-    start = ChainHead(commits[0].round, commits[0].base, tokens)
-    heads = [start, *heads_along(start, commits)]
+    start = ChainHead(bodies[0].round, bodies[0].base, tokens)
+    heads = [start, *heads_along(start, bodies)]
     if heads[-1] != target:
         raise MalformedError(f"the commits do not lead to the head of round {target.round}")
     return [ChainStep(heads[index], commit, heads[index + 1]) for index, commit in enumerate(commits)]
 
 
 def _build_events(
-    state: RunState, own_head: ChainHead, steps: list[ChainStep], now: float, recent: bool
+    state: RunState, own_head: ChainHead, steps: Sequence[ChainStep], now: float, recent: bool
 ) -> list[LoggedEvent]:
     events: list[LoggedEvent] = []
-    first = steps[0].before.round
-    if first > own_head.round:
-        events.append(RoundsMissing(at=now, first=own_head.round, last=first - 1))
-    elif steps[0].before != own_head:
-        known = {row.round: row.digest for row in state.rows.recent(2 * MAX_KEPT_COMMITS)}
-        steps = [step for step in steps if known.get(step.commit.round) != step.after.digest.hex()]
-        events.append(ChainForked(at=now, round=steps[0].commit.round if steps else own_head.round))
-    for step in steps:
-        dated = recent or step is steps[-1]
+    known = {row.round: row.digest for row in state.rows.recent(2 * MAX_KEPT_COMMITS)}
+    new_steps = [step for step in steps if known.get(step.commit.round) != step.after.digest.hex()]
+    if not new_steps:
+        return []
+    first = new_steps[0].before
+    if first.round > own_head.round:
+        events.append(RoundsMissing(at=now, first=own_head.round, last=first.round - 1))
+    elif first != own_head:
+        events.append(ChainForked(at=now, round=first.round))
+    for step in new_steps:
+        dated = recent or step is new_steps[-1]
         events.append(_build_committed(state, step, now if dated else None))
     return events
 

@@ -13,17 +13,14 @@ from dataclasses import dataclass
 import grpc
 
 from node.daemon.node import Node
-from node.daemon.replica import MAX_TOKENS
 from node.model import shape_table
 from node.options import NodeOptions
+from node.receipts.commit_file import CommitFileHeader
 from node.run_dir import RunDir
-from protocol.consensus.messages import MAX_PARTS, ContributionLimits
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
 from protocol.transport.transport import Transport
-
-MAX_SHOWN_BLOB_BYTES = 1 << 40  # the host fetches no blobs, it only shows their sizes
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,10 @@ class NodeHandle:
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
         return self.transport.channel(peer)
 
-    def contribution_limits(self) -> ContributionLimits:
-        """Return wide limits: the peers already checked their commits against the limits of the run."""
+    def commit_file_header(self) -> CommitFileHeader:
+        """Return the first line of the file of the run's commits."""
         manifest = self.manifest
-        shapes = shape_table(manifest.model).hash()
-        return ContributionLimits(manifest.method.recipe, shapes, MAX_PARTS, MAX_TOKENS, MAX_SHOWN_BLOB_BYTES)
+        return CommitFileHeader(manifest.run_id, manifest.method.recipe, shape_table(manifest.model).hash())
 
 
 def node_handle(node: Node) -> NodeHandle:

@@ -17,6 +17,8 @@ from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import SwarmWatcher
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
+from node.receipts.commit_file import COMMIT_FILE_NAME
+from node.receipts.commit_log import CommitLog
 from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, TransportError, UnreachableError, UsageError
@@ -131,7 +133,8 @@ async def serve_dashboard(
     facts = run_facts(node.manifest, node.peer_id)
     listener = open_listener(address.host, address.port, "--http")
     event_log = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
-    watcher = asyncio.create_task(SwarmWatcher(node, event_log).run(), name="swarm watcher")
+    commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, node.commit_file_header())
+    watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log).run(), name="swarm watcher")
     watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
     data = DashboardData(
         event_log, ManifestPublisher(node).signed_text, address.public_url, is_live=lambda: not watcher.done()

@@ -28,6 +28,7 @@ from node.dashboard.json_views import peer_values, summary
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.round_timeline import RoundTimeline
 from node.from_manifest import build_method, topology_class
+from node.receipts.commit_log import CommitLog
 from protocol.identity import PeerId
 from protocol.membership import peer_table
 from protocol.murmur_pb2 import PeerRecord
@@ -48,12 +49,16 @@ NEWS_PER_SECOND = 0.1  # after the burst; limits the growth of the event log to 
 
 
 class SwarmWatcher:
-    """Compares the node's view of the swarm with the last one and records the difference in the event log."""
+    """Compares the node's view of the swarm with the last one and records the difference.
 
-    def __init__(self, node: NodeHandle, event_log: EventLog) -> None:
+    `commit_log` keeps the proofs of the rounds, and is written before `event_log` names them.
+    """
+
+    def __init__(self, node: NodeHandle, event_log: EventLog, commit_log: CommitLog) -> None:
         self._node = node
         self._event_log = event_log
-        self._chain_follower = ChainFollower(node.manifest.run_id, node.contribution_limits(), node.channel)
+        self._commit_log = commit_log
+        self._chain_follower = ChainFollower(node.manifest.run_id, node.commit_file_header().limits(), node.channel)
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}
@@ -87,11 +92,15 @@ class SwarmWatcher:
 
     async def _follow_chain(self) -> None:
         now = time.time()
-        target = self._chain_follower.find_trusted_head(self._event_log.state, self._trainers(now), now)
+        known = self._commit_log.head
+        target = self._chain_follower.find_trusted_head(known, self._trainers(now), now)
         if target is None:
             return
-        head, peers = target
-        for event in await self._chain_follower.fetch_events(self._event_log.state, head, peers, now):
+        steps = await self._chain_follower.fetch_steps(known, *target, now)
+        if not steps:
+            return
+        self._commit_log.extend(steps[0].before, [step.signed for step in steps])
+        for event in self._chain_follower.build_events(self._event_log.state, steps, now):
             self._event_log.record(event)
             if isinstance(event, ChainForked):  # the other chain's rounds of these numbers are measured again
                 self._newest_validation = min(self._newest_validation, event.round)

@@ -31,7 +31,7 @@ from protocol.consensus.messages import (
 from protocol.errors import MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
-from protocol.signing import open_signed
+from protocol.signing import open_signed, read_unverified
 
 MAX_VOTES = 4096
 
@@ -229,6 +229,19 @@ def parse(signed: wire.Signed, run_id: RunId, limits: ContributionLimits) -> Sig
     wire_type, body_type = KINDS[signed.kind]
     body = open_signed(signed, run_id, signed.kind, wire_type, MAX_MESSAGE_BYTES)
     return SignedMessage.of(signed, body_type.from_wire(body, limits, lambda nested: parse(nested, run_id, limits)))
+
+
+def parse_unverified(signed: wire.Signed, limits: ContributionLimits) -> SignedMessage[Body]:
+    """Return the message in an envelope that this program verified before it stored it; checks no signature.
+
+    Raises:
+        MalformedError, LimitError: the message is malformed or too large.
+    """
+    if signed.kind not in KINDS:
+        raise MalformedError("a message of an unknown kind")
+    wire_type, body_type = KINDS[signed.kind]
+    body = read_unverified(signed, signed.kind, wire_type, MAX_MESSAGE_BYTES)
+    return SignedMessage.of(signed, body_type.from_wire(body, limits, lambda nested: parse_unverified(nested, limits)))
 
 
 def named_blobs(message: SignedMessage[Body]) -> Iterator[NamedBlob]:

@@ -7,7 +7,7 @@ import pytest
 
 from node.daemon import chain_sync
 from node.dashboard import chain_follower as module
-from node.dashboard.chain_follower import ChainFollower, find_diverged, prove_chain
+from node.dashboard.chain_follower import ChainFollower, find_diverged, known_head, prove_chain
 from node.dashboard.events import ChainForked, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
 from protocol.blobs.blob import Blob
@@ -70,8 +70,10 @@ def make_follower() -> ChainFollower:
 async def fetch_new_events(
     follower: ChainFollower, network: Network, state: RunState, now: float = 100.0
 ) -> list[LoggedEvent]:
-    believed = follower.find_trusted_head(state, {peer: log.record() for peer, log in network.items()}, now)
-    return [] if believed is None else await follower.fetch_events(state, *believed, now)
+    known = known_head(RUN_ID, state)
+    believed = follower.find_trusted_head(known, {peer: log.record() for peer, log in network.items()}, now)
+    steps = [] if believed is None else await follower.fetch_steps(known, *believed, now)
+    return follower.build_events(state, steps, now) if steps else []
 
 
 def rounds(events: list[LoggedEvent]) -> list[int]:
@@ -85,7 +87,7 @@ async def test_follower_fetches_rounds_in_order(network: Network) -> None:
     assert rounds(first) == list(range(25))
     assert [event.at for event in first if isinstance(event, RoundCommitted)] == [None] * 24 + [100.0]
     state = apply_all(first, state)
-    assert follower.known_head(state) == network[NAMES[1]].chain.head
+    assert known_head(RUN_ID, state) == network[NAMES[1]].chain.head
     for log in network.values():
         log.grow(2)
     second = await fetch_new_events(follower, network, state, 101.0)
@@ -112,7 +114,7 @@ async def test_rounds_in_no_log_are_recorded_as_missing(network: Network, kept: 
     events = await fetch_new_events(make_follower(), network, state)
     assert isinstance(events[0], RoundsMissing) and (events[0].first, events[0].last) == (5, rounds(events)[0] - 1)
     assert rounds(events) == list(range(rounds(events)[0], 105)) and len(rounds(events)) > kept // 2
-    assert make_follower().known_head(apply_all(events, state)) == network[NAMES[1]].chain.head
+    assert known_head(RUN_ID, apply_all(events, state)) == network[NAMES[1]].chain.head
 
 
 async def test_fork_replaces_only_the_rounds_after_it(network: Network) -> None:
@@ -125,7 +127,7 @@ async def test_fork_replaces_only_the_rounds_after_it(network: Network) -> None:
     assert isinstance(events[0], ChainForked) and events[0].round == 6 and rounds(events) == list(range(6, 11))
     after = apply_all(events, state)
     assert [row.round for row in after.rows] == list(range(11))
-    assert make_follower().known_head(after) == theirs.chain.head
+    assert known_head(RUN_ID, after) == theirs.chain.head
 
 
 async def test_single_peer_among_three_cannot_invent_rounds(network: Network) -> None:
@@ -134,7 +136,7 @@ async def test_single_peer_among_three_cannot_invent_rounds(network: Network) ->
     network |= {NAMES[1]: FakeChainPeer().grow(4), NAMES[2]: FakeChainPeer().grow(4), NAMES[3]: liar}
     events = await fetch_new_events(make_follower(), network, apply_all([OPENED]))
     assert rounds(events) == [0, 1, 2, 3]
-    assert make_follower().known_head(apply_all(events)) == network[NAMES[1]].chain.head
+    assert known_head(RUN_ID, apply_all(events)) == network[NAMES[1]].chain.head
     assert len(rounds(await fetch_new_events(make_follower(), {NAMES[3]: liar}, apply_all([OPENED])))) == 30
 
 
@@ -154,7 +156,7 @@ async def test_absurdly_high_head_costs_no_memory(network: Network) -> None:
     log = FakeChainPeer().grow(1)
     network[NAMES[1]] = log
     target = ChainHead(2**60, log.chain.digest, 2**40)
-    assert await make_follower().fetch_events(apply_all([OPENED]), target, [NAMES[1]], 1.0) == []
+    assert await make_follower().fetch_steps(genesis_head(RUN_ID), target, [NAMES[1]], 1.0) == []
 
 
 async def test_commits_off_the_trusted_head_are_rejected_and_another_peer_is_asked(network: Network) -> None:
@@ -164,14 +166,26 @@ async def test_commits_off_the_trusted_head_are_rejected_and_another_peer_is_ask
     network |= {first: liar, second: honest}
     events = await fetch_new_events(make_follower(), network, apply_all([OPENED]))
     assert rounds(events) == [0, 1, 2, 3]
-    assert make_follower().known_head(apply_all(events)) == honest.chain.head
+    assert known_head(RUN_ID, apply_all(events)) == honest.chain.head
     honest.silent = True
     assert await fetch_new_events(make_follower(), network, apply_all([OPENED])) == []
 
 
+async def test_rounds_that_the_state_knows_already_are_not_recorded_twice(network: Network) -> None:
+    """The commits reach further back than the events when a partial record was cut off the commit log."""
+    log = network[NAMES[1]] = FakeChainPeer().grow(6)
+    follower, state = make_follower(), apply_all([OPENED])
+    state = apply_all(await fetch_new_events(follower, network, state), state)
+    log.grow(1)
+    steps = await follower.fetch_steps(genesis_head(RUN_ID), log.chain.head, [NAMES[1]], 101.0)
+    assert len(steps) == 7
+    assert rounds(follower.build_events(state, steps, 101.0)) == [6]
+    assert follower.build_events(state, steps[:6], 101.0) == []
+
+
 def test_proof_requires_digests_order_and_tokens() -> None:
     log = FakeChainPeer().grow(3)
-    commits = [commit.body for commit in log.chain.commits_since(0) or ()]
+    commits = list(log.chain.commits_since(0) or ())
     assert [step.after.round for step in prove_chain(commits, log.chain.head)] == [1, 2, 3]
     head = log.chain.head
     wrong = [
@@ -209,4 +223,4 @@ def test_peers_at_the_genesis_head_are_not_followed() -> None:
     start = genesis_head(RUN_ID)
     record = PeerRecord(role="trainer", round=0, digest=start.digest)
     trainers = {NAMES[1]: record, NAMES[2]: PeerRecord(role="trainer")}
-    assert make_follower().find_trusted_head(apply_all([OPENED]), trainers, 1.0) is None
+    assert make_follower().find_trusted_head(start, trainers, 1.0) is None

@@ -9,11 +9,11 @@ import pytest
 
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import LogOpened
-from node.dashboard.swarm_watcher import TICK_SECONDS, SwarmWatcher
+from node.dashboard.swarm_watcher import TICK_SECONDS
 from protocol.identity import Identity
 from tests.node.dashboard.example_events import FACTS, committed
 from tests.node.dashboard.many_peers import peer_records, serve_to_readers
-from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle
+from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle, watcher_of
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ MAX_GROWTH = 256 * 1024  # bytes over half of the measured polls; a round of 200
 async def test_two_hundred_peers_use_little_cpu_and_constant_memory(tmp_path: Path) -> None:
     names = [Identity.create().peer_id for _ in range(PEERS)]
     directory, event_log = FakeDirectory(), EventLog.open(tmp_path / "events.jsonl", LogOpened(at=0.0, facts=FACTS))
-    watcher = SwarmWatcher(FakeNodeHandle(directory), event_log)  # type: ignore[arg-type]
+    watcher = watcher_of(FakeNodeHandle(directory), event_log)
     records = [peer_records(names, moment, 0) for moment in range(2)]
 
     async def poll(moment: int) -> None:

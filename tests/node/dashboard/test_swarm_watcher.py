@@ -18,13 +18,16 @@ from node.dashboard.swarm_watcher import (
     SwarmWatcher,
     build_peer_report,
 )
+from node.receipts.commit_file import CommitFileHeader
+from protocol.consensus.chain import genesis_head
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.dashboard.example_events import OPENED, committed
-from tests.node.dashboard.test_chain_follower import LIMITS
-from tests.node.small_run import MANIFEST, PEERS
+from tests.node.small_run import MANIFEST, PEERS, RUN_ID, SHAPES
+
+HEADER = CommitFileHeader(RUN_ID, "diloco", SHAPES.hash())
 
 ME, ADA, BOB = (identity.peer_id for identity in PEERS[:3])
 
@@ -51,8 +54,21 @@ class FakeNodeHandle:
     def channel(self, peer: str) -> None:
         raise AssertionError("nobody is asked here")
 
-    def contribution_limits(self) -> object:
-        return LIMITS
+    def commit_file_header(self) -> CommitFileHeader:
+        return HEADER
+
+
+class FakeCommitLog:
+    """Takes any commits and keeps none."""
+
+    head = genesis_head(RUN_ID)
+
+    def extend(self, *_: object) -> None:
+        pass
+
+
+def watcher_of(node: FakeNodeHandle, event_log: EventLog) -> SwarmWatcher:
+    return SwarmWatcher(node, event_log, FakeCommitLog())  # type: ignore[arg-type]
 
 
 class KindRecordingEventLog(EventLog):
@@ -71,7 +87,7 @@ class Scene:
     def __init__(self, trains: bool = False) -> None:
         self.directory = FakeDirectory()
         self.event_log = KindRecordingEventLog()
-        self.watcher = SwarmWatcher(FakeNodeHandle(self.directory, trains), self.event_log)  # type: ignore[arg-type]
+        self.watcher = watcher_of(FakeNodeHandle(self.directory, trains), self.event_log)
 
     def kinds(self) -> list[str]:
         """Return the kinds of the events since the last call."""
@@ -147,10 +163,14 @@ async def test_validation_on_the_chain_after_a_fork_is_recorded() -> None:
     scene.watcher.poll(1.0)
     assert "measured" in scene.kinds()
 
-    async def other_chain(*_: object) -> list[DashboardEvent]:
-        return [ChainForked(at=2.0, round=3), committed(3)]
+    async def fetch_steps(*_: object) -> list[SimpleNamespace]:
+        return [SimpleNamespace(before=None, signed=None)]
 
-    follower = SimpleNamespace(find_trusted_head=lambda *_: (None, []), fetch_events=other_chain)
+    follower = SimpleNamespace(
+        find_trusted_head=lambda *_: (None, []),
+        fetch_steps=fetch_steps,
+        build_events=lambda *_: [ChainForked(at=2.0, round=3), committed(3)],
+    )
     scene.watcher._chain_follower = follower  # type: ignore[assignment]
     await scene.watcher._follow_chain()
     scene.directory.records = {ADA: record(2, validation_round=4, validation_loss=2.5)}

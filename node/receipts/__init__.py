@@ -1,0 +1,1 @@
+"""Receipts: the signed commits of a run on disk, and proofs of the work of each volunteer."""

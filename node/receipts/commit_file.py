@@ -1,0 +1,131 @@
+"""Read and write the file format of the signed commits of a run.
+
+The file begins with one line, `murmur commits 1 RUN-ID CODEC SHAPES`, followed by records:
+
+    length of the content (4 bytes, big endian), CRC-32 of kind and content (4 bytes), kind (1 byte), content
+
+    S    a start: the chain head that the next commits continue, as JSON. The first is the genesis of the run; any
+         other follows a gap, which is a stretch of rounds that the writer could not fetch
+    C    a commit: the message as its leader signed it, with the signed contributions inside
+
+Everything read here may come from anybody: sizes are checked before bytes are read.
+"""
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from google.protobuf.message import DecodeError
+
+from protocol import murmur_pb2 as wire
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.messages import MAX_MESSAGE_BYTES, MAX_PARTS, MAX_TOKENS, ContributionLimits
+from protocol.errors import CheckpointError, MissingFileError, ReceiptError
+
+COMMIT_FILE_NAME = "commits.log"
+START, COMMIT = b"S", b"C"
+RECORD_HEAD = struct.Struct(">IIc")
+MAX_ENVELOPE_BYTES = 1024  # of a signed message, beyond its body
+MAX_RECORD_BYTES = MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES
+MAX_HEADER_BYTES = 256
+MAX_BLOB_BYTES = 1 << 40  # no blobs are fetched, only their sizes are shown
+HEADER = re.compile(rb"murmur commits 1 ([0-9a-f]{64}) ([\w-]{1,64}) ([0-9a-f]{64})\n")
+
+
+@dataclass(frozen=True)
+class CommitFileHeader:
+    """The run whose commits a file holds, and the values that all contributions to it share."""
+
+    run_id: str
+    codec: str
+    shapes: bytes
+
+    def to_line(self) -> bytes:
+        return f"murmur commits 1 {self.run_id} {self.codec} {self.shapes.hex()}\n".encode()
+
+    def limits(self) -> ContributionLimits:
+        """Return wide limits: the peers already checked their commits against the limits of the run."""
+        return ContributionLimits(self.codec, self.shapes, MAX_PARTS, MAX_TOKENS, MAX_BLOB_BYTES)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record; `end` is the position in the file after it."""
+
+    content: ChainHead | wire.Signed
+    end: int
+
+
+class CutRecordError(Exception):
+    """The file ends inside a record that begins at `position`, as it does after its writer was killed."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"the file ends inside the record at byte {position}")
+        self.position = position
+
+
+class DamagedRecordError(CutRecordError):
+    """The record at `position` is complete, but its bytes have changed."""
+
+
+def encode_record(kind: bytes, content: bytes) -> bytes:
+    return RECORD_HEAD.pack(len(content), zlib.crc32(kind + content), kind) + content
+
+
+def encode_start(head: ChainHead) -> bytes:
+    return encode_record(START, json.dumps(head.to_json()).encode())
+
+
+def encode_commit(signed: wire.Signed) -> bytes:
+    return encode_record(COMMIT, signed.SerializeToString(deterministic=True))
+
+
+def read_header(file: BinaryIO, path: Path) -> CommitFileHeader:
+    """Read the first line. Raises ReceiptError if it is that of another kind of file."""
+    match = HEADER.fullmatch(file.readline(MAX_HEADER_BYTES))
+    if match is None:
+        raise ReceiptError(f"{path} does not hold the commits of a run; name the {COMMIT_FILE_NAME} of its host")
+    return CommitFileHeader(match[1].decode(), match[2].decode(), bytes.fromhex(match[3].decode()))
+
+
+def read_records(file: BinaryIO) -> Iterator[Record]:
+    """Yield the records from the current position on. Raises CutRecordError and DamagedRecordError."""
+    position = file.tell()
+    while head := file.read(RECORD_HEAD.size):
+        if len(head) < RECORD_HEAD.size:
+            raise CutRecordError(position)
+        size, checksum, kind = RECORD_HEAD.unpack(head)
+        if size > MAX_RECORD_BYTES:
+            raise DamagedRecordError(position)
+        content = file.read(size)
+        if len(content) < size:
+            raise CutRecordError(position)
+        parsed = _parse_content(kind, content) if zlib.crc32(kind + content) == checksum else None
+        if parsed is None:
+            raise DamagedRecordError(position)
+        position += len(head) + size
+        yield Record(parsed, position)
+
+
+def _parse_content(kind: bytes, content: bytes) -> ChainHead | wire.Signed | None:
+    """Return the content; `None` if it does not parse."""
+    try:
+        if kind == COMMIT:
+            return wire.Signed.FromString(content)
+        return ChainHead.from_json(json.loads(content)) if kind == START else None
+    except (DecodeError, CheckpointError, ValueError, AttributeError):
+        return None
+
+
+def open_commit_file(path: Path) -> BinaryIO:
+    """Open the file for reading. Raises MissingFileError."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        text = f"cannot read {path}: {error.strerror}; name the {COMMIT_FILE_NAME} of a host"
+        raise MissingFileError(text) from error

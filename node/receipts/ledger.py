@@ -1,0 +1,165 @@
+"""The account of a run: the work of each peer that its chain of commits counts, and the rounds that nobody can show.
+
+A ledger takes in the commits in order. It refuses a commit that does not continue the chain, so the tokens of all peers
+and those of the gaps always add up to the tokens of the head.
+"""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.receipts.commit_file import (
+    CommitFileHeader,
+    CutRecordError,
+    DamagedRecordError,
+    open_commit_file,
+    read_header,
+    read_records,
+)
+from protocol import murmur_pb2 as wire
+from protocol.consensus.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.message_kinds import parse, parse_unverified
+from protocol.consensus.messages import Commit, Contribution, SignedMessage
+from protocol.errors import PeerFault, ReceiptError
+from protocol.identity import PeerId
+
+
+@dataclass(frozen=True)
+class CountedWork:
+    """One contribution that a commit includes, and the chain digest after that commit."""
+
+    round: int
+    contribution: SignedMessage[Contribution]
+    chain_digest: bytes
+
+
+@dataclass
+class PeerAccount:
+    """The counted work of one peer."""
+
+    tokens: int = 0
+    rounds: int = 0
+    first_round: int = 0
+    last_round: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive commits, from the head before the first one to the head after the last one."""
+
+    start: ChainHead
+    end: ChainHead
+
+
+class Ledger:
+    """Adds up commits. `followed`: the peers whose single contributions are kept; `None` means all peers."""
+
+    def __init__(self, header: CommitFileHeader, followed: Set[PeerId] | None = frozenset()) -> None:
+        self.header = header
+        self.accounts: dict[PeerId, PeerAccount] = {}
+        self.works: dict[PeerId, list[CountedWork]] = {}
+        self.segments: list[Segment] = []
+        self.head = genesis_head(header.run_id)
+        self._followed = followed
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all peers in the known rounds."""
+        return sum(account.tokens for account in self.accounts.values())
+
+    @property
+    def missing_tokens(self) -> int:
+        """Return the tokens of the rounds that are not known."""
+        return self.head.tokens - self.tokens
+
+    @property
+    def missing_rounds(self) -> int:
+        """Return the number of the rounds that are not known."""
+        return self.head.round - sum(segment.end.round - segment.start.round for segment in self.segments)
+
+    def take(self, content: ChainHead | wire.Signed, open_commit: "OpenCommit") -> None:
+        """Take in the content of a record. Raises ReceiptError, and the PeerFault of a commit that is not valid."""
+        if isinstance(content, ChainHead):
+            self.start(content)
+        else:
+            self.add(open_commit(content))
+
+    def start(self, head: ChainHead) -> None:
+        """Continue at a head. Raises ReceiptError unless it is the genesis, or lies after a gap."""
+        rounds, tokens = head.round - self.head.round, head.tokens - self.head.tokens
+        is_genesis = not self.segments and head == self.head
+        if not (is_genesis or 0 < rounds <= tokens):
+            raise ReceiptError(f"the commits jump from round {self.head.round} to {head.round}, which is not later")
+        self.segments.append(Segment(head, head))
+        self.head = head
+
+    def add(self, commit: SignedMessage[Commit]) -> None:
+        """Count a commit. Raises ReceiptError if it does not continue the chain."""
+        try:
+            after = extend_head(self.head, commit.body)
+        except PeerFault as fault:
+            raise ReceiptError(f"the commits do not follow one another after round {self.head.round}") from fault
+        if not self.segments:
+            self.segments.append(Segment(self.head, self.head))
+        self.segments[-1] = Segment(self.segments[-1].start, after)
+        self.head = after
+        for contribution in commit.body.contributions:
+            self._count(CountedWork(commit.body.round, contribution, after.digest))
+
+    def _count(self, work: CountedWork) -> None:
+        peer = work.contribution.sender
+        account = self.accounts.setdefault(peer, PeerAccount(first_round=work.round))
+        account.tokens += work.contribution.body.tokens
+        account.rounds += 1
+        account.last_round = work.round
+        if self._followed is None or peer in self._followed:
+            self.works.setdefault(peer, []).append(work)
+
+
+OpenCommit = Callable[[wire.Signed], SignedMessage[Commit]]
+
+
+def commit_verifier(header: CommitFileHeader) -> OpenCommit:
+    """Return a function that checks a commit and all signatures in it. It raises PeerFault."""
+    limits = header.limits()
+    return lambda signed: _require_commit(parse(signed, header.run_id, limits))
+
+
+def commit_reader(header: CommitFileHeader) -> OpenCommit:
+    """Return a function that reads a commit of our own file, whose signatures were checked before it was written."""
+    limits = header.limits()
+    return lambda signed: _require_commit(parse_unverified(signed, limits))
+
+
+def _require_commit(message: SignedMessage[object]) -> SignedMessage[Commit]:
+    if not isinstance(message.body, Commit):
+        raise ReceiptError("the file has a message that is not a commit")
+    return message  # type: ignore[return-value]  # checked one line above
+
+
+def read_ledger(
+    path: Path,
+    open_commit: Callable[[CommitFileHeader], OpenCommit],
+    followed: Set[PeerId] | None = frozenset(),
+    up_to_round: int | None = None,
+) -> Ledger:
+    """Add up the commits of a file, up to the head of `up_to_round` if it is given.
+
+    Raises MissingFileError, and ReceiptError with the reason if the file is not a chain of commits.
+    """
+    with open_commit_file(path) as file:
+        header = read_header(file, path)
+        ledger = Ledger(header, followed)
+        try:
+            checked = open_commit(header)
+            for record in read_records(file):
+                ledger.take(record.content, checked)
+                if ledger.head.round == up_to_round:
+                    break
+        except DamagedRecordError as error:
+            raise ReceiptError(f"{path} is damaged after round {ledger.head.round}: {error}") from error
+        except CutRecordError as error:
+            raise ReceiptError(f"{path} is cut off after round {ledger.head.round}; get it again") from error
+        except PeerFault as fault:
+            raise ReceiptError(f"{path}: the commit of round {ledger.head.round} is not valid: {fault}") from fault
+    return ledger

@@ -1,0 +1,73 @@
+"""Chains of signed commits, for tests of receipts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from node.receipts.commit_file import COMMIT_FILE_NAME, CommitFileHeader, encode_commit, read_header, read_records
+from node.receipts.commit_log import CommitLog
+from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import Blob
+from protocol.consensus.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.messages import Commit, Contribution, SignedMessage
+from protocol.identity import Identity
+from tests.node.small_run import PEERS, RUN_ID, SHAPES, stated
+
+HEADER = CommitFileHeader(RUN_ID, "diloco", SHAPES.hash())
+HOST, MARY, TOM, ZOE = PEERS[0], PEERS[1], PEERS[2], PEERS[3]
+GENESIS = genesis_head(RUN_ID)
+Given = Mapping[int, tuple[int, int]]  # number of the peer: tokens, age
+
+
+def signed_commit(
+    head: ChainHead, given: Given, left_out: Sequence[Identity] = (), run_id: str = RUN_ID, word: str = ""
+) -> SignedMessage[Commit]:
+    """Return the commit of the round after `head`, signed by the first peer."""
+    contributions = []
+    for number, (tokens, age) in given.items():
+        parts = (Blob.of(f"{word}{head.round} {number}".encode()),)
+        body = Contribution(head.round, head.digest, "diloco", SHAPES.hash(), tokens, 5, 3.0, parts, age)
+        contributions.append(stated(PEERS[number], body, run_id))
+    ordered = tuple(sorted(contributions, key=lambda message: message.sender))
+    silent = tuple(sorted(peer.peer_id for peer in left_out))
+    return stated(PEERS[0], Commit(head.round, 0, head.digest, ordered, (), silent), run_id)
+
+
+def chain(rounds: Sequence[Given], start: ChainHead = GENESIS, word: str = "") -> list[SignedMessage[Commit]]:
+    """Return consecutive commits; from the second on, the peers that gave nothing are left out, as in groups."""
+    head, commits = start, []
+    for given in rounds:
+        silent = [PEERS[number] for number in (1, 2, 3) if number not in given] if head.round else []
+        commits.append(signed_commit(head, given, silent, word=word))
+        head = extend_head(head, commits[-1].body)
+    return commits
+
+
+def head_after(commits: Sequence[SignedMessage[Commit]], start: ChainHead = GENESIS) -> ChainHead:
+    head = start
+    for commit in commits:
+        head = extend_head(head, commit.body)
+    return head
+
+
+THREE_PEERS: list[Given] = [
+    {1: (100, 0), 2: (90, 0), 3: (70, 0)},
+    {1: (110, 0), 2: (90, 0)},  # the third one misses its round
+    {1: (101, 0), 3: (75, 1)},  # and is counted one round later
+    {2: (3, 0)},
+    {1: (100, 0), 2: (91, 1), 3: (70, 0)},
+]
+
+
+def log_in(folder: Path) -> CommitLog:
+    return CommitLog.open(folder / COMMIT_FILE_NAME, HEADER)
+
+
+def read_messages(path: Path) -> Iterator[ChainHead | wire.Signed]:
+    with path.open("rb") as file:
+        read_header(file, path)
+        yield from (record.content for record in read_records(file))
+
+
+def write_messages(path: Path, messages: Sequence[wire.Signed]) -> None:
+    """Write a file of commits as it is, without any check."""
+    path.write_bytes(HEADER.to_line() + b"".join(map(encode_commit, messages)))
