@@ -30,10 +30,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from node.dashboard.ending.routes import receipt_routes
 from node.dashboard.event_log import EventLog, encode_message, stream_messages
 from node.dashboard.html_page import STATIC_DIR, render_page
 from node.dashboard.json_views import MAX_POINTS, SERIES, history, run_status, series_points, snapshot
 from node.dashboard.state import timings_of_round
+from node.receipts.issuer import ReceiptIssuer
 from protocol.errors import LimitError
 
 GAUGES = (
@@ -109,6 +111,7 @@ class DashboardData:
         signed_manifest: returns the current signed text; `None` for a replay, which nobody can join.
         public_url: the URL for other people if it differs from the browser's Host header.
         is_live: returns whether the watcher still runs.
+        receipts: `None` for a replay, which cannot sign any.
     """
 
     event_log: EventLog
@@ -116,6 +119,7 @@ class DashboardData:
     public_url: str | None = None
     clock: Callable[[], float] = time.time
     is_live: Callable[[], bool] = lambda: True
+    receipts: ReceiptIssuer | None = None
 
     def values(self) -> dict[str, Any]:
         """Return the snapshot of the current state."""
@@ -200,6 +204,7 @@ def build_app(data: DashboardData) -> Starlette:
         Route("/metrics", metrics),
         Route("/healthz", health),
         Mount("/static", StaticFiles(directory=STATIC_DIR)),
+        *(receipt_routes(data.receipts) if data.receipts else ()),
     ]
     return Starlette(routes=routes, middleware=[Middleware(SecurityHeadersMiddleware)])
 

@@ -19,6 +19,7 @@ from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.commit_log import CommitLog
+from node.receipts.issuer import ReceiptIssuer
 from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, TransportError, UnreachableError, UsageError
@@ -137,7 +138,11 @@ async def serve_dashboard(
     watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log).run(), name="swarm watcher")
     watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
     data = DashboardData(
-        event_log, ManifestPublisher(node).signed_text, address.public_url, is_live=lambda: not watcher.done()
+        event_log,
+        ManifestPublisher(node).signed_text,
+        address.public_url,
+        is_live=lambda: not watcher.done(),
+        receipts=ReceiptIssuer(commit_log, facts.run, node.identity, lambda: peer_names(event_log.state)),
     )
     try:
         async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
@@ -148,6 +153,11 @@ async def serve_dashboard(
         watcher.cancel()
         await asyncio.wait({watcher})
         event_log.close()
+
+
+def peer_names(state: RunState) -> dict[PeerId, str]:
+    """Return the names that peers have set."""
+    return {peer: history.report.name for peer, history in state.peers.items()}
 
 
 def _print_join_info(facts: RunFacts, base_url: str, loopback_only: bool) -> None:

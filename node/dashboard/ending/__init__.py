@@ -1,0 +1,1 @@
+"""The end of a run on its page: the end screen, the report and the receipts."""

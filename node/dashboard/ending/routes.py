@@ -1,0 +1,41 @@
+"""The paths of the web server for receipts and for the commits that they are checked against."""
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from node.receipts.command import receipt_file_name
+from node.receipts.commit_file import COMMIT_FILE_NAME
+from node.receipts.issuer import ReceiptIssuer
+from protocol.errors import MissingFileError, ReceiptError
+
+
+def receipt_routes(issuer: ReceiptIssuer) -> list[Route]:
+    """Return the routes of a host that keeps the commits of its run."""
+
+    async def overview(_: Request) -> Response:
+        return JSONResponse(issuer.overview())
+
+    async def receipt(request: Request) -> Response:
+        try:
+            found = await issuer.issue(request.path_params["peer"])
+        except (MissingFileError, ReceiptError) as error:  # the swarm switches to another chain at this moment
+            raise HTTPException(503, f"{error}; try again") from error
+        if found is None:
+            raise HTTPException(404, "no commit of this run counts work of that peer")
+        return Response(found.to_json(), media_type="application/json", headers=attachment(receipt_file_name(found)))
+
+    async def commits(_: Request) -> Response:
+        return FileResponse(issuer.path, media_type="application/octet-stream", filename=COMMIT_FILE_NAME)
+
+    return [
+        Route("/receipts.json", overview),
+        Route("/receipts/{peer}.json", receipt),
+        Route(f"/{COMMIT_FILE_NAME}", commits),
+    ]
+
+
+def attachment(name: str) -> dict[str, str]:
+    """Return the header that makes a browser save the answer under `name`, which has only plain characters."""
+    return {"content-disposition": f'attachment; filename="{name}"'}

@@ -1,0 +1,58 @@
+"""The receipts of a host, over real sockets."""
+
+from pathlib import Path
+
+import pytest
+
+from node.dashboard.event_log import EventLog
+from node.dashboard.server import DashboardData
+from node.receipts.issuer import ReceiptIssuer
+from node.receipts.receipt import read_receipt, verify_receipts
+from tests.node.dashboard.test_server import RUN, served, the_manifest
+from tests.node.receipts.example_commits import GENESIS, HOST, MARY, THREE_PEERS, TOM, ZOE, chain, head_after, log_in
+
+pytestmark = pytest.mark.slow
+
+COMMITS = chain(THREE_PEERS)
+
+
+def issuer_in(folder: Path) -> ReceiptIssuer:
+    log = log_in(folder)
+    log.extend(GENESIS, COMMITS)
+    return ReceiptIssuer(log, "small", HOST, lambda: {MARY.peer_id: "mary"})
+
+
+async def test_downloaded_receipts_verify_against_the_downloaded_commits(tmp_path: Path) -> None:
+    data = DashboardData(EventLog(None, RUN), the_manifest, receipts=issuer_in(tmp_path))
+    async with served(data) as client:
+        overview = (await client.get("/receipts.json")).json()
+        assert sum(peer["tokens"] for peer in overview["peers"]) == overview["tokens"] == 900
+        assert overview["peers"][0] == {"peer": MARY.peer_id, "name": "mary", "tokens": 411, "rounds": 4}
+        downloads = tmp_path / "downloads"
+        downloads.mkdir()
+        (downloads / "commits.log").write_bytes((await client.get("/commits.log")).content)
+        for peer in overview["peers"]:
+            answer = await client.get(f"/receipts/{peer['peer']}.json")
+            assert answer.headers["content-disposition"].endswith(f'{peer["peer"][-6:]}.json"')
+            (downloads / f"{peer['peer']}.json").write_bytes(answer.content)
+        receipts = [read_receipt(downloads / f"{peer.peer_id}.json") for peer in (MARY, TOM, ZOE)]
+        verify_receipts(receipts, downloads / "commits.log")
+        assert sum(receipt.tokens for receipt in receipts) == 900
+        for wrong in (HOST.peer_id, "nobody", "%2e%2e%2fkey"):
+            assert (await client.get(f"/receipts/{wrong}.json")).status_code == 404
+
+
+async def test_receipt_is_built_once_per_round(tmp_path: Path) -> None:
+    issuer = issuer_in(tmp_path)
+    first = await issuer.issue(MARY.peer_id)
+    assert first is not None and await issuer.issue(MARY.peer_id) is first
+    head = head_after(COMMITS)
+    log = issuer._commit_log
+    log.extend(head, chain([{1: (5, 0)}], head))
+    later = await issuer.issue(MARY.peer_id)
+    assert later is not None and later.tokens == first.tokens + 5
+
+
+async def test_replay_serves_no_receipts() -> None:
+    async with served(DashboardData(EventLog(None, RUN), None)) as client:
+        assert (await client.get("/receipts.json")).status_code == 404
