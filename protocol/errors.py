@@ -17,6 +17,7 @@ MurmurError                      1   any of the errors below, unspecified
 │   └── PortTakenError               another program uses a requested port
 ├── OrganiserError              14   the organiser's signature of a manifest is missing or wrong
 ├── ReceiptError                15   a receipt or the commits behind it do not verify
+├── KeyInUseError               16   a node that started earlier uses the same key
 └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
     ├── MalformedError               bytes that do not parse, or parse to invalid values
     ├── ForgedError                  a signature that does not verify
@@ -101,6 +102,10 @@ class OrganiserError(MurmurError):
 
 class ReceiptError(MurmurError):
     exit_code = 15
+
+
+class KeyInUseError(MurmurError):
+    exit_code = 16
 
 
 class PeerFault(MurmurError):  # noqa: N818

@@ -158,8 +158,10 @@ class Node:
 
     def status_fields(self) -> Mapping[str, object]:
         transport, own = self.transport, self.directory.live().get(self.peer_id)
+        other = self.directory.other_node_with_our_key()
         return {
             "peers": len(self.directory.live()),
+            "key_conflict": other.describe() if other else "",
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
             "bytes_sent_by_kind": {"blobs": self._blob_service.total_bytes_served},

@@ -65,12 +65,14 @@ class ObserverStatus:
         """Return the host's current status."""
         state, transport = self._event_log.state, self._node.transport
         last, own = state.rows.last, self._node.directory.live().get(self._node.peer_id)
+        other = self._node.directory.other_node_with_our_key()
         seen = {
             "round": last.round + 1 if last else 0,
             "chain_tokens": last.tokens if last else 0,
             "digest": last.digest if last else "",
             "loss": last.loss if last else None,
             "peers": len(state.trainers),
+            "key_conflict": other.describe() if other else "",
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
             "refusals": dict(self._metrics.refusals),

@@ -121,6 +121,7 @@ class NodeStatus(BaseModel):
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0
     addresses: tuple[str, ...] = ()
+    key_conflict: str = Field(default="", description="another node that uses this node's key; empty: none is known")
     page: str = Field(default="", description="URL of the run's page on a host that only watches")
     since: float = Field(default=0.0, description="start of this process, seconds since the epoch")
 
@@ -173,6 +174,7 @@ class NodeStatus(BaseModel):
                 *self.describe_relayed(),
                 f"contributing: {self.describe_contributing()}",
                 *([f"not saved: {self.unsaved}"] if self.unsaved else []),
+                *([self.key_conflict] if self.key_conflict else []),
             )
         )
 
@@ -189,7 +191,8 @@ class NodeStatus(BaseModel):
     def _watching_summary(self) -> str:
         peers = format_plural(self.peers, "peer")
         sent = f"sent {format_bytes(self.bytes_sent)}"
-        return " · ".join((self.describe_round(), peers, sent, "watching", f"page {self.page}"))
+        conflict = [self.key_conflict] if self.key_conflict else []
+        return " · ".join((self.describe_round(), peers, sent, "watching", f"page {self.page}", *conflict))
 
     def describe_direct_paths(self) -> tuple[str, ...]:
         """Return `direct to 2 of 3`, or nothing before the first download."""

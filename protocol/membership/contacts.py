@@ -3,6 +3,9 @@
 The caller passes the time (seconds, monotonic) and the randomness. A peer that the DHT and the table have forgotten
 stays here for an hour, a bootstrap peer for ever. Each is retried at growing, jittered intervals, which are short while
 no peer is live.
+
+A peer that said goodbye is not tried until it is heard of again. Only a bootstrap peer is, once a minute while no peer
+is live: it may be back, and cannot call a peer behind a home router.
 """
 
 import json
@@ -37,11 +40,14 @@ class Contact:
     addresses: tuple[str, ...]
     last_seen: float
     is_permanent: bool = False
+    has_left: bool = False  # it said goodbye
     failures: int = 0
     last_attempt: float = float("-inf")
     next_attempt: float = field(default=float("-inf"))
 
     def is_due(self, now: float, is_alone: bool) -> bool:
+        if self.has_left:
+            return self.is_permanent and is_alone and now >= self.last_attempt + MAX_WAIT_SECONDS
         return self.next_attempt <= now or (is_alone and now >= self.last_attempt + MAX_WAIT_ALONE_SECONDS)
 
 
@@ -65,6 +71,8 @@ class Contacts:
         News of a peer do not shorten the wait after a failure.
         """
         contact = self._contacts.pop(peer, None) or Contact(peer, (), now)
+        if not set(addresses) <= set(contact.addresses):
+            contact.has_left = False  # it is back elsewhere
         # The manifest's addresses stay, because a record may list others that are gone when they are needed.
         known = dict.fromkeys((*self._bootstrap.get(peer, ()), *addresses))
         contact.addresses = tuple(known)[:MAX_ADDRESSES]
@@ -72,6 +80,16 @@ class Contacts:
             contact.last_seen = now
         self._contacts[peer] = contact
         self._prune(now)
+
+    def record_news(self, peer: PeerId, addresses: Sequence[str], now: float, has_left: bool) -> None:
+        """Record the addresses in a peer's newest record, and whether it says goodbye there."""
+        self.add(peer, addresses, now)
+        contact = self._contacts.get(peer)
+        if contact is None:
+            return
+        if has_left and not contact.has_left:
+            contact.last_attempt = now
+        contact.has_left = has_left
 
     def pick_due(self, now: float, live_peers: Container[PeerId], count: int, is_alone: bool = False) -> list[Contact]:
         """Return up to `count` random contacts that are due and not live.
@@ -105,10 +123,13 @@ class Contacts:
     def should_warn(self, peer: PeerId) -> bool:
         """Return whether to log this failure as a warning.
 
-        That is always the case for bootstrap peers; for others only for the first failure.
+        That is the case for bootstrap peers that did not say goodbye, at the 1st, 2nd, 4th, 8th, ... failure in a row.
+        Other contacts were live once, and the directory reported that they are gone.
         """
         contact = self._contacts.get(peer)
-        return contact is not None and (contact.is_permanent or contact.failures == 1)
+        if contact is None or not contact.is_permanent or contact.has_left:
+            return False
+        return contact.failures & (contact.failures - 1) == 0
 
     def addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
         return {peer: contact.addresses for peer, contact in self._contacts.items()}

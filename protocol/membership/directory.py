@@ -6,7 +6,7 @@ that does not answer never delays the others, because each exchange is a task wi
 
 A peer that is silent until its record expires is gone. A peer that we cannot reach twice in a row counts as gone until
 it speaks again. While no peer is live, and from time to time otherwise (each half of a partition has live peers), the
-directory tries its remembered contacts.
+directory tries its remembered contacts, but none that said goodbye.
 """
 
 import asyncio
@@ -34,21 +34,20 @@ from protocol.membership.contacts import AddressFile, Contacts
 from protocol.membership.gossip_interface import (
     DirectoryOptions,
     GossipTransport,
+    MembershipChanges,
     abort_call,
     describe_call_error,
     describe_event,
     is_unreachable,
 )
+from protocol.membership.key_conflict import KeyConflict, OtherNode, make_start_id
 from protocol.membership.peer_table import (
     KIND,
     MAX_PEERS,
     MAX_RECORD_BYTES,
     FieldValue,
-    MembershipEvent,
     MembershipListener,
     OwnRecord,
-    PeerJoined,
-    PeerLeft,
     PeerTable,
     PeerUpdated,
     check_addresses,
@@ -100,8 +99,10 @@ class PeerDirectory(MembershipServicer):
         self._table = PeerTable(run_id, expiry)
         self._contacts = Contacts(options.bootstrap, rng)
         self._call_buckets = TokenBuckets(CALL_BURST, MAX_CALLS_PER_HEARTBEAT / heartbeat)
-        self._own = OwnRecord(identity, run_id, clock, expiry)
-        self._reported_sequences: dict[PeerId, int] = {}
+        start = make_start_id(clock.now(), rng)
+        self._own = OwnRecord(identity, run_id, clock, expiry, start)
+        self._key_conflict = KeyConflict(start)
+        self._changes = MembershipChanges()
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
         self._repeat_exchanges: set[PeerId] = set()
@@ -132,6 +133,10 @@ class PeerDirectory(MembershipServicer):
         """Report every other peer that joins, leaves or changes its record to `listener`."""
         self._listeners.append(listener)
 
+    def other_node_with_our_key(self) -> OtherNode | None:
+        """Return another node that runs now with our key, such as one in a copied folder."""
+        return self._key_conflict.other(time.monotonic())
+
     def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Remember a peer that may be in the run; it is tried when needed."""
         if peer != self.peer_id and peer not in self._table.known_sequences():
@@ -147,22 +152,28 @@ class PeerDirectory(MembershipServicer):
         """Treat an unreachable peer as not live until it speaks again."""
         if peer not in self.live() or peer == self.peer_id:
             return
-        logger.warning("%s counts as gone until it speaks again: %s", peer, reason)
+        logger.debug("%s counts as gone until it speaks again: %s", peer, reason)
         self._table.suspect(peer)
         self._notify_listeners()
 
     async def run(self) -> None:
-        """Gossip until cancelled."""
+        """Gossip until cancelled. Raises KeyInUseError if another node uses our key and started earlier."""
         try:
             while True:
                 await self._run_heartbeat()
+                self._key_conflict.check(time.monotonic())
                 await asyncio.sleep(self._heartbeat * self._rng.uniform(0.9, 1.1))
         finally:
             await self._stop_exchanges()
 
     async def leave(self) -> None:
-        """Tell the live peers that we leave; takes at most four seconds."""
+        """Tell the live peers that we leave; takes at most four seconds.
+
+        Nothing is said while another node uses our key, because peers would take that one for gone.
+        """
         self._address_file.save(self._contacts.addresses(), time.monotonic())
+        if self.other_node_with_our_key():
+            return await self._stop_exchanges()
         self._own.update_fields({"leaving": True})
         self._own.renew(self._table)
         for peer in self._other_live_peers():
@@ -196,7 +207,8 @@ class PeerDirectory(MembershipServicer):
         self._renew_if_misdated()
         self._merge_records(request.records, peer)
         newer, lacking = self._table.records_newer_than(request.known), self._table.peers_newer_in(request.known)
-        return GossipReply(time=self._clock.local(), records=self._sample_records(newer), wanted=lacking[:MAX_RECORDS])
+        records = self._table.other_record_of(peer, self._clock.now()) + self._sample_records(newer)
+        return GossipReply(time=self._clock.local(), records=records[:MAX_RECORDS], wanted=lacking[:MAX_RECORDS])
 
     def _sample_records(self, records: list[Signed]) -> list[Signed]:
         return records if len(records) <= MAX_RECORDS else self._rng.sample(records, MAX_RECORDS)
@@ -308,7 +320,7 @@ class PeerDirectory(MembershipServicer):
         if is_live and is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
             self.suspect(peer, f"no answer in {self._failures[peer]} attempts: {reason}")
         elif is_live:
-            logger.info("gossip with %s failed: %s", peer, reason)
+            logger.debug("gossip with %s failed: %s", peer, reason)
         else:
             del self._failures[peer]
             wait = self._contacts.record_failure(peer, time.monotonic())
@@ -328,6 +340,8 @@ class PeerDirectory(MembershipServicer):
 
     def _merge_record(self, signed: Signed) -> PeerFault | None:
         try:
+            if signed.peer == self.peer_id:
+                self._observe_own_key(signed)
             record = self._table.merge(signed, self._clock.now())
             if record is not None:
                 self._learn_peer(signed.peer, record)
@@ -349,33 +363,30 @@ class PeerDirectory(MembershipServicer):
             record = open_signed(signed, self.run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
             check_addresses(signed.peer, record.addresses)
         except PeerFault as fault:
-            logger.info("cannot use an expired record as a contact either: %s", fault)
+            logger.debug("cannot use an expired record as a contact either: %s", fault)
         else:
             self._contacts.add(signed.peer, record.addresses, time.monotonic())
 
+    def _observe_own_key(self, signed: Signed) -> None:
+        """Look for another process in a record of our key, and let that process know of us."""
+        record = open_signed(signed, self.run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
+        if self._key_conflict.observe(record, time.monotonic()):
+            self.publish(urgent=True, other_start=self._key_conflict.echo)
+
     def _learn_peer(self, peer: PeerId, record: PeerRecord) -> None:
         if peer == self.peer_id:
-            logger.info("overriding a record of our own key from another machine or an earlier start")
+            logger.debug("overriding a record of our own key from another machine or an earlier start")
             self._own.renew(self._table)
             return
         self._failures.pop(peer, None)
-        self._contacts.add(peer, record.addresses, time.monotonic())
+        self._contacts.record_news(peer, record.addresses, time.monotonic(), has_left=record.leaving)
         if not record.leaving:
             self._transport.introduce(peer, tuple(record.addresses), record.direct_port)
 
     def _notify_listeners(self) -> None:
         """Report the changes since the last call to the listeners."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
-        events: list[MembershipEvent] = [
-            PeerLeft(peer, self._table.reason_left(peer)) for peer in self._reported_sequences.keys() - live.keys()
-        ]
-        for peer, record in live.items():
-            if peer not in self._reported_sequences:
-                events.append(PeerJoined(peer, record))
-            elif record.sequence != self._reported_sequences[peer]:
-                events.append(PeerUpdated(peer, record))
-        self._reported_sequences = {peer: record.sequence for peer, record in live.items()}
-        for event in events:
+        for event in self._changes.since_last(live, self._table.reason_left):
             if not isinstance(event, PeerUpdated):
                 logger.info("%s", describe_event(event))
             for listener in self._listeners:

@@ -1,6 +1,6 @@
 """What the peer directory is given by its node, how its calls fail or are refused, and how its news reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -10,7 +10,8 @@ import grpc
 from protocol.errors import LimitError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.membership.peer_table import PeerJoined, PeerLeft, PeerUpdated
+from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft, PeerUpdated
+from protocol.murmur_pb2 import PeerRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,13 @@ class DirectoryOptions:
     expiry: float
     bootstrap: Sequence[str] = ()
     addresses_file: Path | None = None
+
+
+LEAVE_TEXTS = {
+    "left": "left",
+    "expired": "is silent and counts as gone",
+    "unreachable": "does not answer and counts as gone",
+}
 
 
 class GossipTransport(Protocol):
@@ -61,4 +69,27 @@ async def abort_call(context: Any, fault: PeerFault) -> NoReturn:
 
 
 def describe_event(event: PeerJoined | PeerLeft | PeerUpdated) -> str:
-    return f"{event.peer} {event.reason}" if isinstance(event, PeerLeft) else f"{event.peer} joined"
+    if isinstance(event, PeerLeft):
+        return f"{event.peer} {LEAVE_TEXTS.get(event.reason, event.reason)}"
+    return f"{event.peer} {'joined' if event.record.role == 'trainer' else 'is watching'}"
+
+
+class MembershipChanges:
+    """Compares the live peers with those of the last call."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[PeerId, int] = {}
+
+    def since_last(
+        self, live: Mapping[PeerId, PeerRecord], reason_left: Callable[[PeerId], str]
+    ) -> list[MembershipEvent]:
+        """Return an event for each peer that joined, left or changed its record."""
+        known = self._sequences
+        events: list[MembershipEvent] = [PeerLeft(peer, reason_left(peer)) for peer in known.keys() - live.keys()]
+        for peer, record in live.items():
+            if peer not in known:
+                events.append(PeerJoined(peer, record))
+            elif record.sequence != known[peer]:
+                events.append(PeerUpdated(peer, record))
+        self._sequences = {peer: record.sequence for peer, record in live.items()}
+        return events

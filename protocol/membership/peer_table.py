@@ -9,7 +9,7 @@ records. It is bounded by the clock, so nobody can claim a sequence that a later
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from protocol.errors import LimitError, MalformedError, StaleError
@@ -59,6 +59,7 @@ class _Entry:
     signed: Signed
     record: PeerRecord
     is_suspected: bool = False
+    other: "tuple[Signed, PeerRecord] | None" = None  # the last record of another process with the same key
 
     @property
     def is_live(self) -> bool:
@@ -99,7 +100,7 @@ class PeerTable:
         if stored is None and len(self._entries) >= self._max_peers:
             self._require_free_slot(now)
         verify_signed(signed, self._run_id)
-        self._entries[signed.peer] = _Entry(signed, record)
+        self._entries[signed.peer] = _Entry(signed, record, other=_other_process(stored, record))
         return record
 
     def _require_free_slot(self, now: float) -> None:
@@ -133,7 +134,7 @@ class PeerTable:
         """Treat a peer as not live until a record with a higher sequence arrives."""
         entry = self._entries.get(peer)
         if entry is not None:
-            self._entries[peer] = _Entry(entry.signed, entry.record, is_suspected=True)
+            self._entries[peer] = replace(entry, is_suspected=True)
 
     def reason_left(self, peer: PeerId) -> str:
         """Return why a peer is not live."""
@@ -158,10 +159,28 @@ class PeerTable:
     def records_of(self, peers: Iterable[PeerId]) -> list[Signed]:
         return [self._entries[peer].signed for peer in peers if peer in self._entries]
 
+    def other_record_of(self, peer: PeerId, now: float) -> list[Signed]:
+        """Return the record that another process with the key of `peer` published lately, if any.
+
+        Such a process is an earlier one of that peer, or a copy of it that runs elsewhere; the peer itself can tell.
+        """
+        entry = self._entries.get(peer)
+        if entry is None or entry.other is None:
+            return []
+        signed, record = entry.other
+        return [signed] if record.expires > now else []
+
     def sequence_of(self, peer: PeerId) -> int:
         """Return a peer's sequence, or -1 if it is not in the table."""
         entry = self._entries.get(peer)
         return -1 if entry is None else entry.record.sequence
+
+
+def _other_process(stored: _Entry | None, record: PeerRecord) -> tuple[Signed, PeerRecord] | None:
+    """Return the last record of another process than the one that signed `record`."""
+    if stored is None:
+        return None
+    return stored.other if stored.record.start == record.start else (stored.signed, stored.record)
 
 
 def _is_newer(signed: Signed, record: PeerRecord, stored: _Entry) -> bool:
@@ -224,15 +243,15 @@ FieldValue = bool | int | float | str | bytes
 class OwnRecord:
     """Our own record in a run.
 
-    `expiry` is the validity of each signed version in seconds.
+    `expiry` is the validity of each signed version in seconds, `start` the id of this process (see `key_conflict`).
     """
 
-    def __init__(self, identity: Identity, run_id: RunId, clock: SwarmClock, expiry: float) -> None:
+    def __init__(self, identity: Identity, run_id: RunId, clock: SwarmClock, expiry: float, start: int = 0) -> None:
         self._identity = identity
         self._run_id = run_id
         self._clock = clock
         self._expiry = expiry
-        self._fields = PeerRecord(role="observer")
+        self._fields = PeerRecord(role="observer", start=start)
         self._sequence = -1
         self._signed_offset = clock.offset
 

@@ -111,7 +111,6 @@ class OutboundBridge:
         self._path = path
         self._dial = dial
         self._supervisor = supervisor
-        self._last_error = ""  # logged last; gRPC retries again and again
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(str(path))
         listening.listen(4)  # gRPC may connect before the event loop accepts
@@ -140,18 +139,11 @@ class OutboundBridge:
     async def _bridge_to_peer(self, near: Stream) -> None:
         try:
             far = await self._dial(self._peer)
-            self._last_error = ""
             await self._supervisor.run_outgoing_tunnel(self._peer, near, far)
         except (UnreachableError, TransportError) as error:
-            self._log_unreachable(str(error))
+            logger.debug("cannot reach %s: %s", self._peer, error)
         finally:
             near.writer.transport.abort()
-
-    def _log_unreachable(self, reason: str) -> None:
-        """Log a failure at INFO once, and at DEBUG until the peer has been reached again."""
-        level = logging.DEBUG if self._last_error else logging.INFO
-        self._last_error = reason
-        logger.log(level, "cannot reach %s: %s", self._peer, reason)
 
     async def close(self, grace: float | None = None) -> None:
         """Remove the socket and cancel calls that do not end within `grace` seconds."""

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 use_hivemind_log_handler("nowhere")  # its records propagate to our handlers
 
 BINARY = Path(hivemind.hivemind_cli.__file__).with_name("p2pd")
-START_SECONDS = 15.0
+START_SECONDS = 120.0  # a busy machine may need most of it; a p2pd that exits is noticed at once
+SLOW_START_SECONDS = 10.0
 STOP_SECONDS = 3.0
 MIN_RESTART_DELAY_SECONDS = 0.1  # doubles with each restart up to the maximum
 MAX_RESTART_DELAY_SECONDS = 30.0
@@ -158,8 +159,12 @@ class P2pd:
         (self._folder / "p2pd.sock").unlink(missing_ok=True)  # left by a killed p2pd
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._spawn()
-                await self._attach()
+                notice = asyncio.get_running_loop().call_later(SLOW_START_SECONDS, self._log_slow_start)
+                try:
+                    await self._spawn()
+                    await self._attach()
+                finally:
+                    notice.cancel()
         except TimeoutError as error:
             raise TransportError(
                 f"p2pd is not ready after {START_SECONDS:g} s; close programs that keep the machine busy and try again"
@@ -173,6 +178,9 @@ class P2pd:
             raise TransportError(
                 f"p2pd exited: {error}; choose another --listen than {listen}, or restore the key"
             ) from error
+
+    def _log_slow_start(self) -> None:
+        logger.info("p2pd has not started after %g s because the machine is busy; waiting", SLOW_START_SECONDS)
 
     async def _spawn(self) -> None:
         launcher = (sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()))
@@ -192,13 +200,22 @@ class P2pd:
         await ready
 
     async def _attach(self) -> None:
-        self.peer_id, addresses = await self.client.identify()
+        self.peer_id, addresses = await self._identify()
         self._listen = with_bound_ports(self._listen, addresses)
         for protocol, listener in self._streams.items():
             await self.client.register_stream_handler(protocol, listener)
         # By default hivemind puts a socket of its own into /tmp.
         attached: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._folder}/"})
         self.p2p = await attached.replicate(Multiaddr(f"/unix{self._folder}/p2pd.sock"))
+
+    async def _identify(self) -> tuple[PeerId, tuple[str, ...]]:
+        """Ask p2pd for its addresses, again while it lives: on a busy machine one answer may take long."""
+        while True:
+            try:
+                return await self.client.identify()
+            except UnreachableError:
+                if self._process is None or self._process.returncode is not None:
+                    raise
 
     async def _stop_process(self) -> None:
         if hasattr(self, "p2p"):

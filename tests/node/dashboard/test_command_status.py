@@ -12,8 +12,9 @@ from tests.node.small_run import MANIFEST, PEERS
 
 
 def test_refusals_are_in_the_status_and_in_the_metrics() -> None:
+    directory = SimpleNamespace(live=dict, refusals=Counter(forged=2), other_node_with_our_key=lambda: None)
     parts = {
-        "directory": SimpleNamespace(live=dict, refusals=Counter(forged=2)),
+        "directory": directory,
         "transport": SimpleNamespace(bytes_sent=5, bytes_received=6, refusals=Counter(flood=1, forged=1)),
     }
     handle = cast(NodeHandle, SimpleNamespace(manifest=MANIFEST, peer_id=PEERS[0].peer_id, **parts))

@@ -43,15 +43,48 @@ def test_bootstrap_peer_is_retried_for_ever_at_growing_intervals() -> None:
     assert now > 2 * REMEMBER_SECONDS
 
 
-def test_only_the_first_failure_of_a_former_peer_is_a_warning() -> None:
+def test_warnings_of_a_silent_bootstrap_peer_become_rarer_and_a_former_peer_causes_none() -> None:
     contacts = Contacts([address(PEERS[0])], random.Random(1))
     contacts.add(PEERS[1], [address(PEERS[1])], now=0.0)
-    warnings = []
-    for now in range(3):
+    warned = []
+    for failure in range(1, 33):
         for peer in PEERS[:2]:
-            contacts.record_failure(peer, now)
-        warnings.append([contacts.should_warn(peer) for peer in PEERS[:3]])
-    assert warnings == [[True, True, False], [True, False, False], [True, False, False]]
+            contacts.record_failure(peer, failure)
+        warned += [failure] * contacts.should_warn(PEERS[0])
+        assert not contacts.should_warn(PEERS[1]) and not contacts.should_warn(PEERS[2])
+    assert warned == [1, 2, 4, 8, 16, 32]
+
+
+def test_contact_that_said_goodbye_is_not_due_until_it_is_heard_of_again() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(1))
+    for peer in PEERS[:2]:
+        contacts.record_news(peer, [address(peer)], 0.0, has_left=False)
+    contacts.add(PEERS[2], [address(PEERS[2])], 0.0)  # the control: it said nothing
+    for peer in PEERS[:2]:
+        contacts.record_news(peer, [address(peer)], 1.0, has_left=True)
+    assert due(contacts, 1000.0) == {PEERS[2]}
+    contacts.record_news(PEERS[1], [address(PEERS[1])], 1000.0, has_left=False)
+    assert due(contacts, 1000.0) == {PEERS[1], PEERS[2]}
+    assert contacts.addresses().keys() == set(PEERS[:3]), "for the next start"
+
+
+def test_bootstrap_peer_that_said_goodbye_is_due_once_a_minute_while_no_peer_is_live() -> None:
+    contacts = Contacts([address(PEERS[0])], random.Random(1))
+    contacts.record_news(PEERS[0], [address(PEERS[0])], 0.0, has_left=True)
+    assert contacts.pick_due(MAX_WAIT_SECONDS - 1, (), 1, is_alone=True) == []
+    assert [contact.peer for contact in contacts.pick_due(MAX_WAIT_SECONDS, (), 1, is_alone=True)] == [PEERS[0]]
+    contacts.record_failure(PEERS[0], MAX_WAIT_SECONDS)
+    assert not contacts.should_warn(PEERS[0])
+    assert contacts.pick_due(MAX_WAIT_SECONDS + 30, (), 1, is_alone=True) == []
+
+
+def test_contact_that_left_and_has_a_new_address_is_due_again() -> None:
+    contacts = Contacts([], random.Random(1))
+    contacts.record_news(PEERS[0], [address(PEERS[0])], 0.0, has_left=True)
+    contacts.add(PEERS[0], [address(PEERS[0])], 1.0)
+    assert due(contacts, 1.0) == set()
+    contacts.add(PEERS[0], [address(PEERS[0], 2)], 2.0)  # announced in the DHT
+    assert due(contacts, 2.0) == {PEERS[0]}
 
 
 def test_node_without_live_peers_retries_sooner() -> None:

@@ -89,6 +89,40 @@ async def test_leaving_peer_is_gone_at_once(swarm: GossipSwarm) -> None:
     assert [event for event in events if event.peer == peers[3].peer_id][-1] == PeerLeft(peers[3].peer_id, "left")
 
 
+async def count_calls_after(swarm: GossipSwarm, viewers: list[PeerDirectory], gone: PeerDirectory) -> int:
+    """Return how often the viewers call a peer in the heartbeats after it has gone, with its record expired."""
+    await until(lambda: all_see(viewers, viewers))
+    swarm.network.calls.clear()
+    await asyncio.sleep(1.0)
+    return sum(target == gone.peer_id for source, target in swarm.network.calls if source != gone.peer_id)
+
+
+async def test_nobody_calls_a_peer_that_said_goodbye(swarm: GossipSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    peers = start_chain(swarm, 5, expiry=0.5)
+    await until(lambda: all_see(peers, peers))
+    await peers[4].leave()
+    swarm.kill(peers[4])
+    assert await count_calls_after(swarm, peers[:4], peers[4]) == 0
+    assert not caplog.records
+    swarm.kill(peers[3])  # the control: a peer that vanished is called again
+    assert await count_calls_after(swarm, peers[:3], peers[3]) > 0
+
+
+async def test_peer_that_said_goodbye_is_welcome_again(swarm: GossipSwarm) -> None:
+    identity = Identity.create()
+    seed = swarm.add(expiry=0.5)
+    left = swarm.add(identity, bootstrap=[address_of(seed)], expiry=0.5)
+    await until(lambda: all_see([seed, left], [seed, left]))
+    await left.leave()
+    swarm.kill(left)
+    await until(lambda: all_see([seed], [seed]))
+    again = swarm.add(identity, bootstrap=[address_of(seed)], expiry=0.5)
+    await until(lambda: all_see([seed, again], [seed, again]))
+    swarm.kill(again)  # and is called again when it vanishes then
+    assert await count_calls_after(swarm, [seed], again) > 0
+
+
 async def test_leaving_is_bounded_though_nobody_answers(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 3)
     await until(lambda: all_see(peers, peers))

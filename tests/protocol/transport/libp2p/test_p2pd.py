@@ -137,6 +137,29 @@ async def test_taken_port_and_missing_binary_raise_one_line_errors(
     folder.remove()
 
 
+@pytest.mark.parametrize("limit", [60.0, 1.0])
+async def test_slow_p2pd_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: float
+) -> None:
+    caplog.set_level(logging.INFO)
+    Identity.load_or_create(tmp_path / "key")
+    folder = SocketFolder.create(tmp_path)
+    slow = tmp_path / "p2pd"
+    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {p2pd.BINARY} "$@"\n')
+    slow.chmod(0o700)
+    monkeypatch.setattr(p2pd, "BINARY", slow)
+    monkeypatch.setattr(p2pd, "SLOW_START_SECONDS", 0.2)
+    monkeypatch.setattr(p2pd, "START_SECONDS", limit)
+    starting = P2pd.start(P2pdOptions(tmp_path / "key", LOOPBACK), folder.path, {})
+    if limit < 2:  # the control
+        with pytest.raises(TransportError, match="not ready after 1 s"):
+            await starting
+    else:
+        await (await starting).stop()
+    assert "waiting" in caplog.text
+    folder.remove()
+
+
 async def test_restarts_back_off_until_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
