@@ -1,6 +1,6 @@
 """The places of runs on this machine.
 
-runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, export/ and one node folder per peer
+runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, report.md, export/ and one node folder per peer
 runs/NAME-1/peer-0/      a node's folder, as node.run_dir describes it
 ~/.local/state/murmur/   a folder NAME-RUNID for each joined run (or below $XDG_STATE_HOME),
                          hosts/NAME-RUNID for each hosted run, and organiser.key, the user's key as an organiser

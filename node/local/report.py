@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from node.checkpoints.checkpoint import load_trained_weights
@@ -23,55 +22,43 @@ from node.model import build_model, initial_weights
 from node.model.export import export
 from node.model.generate import generate
 from node.paths import find_newest_checkpoint, find_trained_dir
+from node.report.run_report import RunReport
 from node.units import format_bytes
 from protocol.manifest import Manifest
 
 
-class FinalReport(BaseModel):
-    """The object that --json prints; losses are in nats per token, bytes and seconds are those since this start."""
+class FinalReport(RunReport):
+    """The report of a local swarm; bytes and seconds are those since this start."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    run: str
-    run_id: str
-    recipe: str
     peers: int
-    validation_loss: float
-    initial_validation_loss: float
-    tokens: int
-    rounds: int
-    parameters: int
     bytes_sent_per_peer: int  # of the peer that sent the most
     bytes_sent_mean: int
     bytes_all_reduce_per_peer: int
     byte_ratio: float | None  # all-reduce over sent; null when nothing was sent
     compute_share: float | None
-    seconds: float
     digests: dict[str, str]  # peer id to chain digest
     agreed: bool
     peers_lost: int
     peers_rejoined: int
     checkpoint: str
     export: str
-    sample: str
 
-    def lines(self) -> list[str]:
-        """Return the report for people."""
+    def facts(self) -> list[tuple[str, str]]:
+        """Return label and text of each figure."""
         ratio = f"{self.byte_ratio:.0f} times fewer" if self.byte_ratio else "nothing was sent"
         share = "-" if self.compute_share is None else f"{self.compute_share:.0%}"
+        sent = (
+            f"{format_bytes(self.bytes_sent_per_peer)}; per-step all-reduce would have sent "
+            f"{format_bytes(self.bytes_all_reduce_per_peer)}: {ratio}"
+        )
         return [
-            f"tokens           {self.tokens:,} in {self.rounds} rounds, {self.seconds:.0f} s",
-            f"validation loss  {self.initial_validation_loss:.3f} -> {self.validation_loss:.3f} nats per token",
-            f"parameters       {self.parameters:,}",
-            f"sent per peer    {format_bytes(self.bytes_sent_per_peer)}; per-step all-reduce would have sent "
-            f"{format_bytes(self.bytes_all_reduce_per_peer)}: {ratio}",
-            f"computing        {share} of the time",
-            f"peers            {self.peers}, lost {self.peers_lost}, rejoined {self.peers_rejoined}",
-            f"digests          {self._digest_line()}",
-            f"checkpoint       {self.checkpoint}",
-            f"export           {self.export}",
-            "sample",
-            *(f"    {line}" for line in self.sample.splitlines()),
+            *super().facts(),
+            ("sent per peer", sent),
+            ("computing", f"{share} of the time"),
+            ("peers", f"{self.peers}, lost {self.peers_lost}, rejoined {self.peers_rejoined}"),
+            ("digests", self._digest_line()),
+            ("checkpoint", self.checkpoint),
+            ("export", self.export),
         ]
 
     def _digest_line(self) -> str:

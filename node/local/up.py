@@ -18,7 +18,8 @@ from node.local.peer_process import PeerProcess
 from node.local.report import SwarmResult, build_report, evaluate_model
 from node.local.swarm_table import SwarmDisplay
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
-from node.run_dir import RunDir, write_atomically
+from node.report.run_report import write_report
+from node.run_dir import RunDir
 from protocol.manifest import Manifest, load_manifest
 
 DEFAULT_PEERS = 3
@@ -93,7 +94,7 @@ def _run_swarm(config: SwarmConfig) -> int:
 
 def _report_result(config: SwarmConfig, result: SwarmResult) -> int:
     report = build_report(config.manifest, result, evaluate_model(config.manifest, config.folder))
-    write_atomically(config.folder / "report.json", report.model_dump_json(indent=2).encode())
+    write_report(config.folder, report)
     if config.json:
         sys.stdout.write(report.model_dump_json() + "\n")
     else:
