@@ -7,7 +7,8 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -211,7 +212,7 @@ def replay(
 @app.command(epilog="Example: murmur export runs/demo-1 model")
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new directory")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory")],
 ) -> None:
     """Export the newest checkpoint as a Hugging Face model directory."""
     from node.paths import find_trained_dir
@@ -219,7 +220,8 @@ def export(
     node = find_trained_dir(folder)
     from node.model.export import export as export_model
 
-    export_model(node, out)
+    with _say_when_interrupted(f"{out} is as it was before"):
+        export_model(node, out)
     typer.echo(f"the model is in {out}")
 
 
@@ -239,9 +241,10 @@ def generate(
 
     node = find_trained_dir(folder)
     from node.model.generate import generate as generate_text
+    from node.monitoring.logs import sanitize
 
     pieces = generate_text(node, prompt, tokens, temperature, top_k, seed)
-    for piece in itertools.chain((prompt,), pieces):
+    for piece in itertools.chain((sanitize(prompt, "\n\t"),), pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -250,14 +253,15 @@ def generate(
 @app.command(epilog="Example: murmur tokenize tokenizer.json shards corpus/*.txt")
 def tokenize(
     tokenizer: Annotated[Path, typer.Argument(metavar="TOKENIZER", help="a Hugging Face tokenizer.json")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="directory for the shards")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory for the shards")],
     files: Annotated[list[Path], typer.Argument(metavar="FILES", help="UTF-8 text files")],
 ) -> None:
     """Convert text files to token shards for the data source `tokens`."""
     from node.data.token_shards import tokenize_files
 
-    tokenize_files(tokenizer, files, out)
-    typer.echo(f"the shards are in {out}")
+    with _say_when_interrupted(f"{out} and your files are as they were before"):
+        count = tokenize_files(tokenizer, files, out)
+    typer.echo(f"the shards are in {out}: {count:,} tokens")
 
 
 @app.command(epilog="Example: murmur status runs/demo-1 --json")
@@ -362,6 +366,16 @@ def recipes(
     from node.recipes_command import show_recipes
 
     show_recipes(name, as_json)
+
+
+@contextmanager
+def _say_when_interrupted(state: str) -> Iterator[None]:
+    """Say after Ctrl-C in which state a command leaves what it worked on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"murmur: stopped; {state}", err=True)
+        raise
 
 
 def main() -> None:

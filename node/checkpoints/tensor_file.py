@@ -35,7 +35,7 @@ class FileDigest:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileDigest:
     """Write fp32 and uint8 tensors, on any device, to a new file; it is on disk when this returns."""
-    return write_file(path, _encode(tensors, metadata or {}))
+    return write_file(path, encode_tensors(tensors, metadata or {}))
 
 
 def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
@@ -65,7 +65,8 @@ def read_tensors(path: Path, digest: FileDigest) -> dict[str, Tensor]:
         raise DamagedError(f"{path.name}: {error.strerror}") from error
 
 
-def _encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
+def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """Yield the content of a safetensors file in chunks."""
     yield _header(tensors, metadata)
     for tensor in tensors.values():
         elements = tensor.detach().cpu().contiguous().view(-1).numpy().view(np.uint8)

@@ -6,7 +6,7 @@ from node.data.corpus import Corpus
 from node.data.huggingface import open_huggingface
 from node.data.text_files import open_stdlib, open_text
 from node.data.token_shards import open_tokens
-from node.data.tokenizer import open_tokenizer
+from node.data.tokenizer import open_tokenizer, tokenizer_digest
 from protocol.errors import DataError
 from protocol.manifest import DataSection
 
@@ -23,7 +23,8 @@ def open_source(config: DataSection, base: Path) -> Corpus:
     if config.source == "tokens":
         if not config.path:
             raise DataError("data.path is empty; set it to a folder that `murmur tokenize` wrote")
-        return open_tokens(base / config.path, config.validation_share)
+        digest = tokenizer_digest(config.tokenizer, base)
+        return open_tokens(base / config.path, config.validation_share, digest)
     tokenizer = open_tokenizer(config.tokenizer, base)
     if config.source == "python-stdlib":
         return open_stdlib(tokenizer, config.validation_share)

@@ -3,13 +3,11 @@
     header.json   {"format": "murmur tokens 1", "dtype", "vocabulary", "tokenizer", "shards": [{"name", "tokens"}]}
     00000.bin     the token ids of all files in sequence, split every SHARD_TOKENS
 
-The end of the sequence is held out. The folder is written under another name and renamed when it is complete.
+The end of the sequence is held out. The header is written last.
 """
 
-import hashlib
 import itertools
-import os
-import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,9 +15,11 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from node.checkpoints.new_folder import fill_folder
 from node.data.corpus import Corpus, Shard, TokenArray
 from node.data.tokenizer import FileTokenizer, token_dtype
-from protocol.errors import DataError, MissingFileError, StorageError, UsageError
+from node.monitoring.progress import ByteProgress
+from protocol.errors import DataError, MissingFileError, UsageError
 
 HEADER_FILE = "header.json"
 SHARD_TOKENS = 2**27
@@ -47,9 +47,13 @@ class ShardsHeader(BaseModel):
     shards: tuple[ShardEntry, ...]
 
 
-def open_tokens(folder: Path, validation_share: float) -> Corpus:
-    """Open a folder that `tokenize_files` wrote; raises MissingFileError or DataError."""
+def open_tokens(folder: Path, validation_share: float, tokenizer: str) -> Corpus:
+    """Open a folder that `tokenize_files` wrote with the tokenizer of this digest; empty means bytes.
+
+    Raises MissingFileError or DataError.
+    """
     header = _read_header(folder / HEADER_FILE)
+    _require_tokenizer(folder, header.tokenizer, tokenizer)
     tokens = TokenArray([_map_shard(folder / entry.name, header.dtype, entry.tokens) for entry in header.shards])
     if len(tokens) < 2:
         raise DataError(f"{folder} holds no tokens; run `murmur tokenize` on files with text")
@@ -57,25 +61,43 @@ def open_tokens(folder: Path, validation_share: float) -> Corpus:
     return Corpus(tokens.slice(0, cut), tokens.slice(cut, len(tokens)), header.vocabulary)
 
 
-def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> ShardsHeader:
-    """Encode UTF-8 files in the given order into the new folder `out`."""
-    if out.exists():
-        raise UsageError(f"{out} exists already; name a new folder")
+def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> int:
+    """Encode UTF-8 files in the given order into `out`, a new or an empty folder; return the number of tokens."""
     encoder = FileTokenizer(tokenizer)
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    sizes = [_require_file(path) for path in files]
+    kind: Literal["uint16", "uint32"] = "uint16" if token_dtype(encoder.size) is np.uint16 else "uint32"
+    with fill_folder(out) as folder, ByteProgress("tokenizing", sum(sizes)) as progress:
+        shards = _write_shards(_encode_files(files, encoder, progress), folder)
+        tokens = sum(entry.tokens for entry in shards)
+        if tokens < 2:
+            others = " and the other files hold" if len(files) > 1 else " holds"
+            raise DataError(f"{files[0]}{others} no text; name files with text")
+        header = ShardsHeader(dtype=kind, vocabulary=encoder.size, tokenizer=encoder.digest, shards=tuple(shards))
+        (folder / HEADER_FILE).write_text(header.model_dump_json(indent=1) + "\n")
+    return tokens
+
+
+def _require_file(path: Path) -> int:
+    """Return the size of a file; 0 if it is not known before it is read."""
     try:
-        partial.mkdir(parents=True)
-        shards = _write_shards(_encode_files(files, encoder), partial)
-        digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
-        kind: Literal["uint16", "uint32"] = "uint16" if token_dtype(encoder.size) is np.uint16 else "uint32"
-        header = ShardsHeader(dtype=kind, vocabulary=encoder.size, tokenizer=digest, shards=tuple(shards))
-        (partial / HEADER_FILE).write_text(header.model_dump_json(indent=1) + "\n")
-        partial.rename(out)
+        status = path.stat()
     except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror}; free space or name another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return header
+        raise MissingFileError(f"cannot read {path}: {error.strerror}; name existing text files") from error
+    if stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{path} is a folder; name the files in it, such as {path}/*.txt")
+    return status.st_size
+
+
+def _require_tokenizer(folder: Path, made_with: str, expected: str) -> None:
+    if made_with == expected:
+        return
+    if not expected:
+        fault = f"with the tokenizer file of SHA-256 {made_with[:12]}..., but data.tokenizer is empty"
+    elif not made_with:
+        fault = "without a tokenizer file, but data.tokenizer names one"
+    else:
+        fault = f"with another tokenizer (SHA-256 {made_with[:12]}...) than data.tokenizer names ({expected[:12]}...)"
+    raise DataError(f"{folder} was made {fault}; name its own, or run `murmur tokenize` again")
 
 
 def _read_header(path: Path) -> ShardsHeader:
@@ -100,13 +122,18 @@ def _map_shard(path: Path, kind: str, tokens: int) -> Shard:
     return np.memmap(path, dtype=np.dtype(kind).newbyteorder("<"), mode="r", shape=(tokens,))
 
 
-def _encode_files(files: Sequence[Path], tokenizer: FileTokenizer) -> Iterator[Shard]:
+def _encode_files(files: Sequence[Path], tokenizer: FileTokenizer, progress: ByteProgress) -> Iterator[Shard]:
     for path in files:
-        yield from (tokenizer.encode(block) for block in _read_blocks(path))
-        yield tokenizer.end
+        is_empty = True
+        for block in _read_blocks(path, progress):
+            shard = tokenizer.encode(block)
+            is_empty = is_empty and not len(shard)
+            yield shard
+        if not is_empty:
+            yield tokenizer.end
 
 
-def _read_blocks(path: Path) -> Iterator[str]:
+def _read_blocks(path: Path, progress: ByteProgress) -> Iterator[str]:
     """Yield the text of a file in blocks of whole lines, so that it need not fit into memory."""
     offset = 0
     try:
@@ -114,10 +141,11 @@ def _read_blocks(path: Path) -> Iterator[str]:
             while block := file.read(BLOCK_BYTES) + file.readline():
                 yield block.decode()
                 offset += len(block)
+                progress.advance(len(block))
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte {offset + error.start}); convert it or leave it out") from error
-    except FileNotFoundError as error:
-        raise MissingFileError(f"no file {path}; name existing text files") from error
+    except OSError as error:
+        raise MissingFileError(f"cannot read {path}: {error.strerror}; fix it or leave it out") from error
 
 
 def _write_shards(pieces: Iterator[Shard], folder: Path) -> list[ShardEntry]:

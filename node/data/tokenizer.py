@@ -1,71 +1,112 @@
-"""Tokenizers: the bytes of a text, or a Hugging Face tokenizer file (the `data` extra)."""
+"""Tokenizers: the bytes of a text, or a Hugging Face tokenizer file (the `data` extra).
 
+Training, `murmur tokenize`, `murmur generate` and the export read a tokenizer through this module alone, so all of
+them see the same ids. A tokenizer file also holds settings of the model that it was made for: truncation, padding,
+tokens around each text, dropout. They are removed here, because each of them would change the text of a run.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from node.data.corpus import Shard
+from node.data.byte_tokenizer import ByteTokenizer, SpecialToken, SpecialTokens
+from node.data.corpus import Shard, TokenIds
+from node.run_dir import tokenizer_path
 from protocol.errors import DataError, MissingFileError
+from protocol.manifest import Manifest
 
-BYTE_VALUES = 256
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+PAD_TOKENS = ("<|pad|>", "<|padding|>", "<pad>", "[PAD]")
+REPLACEMENT = "\ufffd"
+MAX_PENDING = 8  # tokens; a character of UTF-8 has at most four bytes
 
 
 class TextTokenizer(Protocol):
-    """Encoder of a run. It has `size` token ids; `end` closes a document with one token or none."""
+    """The tokenizer of a run. It has `size` token ids, of which `ids`, ascending, are tokens.
+
+    `end` closes a document with one token or none.
+    """
 
     size: int
+    ids: TokenIds
     end: Shard
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """Return the tokens with a role, by role."""
 
     def encode(self, text: str) -> Shard:
         """Return the token ids in the narrowest unsigned type that holds every id."""
 
+    def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of `tokens`, which continue `after`, as soon as it is certain; a piece may be empty."""
 
-class ByteTokenizer:
-    """The bytes of the text in UTF-8 as ids 0 to 255. No token marks the end of a document."""
-
-    def __init__(self) -> None:
-        self.size = BYTE_VALUES
-        self.end: Shard = np.empty(0, dtype=np.uint8)
-
-    def encode(self, text: str) -> Shard:
-        """Return the bytes of `text`."""
-        return np.frombuffer(text.encode(), dtype=np.uint8)
+    def to_json(self) -> str:
+        """Return the content of a tokenizer.json that gives the same ids."""
 
 
 class FileTokenizer:
     """A tokenizer.json. Its end-of-text token, if it has one of the usual names, closes each document."""
 
     def __init__(self, path: Path) -> None:
-        self._tokenizer = load_tokenizer_file(path)
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.size = max(ids.values(), default=-1) + 1
-        self.end: Shard = self._array([ids[name] for name in END_OF_TEXT_TOKENS if name in ids][:1])
+        data = _read_tokenizer_file(path)
+        self._path = path
+        self._text, self._tokenizer = _load_without_settings(data, path)
+        self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not self._vocabulary:
+            raise DataError(f"the tokenizer {path} has no tokens; name another")
+        self.digest = hashlib.sha256(data).hexdigest()
+        self.ids: TokenIds = np.unique(np.fromiter(self._vocabulary.values(), dtype=np.int64))
+        self.size = int(self.ids[-1]) + 1
+        self.end: Shard = self._array([token.id for token in self._find(END_OF_TEXT_TOKENS)])
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """Return end, beginning and padding. A document begins after the end of another one."""
+        end = self._find(END_OF_TEXT_TOKENS)
+        pad = self._find(PAD_TOKENS) or end
+        return {role: token for role, found in (("eos", end), ("bos", end), ("pad", pad)) for token in found}
 
     def encode(self, text: str) -> Shard:
-        """Return the token ids of `text`, without special tokens."""
-        return self._array(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return the token ids of `text` alone; a lone surrogate becomes a question mark."""
+        whole = text.encode(errors="replace").decode()
+        with _blame(self._path, "cannot encode the text"):
+            return self._array(self._tokenizer.encode(whole, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
+        """Yield text once its tokens are complete.
+
+        The library's own stream raises an error where a byte of UTF-8 changes the text before it.
+        """
+        before, pending = list(after)[-MAX_PENDING:], list[int]()
+        for token in tokens:
+            pending.append(token)
+            text = self._decode(before + pending)
+            if text.endswith(REPLACEMENT) and len(pending) < MAX_PENDING:
+                continue  # the next token may complete the character
+            yield text[len(self._decode(before)) :]
+            before, pending = pending, []
+        yield self._decode(before + pending)[len(self._decode(before)) :]
+
+    def to_json(self) -> str:
+        """Return the content of the file without the settings that would change the text."""
+        return self._text
+
+    def _find(self, names: Sequence[str]) -> list[SpecialToken]:
+        """Return the first of `names` in the vocabulary, or none."""
+        return [SpecialToken(name, self._vocabulary[name]) for name in names if name in self._vocabulary][:1]
+
+    def _decode(self, tokens: list[int]) -> str:
+        with _blame(self._path, "cannot decode tokens"):
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def _array(self, ids: list[int]) -> Shard:
         return np.array(ids, dtype=token_dtype(self.size))
-
-
-def load_tokenizer_file(path: Path) -> Any:
-    """Load a Tokenizer of the library; raises MissingFileError or DataError."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise DataError(
-            "a tokenizer.json needs the package tokenizers; in murmur's source: pip install -e '.[data]'"
-        ) from error
-    if not path.is_file():
-        raise MissingFileError(f"no tokenizer file {path}; put a tokenizer.json there, or name another")
-    try:
-        # The library raises a bare Exception for a file that it cannot read.
-        return Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise DataError(f"{path} is not a tokenizer.json ({error}); name one in Hugging Face's format") from error
 
 
 def token_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
@@ -76,3 +117,71 @@ def token_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
 def open_tokenizer(tokenizer_file: str, base: Path) -> TextTokenizer:
     """Open the manifest's tokenizer: a path relative to `base`, or an empty text for bytes."""
     return FileTokenizer(base / tokenizer_file) if tokenizer_file else ByteTokenizer()
+
+
+def open_node_tokenizer(run_dir: Path, manifest: Manifest) -> TextTokenizer:
+    """Open the tokenizer of the run of a node's folder."""
+    return FileTokenizer(tokenizer_path(run_dir, manifest)) if manifest.data.tokenizer else ByteTokenizer()
+
+
+def tokenizer_digest(tokenizer_file: str, base: Path) -> str:
+    """Return the digest of the manifest's tokenizer file, as the header of shards has it; empty for bytes."""
+    return hashlib.sha256(_read_tokenizer_file(base / tokenizer_file)).hexdigest() if tokenizer_file else ""
+
+
+def _read_tokenizer_file(path: Path) -> bytes:
+    if path.is_dir():
+        raise MissingFileError(f"{path} is a folder; name the tokenizer.json in it")
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise MissingFileError(f"no tokenizer file {path}; put a tokenizer.json there, or name another") from error
+    except OSError as error:
+        raise MissingFileError(f"cannot read the tokenizer {path}: {error.strerror}; fix it or name another") from error
+
+
+def _load_without_settings(data: bytes, path: Path) -> tuple[str, Any]:
+    """Return the text of a tokenizer.json without its settings, and the library's tokenizer of that text."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise DataError(
+            "a tokenizer.json needs the package tokenizers; install it: pip install 'murmuration[data]'"
+        ) from error
+    with _blame(path, "is not a tokenizer.json", "name one in Hugging Face's format"):
+        text = _remove_settings(data.decode())
+        return text, Tokenizer.from_str(text)
+
+
+def _remove_settings(text: str) -> str:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("it holds no JSON object")
+    values |= {"truncation": None, "padding": None, "post_processor": None}
+    if isinstance(values.get("model"), dict) and "dropout" in values["model"]:
+        values["model"]["dropout"] = None
+    return json.dumps(values, ensure_ascii=False)
+
+
+@contextmanager
+def _blame(path: Path, fault: str, advice: str = "name another tokenizer") -> Iterator[None]:
+    """Turn every failure of the library into a DataError that names the tokenizer file."""
+    try:
+        yield
+    except Exception as error:  # the library raises a bare Exception for a file or a text that it cannot read
+        raise _describe(path, fault, advice, error) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise _describe(path, fault, advice, error) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust has panicked; its exception has no importable type and is no Exception."""
+    return type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
+
+
+def _describe(path: Path, fault: str, advice: str, error: BaseException) -> DataError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    subject = f"{path} {fault}" if fault.startswith("is") else f"the tokenizer {path} {fault}"
+    return DataError(f"{subject} ({reason}); {advice}")

@@ -145,7 +145,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:
-        """Return the content of the config.json with which transformers loads the exported weights."""
+        """Return the config.json with which transformers loads the exported weights, without ids of special tokens."""
 
     def hugging_face_name(self, name: str) -> str:
         """Return the name that transformers gives to this parameter."""

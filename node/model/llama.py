@@ -83,8 +83,6 @@ class LlamaFamily(ModelFamily):
             "mlp_bias": False,
             "tie_word_embeddings": config.tied,
             "torch_dtype": "float32",
-            "bos_token_id": None,
-            "eos_token_id": None,
         }
 
 

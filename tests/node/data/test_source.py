@@ -105,11 +105,13 @@ def test_tokenized_shards_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = make_shards(tmp_path, monkeypatch, words)
     expected = [token for file in range(3) for word in range(5) for token in (file + 2, word + 2)]
     expected = expected[:10] + [0] + expected[10:20] + [0] + expected[20:] + [0]
-    corpus = open_source(config(source="tokens", path="out", validation_share=0.1), tmp_path)
+    corpus = open_source(
+        config(source="tokens", path="out", tokenizer="tokenizer.json", validation_share=0.1), tmp_path
+    )
     assert tokens(corpus.training) + tokens(corpus.validation) == expected
     assert len(corpus.validation) == 3 and corpus.vocabulary_size == words + 2
     assert sorted(file.stat().st_size for file in folder.glob("*.bin")) == [5 * width] + [7 * width] * 4
-    assert not list(tmp_path.glob("*partial*"))
+    assert sorted(file.name for file in folder.iterdir()) == [*(f"0000{n}.bin" for n in range(5)), "header.json"]
 
 
 def test_tokenizing_blocks_gives_what_whole_files_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +131,14 @@ def test_tokenizing_leaves_nothing_half_done(tmp_path: Path, monkeypatch: pytest
         tokenize_files(tmp_path / "t.json", [tmp_path / "bad.txt"], tmp_path / "out")
     (tmp_path / "bad.txt").write_text("w1")
 
-    def no_space(self: Path, target: Path) -> Path:
+    def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "rename", no_space)
+    monkeypatch.setattr(Path, "write_text", no_space)
     with pytest.raises(StorageError, match="No space left"):
         tokenize_files(tmp_path / "t.json", [tmp_path / "bad.txt"], tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "t.json"]
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="not an empty folder"):
         tokenize_files(tmp_path / "t.json", [], tmp_path)
 
 
@@ -155,7 +157,7 @@ def test_damaged_shards_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert callable(damage)
     damage(folder)
     with pytest.raises(MurmurError, match=text):
-        open_source(config(source="tokens", path="out"), tmp_path)
+        open_source(config(source="tokens", path="out", tokenizer="tokenizer.json"), tmp_path)
 
 
 def rename_shard(folder: Path, name: str) -> None:

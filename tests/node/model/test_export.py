@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from node.checkpoints.checkpoint import Checkpoint, save
+from node.data.byte_tokenizer import byte_tokenizer_json
 from node.model import build_model, shape_table
-from node.model.export import byte_tokenizer_json, export
+from node.model.export import export
 from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
 from protocol.manifest import Manifest
 
@@ -101,7 +102,7 @@ def test_a_run_with_its_own_tokenizer_passes_it_on(tmp_path: Path) -> None:
     own = Tokenizer(models.WordLevel({"bird": 0, "sky": 1, "?": 2}, unk_token="?"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     node_folder(tmp_path / "node", manifest(tokenizer="words.json"))
-    with pytest.raises(MissingFileError, match="cannot read the tokenizer"):
+    with pytest.raises(MissingFileError, match="no tokenizer file"):
         export(tmp_path / "node", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     own.save(str(tmp_path / "node" / "words.json"))

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from node.checkpoints.checkpoint import Checkpoint, save
+from node.data.byte_tokenizer import ByteTokenizer
 from node.model import initial_weights, shape_table
-from node.model.generate import ByteTextCodec, generate, sample_token, sample_tokens
+from node.model.generate import generate, sample_token, sample_tokens
 from node.model.llama import Llama
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest import Manifest
@@ -55,19 +56,19 @@ class Successor(Llama):
 
 def test_sampling_follows_the_model_and_the_window_slides() -> None:
     model = Successor()
-    tokens = list(itertools.islice(sample_tokens(model, [5, 6], 1.0, None, 0, 256), 10))
+    tokens = list(itertools.islice(sample_tokens(model, [5, 6], 1.0, None, 0, torch.arange(256)), 10))
     assert tokens == list(range(7, 17))
     assert model.shown == [2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
 
 
 def test_a_long_prompt_is_cut_to_its_end() -> None:
     model = Successor()
-    assert next(sample_tokens(model, range(100), 0.0, None, 0, 256)) == 100
+    assert next(sample_tokens(model, range(100), 0.0, None, 0, torch.arange(256))) == 100
     assert model.shown == [8]
 
 
 def test_tokens_beyond_the_vocabulary_are_never_taken() -> None:
-    assert next(sample_tokens(Successor(), [99], 0.0, None, 0, 50)) < 50
+    assert next(sample_tokens(Successor(), [99], 0.0, None, 0, torch.arange(50))) < 50
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -87,13 +88,13 @@ def test_frequencies_follow_temperature_and_top_k() -> None:
 
 
 def test_characters_arrive_whole() -> None:
-    pieces = list(ByteTextCodec().decode(iter("aé🐦b".encode())))
+    pieces = list(ByteTokenizer().decode(iter("aé🐦b".encode())))
     assert "".join(pieces) == "aé🐦b"
     assert [piece for piece in pieces if piece] == ["a", "é", "🐦", "b"]
 
 
 def test_bytes_that_are_no_text_are_marked() -> None:
-    assert "".join(ByteTextCodec().decode(iter([0xFF, 0x41, 0xF0, 0x9F]))) == "\ufffdA\ufffd"
+    assert "".join(ByteTokenizer().decode(iter([0xFF, 0x41, 0xF0, 0x9F]))) == "\ufffdA\ufffd"
 
 
 def test_generates_from_a_node_folder_reproducibly(tmp_path: Path) -> None:
@@ -141,7 +142,8 @@ def test_the_package_of_tokenizers_is_named_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"needs the package tokenizers; .* pip install -e '\.\[data\]'"):
+    (tmp_path / "words.json").write_text("{}")
+    with pytest.raises(DataError, match=r"needs the package tokenizers; .* pip install 'murmuration\[data\]'"):
         generate(node_folder(tmp_path, manifest(tokenizer="words.json")), "bird")
 
 

@@ -1,0 +1,48 @@
+"""The model card of an export: README.md with the metadata that a model hub reads."""
+
+import json
+import re
+
+from node.checkpoints.checkpoint import TrainedWeights
+from node.data.tokenizer import TextTokenizer
+from node.model.families import model_family
+from protocol.manifest import AboutSection
+
+LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")
+
+
+def model_card(trained: TrainedWeights, tokenizer: TextTokenizer) -> str:
+    """Return the card; the manifest's [about] table supplies its words."""
+    manifest = trained.manifest
+    title, parameters = model_family(manifest.model).title, trained.anchor.numel()
+    paragraphs = [
+        f"# {manifest.run.name}",
+        manifest.about.description,
+        f"A {title}-type model of {parameters:,} parameters, trained by many peers with Murmuration: "
+        f"recipe {manifest.method.recipe}, round {trained.round}, run `{manifest.run_id}`.",
+        *_about_lines(manifest.about),
+        _text_format(manifest.model.context, tokenizer),
+    ]
+    return _metadata(manifest.about) + "\n" + "\n\n".join(filter(None, paragraphs)) + "\n"
+
+
+def _metadata(about: AboutSection) -> str:
+    """Return the header in YAML. A JSON string is one, so no text of the organiser can add a key."""
+    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
+    licence = about.licence.strip().lower().replace(" ", "-")
+    if LICENCE_ID.fullmatch(licence):
+        lines.append(f"license: {json.dumps(licence)}")
+    elif licence:
+        lines += ["license: other", f"license_name: {json.dumps(about.licence, ensure_ascii=False)}"]
+    return "\n".join(("---", *lines, "---", ""))
+
+
+def _about_lines(about: AboutSection) -> list[str]:
+    facts = {"Data": about.data, "Organiser": about.organiser, "Licence": about.licence, "More": about.url}
+    return [f"**{name}:** {text}" for name, text in facts.items() if text]
+
+
+def _text_format(context: int, tokenizer: TextTokenizer) -> str:
+    end = tokenizer.special_tokens.get("eos")
+    documents = f"`{end.text}` follows each document" if end else "No token separates documents"
+    return f"The model reads at most {context:,} tokens. {documents}; no other token is added to a text."
