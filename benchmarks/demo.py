@@ -51,7 +51,7 @@ def train(seed: int, rounds: int, peers: int) -> float:
             *("--peers", str(peers), "--rounds", str(rounds), "--seed", str(seed)),
             *("--dir", f"{folder}/swarm", "--no-drill", "--json"),
         ]
-        command = [sys.executable, "-m", "node.cli", "up", str(run), *options]
+        command = [sys.executable, "-P", "-m", "node.cli", "up", str(run), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
     if done.returncode:
         raise SystemExit(f"a run ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")

@@ -32,7 +32,7 @@ LIMIT = 60.0  # seconds
 PATIENCE = 180.0
 LOOK = 0.2
 ROUNDS = 2  # that the first peers have made before the newcomer comes
-MURMUR = (sys.executable, "-m", "node.cli")
+MURMUR = (sys.executable, "-P", "-m", "node.cli")
 PAGE = re.compile(r"^page +(\S+)/$", re.MULTILINE)
 JOIN = re.compile(r'<code id="join">(.*?)</code>')
 

@@ -3,6 +3,8 @@
 Exit codes are those of `protocol.errors` (see docs/reference/exit-codes.md), and 130 after Ctrl-C.
 """
 
+import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -16,8 +18,8 @@ from typing import Annotated
 import typer
 
 from node.flags import MachineFlags, NodeFlags, expand_flags
-from node.process import rare_garbage_collection
-from protocol.errors import MurmurError
+from node.process import INTERRUPTED, discard_output, prepare_standard_streams, rare_garbage_collection
+from protocol.errors import MurmurError, StorageError
 
 app = typer.Typer(
     help="Train one language model together on machines anywhere on the internet.",
@@ -30,6 +32,9 @@ app = typer.Typer(
     "a run; `murmur status` shows what the nodes do; `murmur export DIR model` exports the model.",
 )
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAX_SEED = 2**63 - 1  # torch takes no larger one
+MAX_COUNT = 2**24
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
 
 
@@ -96,7 +101,9 @@ def up(
     *,
     run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="the manifest (default: the demo)")] = None,
     peers: Annotated[int | None, typer.Option(min=1, max=64, help="number of peers (default: at least 3)")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="stop after this many rounds instead of the target")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, max=MAX_COUNT, help="stop after this many rounds instead of the target")
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option("--dir", help="run directory, resumed if it exists (default: runs/NAME-N)")
     ] = None,
@@ -104,7 +111,9 @@ def up(
     drill: Annotated[
         bool | None, typer.Option(help="kill one peer half-way and restart it (default in the demo)")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="seed of the weights and the data order")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MAX_SEED, help="seed of the weights and the data order")
+    ] = None,
     flags: MachineFlags,
     as_json: JsonOption = False,
 ) -> None:
@@ -229,12 +238,12 @@ def export(
 def generate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
     prompt: Annotated[str, typer.Option(help="the beginning of the text")],
-    tokens: Annotated[int, typer.Option(min=1, help="number of tokens to generate")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="number of tokens to generate")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
 ) -> None:
     """Continue a text with the newest checkpoint."""
     from node.paths import find_trained_dir
@@ -381,6 +390,8 @@ def _say_when_interrupted(state: str) -> Iterator[None]:
 def main() -> None:
     """Run the command line and exit."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch requests huge pages, which halve the cost of new tensors
+    os.environ["PYTHONSAFEPATH"] = "1"  # processes that libraries start must not import from the working directory
+    prepare_standard_streams()
     code = _run_guarded(app)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late interrupt would only change the exit code
     sys.exit(code)
@@ -391,13 +402,37 @@ def _run_guarded(command: Callable[[], object]) -> int:
     from node.monitoring.logs import sanitize
 
     try:
-        command()
+        code = _run_command(command)
+        sys.stdout.flush()
+        return code
     except MurmurError as error:
-        sys.stderr.write(f"murmur: {sanitize(str(error))}\n")
+        _print_error(sanitize(str(error)))
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output is gone, as in `murmur recipes | head -1`
+        discard_output(sys.stdout)
+        return 1
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        discard_output(sys.stdout)
+        _print_error(f"cannot write {error.filename or 'the output'}: {error.strerror}; free some space")
+        return StorageError.exit_code
+
+
+def _run_command(command: Callable[[], object]) -> int:
+    try:
+        command()
+    except SystemExit as ended:  # typer ends every command with it
+        return ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
     return 0
+
+
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads standard error any more
+        sys.stderr.write(f"murmur: {text}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

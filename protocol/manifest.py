@@ -279,12 +279,20 @@ def load_manifest(path: Path) -> Manifest:
 
     Raises MissingFileError or ManifestError, one line that says what to fix.
     """
+    return parse_manifest(read_manifest_bytes(path, MAX_MANIFEST_BYTES), str(path))
+
+
+def read_manifest_bytes(path: Path, limit: int) -> bytes:
+    """Read a file that may be a pipe, once, and at most one byte more than `limit`.
+
+    Raises MissingFileError.
+    """
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise MissingFileError(f"cannot read the manifest {path}: {error.strerror}; name an existing file") from error
-    return parse_manifest(text, str(path))
+            return file.read(limit + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MissingFileError(f"cannot read the manifest {path}: {reason}; name an existing file") from error
 
 
 def parse_manifest(text: bytes, origin: str) -> Manifest:

@@ -13,7 +13,9 @@ An organiser publishes a manifest as TOML text followed by two comments that nam
     # signature BASE64
 
 The signature covers "murmur/1" NUL "manifest" NUL and every byte above the two comments, bootstrap addresses included.
-TOML parsers ignore comments, so the file is a manifest like any other.
+TOML parsers ignore comments, so the file is a manifest like any other. A line that begins like one of the two comments
+anywhere else, or a comment in another form, is an error: a signature that an editor or a mailer has damaged must not
+count as absent.
 """
 
 import base64
@@ -22,6 +24,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -30,7 +33,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protocol import murmur_pb2
 from protocol.errors import MalformedError, OrganiserError, PeerFault
 from protocol.identity import Identity, PeerId, public_key, verify
-from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, RunId, parse_manifest
+from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, RunId, parse_manifest, read_manifest_bytes
 
 DOMAIN = b"murmur/1"
 MAX_BODY_BYTES = 512 * 1024
@@ -137,6 +140,11 @@ SIGNATURE_LINES = re.compile(
     rb"# organiser (?P<organiser>[1-9A-HJ-NP-Za-km-z]{52})\n"
     rb"# signature (?P<signature>[A-Za-z0-9+/]{86}==)\n\Z"
 )
+# A comment that begins like a line of a signature; a key that is commented out (`# organiser = "Ada"`) does not.
+SIGNATURE_TRACE = re.compile(
+    rb"^[^\w\n\"']*#[^\w\n]*(?:organiser|signature)(?!\w|[ \t]*=)|#[^\w\n]*organiser[^\w\n]+12D3Koo",
+    re.IGNORECASE | re.MULTILINE,
+)
 MAX_SIGNATURE_LINES_BYTES = 200
 MAX_SIGNED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + MAX_SIGNATURE_LINES_BYTES
 
@@ -163,13 +171,14 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
 
     Raises:
         ManifestError: The manifest is invalid.
-        OrganiserError: The signature is wrong.
+        OrganiserError: The signature is wrong or damaged.
     """
     match = SIGNATURE_LINES.search(text[-MAX_SIGNATURE_LINES_BYTES:])
+    body = text[: len(text) - len(match[0])] if match else text
+    _refuse_damaged_signature(body, origin)
     if match is None:
-        return SignedManifest(parse_manifest(text, origin), None)
+        return SignedManifest(parse_manifest(body, origin), None)
     organiser = match["organiser"].decode()
-    body = text[: len(text) - len(match[0])]
     try:
         verify(organiser, _signed_manifest_bytes(body), base64.b64decode(match["signature"], validate=True))
     except (PeerFault, binascii.Error) as error:
@@ -178,6 +187,25 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
             "that you changed yourself"
         ) from error
     return SignedManifest(parse_manifest(body, origin), organiser)
+
+
+def load_signed_manifest(path: Path) -> SignedManifest:
+    """Read a manifest that a user names, and verify its signature if it has one.
+
+    Raises MissingFileError, ManifestError or OrganiserError, one line that says what to fix.
+    """
+    return open_signed_manifest(read_manifest_bytes(path, MAX_SIGNED_MANIFEST_BYTES), str(path))
+
+
+def _refuse_damaged_signature(body: bytes, origin: str) -> None:
+    """Raise OrganiserError if the part of a manifest above its signature has a line of another or a damaged one."""
+    trace = SIGNATURE_TRACE.search(body)
+    if trace is not None:
+        line = body.count(b"\n", 0, trace.start()) + 1
+        raise OrganiserError(
+            f"{origin}: line {line} begins like a signature, but the file does not end in a whole one; get the file "
+            "again, unchanged, or remove that line (and the other one of the signature) from a file of your own"
+        )
 
 
 def fingerprint(organiser: PeerId) -> str:

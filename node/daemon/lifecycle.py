@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import random
-import signal
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
@@ -19,7 +18,7 @@ import torch
 from node.daemon.node import Node
 from node.monitoring.metrics import serve_metrics
 from node.options import NodeOptions
-from node.process import raise_fd_limit
+from node.process import handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.run_dir import RunDir
 from node.workers import start_workers
@@ -63,13 +62,11 @@ class Daemon:
         self._folder = folder
         self._beside = beside
         self._stop = asyncio.Event()
-        self._signals = 0
 
     async def run(self) -> None:
         torch.set_num_threads(1)  # leave the cores to the trainer
         loop = asyncio.get_running_loop()
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signal_number, self._on_signal)
+        handle_stop_signals(loop, self._on_signal)
         async with AsyncExitStack() as stack:
             workers = stack.enter_context(start_workers())
             loop.set_default_executor(ThreadPoolExecutor(1 + self._settings.thread_count, thread_name_prefix="disk"))
@@ -85,9 +82,6 @@ class Daemon:
             await self._take_part(node)
 
     def _on_signal(self) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(130)  # the trainer and p2pd exit with this process
         logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
         self._stop.set()
 

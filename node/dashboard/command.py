@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -31,14 +29,13 @@ from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions, parse_node_options
 from node.paths import host_dir
-from node.process import raise_fd_limit
+from node.process import handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically
 from node.run_dir import RunDir
 from node.trainer.device import require_usable_device
 from protocol.errors import DataError
-from protocol.manifest import load_manifest
 from protocol.membership.rendezvous import Rendezvous
-from protocol.signing import peer_id_of
+from protocol.signing import load_signed_manifest, peer_id_of
 from protocol.tasks import cancel_and_wait
 
 
@@ -101,7 +98,7 @@ class HostOptions:
 
 def host(options: HostOptions) -> None:
     """Serve the run until Ctrl-C. Raises MurmurError."""
-    manifest = load_manifest(options.run)
+    manifest = load_signed_manifest(options.run).manifest
     build_program(manifest)  # an unknown method must fail before the folder is locked
     address = DashboardAddress.parse(options.http, options.public_url)
     settings = parse_node_options(
@@ -160,7 +157,7 @@ async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, pu
 async def _run_until_stopped(observer: Node, watcher_task: asyncio.Task[None]) -> None:
     """Gossip until a signal comes or an endless task ends; then tell the other peers that this node leaves."""
     stop = asyncio.Event()
-    _stop_on_signals(stop)
+    handle_stop_signals(asyncio.get_running_loop(), stop.set)
     forever = (observer.directory.run(), observer.rendezvous.run(), trim_periodically())
     loops = [asyncio.create_task(loop) for loop in forever]
     stopped = asyncio.create_task(stop.wait())
@@ -173,16 +170,6 @@ async def _run_until_stopped(observer: Node, watcher_task: asyncio.Task[None]) -
         with suppress(TimeoutError):  # peers that are not reached notice the silence
             async with asyncio.timeout(LEAVE_SECONDS):
                 await observer.directory.leave()
-
-
-def _stop_on_signals(stop: asyncio.Event) -> None:
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(130)  # p2pd dies with this process
-        stop.set()
-
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
 
 
 def replay(event_file: Path, http: str) -> None:
@@ -198,7 +185,7 @@ def replay(event_file: Path, http: str) -> None:
 async def _serve_replay(event_log: EventLog, address: DashboardAddress) -> None:
     data = DashboardData(event_log, None, clock=lambda: event_log.state.newest_at)
     stop = asyncio.Event()
-    _stop_on_signals(stop)
+    handle_stop_signals(asyncio.get_running_loop(), stop.set)
     async with serve(build_app(data), open_listener(address.host, address.port, "--http"), MAX_CONNECTIONS) as port:
         print(f"page  http://{address.host}:{port}/", flush=True)
         await stop.wait()

@@ -35,6 +35,7 @@ from node.ipc.channel import (
     TrainerProgress,
 )
 from node.ipc.shared_memory import SharedMemory
+from node.process import python_environment
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 
@@ -270,7 +271,7 @@ class TrainerProcess:
             pass_fds=(channel_fd, memory_fd),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env={**SPIN_LIMITS, **os.environ, **dict.fromkeys(THREAD_VARIABLES, threads)},
+            env={**SPIN_LIMITS, **python_environment(), **dict.fromkeys(THREAD_VARIABLES, threads)},
             process_group=0,  # a terminal's Ctrl-C must reach the daemon alone
         )
 

@@ -6,7 +6,6 @@ The first interrupt lets all peers leave gracefully, the second one kills them. 
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -15,6 +14,7 @@ from node.local.peer_process import PeerProcess
 from node.local.report import SwarmResult
 from node.local.swarm_summary import SwarmSummary
 from node.local.swarm_table import SwarmDisplay
+from node.process import handle_stop_signals
 from protocol import errors
 from protocol.manifest import Manifest
 
@@ -181,20 +181,13 @@ class LocalSwarm:
 
     @contextlib.asynccontextmanager
     async def _handle_signals(self) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for signal_number in signals:
-            loop.add_signal_handler(signal_number, self._on_signal)
+        stop_handling = handle_stop_signals(asyncio.get_running_loop(), self._on_signal, self._stop_at_once.set)
         try:
             yield
         finally:
-            for signal_number in signals:
-                loop.remove_signal_handler(signal_number)
+            stop_handling()
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
-            self._stop_at_once.set()
-            return
         self._stop.set()
         self._display.print_line("Shutting down. Press Ctrl-C again to exit immediately.")
 

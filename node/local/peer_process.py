@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from node.local.swarm_summary import PeerProcessState, PeerSummary, PeerTotals
 from node.monitoring.status import NodeStatus, fetch_status
+from node.process import python_environment
 from protocol.errors import StorageError, UnreachableError
 
 STATUS_SECONDS = 2.0
@@ -60,6 +61,7 @@ class PeerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=python_environment(),
                 start_new_session=True,
                 preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )

@@ -20,7 +20,8 @@ from node.local.swarm_table import SwarmDisplay
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
 from node.report.run_report import write_report
 from node.run_dir import RunDir
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest import Manifest
+from protocol.signing import load_signed_manifest
 
 DEFAULT_PEERS = 3
 
@@ -65,7 +66,7 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     saved = options.folder / "run.toml" if options.folder else None
     resumed = options.run is None and saved is not None and saved.exists()
     source = saved if resumed and saved else options.run or paths.demo_manifest()
-    manifest = load_manifest(source)
+    manifest = load_signed_manifest(source).manifest
     parse_options(MachineOptions, options.flags)  # report a mistake before a peer starts
     peers = options.peers or (manifest.run.min_peers if resumed else max(DEFAULT_PEERS, manifest.run.min_peers))
     return SwarmConfig(

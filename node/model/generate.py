@@ -19,6 +19,8 @@ from node.model.interface import LanguageModel
 from node.monitoring.logs import sanitize
 from protocol.errors import CheckpointError, UsageError
 
+MIN_TEMPERATURE = 1e-4  # below it, float32 has no room for the quotients, and the most likely token always wins
+
 
 def generate(
     run_dir: Path,
@@ -37,8 +39,10 @@ def generate(
     Raises:
         UsageError, MissingFileError, DataError, CheckpointError: at the call, not while iterating.
     """
-    if tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
+    if tokens < 1 or not temperature >= 0 or (top_k is not None and top_k < 1):  # NaN is not at least 0
         raise UsageError("tokens and top_k must be at least 1, and the temperature at least 0")
+    if not prompt.isprintable() and _has_undecoded_bytes(prompt):
+        raise UsageError("the prompt is not UTF-8 text; convert it, or type it in a UTF-8 terminal")
     trained = load_trained_weights(run_dir)
     config = trained.manifest.model
     tokenizer = open_node_tokenizer(run_dir, trained.manifest)
@@ -55,6 +59,11 @@ def generate(
     sampled = sample_tokens(model, start, temperature, top_k, seed, usable)
     pieces = tokenizer.decode(itertools.islice(sampled, tokens), after=start)
     return (sanitize(piece, "\n\t") for piece in pieces)
+
+
+def _has_undecoded_bytes(text: str) -> bool:
+    """Return whether an argument of the command line had bytes that are not UTF-8; Python makes surrogates of these."""
+    return any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def sample_tokens(
@@ -83,8 +92,10 @@ def sample_tokens(
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Sample an index of `logits` (vocabulary,)."""
-    if temperature == 0:
+    """Sample an index of `logits` (vocabulary,). Raises CheckpointError if one is not finite."""
+    if not logits.isfinite().all():
+        raise CheckpointError("the model's output is not finite, so its training has diverged; use an older checkpoint")
+    if temperature < MIN_TEMPERATURE:
         return int(logits.argmax())
     kept = logits.topk(min(top_k or len(logits), len(logits)))
     probabilities = torch.softmax(kept.values / temperature, dim=-1)

@@ -26,7 +26,8 @@ from optim.method import Method
 from optim.options import OptionValue
 from optim.recipes import OptionTable, OptionTables
 from protocol.errors import UsageError
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest import Manifest
+from protocol.signing import load_signed_manifest
 
 DEFAULT_STEPS = 200
 PLOT_POINTS = 20
@@ -84,7 +85,7 @@ def build_config(options: SimulationOptions) -> SimulationConfig:
         raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or omit the option")
     if options.plot and not options.plot.parent.is_dir():  # checked now, because a comparison may take hours
         raise UsageError(f"--plot: {options.plot.parent} is not a directory; create it, or name another file")
-    manifest = load_manifest(options.run) if options.run else None
+    manifest = load_signed_manifest(options.run).manifest if options.run else None
     batch = (manifest or default_manifest(DEFAULT_STEPS)).train.batch_tokens
     steps = options.steps or DEFAULT_STEPS
     if options.tokens is not None:
