@@ -24,8 +24,21 @@ def bootstrap_file() -> Path:
 
 
 def state_home() -> Path:
-    """Return the folder of the joined runs."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "murmur"
+    """Return the folder of the joined runs. Raises UsageError if this user has no home directory."""
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return Path(given) / "murmur"
+    try:
+        return Path.home() / ".local" / "state" / "murmur"
+    except RuntimeError as error:  # HOME is unset, and the user id has no entry in passwd
+        raise UsageError("this user has no home directory; set HOME or XDG_STATE_HOME, or name the --dir") from error
+
+
+def joined_dirs() -> list[Path]:
+    """Return the folders of the joined runs, and `hosts`; none for a user without a home directory."""
+    try:
+        return sorted(state_home().glob("*/"))
+    except UsageError:
+        return []
 
 
 def organiser_key_path() -> Path:
@@ -75,8 +88,8 @@ def find_node_dirs(path: Path | None) -> list[Path]:
         if not found:
             raise UsageError(f"no node has run in {path}; name the --dir of a node, or the folder of a `murmur up`")
         return found
-    joined, hosted = state_home().glob("*/node.json"), state_home().glob("hosts/*/node.json")
-    node_files = [*joined, *hosted, *SWARMS_DIR.glob("*/peer-*/node.json")]
+    own = [file for folder in joined_dirs() for file in (*folder.glob("node.json"), *folder.glob("*/node.json"))]
+    node_files = [*own, *SWARMS_DIR.glob("*/peer-*/node.json")]
     if not node_files:
         raise UsageError("no node has run here yet; start one with `murmur join RUN`, or name its --dir")
     newest = max(node_files, key=lambda file: file.stat().st_mtime).parent

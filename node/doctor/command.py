@@ -6,11 +6,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from email.utils import parsedate_to_datetime
 from importlib.metadata import version
 from pathlib import Path
 
-import httpx2
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,7 +19,9 @@ from node.doctor import machine
 from node.doctor.findings import Finding, finding_of_error, judge_clock
 from node.doctor.network import probe_network
 from node.from_manifest import build_program
-from node.join.invitation import Invitation, open_invitation
+from node.join.http_download import fetch_server_time
+from node.join.invitation import Invitation
+from node.join.joined_folder import open_or_recall
 from node.model import shape_table
 from node.monitoring.logs import sanitize
 from node.options import LISTEN_ON_ALL_INTERFACES
@@ -50,12 +50,12 @@ def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], inse
     invitation: Invitation | None = None
     if run is not None:
         try:
-            invitation = open_invitation(run, insecure)
+            invitation = open_or_recall(run, folder, insecure)
             build_program(invitation.manifest)
         except MurmurError as error:
             return [*findings, finding_of_error("run", error)]
         findings.append(_run_finding(invitation))
-    home = folder or (join_dir(invitation.manifest) if invitation else None)
+    home = folder or (invitation.folder or join_dir(invitation.manifest) if invitation else None)
     if home is not None:
         findings.append(machine.check_key(home / "key"))
     if invitation is not None and home is not None:
@@ -75,13 +75,12 @@ def _run_finding(invitation: Invitation) -> Finding:
 
 def _compare_host_clock(source: str | None) -> Finding:
     """Compare the clock with the web server of the manifest, for a run whose peers do not report the time."""
-    if source is None:
+    if source is None or not source.startswith("http"):
         return judge_clock([], "")
-    try:
-        date = httpx2.head(source, timeout=HOST_TIME_SECONDS).headers["date"]
-        return judge_clock([time.time() - parsedate_to_datetime(date).timestamp()], "the host")
-    except (httpx2.HTTPError, KeyError, ValueError):
+    served = fetch_server_time(source, HOST_TIME_SECONDS)
+    if served is None:
         return Finding("clock", "warn", "the host does not send its time", "nothing, if your clock is right")
+    return judge_clock([time.time() - served], "the host")
 
 
 def _build_table(findings: Sequence[Finding]) -> Table:

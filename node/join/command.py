@@ -5,13 +5,13 @@ import logging
 from pathlib import Path
 
 from node.flags import NodeFlags
-from node.join.invitation import Invitation, check_pin, open_invitation, recall_invitation, save_pin
+from node.join.invitation import Invitation
+from node.join.joined_folder import check_pin, open_or_recall, save_invitation
 from node.monitoring.logs import configure_logs
 from node.options import parse_node_options
 from node.paths import join_dir
 from node.process import rare_garbage_collection
 from node.units import format_count
-from protocol.errors import StorageError, UnreachableError
 from protocol.manifest import load_manifest
 from protocol.signing import fingerprint
 
@@ -21,11 +21,9 @@ logger = logging.getLogger(__name__)
 def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False) -> None:
     """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
     configure_logs(flags.log_json)
-    if "://" in run:
-        logger.info("asking %s for the run", run.partition("@")[2] or run)
-    invitation = _open_or_recall(run, folder, insecure)
+    invitation = open_or_recall(run, folder, insecure)
     manifest = invitation.manifest
-    node_dir = (folder or join_dir(manifest)).resolve()
+    node_dir = (folder or invitation.folder or join_dir(manifest)).resolve()
     settings = parse_node_options(
         flags,
         manifest=manifest,
@@ -44,18 +42,6 @@ def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure
     asyncio.run(run_node(settings))
 
 
-def _open_or_recall(run: str, folder: Path | None, insecure: bool) -> Invitation:
-    """Open the invitation; if its host is unreachable, reuse the one that was joined from there before."""
-    try:
-        return open_invitation(run, insecure)
-    except UnreachableError as error:
-        recalled = recall_invitation(run, folder)
-        if recalled is None:
-            raise
-        logger.warning("%s; continuing with the run that was joined from there before", error)
-        return recalled
-
-
 def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
     """Log who organises the run; pin the organiser's key at the first visit."""
     run, method, target = invitation.manifest.run, invitation.manifest.method, invitation.manifest.target
@@ -65,14 +51,7 @@ def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
     tokens = f"target {format_count(target.tokens)} tokens" if target.tokens else "no target"
     aim = f"target {target.rounds} rounds" if target.rounds else tokens
     logger.info("run %s: %s, %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
-    if invitation.organiser is None:
-        return
-    if is_new:
-        try:
-            node_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise StorageError(f"cannot use the folder {node_dir}: {error.strerror}; choose another --dir") from error
-        save_pin(node_dir, invitation)
-        logger.info("organiser's fingerprint %s, seen for the first time and saved", fingerprint(invitation.organiser))
-    else:
-        logger.info("organiser's fingerprint %s, as before", fingerprint(invitation.organiser))
+    save_invitation(node_dir, invitation)
+    if invitation.organiser is not None:
+        when = "seen for the first time and saved" if is_new else "as before"
+        logger.info("organiser's fingerprint %s, %s", fingerprint(invitation.organiser), when)

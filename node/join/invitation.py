@@ -1,4 +1,4 @@
-"""Open the RUN of `murmur join RUN`, and pin its organiser's key.
+"""Open the RUN of `murmur join RUN`.
 
 RUN is one of:
 
@@ -8,32 +8,22 @@ RUN is one of:
     murmur://...     fetched from that peer; needs no signature, because the run id is the hash of the manifest
 
 A manifest from a URL or a link must not name files of this machine: its paths are relative to the node's folder `data`.
-
-The pin says which organiser a folder belongs to:
-
-    DIR/organiser.json   {"organiser": peer id, "source": the URL of the manifest}
-
-A URL is also compared with the pins of all other runs joined on this machine, so that an attacker who takes over a web
-server cannot replace the run by one of another key unnoticed.
+`node.join.joined_folder` pins the organiser's key and resumes a run without its source.
 """
 
 import asyncio
 import ipaddress
-import json
+import logging
 import re
 import socket
-import ssl
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from urllib.parse import SplitResult, urlsplit
-
-import httpx2
+from urllib.parse import SplitResult
 
 from node.daemon.peer_rpc import await_reply
-from node.paths import state_home
-from node.run_dir import write_atomically
+from node.join.http_download import download, split_url
 from protocol.errors import (
     MalformedError,
     ManifestError,
@@ -42,55 +32,84 @@ from protocol.errors import (
     PeerFault,
     UnreachableError,
     UsageError,
-    describe_error,
 )
 from protocol.identity import PeerId
-from protocol.manifest import Manifest, load_manifest, parse_manifest
+from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub
-from protocol.signing import MAX_SIGNED_MANIFEST_BYTES, SignedManifest, fingerprint, open_signed_manifest, peer_id_of
+from protocol.signing import (
+    MAX_SIGNED_MANIFEST_BYTES,
+    SignedManifest,
+    load_signed_manifest,
+    open_signed_manifest,
+    peer_id_of,
+)
+
+logger = logging.getLogger(__name__)
 
 DOWNLOAD_SECONDS = 20.0
 PEER_SECONDS = 30.0
+MAX_SHOWN_CHARACTERS = 200
 BARE_ADDRESS_PATTERN = re.compile(r"^([\w-]+\.[\w.-]+(:\d+)?|[\w-]+:\d+)/")
+SCHEME_PATTERN = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 LINK_PATTERN = re.compile(r"^murmur://(?P<run>[0-9a-f]{64})@(?P<address>/\S{1,400})$")
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """A run to join, from the URL `source`; relative paths start at `base`, or in the node's folder if it is `None`."""
+    """A run to join, from the file, URL or link `source`.
+
+    Relative paths start at `base`, or in the folder `data` of the node if it is `None`. `folder` is the node's folder
+    if the run was found there.
+    """
 
     manifest: Manifest
     organiser: PeerId | None
     base: Path | None
     source: str | None = None
     peers: tuple[str, ...] = ()
+    folder: Path | None = None
+
+
+def normalize_run(run: str) -> str:
+    """Return a URL or link without the blanks around it, and with a scheme in lower case; a path as it is."""
+    address = run.strip()
+    found = SCHEME_PATTERN.match(address)
+    return found[1].lower() + address[found.end(1) :] if found else run
 
 
 def open_invitation(run: str, insecure: bool) -> Invitation:
     """Read or fetch the manifest of the run. Raises MurmurError, one line that says what to do."""
+    run = normalize_run(run)
     if run.startswith("murmur://"):
-        return asyncio.run(_open_link(run))
+        return _open_link(run)
     if run.startswith(("http://", "https://")):
         return _open_url(run, insecure)
-    if "://" in run:
-        raise UsageError(f"{run} is not a run; give a file, an http(s) URL or murmur://RUN_ID@MULTIADDRESS")
+    if SCHEME_PATTERN.match(run):
+        shown = run[:MAX_SHOWN_CHARACTERS]
+        raise UsageError(f"{shown} is not a run; give a file, an http(s) URL or murmur://RUN_ID@MULTIADDRESS")
     return _open_file(Path(run))
 
 
 def _open_file(path: Path) -> Invitation:
-    if not path.exists() and BARE_ADDRESS_PATTERN.match(str(path)):
+    if not _exists(path) and BARE_ADDRESS_PATTERN.match(str(path)):
         raise MissingFileError(f"there is no file {path}; if it is a URL, begin it with https:// (or http://)")
-    load_manifest(path)  # its errors name the fault and the line
-    with path.open("rb") as file:
-        signed = open_signed_manifest(file.read(MAX_SIGNED_MANIFEST_BYTES + 1), str(path))
-    return Invitation(signed.manifest, signed.organiser, path.parent.resolve())
+    signed = load_signed_manifest(path)
+    if not path.is_file():  # a pipe, as in `murmur join <(curl ...)`
+        return Invitation(signed.manifest, signed.organiser, Path.cwd())
+    return Invitation(signed.manifest, signed.organiser, path.parent.resolve(), source=str(path.resolve()))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long for a name, or with a NUL
+        return False
 
 
 def _open_url(url: str, insecure: bool) -> Invitation:
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise UsageError(f"{url} names no host; write it like https://run.example.org/run.toml")
+    parts = split_url(url)
+    logger.info("asking %s for the run", url)
     if parts.scheme == "http" and not insecure:
         _require_private_host(parts)
     signed = _read_with_version_hint(lambda: open_signed_manifest(_download(url), url))
@@ -100,6 +119,10 @@ def _open_url(url: str, insecure: bool) -> Invitation:
     return Invitation(signed.manifest, signed.organiser, None, source=url)
 
 
+def _download(url: str) -> bytes:
+    return download(url, MAX_SIGNED_MANIFEST_BYTES, DOWNLOAD_SECONDS)
+
+
 def _read_with_version_hint(read: Callable[[], SignedManifest]) -> SignedManifest:
     try:
         return read()
@@ -107,47 +130,12 @@ def _read_with_version_hint(read: Callable[[], SignedManifest]) -> SignedManifes
         raise ManifestError(f"{error} (the run may need another version of murmur)") from error
 
 
-def _download(url: str) -> bytes:
-    """Download at most MAX_SIGNED_MANIFEST_BYTES within DOWNLOAD_SECONDS, without following redirects."""
-
-    async def fetch() -> bytes:
-        async with asyncio.timeout(DOWNLOAD_SECONDS), httpx2.AsyncClient(timeout=DOWNLOAD_SECONDS) as client:
-            return await _read_body(client, url)
-
-    try:
-        return asyncio.run(fetch())
-    except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError) as error:
-        reason = describe_error(error)
-        if "WRONG_VERSION_NUMBER" in reason:
-            reason = "the server does not speak https"
-        raise UnreachableError(f"cannot get {url}: {reason}; check the address and the network") from error
-
-
-async def _read_body(client: httpx2.AsyncClient, url: str) -> bytes:
-    text = bytearray()
-    async with client.stream("GET", url) as response:
-        if response.is_redirect:
-            location = response.headers.get("location", "elsewhere")[:200]
-            raise UsageError(f"{url} has moved to {location}; join that URL")
-        if response.status_code != 200:
-            raise UnreachableError(f"{url} answers with {response.status_code}; check the address")
-        if response.headers.get("content-type", "").startswith("text/html"):
-            raise UsageError(f"{url} is a web page; join the URL of its run.toml, which the page shows")
-        async for chunk in response.aiter_bytes():
-            text += chunk
-            if len(text) > MAX_SIGNED_MANIFEST_BYTES:
-                raise ManifestError(
-                    f"{url} is not a manifest (over {MAX_SIGNED_MANIFEST_BYTES} bytes); check the address"
-                )
-    return bytes(text)
-
-
 def _require_private_host(parts: SplitResult) -> None:
     """Raise OrganiserError for a public host: without TLS, an attacker could replace the key at the first visit."""
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UnreachableError(f"cannot find {parts.hostname}: {error.strerror}; check the address") from error
+    except (OSError, UnicodeError) as error:
+        raise UnreachableError(f"cannot find the host {parts.hostname}; check the address and the network") from error
     if any(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_global for address in found):
         raise OrganiserError(
             f"{parts.hostname} is on the internet and plain http:// can be altered in transit; use https://, or "
@@ -155,7 +143,7 @@ def _require_private_host(parts: SplitResult) -> None:
         )
 
 
-async def _open_link(link: str) -> Invitation:
+def _open_link(link: str) -> Invitation:
     found = LINK_PATTERN.match(link)
     if not found:
         raise UsageError(
@@ -166,12 +154,13 @@ async def _open_link(link: str) -> Invitation:
         peer_id_of(address)
     except MalformedError as error:
         raise UsageError(f"{address} does not end in /p2p/ and a peer id; copy the whole link") from error
-    text = await _request_manifest(run_id, address)
+    logger.info("asking %s for the run", address)
+    text = asyncio.run(_request_manifest(run_id, address))
     manifest = _read_with_version_hint(lambda: SignedManifest(parse_manifest(text, link), None)).manifest
     if manifest.run_id != run_id:
         raise OrganiserError(f"{address} sent the manifest of another run; ask for a new link")
     require_paths_inside(manifest)
-    return Invitation(manifest, None, None, peers=(address,))
+    return Invitation(manifest, None, None, source=link, peers=(address,))
 
 
 async def _request_manifest(run_id: str, address: str) -> bytes:
@@ -200,65 +189,3 @@ def require_paths_inside(manifest: Manifest) -> None:
                 f"{key} = {path[:80]!r} is outside the node's folder, and a downloaded manifest may not name such "
                 "files; ask the organiser for a manifest with relative paths"
             )
-
-
-ORGANISER_FILE = "organiser.json"
-MANIFEST_FILE = "run.toml"
-
-
-@dataclass(frozen=True)
-class OrganiserPin:
-    """The pinned key of a folder's organiser."""
-
-    path: Path
-    organiser: PeerId
-    source: str | None
-
-
-def check_pin(folder: Path, invitation: Invitation) -> bool:
-    """Return whether the folder has no pin yet. Raises OrganiserError if a pinned key differs from this one."""
-    if invitation.organiser is None:
-        return False
-    own = _read_pin(folder / ORGANISER_FILE)
-    others = _pins_from_source(state_home().glob(f"*/{ORGANISER_FILE}"), invitation.source) if invitation.source else []
-    for pin in [own, *others]:
-        if pin is not None and pin.organiser != invitation.organiser:
-            raise OrganiserError(_changed_key_text(pin, invitation.organiser))
-    return own is None
-
-
-def recall_invitation(source: str, folder: Path | None) -> Invitation | None:
-    """Return the run that was joined last from this URL, in `folder` or (`None`) in any folder."""
-    paths = [folder / ORGANISER_FILE] if folder else state_home().glob(f"*/{ORGANISER_FILE}")
-    found = [pin for pin in _pins_from_source(paths, source) if (pin.path.parent / MANIFEST_FILE).exists()]
-    if not found:
-        return None
-    pin = max(found, key=lambda pin: (pin.path.parent / MANIFEST_FILE).stat().st_mtime)
-    return Invitation(load_manifest(pin.path.parent / MANIFEST_FILE), pin.organiser, None, source)
-
-
-def save_pin(folder: Path, invitation: Invitation) -> None:
-    """Save the organiser's key in the folder. Raises StorageError."""
-    values = {"organiser": invitation.organiser, "source": invitation.source}
-    write_atomically(folder / ORGANISER_FILE, json.dumps(values).encode())
-
-
-def _changed_key_text(pin: OrganiserPin, organiser: PeerId) -> str:
-    return (
-        f"the run is signed by another key ({fingerprint(organiser)}) than before ({fingerprint(pin.organiser)}): "
-        f"ask the organiser; if the new key is right, remove {pin.path}"
-    )
-
-
-def _pins_from_source(paths: Iterable[Path], source: str) -> list[OrganiserPin]:
-    return [pin for pin in map(_read_pin, paths) if pin is not None and pin.source == source]
-
-
-def _read_pin(path: Path) -> OrganiserPin | None:
-    try:
-        values = json.loads(path.read_bytes())
-        return OrganiserPin(path, str(values["organiser"]), values["source"] and str(values["source"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OrganiserError(f"cannot read {path}; restore it, or remove it and compare the fingerprint") from error

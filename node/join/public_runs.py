@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.paths import bootstrap_file, state_home
+from node.paths import bootstrap_file, joined_dirs
 from node.run_dir import RunDir
 from node.units import format_count
 from protocol.errors import MalformedError, PeerFault, UnreachableError, UsageError
@@ -67,9 +67,7 @@ def peers_to_query(named: Sequence[str]) -> dict[PeerId, tuple[str, ...]]:
             chosen[peer_id_of(address)] = (*chosen.get(peer_id_of(address), ()), address)
         except MalformedError as error:
             raise UsageError(f"--peer: {error}; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3...") from error
-    known = [
-        entry for folder in sorted(state_home().glob("*")) for entry in load_addresses(RunDir(folder).peers).items()
-    ]
+    known = [entry for folder in joined_dirs() for entry in load_addresses(RunDir(folder).peers).items()]
     random.shuffle(known)
     for peer, addresses in known:
         chosen.setdefault(peer, addresses)

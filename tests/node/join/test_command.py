@@ -8,7 +8,8 @@ import pytest
 from node.daemon import lifecycle
 from node.flags import NodeFlags
 from node.join import command
-from node.join.invitation import Invitation, save_pin
+from node.join.invitation import Invitation
+from node.join.joined_folder import save_invitation
 from node.options import LISTEN_ON_ALL_INTERFACES, NodeOptions
 from protocol.errors import ManifestError, MissingFileError, UnreachableError
 from protocol.identity import Identity
@@ -69,7 +70,7 @@ def test_node_resumes_although_the_host_is_gone(
         join_again()
     folder.mkdir()
     (folder / "run.toml").write_text(MANIFEST.to_toml())
-    save_pin(folder, Invitation(MANIFEST, Identity.create().peer_id, None, source=url))
+    save_invitation(folder, Invitation(MANIFEST, Identity.create().peer_id, None, source=url))
     join_again()
     assert started[0].manifest == MANIFEST and started[0].folder == folder
     assert "continuing with the run that was joined from there before" in caplog.text

@@ -115,7 +115,9 @@ def test_plain_http_is_refused_on_the_internet(monkeypatch: pytest.MonkeyPatch, 
 def test_unsigned_file_is_trusted(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(data(path="/anywhere").to_toml())
-    assert open_invitation(str(path), False) == Invitation(data(path="/anywhere"), None, tmp_path.resolve())
+    assert open_invitation(str(path), False) == Invitation(
+        data(path="/anywhere"), None, tmp_path.resolve(), source=str(path.resolve())
+    )
     path.write_bytes(sign_manifest(MANIFEST, ORGANISER))
     assert open_invitation(str(path), False).organiser == ORGANISER.peer_id
     path.write_bytes(sign_manifest(MANIFEST, ORGANISER).replace(b"small", b"other"))
