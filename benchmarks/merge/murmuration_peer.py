@@ -11,6 +11,7 @@ import hashlib
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,9 @@ class Peer:
 
     def other_trainers(self) -> list[PeerId]:
         return self._others
+
+    def live_peers(self, chosen: Sequence[PeerId]) -> list[PeerId]:
+        return [peer for peer in chosen if peer in self._others]
 
     def unreachable_peers(self) -> frozenset[PeerId]:
         return frozenset()

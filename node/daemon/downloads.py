@@ -35,6 +35,9 @@ class SourceView(Protocol):
 
     def other_trainers(self) -> Sequence[PeerId]: ...
 
+    def live_peers(self, chosen: Sequence[PeerId]) -> Sequence[PeerId]:
+        """Return those of the chosen peers that are live, whether they train or not."""
+
     def unreachable_peers(self) -> frozenset[PeerId]:
         """Return the peers that only small messages reach, if there are others that can relay."""
 
@@ -109,9 +112,8 @@ class Downloads:
     async def download_from_holders(self, blob: Blob, deadline: float, holders: Sequence[PeerId]) -> None:
         """Download from the live holders, or else from any trainer. Raises GoneError if they lack it."""
 
-        def sources() -> tuple[PeerId, ...]:
-            live = tuple(self._swarm.other_trainers())
-            return tuple(peer for peer in holders if peer in live) or live
+        def sources() -> Sequence[PeerId]:
+            return self._swarm.live_peers(holders) or self._swarm.other_trainers()
 
         await self._downloader.fetch(blob, sources, deadline, wait_if_absent=False)
 

@@ -14,6 +14,7 @@ from node.loop.events import (
     CloseRound,
     FetchBlob,
     FindPath,
+    LeaveRun,
     LoopAction,
     LoopEvent,
     PrecomputeCommit,
@@ -51,6 +52,7 @@ class Effects:
         self._state = state_effects
         self._tasks = BackgroundTasks(inbox)
         self._timer: asyncio.TimerHandle | None = None
+        self.reached: TargetReached | None = None  # the end of the run
         inbox.attach(self)
 
     async def run(self) -> None:
@@ -110,7 +112,10 @@ class Effects:
                 self._state.begin_adoption(action)
                 self._tasks.spawn(self._state.adopt_state(action))
             case TargetReached():
+                self.reached = action
                 self._inbox.end()
+            case LeaveRun():
+                self._inbox.leave()
             case ReportPhase() | ReportRecovered() | ReportMissed() | ReportPace() | ReportCatchUp() | Rejected():
                 self._state.report(action)
 

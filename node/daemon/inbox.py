@@ -38,6 +38,7 @@ class Inbox:
         self._is_draining = False
         self._fault: BaseException | None = None
         self._ended = asyncio.Event()
+        self._may_leave = asyncio.Event()
 
     def attach(self, handler: EventHandler) -> None:
         self._handler = handler
@@ -61,14 +62,26 @@ class Inbox:
         """Record an error in our own code; the node ends with the first one."""
         self._fault = self._fault or error
         self._ended.set()
+        self._may_leave.set()
 
     def end(self) -> None:
         """Record that the run is over."""
         self._ended.set()
 
+    def leave(self) -> None:
+        """Record that nobody needs this node any more."""
+        self._may_leave.set()
+
     async def wait_until_ended(self) -> None:
         """Wait until the run is over. Raises the first recorded error."""
-        await self._ended.wait()
+        await self._wait_for(self._ended)
+
+    async def wait_until_left(self) -> None:
+        """Wait until nobody needs this node any more. Raises the first recorded error."""
+        await self._wait_for(self._may_leave)
+
+    async def _wait_for(self, event: asyncio.Event) -> None:
+        await event.wait()
         if self._fault is not None:
             raise self._fault
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 20.0  # after the target, for peers that are about to reach it
 LEAVE_SECONDS = 3.0
 PUBLISH_SECONDS = 1.0
 
@@ -35,14 +35,31 @@ PUBLISH_SECONDS = 1.0
 Beside = Callable[[Node], AbstractAsyncContextManager[None]]  # runs next to the node, for example the page
 
 
-async def run_node(settings: NodeOptions, beside: Beside = lambda node: nullcontext()) -> None:
+@dataclass(frozen=True)
+class FinishedRun:
+    """The end of a run that a node has seen; `is_ours` says whether this node has the final model."""
+
+    round: int
+    tokens: int
+    validation_loss: float | None
+    is_ours: bool
+
+
+async def run_node(
+    settings: NodeOptions, beside: Beside = lambda node: nullcontext(), *, stays: bool = False
+) -> FinishedRun | None:
     """Run a node until its target, SIGINT or SIGTERM; a second signal ends the process at once.
 
-    `beside` is entered once the node is on the network.
+    Args:
+        settings: the options of the node.
+        beside: entered once the node is on the network.
+        stays: whether to serve the final state and `beside` until a signal, after the target too.
+
+    Returns the end of the run if it has reached its target, None after a signal before that.
     """
     with locked_run_dir(settings) as folder:
         folder.copy_tokenizer(settings.manifest, settings.base)
-        await Daemon(settings, folder, beside).run()
+        return await Daemon(settings, folder, beside, stays).run()
 
 
 @contextmanager
@@ -57,13 +74,14 @@ def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
 class Daemon:
     """Runs one node in this process, from its start to its shutdown."""
 
-    def __init__(self, settings: NodeOptions, folder: RunDir, beside: Beside) -> None:
+    def __init__(self, settings: NodeOptions, folder: RunDir, beside: Beside, stays: bool = False) -> None:
         self._settings = settings
         self._folder = folder
         self._beside = beside
+        self._stays = stays
         self._stop = asyncio.Event()
 
-    async def run(self) -> None:
+    async def run(self) -> FinishedRun | None:
         torch.set_num_threads(1)  # leave the cores to the trainer
         loop = asyncio.get_running_loop()
         handle_stop_signals(loop, self._on_signal)
@@ -80,6 +98,7 @@ class Daemon:
             logger.info("this node is %s in run %s", node.peer_id, self._settings.manifest.run.name)
             await stack.enter_async_context(self._beside(node))
             await self._take_part(node)
+            return _end_of(node)
 
     def _on_signal(self) -> None:
         logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
@@ -102,18 +121,10 @@ class Daemon:
             await task
 
     async def _main(self, node: Node) -> None:
-        """Take part until the target, and stay a while for other peers."""
+        """Take part until the target, and stay for as long as others need us."""
         await node.run_replicas()
-        await self._linger(node)
-
-    async def _linger(self, node: Node) -> None:
-        """Stay until all peers reach the target, at most LINGER_SECONDS: they may need our blobs."""
-        try:
-            async with asyncio.timeout(LINGER_SECONDS):
-                while not node.all_arrived():
-                    await asyncio.sleep(0.2)
-        except TimeoutError:
-            logger.info("leaving before all peers have reached the target")
+        if self._stays:
+            await self._stop.wait()
 
     async def _leave(self, node: Node, reason: str) -> None:
         """Leave the run and stop; `reason` is the error that ended the node, empty after a signal."""
@@ -131,6 +142,16 @@ class Daemon:
         while True:
             node.publish_progress()
             await asyncio.sleep(PUBLISH_SECONDS)
+
+
+def _end_of(node: Node) -> FinishedRun | None:
+    """Return the end of the run of the replica that was added first; None before its target."""
+    replica = next(iter(node.replicas.values()))
+    if (reached := replica.effects.reached) is None:
+        return None
+    return FinishedRun(
+        reached.head.round, reached.head.tokens, replica.swarm_view.newest_validation_loss(), reached.is_ours
+    )
 
 
 def _first_error(ended: Iterable[asyncio.Task[None]]) -> str:

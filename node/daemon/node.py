@@ -144,10 +144,6 @@ class Node:
             if replica.status_reporter.status().phase != "done":
                 replica.status_reporter.set_phase("leaving", reason)
 
-    def all_arrived(self) -> bool:
-        """Return whether every live trainer has at least our rounds."""
-        return all(replica.is_reached_by_all for replica in self.replicas.values())
-
     def publish_progress(self) -> None:
         for replica in self.replicas.values():
             replica.swarm_view.publish_progress()

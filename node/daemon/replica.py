@@ -124,6 +124,7 @@ class Replica:
         self._planner = planner
         self._shapes = shape_table(manifest.model)
         self._limits = contribution_limits(manifest, planner)
+        self._state_bytes = state_bytes(planner.numel, planner.method)
         self.inbox = Inbox()
         self._background = BackgroundTasks(self.inbox)
         self._finishing: asyncio.Task[None] | None = None
@@ -206,6 +207,8 @@ class Replica:
                 expiry=manifest.membership.expiry,
                 has_contacts=self._node.has_contacts,
                 compares_states=topology_class(self._planner.method).has_shared_state,
+                keepers=manifest.target.keepers,
+                state_bytes=self._state_bytes,
             ),
             self.replicated.chain,
             self.replicated.blob.digest,
@@ -268,7 +271,7 @@ class Replica:
             sync_client=ChainSyncClient(
                 ChainReader(self.run_id, self._limits, transport.channel),
                 self.replicated.chain,
-                state_bytes(self._shapes.numel, method),
+                self._state_bytes,
             ),
             swarm_view=self.swarm_view,
         )
@@ -288,7 +291,10 @@ class Replica:
         self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
 
     async def run(self) -> None:
-        """Take part until the target. Raises the error of a trainer that cannot be restarted."""
+        """Take part until the target, and stay until nobody needs our final state any more.
+
+        Raises the error of a trainer that cannot be restarted.
+        """
         rounds = asyncio.create_task(self.effects.run())
         failure = asyncio.create_task(self.trainer.wait_finished())
         try:
@@ -299,7 +305,7 @@ class Replica:
         finally:
             await cancel_and_wait((rounds, failure))
         await self.finish()
-        self.status_reporter.set_phase("done", "the target is reached")
+        await self.inbox.wait_until_left()
 
     async def finish(self) -> None:
         """Stop the trainer and save. May be repeated; continues if a caller is cancelled."""
@@ -310,13 +316,9 @@ class Replica:
     async def _finish(self) -> None:
         self.effects.stop()
         await self.trainer.stop(self.replicated.chain.round)
-        await self.checkpointer.save_now(self.replicated, self._contributions)
+        if self.effects.reached is None or self.effects.reached.is_ours:
+            await self.checkpointer.save_now(self.replicated, self._contributions)
         await self.outbox.stop()
-
-    @property
-    def is_reached_by_all(self) -> bool:
-        """Return whether every live trainer has at least our rounds."""
-        return self.swarm_view.all_have_round(self.replicated.chain.round)
 
     def on_trainer_message(self, message: FromTrainer) -> None:
         directory = self._node.directory

@@ -1,7 +1,7 @@
 """Show the peer directory to a replica: the trainers, their heads, and the peers to ask."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
@@ -29,7 +29,7 @@ class SwarmView:
         self._status = status
         self.has_contacts = has_contacts
         self._rng = rng
-        self._left_peers: dict[PeerId, None] = {}  # oldest first
+        self._left_peers: dict[PeerId, PeerState] = {}  # oldest first
         self._has_met_trainer = False  # whether another trainer was ever seen
         directory.subscribe(self)
 
@@ -45,6 +45,11 @@ class SwarmView:
 
     def other_trainers(self) -> list[PeerId]:
         return [peer for peer in self.trainers() if peer != self._directory.peer_id]
+
+    def live_peers(self, chosen: Sequence[PeerId]) -> list[PeerId]:
+        """Return those of the chosen peers that are live, whether they train or not."""
+        live = self._directory.live()
+        return [peer for peer in chosen if peer in live]
 
     def unreachable_peers(self) -> frozenset[PeerId]:
         """Return the peers hidden behind NAT if we are too: only small messages reach them.
@@ -81,13 +86,18 @@ class SwarmView:
         """Return the state of all live peers, in random order to spread requests."""
         live = list(self._directory.live().items())
         self._rng.shuffle(live)
-        return SwarmSnapshot({peer: peer_state(record) for peer, record in live}, frozenset(self._left_peers))
+        return SwarmSnapshot({peer: peer_state(record) for peer, record in live}, dict(self._left_peers))
 
     def is_our_turn_to_evaluate(self, round_number: int) -> bool:
         """Return whether it is our turn to evaluate the anchor of a round; trainers that are not paused take turns."""
         live = self._directory.live()
         trainers = sorted(peer for peer in self.trainers() if not live[peer].resting)
         return bool(trainers) and trainers[round_number % len(trainers)] == self._directory.peer_id
+
+    def newest_validation_loss(self) -> float | None:
+        """Return the newest validation loss that a peer has measured, by the records; None if there is none."""
+        measured = [record for record in self._directory.live().values() if record.validation_round]
+        return max(measured, key=lambda record: record.validation_round).validation_loss if measured else None
 
     def announce_head(self, head: ChainHead, state: Digest) -> None:
         self._directory.publish(
@@ -99,17 +109,12 @@ class SwarmView:
         """Update the progress fields of our peer record; each new head publishes them too."""
         self._directory.publish(urgent=False, **self._status.status().record_fields())
 
-    def all_have_round(self, round_number: int) -> bool:
-        """Return whether every live trainer has at least that many rounds."""
-        trainers = [record for record in self.other_records().values() if record.role == "trainer"]
-        return all(record.round >= round_number for record in trainers)
-
     def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerJoined):
             self._left_peers.pop(event.peer, None)
             self._has_met_trainer = self._has_met_trainer or event.record.role == "trainer"
         elif isinstance(event, PeerLeft) and event.reason == "left":
-            self._left_peers[event.peer] = None
+            self._left_peers[event.peer] = peer_state(event.record or PeerRecord(role="trainer"))
             if len(self._left_peers) > MAX_LEFT_PEERS:
                 del self._left_peers[next(iter(self._left_peers))]
 

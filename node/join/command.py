@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from node.flags import NodeFlags
 from node.join.invitation import Invitation
@@ -14,6 +16,9 @@ from node.process import rare_garbage_collection
 from node.units import format_count
 from protocol.manifest import load_manifest
 from protocol.signing import fingerprint
+
+if TYPE_CHECKING:
+    from node.daemon.lifecycle import FinishedRun
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,21 @@ def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure
     build_program(manifest)  # an unknown method must fail before the folder is locked
     require_usable_device(settings)
     _verify_organiser(node_dir, invitation)
-    asyncio.run(run_node(settings))
+    finished = asyncio.run(run_node(settings))
+    if finished is not None:
+        for line in describe_end(finished, run, node_dir):
+            print(line, flush=True)
+
+
+def describe_end(finished: "FinishedRun", run: str, node_dir: Path) -> list[str]:
+    """Return the last lines of `murmur join RUN` for a run that has reached its target."""
+    validation = finished.validation_loss
+    loss = "" if validation is None else f", validation loss {validation:.3f}"
+    source = shlex.quote(str(node_dir) if finished.is_ours else run)
+    return [
+        f"the run is over: round {finished.round:,}, {finished.tokens:,} tokens{loss}",
+        f"to get the model: murmur export {source} OUT",
+    ]
 
 
 def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:

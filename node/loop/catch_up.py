@@ -166,8 +166,9 @@ class CatchUp:
         if not heads:
             return None
         head, peers = best_head(heads)
-        # Old blobs are gone, and one state costs no more than many rounds.
-        replay = not self._replay_failed and head.round - own.round <= RETAINED_ROUNDS
+        # Old blobs are gone, hosts have none, and one state costs no more than many rounds.
+        has_blobs = not self._snapshot.trainers.isdisjoint(peers)
+        replay = not self._replay_failed and has_blobs and head.round - own.round <= RETAINED_ROUNDS
         return SyncTarget(head, tuple(peers), replay)
 
     def is_news(self, state: Digest) -> bool:

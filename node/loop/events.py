@@ -15,6 +15,7 @@ from node.loop.contributions import ForkOutcome
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import PartReduced, Reduce, Rejected, RequestEarlySubmit, Send, VoteRecord
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
 from protocol.identity import PeerId
@@ -323,7 +324,18 @@ class ReportCatchUp:
 
 @dataclass(frozen=True)
 class TargetReached:
-    """The run has reached its target."""
+    """The run has reached its target with this head: stop the trainer and save, but still serve the state.
+
+    `is_ours` is false for a newcomer, which has no state of the run.
+    """
+
+    head: ChainHead
+    is_ours: bool
+
+
+@dataclass(frozen=True)
+class LeaveRun:
+    """Nobody needs this peer any more; after TargetReached."""
 
 
 LoopAction = (
@@ -349,4 +361,5 @@ LoopAction = (
     | ReportPace
     | ReportCatchUp
     | TargetReached
+    | LeaveRun
 )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import ContributionLimits
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
@@ -35,6 +36,8 @@ class LoopOptions:
         expiry: seconds for which a restarted peer waits for that number of trainers.
         has_contacts: whether the user named a peer to ask for the run.
         compares_states: whether all peers on one head must have the same state.
+        keepers: other machines that must hold the final state before this peer leaves.
+        state_bytes: size of a state.
     """
 
     round: RoundOptions
@@ -44,3 +47,10 @@ class LoopOptions:
     expiry: float = 0.0
     has_contacts: bool = False
     compares_states: bool = True
+    keepers: int = 0
+    state_bytes: int = 0
+
+    def is_final(self, head: ChainHead) -> bool:
+        """Return whether a chain with this head has reached the target."""
+        rounds, tokens = self.target_rounds, self.target_tokens
+        return (rounds is not None and head.round >= rounds) or (tokens is not None and head.tokens >= tokens)

@@ -6,13 +6,13 @@ includes it. Events go in, actions come out; the daemon, the simulator and the t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from node.daemon.outer_state import SignedContributions
-from node.ipc.channel import ContributionOutcome
+from node.loop.applying import Applying
 from node.loop.catch_up import CatchUp, Sync, SyncPlan
 from node.loop.contributions import ContributionTracker
+from node.loop.departure import Departure
 from node.loop.events import (
     AdoptState,
     AdvanceState,
@@ -24,6 +24,7 @@ from node.loop.events import (
     ContributionReady,
     FindPath,
     HeadPublished,
+    LeaveRun,
     LoopAction,
     LoopEvent,
     MessagesReceived,
@@ -61,15 +62,6 @@ POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
 Stage = Literal["created", "joining", "starting", "assembling", "running", "done"]
 
 
-@dataclass
-class _Applying:
-    """A commit that is being applied to our state."""
-
-    commit: SignedMessage[Commit]
-    contributions: SignedContributions = ()
-    outcome: ContributionOutcome = "none"
-
-
 class RoundLoop:
     """Handles the events of one replica one by one. Only the loop changes its chain and contributions.
 
@@ -94,11 +86,12 @@ class RoundLoop:
         self._catch_up = CatchUp(self._peer_id, chain, options.compares_states)
         self._snapshot = SwarmSnapshot({})
         self._stage: Stage = "created"
-        self._applying: _Applying | None = None
+        self._applying: Applying | None = None
         self._syncing: Sync | None = None
         self._idle_until = 0.0
         self._look_at = 0.0  # when to check again whether to catch up
         self._patience_ends: float | None = None
+        self._departure = Departure(options)
         self._phase: tuple[Phase, str] | None = None
         self._actions: list[LoopAction] = []
 
@@ -113,15 +106,10 @@ class RoundLoop:
 
     @property
     def is_target_reached(self) -> bool:
-        rounds, tokens = self._options.target_rounds, self._options.target_tokens
-        head = self.chain.head
-        return (rounds is not None and head.round >= rounds) or (tokens is not None and head.tokens >= tokens)
+        return self._options.is_final(self.chain.head)
 
     def is_known(self, peer: PeerId) -> bool:
-        """Return whether messages of a peer may count.
-
-        This includes a voter of the open round that the swarm view has just lost.
-        """
+        """Return whether messages of a peer may count: a trainer's, or those of a voter that we have just lost."""
         return peer in self._snapshot.trainers or self.session.has_voter(peer)
 
     def handle(self, event: LoopEvent, now: float) -> list[LoopAction]:
@@ -139,7 +127,7 @@ class RoundLoop:
 
     def next_deadline(self, now: float) -> float | None:
         """Return when to send TimePassed."""
-        times = [self.session.next_deadline(now)]
+        times = [self.session.next_deadline(now), self._departure.next_deadline()]
         if self._is_free and self._stage not in ("created", "starting", "done"):
             waits = [self._idle_until, self._patience_ends, self._catch_up.next_deadline(now)]
             times += [time for time in waits if time is not None and time > now]
@@ -199,6 +187,8 @@ class RoundLoop:
         """Take the next step, if there is one; return whether there was."""
         if not self._is_free or now < self._idle_until:
             return False
+        if self.is_target_reached and self._stage in ("joining", "assembling", "running"):
+            return self._reach_target(now)
         match self._stage:
             case "joining":
                 return self._join(now)
@@ -206,14 +196,20 @@ class RoundLoop:
                 return self._assemble(now)
             case "running":
                 return self._run(now)
+            case "done":
+                self._actions += self._departure.advance(now)
         return False
 
     def _join(self, now: float) -> bool:
         """Let a new peer with contacts wait for an answer: work that it trains alone is of little use."""
         self._report_phase("joining", "looking for the peers of the run")
-        is_alone = not self._snapshot.peers.keys() - {self._peer_id}
-        if self.chain.round == 0 and self._options.has_contacts and is_alone:
+        is_new = self.chain.round == 0
+        if is_new and self._options.has_contacts and not self._snapshot.peers.keys() - {self._peer_id}:
             return False
+        if is_new and (final := self._snapshot.final_head(self._peer_id, self._options.is_final)):
+            self._stop()
+            self._actions += [ReportPhase("done", "the run is over"), TargetReached(final, is_ours=False), LeaveRun()]
+            return True
         if self._catch_up.heads(now):
             return self._begin_sync(now)
         self._stage = "starting"
@@ -234,11 +230,6 @@ class RoundLoop:
         return True
 
     def _run(self, now: float) -> bool:
-        if self.is_target_reached:
-            self._report_phase("training", "the target is reached")
-            self._stop()
-            self._actions.append(TargetReached())
-            return True
         if self.session.decided is not None:
             commit, self.session.decided = self.session.decided, None
             self._apply(commit, now)
@@ -251,6 +242,12 @@ class RoundLoop:
         if self.session.is_open:
             return False
         self._open_round(now)
+        return True
+
+    def _reach_target(self, now: float) -> bool:
+        self._departure.begin(self.chain.head, self.state, self._stage != "running", now)
+        self._stop()
+        self._actions.append(TargetReached(self.chain.head, is_ours=True))
         return True
 
     def _stop(self) -> None:
@@ -276,6 +273,7 @@ class RoundLoop:
     def _update_swarm(self, snapshot: SwarmSnapshot) -> None:
         self._snapshot = snapshot
         self._catch_up.set_snapshot(snapshot)
+        self._departure.set_snapshot(snapshot)
         self._idle_until = self._look_at = 0.0
         if self.session.is_open:
             self.session.update_membership(self._snapshot.membership(self._peer_id, self.chain))
@@ -284,7 +282,7 @@ class RoundLoop:
 
     def _apply(self, commit: SignedMessage[Commit], now: float) -> None:
         body = commit.body
-        self._applying = _Applying(commit)
+        self._applying = Applying(commit)
         settings = self._options.round.settings(body.round)
         if settings.topology.accepts_commit(body):
             contributions, may_lose = self.session.contributions_for(body), settings.topology.may_skip_lost
@@ -354,8 +352,10 @@ class RoundLoop:
         self._report_phase("catching up", "our state differs from the others'; fetching theirs")
         if self._catch_up.is_news(self.state):
             line = f"our state after round {self.chain.round} differs from the others'"
-            self._actions.append(ReportRecovered("state differs", line))
-            self._actions.append(ReportMissed("our state differed from the others'"))
+            self._actions += [
+                ReportRecovered("state differs", line),
+                ReportMissed("our state differed from the others'"),
+            ]
 
     def _follow(self, plan: SyncPlan, now: float) -> None:
         if (syncing := self._syncing) is None:

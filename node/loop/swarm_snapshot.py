@@ -1,7 +1,7 @@
 """Describe the known peers of a run at one moment, indexed for the round loop. PURE."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,17 +27,22 @@ class PeerState:
     is_trainer: bool = True
     is_resting: bool = False
 
+    @property
+    def is_keeper(self) -> bool:
+        """Return whether it keeps the newest state without training, as a host does."""
+        return not self.is_trainer and self.head is not None
+
 
 @dataclass(frozen=True)
 class SwarmSnapshot:
-    """All live peers, this one included, and the peers that have left.
+    """All live peers, this one included, and the peers that have left, with the state that they had.
 
     Peers are asked in the order of `peers`, so a daemon shuffles it. Virtual peers of one process
     share a snapshot, and with it the indices.
     """
 
     peers: Mapping[PeerId, PeerState]
-    departed: frozenset[PeerId] = frozenset()
+    left: Mapping[PeerId, PeerState] = field(default_factory=dict)
     _trainers_at: dict[frozenset[Digest], frozenset[PeerId]] = field(default_factory=dict, compare=False)
     _preferred: dict[ChainHead, dict[ChainHead, list[PeerId]]] = field(default_factory=dict, compare=False)
 
@@ -56,6 +61,19 @@ class SwarmSnapshot:
             if state.head is not None:
                 by_head[state.head].append(peer)
         return dict(by_head)
+
+    @cached_property
+    def departed(self) -> frozenset[PeerId]:
+        return frozenset(self.left)
+
+    def final_head(self, peer_id: PeerId, is_final: Callable[[ChainHead], bool]) -> ChainHead | None:
+        """Return the head at the run's target that most of the other peers have, if there is one.
+
+        One record alone does not end a run whose other peers still train. Newcomers have no say.
+        """
+        heads = [state.head for peer, state in self.peers.items() if peer != peer_id and state.head is not None]
+        known = Counter(head for head in heads if head.round)
+        return next((head for head, count in known.items() if 2 * count > known.total() and is_final(head)), None)
 
     def trainers_at(self, digests: frozenset[Digest]) -> frozenset[PeerId]:
         """Return the trainers whose chains end with one of these digests."""
@@ -87,9 +105,14 @@ class SwarmSnapshot:
     def is_outvoted(self, peer_id: PeerId, head: ChainHead, state: Digest) -> bool:
         """Return whether most of the other peers on this head have another state than `state`."""
         at_head = [peers for known, peers in self._peers_by_head.items() if known.digest == head.digest]
-        voters = [peer for peers in at_head for peer in peers if peer != peer_id and self.peers[peer].state]
+        voters = [peer for peers in at_head for peer in peers if peer != peer_id and self._may_vote(peer)]
         votes = {peer: (head.digest, self.peers[peer].state) for peer in voters}
         return bool(votes) and is_state_outvoted(head.digest, state, votes)
+
+    def _may_vote(self, peer: PeerId) -> bool:
+        """Return whether a peer computed its state itself; a host repeats the majority's."""
+        state = self.peers[peer]
+        return state.is_trainer and state.state != b""
 
     def state_holders(self, peer_id: PeerId, head: ChainHead, own_state: Digest) -> list[PeerId]:
         """Return the other peers on this head with the state that most of them have, if it differs from our own."""

@@ -153,6 +153,10 @@ class VirtualSwarm:
         if head.digest not in self._first_arrivals:
             self._first_arrivals[head.digest] = self.clock.now
             self._record_first_arrival(peer, head)
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Notice that every live peer has reached the target, or came after it."""
         self._is_done = all(other.is_done for other in self.live_peers)
 
     def _record_first_arrival(self, peer: VirtualPeer, head: ChainHead) -> None:

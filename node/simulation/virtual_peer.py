@@ -108,7 +108,7 @@ class VirtualPeer:
 
     @property
     def is_done(self) -> bool:
-        return self.loop.is_target_reached
+        return self.loop.is_target_reached or self.loop.is_done
 
     def start(self) -> None:
         """Join the run."""
@@ -182,6 +182,8 @@ class VirtualPeer:
                 self.swarm.accounting.rejections[action.reason] += 1
             case RequestEarlySubmit():
                 self._submit_early()
+            case TargetReached(_, is_ours) if not is_ours:
+                self.swarm.check_end()
             case StartTrainer() | TargetReached():
                 self._start_trainer()
             case _:

@@ -386,7 +386,7 @@ class PeerDirectory(MembershipServicer):
     def _notify_listeners(self) -> None:
         """Report the changes since the last call to the listeners."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
-        for event in self._changes.since_last(live, self._table.reason_left):
+        for event in self._changes.since_last(live, self._table.departure_of):
             if not isinstance(event, PeerUpdated):
                 logger.info("%s", describe_event(event))
             for listener in self._listeners:

@@ -81,11 +81,11 @@ class MembershipChanges:
         self._sequences: dict[PeerId, int] = {}
 
     def since_last(
-        self, live: Mapping[PeerId, PeerRecord], reason_left: Callable[[PeerId], str]
+        self, live: Mapping[PeerId, PeerRecord], departure_of: Callable[[PeerId], PeerLeft]
     ) -> list[MembershipEvent]:
         """Return an event for each peer that joined, left or changed its record."""
         known = self._sequences
-        events: list[MembershipEvent] = [PeerLeft(peer, reason_left(peer)) for peer in known.keys() - live.keys()]
+        events: list[MembershipEvent] = [departure_of(peer) for peer in known.keys() - live.keys()]
         for peer, record in live.items():
             if peer not in known:
                 events.append(PeerJoined(peer, record))

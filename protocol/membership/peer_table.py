@@ -9,7 +9,7 @@ records. It is bounded by the clock, so nobody can claim a sequence that a later
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from protocol.errors import LimitError, MalformedError, StaleError
@@ -44,6 +44,7 @@ class PeerUpdated:
 class PeerLeft:
     peer: PeerId
     reason: str  # "left", "expired" or "unreachable"
+    record: PeerRecord | None = field(default=None, compare=False)  # its last one, if it is still known
 
 
 MembershipEvent = PeerJoined | PeerUpdated | PeerLeft
@@ -144,6 +145,11 @@ class PeerTable:
         if entry.record.leaving:
             return "left"
         return "unreachable" if entry.is_suspected else "expired"
+
+    def departure_of(self, peer: PeerId) -> PeerLeft:
+        """Return the event that tells of a peer that is not live."""
+        entry = self._entries.get(peer)
+        return PeerLeft(peer, self.reason_left(peer), None if entry is None else entry.record)
 
     def known_sequences(self) -> dict[PeerId, int]:
         return {peer: entry.record.sequence for peer, entry in self._entries.items()}

@@ -43,6 +43,9 @@ class FixedSources:
     def other_trainers(self) -> list[PeerId]:
         return list(self._peers())
 
+    def live_peers(self, chosen: Sequence[PeerId]) -> list[PeerId]:
+        return [peer for peer in chosen if peer in self._peers()]
+
     def unreachable_peers(self) -> frozenset[PeerId]:
         return frozenset()
 

@@ -1,7 +1,7 @@
 """Wishes are new once, their sources change under way, others are asked as well, and some are asked to carry."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,6 +168,9 @@ class RelayedDownloads:
         self.reached = fetcher.stores
 
     def other_trainers(self) -> list[PeerId]:
+        return []
+
+    def live_peers(self, chosen: Sequence[PeerId]) -> list[PeerId]:
         return []
 
     def unreachable_peers(self) -> frozenset[PeerId]:

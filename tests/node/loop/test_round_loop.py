@@ -16,12 +16,14 @@ from node.loop.events import (
     ContributionReady,
     FindPath,
     HeadPublished,
+    LeaveRun,
     LoopAction,
     LoopEvent,
     MessagesReceived,
     PathFound,
     PublishHead,
     ReportMissed,
+    ReportPhase,
     ReportRecovered,
     Started,
     StartTrainer,
@@ -202,6 +204,54 @@ def test_target_ends_the_loop() -> None:
     actions = peer.apply(decided(peer))
     assert of_kind(TargetReached, actions) and peer.loop.is_done and not peer.loop.session.is_open
     assert peer.loop.next_deadline(peer.now) is None
+
+
+def test_newcomer_to_a_run_that_is_over_ends_without_a_trainer() -> None:
+    peer = LoopUnderTest(target_rounds=2, has_contacts=True, keepers=1)
+    peer.post(Started())
+    final = chain_of(2)[0].head
+    actions = peer.meet(friend=PeerState(final, b"theirs", is_trainer=False))
+    assert of_kind(TargetReached, actions) == [TargetReached(final, is_ours=False)] and of_kind(LeaveRun, actions)
+    assert not of_kind(StartTrainer, actions) and not of_kind(FindPath, actions) and peer.loop.is_done
+
+
+def test_one_claim_does_not_end_a_run_that_others_train() -> None:
+    peer = LoopUnderTest(target_rounds=2, has_contacts=True)
+    peer.post(Started())
+    young, liar = chain_of(1)[0], PeerState(chain_of(2, peer=3)[0].head, b"theirs")
+    actions = peer.meet(friend=head_state(young), other=liar)
+    assert not of_kind(TargetReached, actions) and of_kind(FindPath, actions), "it joins"
+
+
+def test_newcomer_takes_the_state_of_a_host_that_has_no_blobs_to_replay() -> None:
+    def find(is_trainer: bool) -> FindPath:
+        peer = LoopUnderTest()
+        peer.meet(friend=PeerState(chain_of(2)[0].head, b"theirs", is_trainer=is_trainer))
+        [action] = of_kind(FindPath, peer.post(Started()))
+        return FindPath(action.peer, action.replay, 0)
+
+    assert find(is_trainer=False) == FindPath(FRIEND, False, 0) and find(is_trainer=True) == FindPath(FRIEND, True, 0)
+
+
+def test_restarted_peer_of_a_run_that_is_over_starts_no_trainer() -> None:
+    peer = LoopUnderTest(target_rounds=1, has_contacts=True, expiry=3.0, keepers=1)
+    peer.chain.append(chain_of(1)[1][0])
+    peer.meet()
+    actions = peer.post(Started())
+    assert of_kind(TargetReached, actions) == [TargetReached(peer.chain.head, is_ours=True)]
+    assert not of_kind(StartTrainer, actions) and not of_kind(LeaveRun, actions)
+    assert of_kind(LeaveRun, peer.pass_time(3.0)), "nobody is there"
+
+
+def test_last_peer_stays_until_a_host_has_the_final_state() -> None:
+    peer = LoopUnderTest(target_rounds=1, has_contacts=True, keepers=1)
+    peer.meet(friend=PeerState(None, is_trainer=False))
+    peer.post(Started(), TrainerStarted())
+    actions = peer.apply(decided(peer))
+    assert of_kind(TargetReached, actions) and not of_kind(LeaveRun, actions)
+    assert of_kind(ReportPhase, actions)[-1].reason.endswith("until 1 other machine holds the final model")
+    peer.post(Stopped())  # the daemon has stopped the trainer and saved
+    assert of_kind(LeaveRun, peer.meet(friend=PeerState(peer.chain.head, peer.loop.state, is_trainer=False)))
 
 
 def test_one_round_behind_it_waits_for_the_commit_to_come_by_itself() -> None:

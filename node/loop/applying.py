@@ -1,0 +1,16 @@
+"""Describe a decided commit while the round loop applies it to its state. PURE."""
+
+from dataclasses import dataclass
+
+from node.daemon.outer_state import SignedContributions
+from node.ipc.channel import ContributionOutcome
+from protocol.consensus.messages import Commit, SignedMessage
+
+
+@dataclass
+class Applying:
+    """A commit that is being applied to our state."""
+
+    commit: SignedMessage[Commit]
+    contributions: SignedContributions = ()
+    outcome: ContributionOutcome = "none"

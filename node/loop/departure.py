@@ -1,0 +1,107 @@
+"""Decide when a peer whose run has reached its target may leave. PURE.
+
+It stays for trainers that are about to reach the target, because they may need its blobs; for hosts that fetch the
+final state; and until `target.keepers` other machines hold that state, because nobody could get the model otherwise.
+A machine holds the state once its record names it, also if it has left since. Every wait has an end: the last peer of
+a run that nobody comes back to leaves after a day, with the model on its disk.
+"""
+
+from node.loop.events import LeaveRun, ReportPhase
+from node.loop.options import LoopOptions
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.messages import Digest
+from protocol.identity import PeerId
+
+ARRIVAL_SECONDS = 20.0  # for trainers that are about to reach the target
+KEEPING_SECONDS = 24 * 3600.0  # for a machine to come that takes the state
+MIN_HANDOVER_SECONDS = 60.0  # for a host to fetch the state, plus its size / MIN_HANDOVER_BYTES_PER_SECOND
+MIN_HANDOVER_BYTES_PER_SECOND = 500_000
+MAX_WAITED_HOSTS = 1024
+
+
+class Departure:
+    """The end of one peer's part in a run. It begins when the peer has the final state."""
+
+    def __init__(self, options: LoopOptions) -> None:
+        self._peer_id = options.round.peer_id
+        self._options = options
+        self._snapshot = SwarmSnapshot({})
+        self._has_met_others = False
+        self._head: ChainHead | None = None  # the final one, from `begin` until we leave
+        self._state: Digest = b""
+        self._since = 0.0
+        self._patience = 0.0
+        self._holders: set[PeerId] = set()  # other machines with the final state; counted up to `keepers`
+        self._hosts_since: dict[PeerId, float] = {}  # hosts that lack the final state, and since when we know them
+        self._deadline: float | None = None
+        self._reported: str | None = None
+
+    def set_snapshot(self, snapshot: SwarmSnapshot) -> None:
+        self._snapshot = snapshot
+        self._has_met_others = self._has_met_others or bool({*snapshot.peers, *snapshot.left} - {self._peer_id})
+
+    def begin(self, head: ChainHead, state: Digest, has_restarted: bool, now: float) -> None:
+        """Begin to leave with this final state.
+
+        A restarted peer that finds nobody leaves soon: it waited when it reached the target. A peer that trains alone
+        by design does not wait for others at all.
+        """
+        options = self._options
+        is_alone = options.min_peers == 1 and not options.has_contacts and not self._has_met_others
+        self._patience = 0.0 if is_alone else options.expiry if has_restarted else KEEPING_SECONDS
+        self._head, self._state, self._since = head, state, now
+
+    def advance(self, now: float) -> list[ReportPhase | LeaveRun]:
+        """Return LeaveRun once, when nobody needs this peer any more; before that, report why it stays."""
+        if self._head is None:
+            return []
+        self._observe(self._head, now)
+        reason = self._reason_to_stay(self._head, now)
+        if reason is None:
+            self._head = self._deadline = None
+            return [ReportPhase("done", "the target is reached"), LeaveRun()]
+        if reason == self._reported:
+            return []
+        self._reported = reason
+        return [ReportPhase("done", f"the target is reached; waiting {reason}")]
+
+    def next_deadline(self) -> float | None:
+        """Return when the present wait ends."""
+        return self._deadline
+
+    def _reason_to_stay(self, head: ChainHead, now: float) -> str | None:
+        options, late = self._options, self._count_late_trainers(head)
+        if late and self._is_before(self._since + ARRIVAL_SECONDS, now):
+            return f"for {late} other {'peer' if late == 1 else 'peers'}"
+        missing = options.keepers - len(self._holders)
+        if self._hosts_since and options.keepers:
+            newest = max(self._hosts_since.values()) if missing > 0 else self._since
+            seconds = MIN_HANDOVER_SECONDS + options.state_bytes / MIN_HANDOVER_BYTES_PER_SECOND
+            if self._is_before(newest + seconds, now):
+                return "until the host holds the final model"
+        if missing > 0 and self._is_before(self._since + self._patience, now):
+            return f"until {missing} other {'machine holds' if missing == 1 else 'machines hold'} the final model"
+        return None
+
+    def _is_before(self, deadline: float, now: float) -> bool:
+        self._deadline = deadline if now < deadline else None
+        return now < deadline
+
+    def _observe(self, head: ChainHead, now: float) -> None:
+        others = {peer: state for peer, state in self._snapshot.peers.items() if peer != self._peer_id}
+        for peer, state in (*others.items(), *self._snapshot.left.items()):
+            if len(self._holders) < self._options.keepers and self._has_final_state(state, head):
+                self._holders.add(peer)
+        hosts = [peer for peer, state in others.items() if state.is_keeper and not self._has_final_state(state, head)]
+        self._hosts_since = {peer: self._hosts_since.get(peer, now) for peer in hosts[:MAX_WAITED_HOSTS]}
+
+    def _has_final_state(self, state: PeerState, head: ChainHead) -> bool:
+        if state.head is None or state.head.digest != head.digest or not state.state:
+            return False
+        return state.state == self._state or not self._options.compares_states
+
+    def _count_late_trainers(self, head: ChainHead) -> int:
+        others = self._snapshot.trainers - {self._peer_id}
+        heads = (self._snapshot.peers[peer].head for peer in others)
+        return sum(other is None or other.round < head.round for other in heads)
