@@ -25,7 +25,8 @@ from node.dashboard.events import (
     PeersUpdated,
     read_event,
 )
-from node.dashboard.state import RunState, apply_event, log_text_of
+from node.dashboard.json_views import log_line_values
+from node.dashboard.state import RunState, apply_event, newest_line
 from protocol.errors import LimitError, MissingFileError, StorageError
 
 EVENT_FILE_NAME = "events.jsonl"
@@ -140,7 +141,7 @@ class EventLog:
         if self.state.facts is None:
             self.record(opened)
         else:
-            self.record(HostRestarted(at=opened.at))
+            self.record(HostRestarted(at=opened.at, facts=opened.facts))
         return self
 
     def record(self, event: DashboardEvent) -> None:
@@ -192,11 +193,13 @@ class EventLog:
 
     def _apply(self, event: DashboardEvent) -> bytes | None:
         """Apply the event to the state; returns the message of a durable event."""
-        index, before = self.state.index, self.state
-        self.state = apply_event(before, event)
+        index = self.state.index
+        self.state = apply_event(self.state, event)
         if isinstance(event, PeersUpdated):
             return None
-        message = encode_message(event.kind, _values_with_text(event, before), index)
+        line = newest_line(self.state)
+        logged = {"line": log_line_values(line)} if line else {}
+        message = encode_message(event.kind, {**event.model_dump(mode="json"), **logged}, index)
         self._keep_message(index, message)
         return message
 
@@ -205,11 +208,6 @@ class EventLog:
         self._kept_bytes += len(message)
         while len(self._kept_messages) > MAX_KEPT_MESSAGES or self._kept_bytes > MAX_KEPT_BYTES:
             self._kept_bytes -= len(self._kept_messages.popleft()[1])
-
-
-def _values_with_text(event: LoggedEvent, before: RunState) -> dict[str, Any]:
-    line = log_text_of(before, event)
-    return {**event.model_dump(mode="json"), **({"text": line.text, "tone": line.tone} if line else {})}
 
 
 def encode_message(name: str, values: dict[str, Any], index: int | None) -> bytes:

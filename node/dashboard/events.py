@@ -12,6 +12,7 @@ from protocol.errors import DataError
 from protocol.identity import PeerId
 
 MAX_EVENT_BYTES = 1 << 20
+MAX_SAMPLE_CHARACTERS = 4000
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Amount = Annotated[float, Field(ge=0)]
 Reach = Literal["direct", "relay", "unknown"]
@@ -21,8 +22,19 @@ class EventModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class RunAbout(EventModel):
+    """The manifest's facts for people; `source` names the data set."""
+
+    description: str = ""
+    organiser: str = ""
+    data: str = ""
+    licence: str = ""
+    url: str = ""
+    source: str = ""
+
+
 class RunFacts(EventModel):
-    """Facts of a run that never change."""
+    """Facts of a run, from its manifest."""
 
     run: str
     run_id: str
@@ -34,6 +46,7 @@ class RunFacts(EventModel):
     target_tokens: Count | None = None
     organiser: PeerId
     expiry: Amount = Field(description="seconds of silence after which a peer is gone")
+    about: RunAbout = RunAbout()
 
 
 class CommittedContribution(EventModel):
@@ -57,7 +70,7 @@ class PeerTiming(EventModel):
 
 
 class PeerReport(EventModel):
-    """The newest report of a peer about itself; `sending` is in bytes per second, measured by the host."""
+    """The newest report of a peer about itself; the host measures `sending` and `receiving`, in bytes per second."""
 
     peer: PeerId
     role: Literal["trainer", "observer"]
@@ -74,6 +87,12 @@ class PeerReport(EventModel):
     tokens_per_second: Amount = 0.0
     bytes_sent: Count = 0
     sending: Amount = 0.0
+    receiving: Amount = 0.0
+    learning_rate: Amount | None = None
+    gradient_norm: Amount | None = None
+    device_use: Annotated[float, Field(ge=0, le=1)] | None = None
+    device_memory: Count | None = None
+    device_memory_total: Count | None = None
     resting: bool = Field(default=False, description="does not train at the moment")
     seen: float = 0.0
 
@@ -87,10 +106,11 @@ class LogOpened(EventModel):
 
 
 class HostRestarted(EventModel):
-    """The host restarted and does not see the previously known peers yet."""
+    """The host restarted and does not see the previously known peers yet; its manifest may have other facts."""
 
     kind: Literal["started"] = "started"
     at: float
+    facts: RunFacts | None = None
 
 
 class PeerAppeared(EventModel):
@@ -134,6 +154,16 @@ class ValidationMeasured(EventModel):
     peer: PeerId
     round: Count
     loss: float
+
+
+class SampleGenerated(EventModel):
+    """Text that the model wrote after `round` rounds, continuing the prompt."""
+
+    kind: Literal["sampled"] = "sampled"
+    at: float
+    round: Count
+    prompt: str = Field(max_length=MAX_SAMPLE_CHARACTERS)
+    text: str = Field(max_length=MAX_SAMPLE_CHARACTERS)
 
 
 class PeerDiverged(EventModel):
@@ -190,6 +220,7 @@ LoggedEvent = (
     | RoundCommitted
     | RoundTimed
     | ValidationMeasured
+    | SampleGenerated
     | PeerDiverged
     | ChainForked
     | RoundsMissing

@@ -13,14 +13,13 @@ from string import Template
 from typing import Any
 
 from node.dashboard.log_text import short_id
+from node.dashboard.page.formats import UNKNOWN_TEXT, choose_unit, format_duration, format_number, format_si
+from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
 
 ASSETS_DIR = Path(__file__).parent / "assets"
 STATIC_DIR = ASSETS_DIR / "static"
-SI_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MAX_BROAD_LANES = 8  # lanes that have room for broad bars
-ROUNDS_UP_FROM = 0.9995  # of a unit: rounds to 1.00 with three digits
-PEER_COLUMNS = 13  # columns of the table of peers
-UNKNOWN_TEXT = "-"  # shown for an unknown value
+WEB_ADDRESS_PREFIXES = ("https://", "http://")
 Values = Mapping[str, Any]
 
 
@@ -48,6 +47,10 @@ def render_page(values: Values, join_line: str | None, version: str) -> str:
         lanes=_render_lanes(timeline["lanes"], values["peers"]),
         log="".join(_render_log_line(line) for line in reversed(values["log"])),
         peers=_render_peers(values, join_line),
+        peers_head=render_head(),
+        about=_render_about(values.get("about", {})),
+        warnings=_render_warnings(values["warnings"]),
+        sample=_render_sample(values["sample"]),
     )
 
 
@@ -93,35 +96,39 @@ def format_target(values: Values) -> str:
     return f"{aim} · {format_duration(left)} left" if left else aim
 
 
-def format_si(value: float) -> str:
-    """Format with three digits and an SI prefix: 1840000 gives `1.84 M`."""
-    for size, letter in SI_UNITS:
-        if value >= ROUNDS_UP_FROM * size:
-            return f"{value / size:.3g} {letter}" if value < 1e15 else f"{value / size:.0f} {letter}"
-    return f"{value:.3g}"
-
-
-def choose_unit(largest: float) -> tuple[float, str]:
-    """Return the size and letter of the unit for numbers up to `largest`; never below a thousand."""
-    return next(((size, letter) for size, letter in SI_UNITS if largest >= size), SI_UNITS[-1])
-
-
-def format_number(value: float | None, digits: int) -> str:
-    return UNKNOWN_TEXT if value is None else f"{value:,.{digits}f}"
-
-
-def format_duration(seconds: float) -> str:
-    """Format with the largest unit and, below ten of it, the next smaller one: `2 d 14 h`, `38 min`."""
-    whole = max(0, int(seconds))
-    for size, letter, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // below
-            return f"{whole // size} {letter}" + (f" {rest} {small}" if rest and whole < 10 * size else "")
-    return f"{whole} s"
-
-
 def _default_if_none(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def _render_about(about: Values) -> str:
+    """Return the organiser's facts about the run; they are escaped, and only a web address is a link."""
+    facts = [
+        ("Data", about.get("data") or about.get("source")),
+        ("Organiser", about.get("organiser")),
+        ("Licence", about.get("licence")),
+    ]
+    items = [f"<div><dt>{term}</dt><dd>{escape(text)}</dd></div>" for term, text in facts if text]
+    url = about.get("url", "")
+    if url.startswith(WEB_ADDRESS_PREFIXES):
+        link = f'<a href="{escape(url)}" rel="noopener noreferrer">{escape(url)}</a>'
+        items.append(f"<div><dt>More</dt><dd>{link}</dd></div>")
+    description = about.get("description")
+    text = f'<p class="description">{escape(description)}</p>' if description else ""
+    return text + (f'<dl class="about">{"".join(items)}</dl>' if items else "")
+
+
+def _render_warnings(warnings: Sequence[str]) -> str:
+    return "".join(f"<p>{escape(sentence)}</p>" for sentence in warnings)
+
+
+def _render_sample(sample: Values | None) -> str:
+    """Return the sample; the page hides the section while there is none."""
+    if sample is None:
+        return '<section id="sample" hidden><h2></h2><pre></pre></section>'
+    return (
+        f'<section id="sample"><h2>Text that the model writes after round {sample["round"]}</h2>'
+        f"<pre><b>{escape(sample['prompt'])}</b>{escape(sample['text'])}</pre></section>"
+    )
 
 
 def _render_join(line: str | None) -> str:
@@ -159,28 +166,9 @@ def _render_log_line(line: Values) -> str:
 
 
 def _render_peers(values: Values, join_line: str | None) -> str:
-    present = [_render_peer(peer, values["at"]) for peer in values["peers"] if peer["gone"] is None]
+    is_done = values["progress"] == 1.0
+    present = [render_row(peer, values["at"]) for peer in values["peers"] if is_done or peer["gone"] is None]
     if present:
         return "".join(present)
     line = f"No peers visible. Run: {join_line}" if join_line else "No peers."
-    return f'<tr><td class="empty" colspan="{PEER_COLUMNS}">{escape(line)}</td></tr>'
-
-
-def _render_peer(peer: Values, now: float) -> str:
-    cells = (
-        ("", "id", peer["short"]),
-        ("", "name", peer["name"]),
-        ("", "", peer["device"]),
-        ("", peer["tone"], peer["state"]),
-        ("round", "n", peer["round"]),
-        ("tokens/s", "n", format_si(peer["tokens_per_second"])),
-        ("", "spark needs-script", ""),
-        ("loss", "n", format_number(peer["loss"], 3)),
-        ("kB/s up", "n", format_number(peer["sending"] / 1e3, 1)),
-        ("MB sent", "n", format_number(peer["bytes_sent"] / 1e6, 2)),
-        ("", "link", peer["link"]),
-        ("included", "n", peer["given"]),
-        ("seen", "n", f"{format_duration(now - peer['seen'])}"),
-    )
-    shown = "".join(f'<td class="{kind}" data-label="{label}">{escape(str(text))}</td>' for label, kind, text in cells)
-    return f'<tr data-peer="{escape(peer["peer"])}">{shown}</tr>'
+    return f'<tr><td class="empty" colspan="{len(PEER_COLUMNS)}">{escape(line)}</td></tr>'

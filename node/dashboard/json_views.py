@@ -5,7 +5,10 @@ from typing import Any, TypeVar
 
 from node.dashboard.events import PeerReport, RunFacts
 from node.dashboard.log_text import Tone, short_id
-from node.dashboard.state import UNSEEN_SINCE_RESTART, LogLine, PeerHistory, RoundSummary, RunState, timings_of_round
+from node.dashboard.run_state.log_groups import LogLine
+from node.dashboard.run_state.loss_trend import find_warnings
+from node.dashboard.run_state.round_history import RoundSummary
+from node.dashboard.state import UNSEEN_SINCE_RESTART, PeerHistory, RunState, timings_of_round
 from node.units import format_bytes
 from protocol.signing import fingerprint
 
@@ -38,6 +41,7 @@ def snapshot(state: RunState, now: float) -> Values:
         "log": [log_line_values(line) for line in state.log],
         "timeline": {"round": round_number, "lanes": [lane.model_dump() for lane in lanes]},
         "timelines": [timed.round for timed in state.timelines],
+        "sample": state.sample.model_dump(exclude={"kind"}) if state.sample else None,
     }
 
 
@@ -55,6 +59,7 @@ def summary(state: RunState, now: float) -> Values:
         "status": word,
         "tone": tone,
         "reason": reason,
+        "warnings": find_warnings(state.trend),
         "round": last.round + 1 if last else 0,
         "tokens": last.tokens if last else 0,
         "loss": last.loss if last else None,
@@ -80,6 +85,8 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
     facts, rows, present = state.facts, state.rows, len(state.trainers)
     if _progress(state) == 1.0:
         return "done", "ok", "the run has reached its target"
+    if state.have_all_left:
+        return "empty", "busy", "all peers have left; `murmur join` continues the run"
     if state.lost_since is not None:
         return "out of sight", "bad", "the host sees no peer of the run; training may continue without it"
     if not present:
@@ -95,7 +102,7 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
 def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
     """Return the status word of a peer and its colour."""
     if peer.gone_at is not None:
-        return "left" if peer.reason == "left" else "gone", "bad"
+        return ("left", "busy") if peer.has_left_politely else ("gone", "bad")
     if peer.report.role == "observer":
         return "watching", "busy"
     head = state.rows.last.round + 1 if state.rows.last else 0
@@ -110,7 +117,8 @@ def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
 
 def peer_values(state: RunState, peer: PeerHistory) -> Values:
     word, tone = peer_status(state, peer)
-    rounds = peer.included_count + peer.missed_count
+    rounds, given = peer.included_count + peer.missed_count, state.contributors.of(peer.report.peer)
+    total = state.rows.last.tokens if state.rows.last else 0
     return {
         **peer.report.model_dump(),
         "short": short_id(peer.report.peer),
@@ -120,7 +128,10 @@ def peer_values(state: RunState, peer: PeerHistory) -> Values:
         "since": peer.since,
         "gone": peer.gone_at,
         "reason": peer.reason,
-        "given": peer.included_count,
+        "given_rounds": given.rounds,
+        "given_tokens": given.tokens,
+        "given_seconds": round(given.seconds, 1),
+        "share": given.tokens / total if total else None,
         "accepted": peer.included_count / rounds if rounds else None,
         "speeds": [round(speed, 1) for speed in peer.speeds],
     }
@@ -138,7 +149,7 @@ def _describe_link(state: RunState, peer: PeerReport) -> str:
 
 
 def log_line_values(line: LogLine) -> Values:
-    return {"index": line.index, "at": line.at, "peer": line.peer, "text": line.text, "tone": line.tone}
+    return {"id": line.id, "at": line.at, "peer": line.peer, "text": line.text, "tone": line.tone}
 
 
 def history(state: RunState, maximum: int) -> dict[str, list[float | None]]:

@@ -20,6 +20,7 @@ from protocol.identity import PeerId
 
 Tone = Literal["ok", "busy", "warn", "bad"]
 MAX_NAMED_PEERS = 3
+LEFT_POLITELY = "left"  # the reason of a peer that said goodbye
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,14 @@ def describe_event(event: DashboardEvent, names: Mapping[PeerId, str]) -> LogTex
     """Return the log line of an event; `None` if the log does not show it. `names` are the peers' public names."""
     match event:
         case PeerAppeared():
-            return LogText(_describe_joined(event), "ok")
+            return LogText(_describe_joined(event, names), "ok")
         case PeerDeparted():
-            return LogText(f"{_peer_label(event.peer, names)} {_describe_left(event.reason)}", "warn")
+            left = describe_left(event.reason)
+            return LogText(f"{peer_label(event.peer, names)} {left.text}", left.tone)
         case RoundCommitted() if event.late:
-            return LogText(f"round {event.round} without {_join_labels(event.late, names)}: not in time", "warn")
+            return LogText(f"round {event.round} without {join_labels(event.late, names)}: not in time", "warn")
         case PeerDiverged():
-            return LogText(f"{_peer_label(event.peer, names)} differs from the others after round {event.round}", "bad")
+            return LogText(f"{peer_label(event.peer, names)} differs from the others after round {event.round}", "bad")
         case ChainForked():
             return LogText(f"the swarm switched to another chain from round {event.round} on", "bad")
         case RoundsMissing():
@@ -58,25 +60,30 @@ def describe_event(event: DashboardEvent, names: Mapping[PeerId, str]) -> LogTex
             return None
 
 
-def _describe_joined(event: PeerAppeared) -> str:
+def _describe_joined(event: PeerAppeared, names: Mapping[PeerId, str]) -> str:
     now = event.now
     verb = "trains" if now.role == "trainer" else "watches"
-    return " · ".join(filter(None, (f"{_peer_label(now.peer, {now.peer: now.name})} joined, {verb}", now.device)))
+    return " · ".join(
+        filter(None, (f"{peer_label(now.peer, {**names, now.peer: now.name})} joined, {verb}", now.device))
+    )
 
 
-def _describe_left(reason: str) -> str:
-    return {
-        "left": "left",
-        "expired": "is silent and counts as gone",
-        "unreachable": "does not answer and counts as gone",
-    }.get(reason, f"is gone: {reason}")
+def describe_left(reason: str) -> LogText:
+    """Return the end of a sentence about a peer that is gone; saying goodbye is nothing to warn of."""
+    if reason == LEFT_POLITELY:
+        return LogText("left", "busy")
+    text = {"expired": "is silent and counts as gone", "unreachable": "does not answer and counts as gone"}.get(reason)
+    return LogText(text or f"is gone: {reason}", "warn")
 
 
-def _peer_label(peer: PeerId, names: Mapping[PeerId, str]) -> str:
+def peer_label(peer: PeerId, names: Mapping[PeerId, str]) -> str:
+    """Return the peer's name, with the end of its id if others have the same name; without a name, only the id."""
     name = names.get(peer, "")
-    return f"{short_id(peer)} {name}" if name else short_id(peer)
+    if not name:
+        return short_id(peer)
+    return name if sum(other == name for other in names.values()) == 1 else f"{name} ({short_id(peer)})"
 
 
-def _join_labels(peers: tuple[PeerId, ...], names: Mapping[PeerId, str]) -> str:
-    shown = ", ".join(_peer_label(peer, names) for peer in peers[:MAX_NAMED_PEERS])
+def join_labels(peers: tuple[PeerId, ...], names: Mapping[PeerId, str]) -> str:
+    shown = ", ".join(peer_label(peer, names) for peer in peers[:MAX_NAMED_PEERS])
     return shown + (f" and {len(peers) - MAX_NAMED_PEERS} more" if len(peers) > MAX_NAMED_PEERS else "")

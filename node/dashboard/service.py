@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
-from node.dashboard.events import LogOpened, RunFacts
+from node.dashboard.events import LogOpened, RunAbout, RunFacts
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.state import RunState
@@ -24,7 +25,7 @@ from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest import DataSection, Manifest
 from protocol.membership.dht_storage import Announcement
 from protocol.membership.run_registry import make_run_announcement
 from protocol.murmur_pb2 import PublicRun
@@ -79,7 +80,14 @@ def run_facts(manifest: Manifest, organiser: PeerId) -> RunFacts:
         target_tokens=manifest.target.tokens,
         organiser=organiser,
         expiry=manifest.membership.expiry,
+        about=RunAbout(**manifest.about.model_dump(), source=describe_source(manifest.data)),
     )
+
+
+def describe_source(data: DataSection) -> str:
+    """Return the data set's name; of a path on some machine, only the end."""
+    name = Path(data.path).name if data.source != "hf" else data.path
+    return f"{data.source}: {name}" if name else data.source
 
 
 class ManifestPublisher:

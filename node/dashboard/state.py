@@ -8,7 +8,7 @@ gradient at every step:
     2 (n - 1) / n * 4 bytes * parameters * steps,   n contributors, steps = their mean
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from node.dashboard.events import (
@@ -27,18 +27,22 @@ from node.dashboard.events import (
     RoundsMissing,
     RoundTimed,
     RunFacts,
+    SampleGenerated,
     SwarmFound,
     SwarmLost,
     ValidationMeasured,
 )
-from node.dashboard.log_text import LogText, Tone, describe_event
+from node.dashboard.log_text import LEFT_POLITELY, LogText, describe_event
+from node.dashboard.run_state.contributors import Contributors, IncludedRound, mean_seconds
+from node.dashboard.run_state.log_groups import LogLine, append_line
+from node.dashboard.run_state.loss_trend import LossTrend, trend_of
+from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
 from protocol.identity import PeerId
 
-MAX_LOG_LINES = 200
 MAX_TIMELINES = 50
 MAX_SPEEDS = 20
 MAX_GONE_PEERS = 200
-CHUNK_ROWS = 256
+PACE_ROUNDS = 8  # over which the duration of an undated round is estimated
 FLOAT_BYTES = 4
 UNSEEN_SINCE_RESTART = "not seen since the host restarted"
 
@@ -56,83 +60,9 @@ class PeerHistory:
     in_time: bool = True
     speeds: tuple[float, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class RoundSummary:
-    """One committed round; the byte counts are per peer, `seconds` is the time since the previous round.
-
-    `sent_bytes` and `validation_loss` (of the model after this round) are measured later, or never.
-    """
-
-    round: int
-    at: float | None
-    digest: str
-    tokens: int
-    loss: float
-    contributors: int
-    late_count: int
-    contribution_bytes: float
-    all_reduce_bytes: float
-    seconds: float | None
-    sent_bytes: float | None = None
-    validation_loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    index: int
-    at: float
-    peer: PeerId | None
-    text: str
-    tone: Tone
-
-
-@dataclass(frozen=True, slots=True)
-class RoundHistory:
-    """The committed rounds in order; appending copies only the last chunk."""
-
-    chunks: tuple[tuple[RoundSummary, ...], ...] = ()
-    tail: tuple[RoundSummary, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.chunks) * CHUNK_ROWS + len(self.tail)
-
-    def __iter__(self) -> Iterator[RoundSummary]:
-        for chunk in self.chunks:
-            yield from chunk
-        yield from self.tail
-
     @property
-    def last(self) -> RoundSummary | None:
-        return self.tail[-1] if self.tail else self.chunks[-1][-1] if self.chunks else None
-
-    def recent(self, count: int) -> tuple[RoundSummary, ...]:
-        """Return the last `count` rows, limited to the last one to two chunks."""
-        return ((*self.chunks[-1], *self.tail) if self.chunks else self.tail)[-count:]
-
-    def append(self, row: RoundSummary) -> "RoundHistory":
-        """Return the history with one more row."""
-        tail = (*self.tail, row)
-        return RoundHistory((*self.chunks, tail), ()) if len(tail) == CHUNK_ROWS else RoundHistory(self.chunks, tail)
-
-    def find(self, round_number: int) -> RoundSummary | None:
-        """Return the row of a recent round; `None` if it is unknown or too old."""
-        return next((row for row in self.recent(2 * CHUNK_ROWS) if row.round == round_number), None)
-
-    def replace_row(self, row: RoundSummary) -> "RoundHistory":
-        """Return the history with `row` in place of the recent row of the same round."""
-        tail = tuple(row if old.round == row.round else old for old in self.tail)
-        if not self.chunks:
-            return RoundHistory((), tail)
-        chunk = tuple(row if old.round == row.round else old for old in self.chunks[-1])
-        return RoundHistory((*self.chunks[:-1], chunk), tail)
-
-    def truncate_from(self, round_number: int) -> "RoundHistory":
-        """Return the history without this round and later ones."""
-        kept = [row for row in self if row.round < round_number]
-        full = len(kept) - len(kept) % CHUNK_ROWS
-        chunks = tuple(tuple(kept[start : start + CHUNK_ROWS]) for start in range(0, full, CHUNK_ROWS))
-        return RoundHistory(chunks, tuple(kept[full:]))
+    def has_left_politely(self) -> bool:
+        return self.gone_at is not None and self.reason == LEFT_POLITELY
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +82,9 @@ class RunState:
     all_reduce_bytes: float = 0.0
     timelines: tuple[RoundTimed, ...] = ()
     log: tuple[LogLine, ...] = ()
+    contributors: Contributors = Contributors()
+    trend: LossTrend = LossTrend()
+    sample: SampleGenerated | None = None
     lost_since: float | None = None
     missing_rounds: int = 0
 
@@ -163,26 +96,44 @@ class RunState:
     def trainers(self) -> list[PeerHistory]:
         return [peer for peer in self.live.values() if peer.report.role == "trainer"]
 
+    @property
+    def have_all_left(self) -> bool:
+        """Return whether there were trainers and each of them said goodbye."""
+        known = [peer for peer in self.peers.values() if peer.report.role == "trainer"]
+        return bool(known) and all(peer.has_left_politely for peer in known)
+
 
 def apply_event(state: RunState, event: DashboardEvent) -> RunState:
     """Return the state after the event."""
     if isinstance(event, PeersUpdated):
         return _apply_updates(state, event)
     after = replace(_apply_logged(state, event), index=state.index + 1, newest_at=event.at or state.newest_at)
-    log_text = log_text_of(state, event)
+    log_text = _log_text_of(state, event)
     if log_text is None:
         return after
-    line = LogLine(state.index, event.at or state.opened_at, getattr(event, "peer", None), log_text.text, log_text.tone)
-    return replace(after, log=(*state.log, line)[-MAX_LOG_LINES:])
+    at, peer = event.at or state.opened_at, getattr(event, "peer", None)
+    if isinstance(event, PeerAppeared):
+        peer = event.now.peer
+    line = LogLine(state.index, state.index, at, peer, log_text.text, log_text.tone)
+    return replace(after, log=append_line(state.log, line, event, _names(state)))
 
 
-def log_text_of(state: RunState, event: DashboardEvent) -> LogText | None:
+def newest_line(state: RunState) -> LogLine | None:
+    """Return the log line that the newest durable event made; None if it made none."""
+    return state.log[-1] if state.log and state.log[-1].index == state.index - 1 else None
+
+
+def _names(state: RunState) -> dict[PeerId, str]:
+    return {name: peer.report.name for name, peer in state.peers.items()}
+
+
+def _log_text_of(state: RunState, event: DashboardEvent) -> LogText | None:
     """Return the log text of the event; `None` for a peer that is merely seen again after the host's restart."""
     if isinstance(event, PeerAppeared):
         known = state.peers.get(event.now.peer)
         if known is not None and known.reason == UNSEEN_SINCE_RESTART:
             return None
-    return describe_event(event, {name: peer.report.name for name, peer in state.peers.items()})
+    return describe_event(event, _names(state))
 
 
 def _apply_logged(state: RunState, event: DashboardEvent) -> RunState:
@@ -190,7 +141,7 @@ def _apply_logged(state: RunState, event: DashboardEvent) -> RunState:
         case LogOpened():
             return replace(state, facts=event.facts, opened_at=event.at)
         case HostRestarted():
-            return _mark_all_gone(state, event.at)
+            return replace(_mark_all_gone(state, event.at), facts=event.facts or state.facts)
         case PeerAppeared():
             return _apply_joined(state, event)
         case PeerDeparted():
@@ -205,6 +156,8 @@ def _apply_logged(state: RunState, event: DashboardEvent) -> RunState:
             return _apply_forked(state, event)
         case RoundsMissing():
             return replace(state, missing_rounds=state.missing_rounds + event.last - event.first + 1)
+        case SampleGenerated():
+            return replace(state, sample=event)
         case SwarmLost():
             return replace(state, lost_since=event.at)
         case SwarmFound():
@@ -262,7 +215,14 @@ def _apply_committed(state: RunState, event: RoundCommitted) -> RunState:
             peers[contribution.peer] = _count_included(peers[contribution.peer], contribution, row)
     for name in set(event.late) & peers.keys():
         peers[name] = replace(peers[name], missed_count=peers[name].missed_count + 1, in_time=False)
-    return replace(state, peers=peers, rows=state.rows.append(row))
+    seconds = row.seconds or mean_seconds(one.seconds for one in state.rows.recent(PACE_ROUNDS))
+    return replace(
+        state,
+        peers=peers,
+        rows=state.rows.append(row),
+        contributors=state.contributors.add_round(IncludedRound(event.round, seconds, event.given)),
+        trend=state.trend.add_loss(row.loss),
+    )
 
 
 def _count_included(peer: PeerHistory, contribution: CommittedContribution, row: RoundSummary) -> PeerHistory:
@@ -320,14 +280,16 @@ def _apply_timed(state: RunState, event: RoundTimed) -> RunState:
 
 def _apply_measured(state: RunState, event: ValidationMeasured) -> RunState:
     row = state.rows.find(event.round - 1)
-    return (
-        state if row is None else replace(state, rows=state.rows.replace_row(replace(row, validation_loss=event.loss)))
-    )
+    if row is None:
+        return state
+    rows = state.rows.replace_row(replace(row, validation_loss=event.loss))
+    return replace(state, rows=rows, trend=state.trend.add_validation(event.round, event.loss))
 
 
 def _apply_forked(state: RunState, event: ChainForked) -> RunState:
     timelines = tuple(timed for timed in state.timelines if timed.round < event.round)
-    return replace(state, rows=state.rows.truncate_from(event.round), timelines=timelines)
+    rows, contributors = state.rows.truncate_from(event.round), state.contributors.truncate_from(event.round)
+    return replace(state, rows=rows, timelines=timelines, contributors=contributors, trend=trend_of(rows))
 
 
 def timings_of_round(state: RunState, round_number: int | None) -> tuple[int | None, tuple[PeerTiming, ...]]:

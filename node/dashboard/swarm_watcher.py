@@ -64,6 +64,7 @@ class SwarmWatcher:
         self._leave_reasons: dict[PeerId, str] = {}
         self._timeline = RoundTimeline()
         self._byte_rates: dict[PeerId, ByteRate] = {}
+        self._receive_rates: dict[PeerId, ByteRate] = {}
         self._diverged: deque[tuple[PeerId, int]] = deque(maxlen=MAX_KEPT_DIVERGED)
         self._newest_validation = 0
         self._news_bucket = TokenBuckets(NEWS_BURST, NEWS_PER_SECOND)
@@ -141,8 +142,10 @@ class SwarmWatcher:
         return known is None or known.sequence != record.sequence
 
     def _on_record(self, peer: PeerId, record: PeerRecord, now: float) -> PeerReport:
-        byte_rate = self._byte_rates.setdefault(peer, ByteRate(now, record.bytes_sent))
-        report = build_peer_report(peer, record, byte_rate.update(record.bytes_sent, now), now)
+        sending = self._byte_rates.setdefault(peer, ByteRate(now, record.bytes_sent))
+        receiving = self._receive_rates.setdefault(peer, ByteRate(now, record.bytes_received))
+        rates = sending.update(record.bytes_sent, now), receiving.update(record.bytes_received, now)
+        report = build_peer_report(peer, record, rates, now)
         if peer not in self._known:
             self._news_bucket.try_take(SHARED_BUCKET, now)
             self._event_log.record(PeerAppeared(at=now, now=report))
@@ -154,6 +157,7 @@ class SwarmWatcher:
         self._event_log.record(PeerDeparted(at=now, peer=peer, reason=self._leave_reasons.pop(peer, "expired")))
         self._timeline.forget(peer)
         self._byte_rates.pop(peer, None)
+        self._receive_rates.pop(peer, None)
 
     def _record_rounds(self, now: float) -> None:
         known = self._known_round
@@ -184,6 +188,8 @@ class SwarmWatcher:
                 self._event_log.record(SwarmFound(at=now))
             return
         self._nobody_seen_since = self._nobody_seen_since or now
+        if state.have_all_left:
+            return
         silence = self._node.manifest.membership.expiry
         if state.lost_since is None and len(state.rows) and now - self._nobody_seen_since > silence:
             self._event_log.record(SwarmLost(at=now))
@@ -225,8 +231,11 @@ class ByteRate:
         return round(self._value, 1)
 
 
-def build_peer_report(peer: PeerId, record: PeerRecord, sending: float, now: float) -> PeerReport:
-    """Build the report of a peer from its record, with all claims clamped to sane ranges."""
+def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, float], now: float) -> PeerReport:
+    """Build the report of a peer from its record, with all claims clamped to sane ranges.
+
+    `rates` are the bytes per second that it sends and receives.
+    """
     return PeerReport(
         peer=peer,
         role="trainer" if record.role == "trainer" else "observer",
@@ -242,7 +251,13 @@ def build_peer_report(peer: PeerId, record: PeerRecord, sending: float, now: flo
         loss=max(-MAX_SHOWN_LOSS, min(record.loss, MAX_SHOWN_LOSS)) or None,
         tokens_per_second=min(record.tokens_per_second, MAX_TOKENS_PER_SECOND),
         bytes_sent=_clamp_count(record.bytes_sent),
-        sending=sending,
+        sending=rates[0],
+        receiving=rates[1],
+        learning_rate=record.learning_rate or None,
+        gradient_norm=min(record.gradient_norm, MAX_SHOWN_LOSS) or None,
+        device_use=record.device_use if record.HasField("device_use") else None,
+        device_memory=_clamp_count(record.device_memory) or None,
+        device_memory_total=_clamp_count(record.device_memory_total) or None,
         resting=record.resting,
         seen=now,
     )

@@ -58,7 +58,7 @@ async def test_subscribers_get_every_event_with_its_log_text() -> None:
         stream = stream_messages(subscriber, 5.0)
         event, moment = (await anext(stream)).decode(), (await anext(stream)).decode()
     assert event.startswith("id: 3\nevent: joined\ndata: ") and event.endswith("\n\n")
-    assert json.loads(event.split("data: ")[1])["text"].endswith(" ada joined, trains")
+    assert json.loads(event.split("data: ")[1])["line"]["text"] == "ada joined, trains"
     assert moment == 'event: now\ndata: {"round":1}\n\n'
     assert event_log.subscriber_count == 0
 

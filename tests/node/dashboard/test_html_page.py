@@ -6,19 +6,29 @@ from html.parser import HTMLParser
 
 import pytest
 
-from node.dashboard.events import PeerDeparted
-from node.dashboard.html_page import (
-    ASSETS_DIR,
-    STATIC_DIR,
+from node.dashboard.events import PeerDeparted, RunAbout, SampleGenerated
+from node.dashboard.html_page import ASSETS_DIR, STATIC_DIR, render_page
+from node.dashboard.json_views import snapshot
+from node.dashboard.page.formats import (
     choose_unit,
     format_duration,
     format_number,
+    format_share,
+    format_short,
     format_si,
-    render_page,
 )
-from node.dashboard.json_views import snapshot
+from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
 from node.dashboard.state import RunState
-from tests.node.dashboard.example_events import NAMES, apply_all, committed, joined, opening_events, timed
+from tests.node.dashboard.example_events import (
+    FACTS,
+    NAMES,
+    OPENED,
+    apply_all,
+    committed,
+    joined,
+    opening_events,
+    timed,
+)
 
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$join", "&amp;", "</title><b>")
 JOIN = "murmur join http://here/run.toml"
@@ -56,6 +66,43 @@ def test_page_contains_the_figures_without_scripts() -> None:
 def test_text_from_peers_is_escaped(name: str) -> None:
     """The page has the same elements in the same order as with a harmless name (control); only text differs."""
     assert elements(page(name, name)) == elements(page("ada", "bob"))
+
+
+def page_about(**facts: str) -> str:
+    opened = OPENED.model_copy(update={"facts": FACTS.model_copy(update={"about": RunAbout(**facts)})})
+    return render_page(snapshot(apply_all([opened]), 1100.0), JOIN, "0.1")
+
+
+def test_header_has_the_organisers_facts() -> None:
+    text = page_about(
+        description="Made by friends", organiser="Ada", licence="MIT", source="text: a.txt", url="https://here/x"
+    )
+    for fact in ("Made by friends", "Ada", "MIT", "text: a.txt", '<a href="https://here/x" rel="noopener noreferrer">'):
+        assert fact in text, fact
+    assert "text: a.txt" not in page_about(data="Old books", source="text: a.txt")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_facts_and_samples_are_escaped_and_only_web_addresses_are_links(name: str) -> None:
+    def values(text: str, url: str) -> str:
+        sample = SampleGenerated(at=1.0, round=2, prompt=text, text=text)
+        facts = RunAbout(description=text, organiser=text, data=text, licence=text, url=url)
+        opened = OPENED.model_copy(update={"facts": FACTS.model_copy(update={"about": facts})})
+        return render_page(snapshot(apply_all([opened, sample]), 1100.0), JOIN, "0.1")
+
+    harmless = elements(values("x", "javascript:alert(1)"))
+    assert elements(values(name, "javascript:alert(1)")) == harmless
+    assert not [tag for tag, attributes in harmless if "javascript" in str(attributes)]
+    assert len(elements(values("x", "https://here"))) == len(harmless) + 4  # control: a link in its own entry
+
+
+def test_every_column_shows_a_value_of_the_peer() -> None:
+    state = apply_all([*opening_events(), committed(0)])
+    (peer, *_) = snapshot(state, 1100.0)["peers"]
+    assert {column.key for column in PEER_COLUMNS} <= peer.keys()
+    row = elements(render_row(peer, 1100.0))
+    assert [tag for tag, _ in row] == ["tr", *["td"] * len(PEER_COLUMNS)]
+    assert len(re.findall("<th ", render_head())) == len(PEER_COLUMNS)
 
 
 def test_page_has_no_inline_styles_inline_scripts_or_third_parties() -> None:
@@ -100,4 +147,7 @@ def test_numbers_are_formatted_for_people() -> None:
     times = {3: "3 s", 75: "1 min 15 s", 2309: "38 min", 40_000: "11 h", 222_222: "2 d 13 h"}
     assert {value: format_duration(value) for value in times} == times
     assert format_number(None, 2) == "-" and format_number(1234.5, 1) == "1,234.5"
+    short = {0: "0", 0.002: "0.002", 3.5e-4: "3.5e-4", 2e-5: "2e-5", 1.23456: "1.23", 12345: "12.3 k"}
+    assert {value: format_short(value) for value in short} == short
+    assert format_share(0.1234) == "12.3%" and format_share(None) == format_short(None) == "-"
     assert choose_unit(5)[1] == "k" and choose_unit(5e6)[1] == "M"

@@ -48,6 +48,16 @@ def test_run_status_words() -> None:
     assert run_status(apply_all([*opening_events(), *map(committed, range(100)), SwarmLost(at=1.0)]))[0] == "done"
 
 
+def test_run_whose_peers_all_said_goodbye_is_not_out_of_sight() -> None:
+    goodbyes = [PeerDeparted(at=1.0, peer=name, reason="left") for name in NAMES[:2]]
+    state = apply_all([*RUN, *goodbyes])
+    assert run_status(state)[:2] == ("empty", "busy")
+    assert {peer["tone"] for peer in snapshot(state, 1.0)["peers"]} == {"busy"}
+    silent = apply_all([*RUN, goodbyes[0], PeerDeparted(at=1.0, peer=NAMES[1], reason="expired"), SwarmLost(at=2.0)])
+    assert run_status(silent)[:2] == ("out of sight", "bad")  # control
+    assert words(silent) == {NAMES[0]: "left", NAMES[1]: "gone"}
+
+
 def words(state: RunState) -> dict[str, str]:
     return {peer["peer"]: peer["state"] for peer in snapshot(state, 1.0)["peers"]}
 

@@ -15,14 +15,13 @@ from node.dashboard.events import (
     SwarmLost,
     ValidationMeasured,
 )
+from node.dashboard.run_state.log_groups import MAX_LOG_LINES
+from node.dashboard.run_state.round_history import CHUNK_ROWS, RoundHistory
 from node.dashboard.state import (
-    CHUNK_ROWS,
     MAX_GONE_PEERS,
-    MAX_LOG_LINES,
     MAX_SPEEDS,
     MAX_TIMELINES,
     UNSEEN_SINCE_RESTART,
-    RoundHistory,
     RunState,
     apply_event,
     timings_of_round,

@@ -255,12 +255,12 @@ def test_diverged_peer_with_a_huge_round_is_recorded() -> None:
 def test_reach_follows_from_the_addresses() -> None:
     relayed, direct = "/ip4/1.2.3.4/tcp/1/p2p/A/p2p-circuit/p2p/B", "/ip4/1.2.3.4/tcp/1/p2p/B"
     at_home = "/ip4/192.168.1.2/tcp/1/p2p/B"
-    assert build_peer_report("B", record(addresses=[relayed]), 0.0, 1.0).reach == "relay"
-    assert build_peer_report("B", record(addresses=[relayed, direct]), 0.0, 1.0).reach == "direct"
-    assert build_peer_report("B", record(addresses=[relayed, at_home]), 0.0, 1.0).reach == "relay"
-    assert build_peer_report("B", record(addresses=[at_home]), 0.0, 1.0).reach == "direct"
-    assert build_peer_report("B", record(), 0.0, 1.0).reach == "unknown"
-    assert build_peer_report("B", record(addresses=[relayed, at_home]), 0.0, 1.0).carriers == ("A",)
+    assert build_peer_report("B", record(addresses=[relayed]), (0.0, 0.0), 1.0).reach == "relay"
+    assert build_peer_report("B", record(addresses=[relayed, direct]), (0.0, 0.0), 1.0).reach == "direct"
+    assert build_peer_report("B", record(addresses=[relayed, at_home]), (0.0, 0.0), 1.0).reach == "relay"
+    assert build_peer_report("B", record(addresses=[at_home]), (0.0, 0.0), 1.0).reach == "direct"
+    assert build_peer_report("B", record(), (0.0, 0.0), 1.0).reach == "unknown"
+    assert build_peer_report("B", record(addresses=[relayed, at_home]), (0.0, 0.0), 1.0).carriers == ("A",)
 
 
 def test_byte_rate_is_measured_over_a_window() -> None:

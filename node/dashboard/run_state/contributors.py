@@ -1,0 +1,81 @@
+"""Each contributor's part of the run: tokens, rounds, time and bytes in committed rounds. Immutable.
+
+A round that the swarm leaves for another chain is taken back, as long as it is one of the last MAX_REVERSIBLE rounds.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from node.dashboard.events import CommittedContribution
+from protocol.identity import PeerId
+
+MAX_CONTRIBUTORS = 4096  # beyond them, the one with the fewest tokens is forgotten
+MAX_REVERSIBLE = 128  # rounds; no peer's log holds more
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """One peer's contributions; `seconds` is the duration of the rounds that include it, `size` bytes of parts."""
+
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    size: int = 0
+
+    def plus(self, one: CommittedContribution, seconds: float, sign: int = 1) -> "Contributed":
+        """Return the sum with one more contribution; a `sign` of -1 takes it back."""
+        return Contributed(
+            self.tokens + sign * one.tokens,
+            self.rounds + sign,
+            max(0.0, self.seconds + sign * seconds),
+            self.size + sign * one.size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IncludedRound:
+    round: int
+    seconds: float
+    given: tuple[CommittedContribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contributors:
+    """The sums by peer, and the newest rounds, which a fork may take back."""
+
+    by_peer: Mapping[PeerId, Contributed] = field(default_factory=dict)
+    recent: tuple[IncludedRound, ...] = ()
+
+    def of(self, peer: PeerId) -> Contributed:
+        return self.by_peer.get(peer, Contributed())
+
+    def add_round(self, included: IncludedRound) -> "Contributors":
+        """Return the sums with one more round."""
+        sums = _add(self.by_peer, included, 1)
+        while len(sums) > MAX_CONTRIBUTORS:
+            del sums[min(sums, key=lambda peer: sums[peer].tokens)]
+        return Contributors(sums, (*self.recent, included)[-MAX_REVERSIBLE:])
+
+    def truncate_from(self, round_number: int) -> "Contributors":
+        """Return the sums without this round and later ones."""
+        sums: Mapping[PeerId, Contributed] = self.by_peer
+        for included in self.recent:
+            if included.round >= round_number:
+                sums = _add(sums, included, -1)
+        kept = tuple(included for included in self.recent if included.round < round_number)
+        return Contributors({peer: one for peer, one in sums.items() if one.rounds > 0}, kept)
+
+
+def _add(sums: Mapping[PeerId, Contributed], included: IncludedRound, sign: int) -> dict[PeerId, Contributed]:
+    changed = {one.peer: _of(sums, one.peer).plus(one, included.seconds, sign) for one in included.given}
+    return {**sums, **changed}
+
+
+def _of(sums: Mapping[PeerId, Contributed], peer: PeerId) -> Contributed:
+    return sums.get(peer, Contributed())
+
+
+def mean_seconds(durations: Iterable[float | None]) -> float:
+    """Return the mean of the known durations; 0 without any."""
+    known = [seconds for seconds in durations if seconds is not None]
+    return sum(known) / len(known) if known else 0.0
