@@ -134,3 +134,9 @@ class StaleError(PeerFault):
 
 class LimitError(PeerFault):
     pass
+
+
+def error_with_code(exit_code: int, text: str) -> MurmurError:
+    """Return the error with this exit code, for one that another process reports."""
+    kinds = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, MurmurError)]
+    return next((kind for kind in kinds if kind.exit_code == exit_code), MurmurError)(text)

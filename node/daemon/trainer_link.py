@@ -26,6 +26,7 @@ from node.ipc.channel import (
     PauseChanged,
     Ready,
     RevisedOutcome,
+    RowsSkipped,
     SubmitEarly,
     TrainerProgress,
     TrainerWarning,
@@ -198,7 +199,7 @@ class TrainerLink:
                     await self._on_contribution(message)
                 case AnchorApplied():
                     await self._on_anchor_applied(message.round)
-                case TrainerProgress() | Evaluated() | PauseChanged() | TrainerWarning():
+                case TrainerProgress() | Evaluated() | PauseChanged() | TrainerWarning() | RowsSkipped():
                     pass
             self._listener.on_trainer_message(message)
 

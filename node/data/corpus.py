@@ -4,12 +4,13 @@ A window is `context + 1` tokens: the inputs, and the targets shifted by one.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from node.data.skipped_rows import SkipLog
 from protocol.errors import DataError
 
 TokenIds = npt.NDArray[np.int64]
@@ -68,9 +69,23 @@ class TokenArray:
 
     def windows(self, context: int, key: int, position: int) -> "RandomWindows":
         """Open the windows of `key`; raises DataError if the text is shorter than one."""
-        if len(self) <= context:
-            raise DataError(f"the training text has {len(self)} tokens, a window {context + 1}; give more text")
+        require_training_tokens(len(self), context)
         return RandomWindows(self, context, key, position)
+
+
+def require_training_tokens(count: int, context: int) -> None:
+    """Raise DataError if the training text is shorter than a window."""
+    if count <= context:
+        raise DataError(f"the training text has {count} tokens, a window {context + 1}; give more text")
+
+
+def require_held_out_tokens(count: int, context: int) -> None:
+    """Raise DataError if the held-out text is shorter than a window."""
+    if count <= context:
+        raise DataError(
+            f"the held-out text has {count} tokens, a window {context + 1}; "
+            "give more text, or raise data.validation_share"
+        )
 
 
 class RandomWindows:
@@ -107,6 +122,7 @@ class Corpus:
     training: TrainingText
     validation: TokenArray
     vocabulary_size: int
+    skip_log: SkipLog = field(default_factory=SkipLog)
 
     def require_vocabulary(self, limit: int) -> None:
         """Raise DataError if the model has fewer token ids than the text may contain."""
@@ -123,3 +139,8 @@ def is_held_out(name: bytes, validation_share: float) -> bool:
     Only its own name decides, so all peers agree on each one.
     """
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < validation_share * 2**64
+
+
+def count_held_out(tokens: int, validation_share: float) -> int:
+    """Return how many tokens at the end of a single sequence are held out."""
+    return max(1, int(tokens * validation_share))

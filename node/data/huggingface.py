@@ -1,152 +1,163 @@
 """A Hugging Face data set, streamed through `datasets` (the `hf` extra).
 
-The stream shuffles examples by the peer's key (shards, and a buffer of SHUFFLE_BUFFER examples), encodes them and
-reads them as one long sequence. A position is (epoch, example, token of that example) in one integer, so a restart
-skips to the example and continues at the exact token. Skipping takes time in proportion to the examples skipped.
-
-The hash of its text decides whether an example is held out. The first held-out examples, in the order of the data set,
-are the validation text. This is the only source that reads from the network, unless the data set is a local folder.
+The peer's key shuffles the files of the data set, and blocks of windows (`window_blocks`) mix their examples. The hash
+of its text decides whether an example is held out. The first held-out examples, in the order of the data set, are the
+validation text. This is the only source that reads from the network, unless the data set is a local folder.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from node.data.corpus import Corpus, Shard, TokenArray, TokenIds, is_held_out
+from node.data.corpus import Corpus, Shard, TokenArray, is_held_out
+from node.data.row_files import JSON_LINES_NAME, JsonLinesFile, LibraryFile, RowFile, first_line, read_rows
+from node.data.skipped_rows import Fault, RowPass, SkipLog
 from node.data.tokenizer import TextTokenizer
-from protocol.errors import DataError, MissingFileError, describe_error
+from node.data.window_blocks import BlockStream, Document, Place
+from protocol.errors import DataError, MissingFileError
 from protocol.manifest import DataSection
 
-SHUFFLE_BUFFER = 1000
 VALIDATION_TOKENS = 2**17
 VALIDATION_EXAMPLES = 50_000  # searched for held-out text
-_POSITION_RADIX = 2**32  # positions: example below 2**32 of an epoch, token below 2**32 of an example
+FILES_PER_FAULT = 20  # one in so many files may be unreadable
+_NO_TOKENS: Shard = np.empty(0, dtype=np.uint8)
 
 
 def open_huggingface(config: DataSection, base: Path, tokenizer: TextTokenizer) -> Corpus:
     """Open the folder `config.path` below `base` if it exists, else the data set of that name on the hub."""
-    stream = ExampleStream(_load_data_set(config, base), config, tokenizer)
-    return Corpus(stream, stream.validation(), tokenizer.size)
+    stream = open_examples(config, base, tokenizer)
+    return Corpus(stream, stream.validation(), tokenizer.size, stream.skip_log)
 
 
-@dataclass(frozen=True)
+def open_examples(config: DataSection, base: Path, tokenizer: TextTokenizer) -> "ExampleStream":
+    """Open the data set without reading its examples."""
+    return ExampleStream(_open_files(config, base), config, tokenizer)
+
+
+@dataclass
 class ExampleStream:
-    """The examples of a data set, an IterableDataset."""
+    """The examples of a data set."""
 
-    examples: Any
+    files: list[RowFile]
     config: DataSection
     tokenizer: TextTokenizer
+    skip_log: SkipLog = field(default_factory=SkipLog)
+    _unreadable: set[str] = field(default_factory=set)
 
-    def windows(self, context: int, key: int, position: int) -> "StreamWindows":
+    def windows(self, context: int, key: int, position: int) -> BlockStream:
         """Open the windows of `key` at `position`."""
-        return StreamWindows(self, context, key, position)
+        return BlockStream(self, context, key, position)
 
-    def documents(self, key: int, epoch: int, first: int) -> Iterator[Shard]:
-        """Yield the tokens of each example of an epoch from `first` on, none for a held-out one."""
-        order = self.examples.shuffle(seed=(key + epoch) % 2**32, buffer_size=SHUFFLE_BUFFER).skip(first)
-        for text in self._texts(order):
-            yield self._encode(text) if not self._is_held_out(text) else np.empty(0, dtype=np.uint8)
+    def documents(self, key: int, start: Place) -> Iterator[Document]:
+        """Yield the documents to train on without end; one with no tokens marks the end of each epoch."""
+        for epoch in itertools.count(start.epoch):
+            files, tokens = _shuffle(self.files, key, epoch), 0
+            for next_place, text in self._texts(files, start if epoch == start.epoch else Place(epoch, 0, 0)):
+                if not self.is_held_out(text):
+                    tokens += len(document := self.encode(text))
+                    yield Document(document, next_place)
+            if not tokens and (epoch > start.epoch or start.file == start.row == 0):
+                raise DataError(f"{self.config.path} holds no text to train on; name another split or column")
+            yield Document(_NO_TOKENS, Place(epoch + 1, 0, 0))
+
+    def texts(self) -> Iterator[str]:
+        """Yield the text of each usable example in the order of the data set."""
+        return (text for _, text in self._texts(self.files, Place(0, 0, 0)))
 
     def validation(self) -> TokenArray:
         """Collect the tokens of the first held-out examples."""
         shards: list[Shard] = []
-        for text in self._texts(self.examples.take(VALIDATION_EXAMPLES)):
-            if self._is_held_out(text):
-                shards.append(self._encode(text))
-            if sum(len(shard) for shard in shards) >= VALIDATION_TOKENS:
+        tokens = 0
+        for text in itertools.islice(self.texts(), VALIDATION_EXAMPLES):
+            if self.is_held_out(text):
+                shards.append(self.encode(text))
+                tokens += len(shards[-1])
+            if tokens >= VALIDATION_TOKENS:
                 break
         return TokenArray(shards)
 
-    def _texts(self, examples: Iterable[dict[str, Any]]) -> Iterator[str]:
-        for example in examples:
-            text = example.get(self.config.column)
-            if not isinstance(text, str):
-                columns = ", ".join(sorted(example))
-                raise DataError(f"{self.config.path} has no text in {self.config.column!r}; set data.column: {columns}")
-            yield text
+    def is_held_out(self, text: str) -> bool:
+        """Return whether an example is kept for validation."""
+        return is_held_out(text.encode(), self.config.validation_share)
 
-    def _is_held_out(self, text: str) -> bool:
-        return is_held_out(text.encode(errors="replace"), self.config.validation_share)
-
-    def _encode(self, text: str) -> Shard:
+    def encode(self, text: str) -> Shard:
+        """Return the tokens of an example and the end of a document."""
         return np.concatenate([self.tokenizer.encode(text), self.tokenizer.end])
 
+    def _texts(self, files: list[RowFile], start: Place) -> Iterator[tuple[Place, str]]:
+        """Yield the usable rows from `start` to the end of the epoch, each with the place of the next row."""
+        row_pass = RowPass(self.skip_log)
+        for index in range(start.file, len(files)):
+            for number, row in read_rows(files[index], start.row if index == start.file else 0):
+                if isinstance(row, Fault):
+                    self._skip(row_pass, files[index], number, row)
+                    continue
+                row_pass.keep()
+                yield Place(start.epoch, index, number + 1), row
+        row_pass.finish()
 
-class StreamWindows:
-    """Consecutive windows of the sequence of documents. The last token of one is the first of the next."""
-
-    def __init__(self, stream: ExampleStream, context: int, key: int, position: int) -> None:
-        self._stream = stream
-        self._context = context
-        self._key = key
-        place, self._token = divmod(position, _POSITION_RADIX)
-        self._epoch, self._example = divmod(place, _POSITION_RADIX)
-        self._open_epoch()
-
-    @property
-    def position(self) -> int:
-        """Return epoch, example and token of the next window as one integer."""
-        return (self._epoch * _POSITION_RADIX + self._example) * _POSITION_RADIX + self._token
-
-    def take(self, count: int) -> TokenIds:
-        """Read the next windows, shape (count, context + 1)."""
-        tokens = self._read_tokens(count * self._context + 1)
-        self._token -= 1  # so far the last token was only a target
-        starts = range(0, len(tokens) - 1, self._context)
-        return np.stack([tokens[start : start + self._context + 1] for start in starts])
-
-    def _read_tokens(self, length: int) -> TokenIds:
-        out, filled = np.empty(length, dtype=np.int64), 0
-        while filled < length:
-            while self._token >= len(self._document):
-                self._next_document()
-            piece = self._document[self._token : self._token + length - filled]
-            out[filled : filled + len(piece)] = piece
-            filled, self._token = filled + len(piece), self._token + len(piece)
-        return out
-
-    def _open_epoch(self) -> None:
-        self._documents = self._stream.documents(self._key, self._epoch, self._example)
-        self._is_epoch_empty = self._example == 0
-        self._document = next(self._documents, np.empty(0, dtype=np.uint8))
-
-    def _next_document(self) -> None:
-        self._is_epoch_empty = self._is_epoch_empty and not len(self._document)
-        following = next(self._documents, None)
-        self._token = 0
-        if following is not None:
-            self._document = following
-            self._example = self._example + 1
-            return
-        if self._is_epoch_empty:
-            raise DataError(f"{self._stream.config.path} holds no text to train on; name another split or column")
-        self._epoch = self._epoch + 1
-        self._example = 0
-        self._open_epoch()
+    def _skip(self, row_pass: RowPass, file: RowFile, number: int, fault: Fault) -> None:
+        row_pass.skip(file.name, f"row {number + 1}", fault)
+        if fault.reason == "unreadable file":
+            self._unreadable.add(file.name)
+            if len(self._unreadable) * FILES_PER_FAULT > len(self.files):
+                count = f"{len(self._unreadable)} of {len(self.files)} files"
+                raise DataError(f"{file.name} row {number + 1}: {fault.text}; {count} are unreadable, repair the file")
 
 
-def _load_data_set(config: DataSection, base: Path) -> Any:
+def _shuffle(files: list[RowFile], key: int, epoch: int) -> list[RowFile]:
+    words = np.random.Philox(key=key, counter=epoch).random_raw(len(files))
+    return [files[index] for index in np.argsort(words, kind="stable")]
+
+
+def _open_files(config: DataSection, base: Path) -> list[RowFile]:
     try:
-        from datasets import load_dataset
+        import datasets
+        from datasets.packaged_modules.parquet.parquet import ParquetConfig
     except ImportError as error:
         raise DataError(
             "data.source = 'hf' needs the package datasets; in murmur's source: pip install -e '.[hf]'"
         ) from error
     if not config.path:
         raise DataError("data.path is empty; set it to the folder or the name of a data set")
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # our own line is enough
     folder = base / config.path
     try:
-        return load_dataset(str(folder) if folder.exists() else config.path, split=config.split, streaming=True)
+        builder = datasets.load_dataset_builder(str(folder) if folder.exists() else config.path)
+        if isinstance(builder.config, ParquetConfig):
+            _read_only_the_column(builder, config)
+        return _list_files(builder, config)
     except FileNotFoundError as error:
-        raise MissingFileError(f"no data set {config.path!r}: {_first_line(error)}; fix data.path") from error
-    except (OSError, ValueError) as error:
+        raise MissingFileError(f"no data set {config.path!r}: {first_line(error)}; fix data.path") from error
+    except (MemoryError, DataError):
+        raise
+    except Exception as error:  # the library and its formats raise errors of many kinds
         raise DataError(
-            f"cannot open the data set {config.path!r}: {_first_line(error)}; fix data.path or data.split"
+            f"cannot open the data set {config.path!r}: {first_line(error)}; fix data.path or data.split"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return describe_error(error).splitlines()[0]
+def _read_only_the_column(builder: Any, config: DataSection) -> None:
+    """Make the library ignore all other columns, in which the files may differ."""
+    available = builder.as_streaming_dataset(split=config.split).column_names or [config.column]
+    if config.column not in available:
+        columns = ", ".join(sorted(available))
+        raise DataError(f"{config.path} has no column {config.column!r}; set data.column: {columns}")
+    builder.config.columns = [config.column]
+
+
+def _list_files(builder: Any, config: DataSection) -> list[RowFile]:
+    """Return the files of the split, each with its reader."""
+    names = [str(name) for name in (builder.config.data_files or {}).get(config.split, ())]
+    if names and all(JSON_LINES_NAME.search(name) for name in names):
+        return [JsonLinesFile(name, config.column) for name in names]
+    examples = builder.as_streaming_dataset(split=config.split)
+    count = examples.num_shards
+    if len(names) != count:
+        names = [f"{config.path} part {index + 1}" for index in range(count)]
+    return [LibraryFile(name, config.column, examples.shard(count, index)) for index, name in enumerate(names)]

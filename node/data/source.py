@@ -1,5 +1,7 @@
 """Open the source of text that the manifest's [data] table names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from node.data.corpus import Corpus
@@ -7,8 +9,23 @@ from node.data.huggingface import open_huggingface
 from node.data.text_files import open_stdlib, open_text
 from node.data.token_shards import open_tokens
 from node.data.tokenizer import open_tokenizer, tokenizer_digest
-from protocol.errors import DataError
+from protocol.errors import DataError, MurmurError, describe_error
 from protocol.manifest import DataSection
+
+
+@contextmanager
+def name_text_faults(config: DataSection) -> Iterator[None]:
+    """Raise any unexpected error in the context as a DataError that names the source of text."""
+    try:
+        yield
+    except (MurmurError, MemoryError):
+        raise
+    except Exception as error:  # libraries of formats and tokenizers raise errors of many kinds
+        reason = describe_error(error).splitlines()[0]
+        source = f"data.source = {config.source!r}" + (f", data.path = {config.path!r}" if config.path else "")
+        raise DataError(
+            f"cannot read the text ({source}): {type(error).__name__}: {reason}; check the files"
+        ) from error
 
 
 def open_source(config: DataSection, base: Path) -> Corpus:

@@ -8,51 +8,78 @@ depend on the machine, its tests because they are large, repetitive and the only
 """
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from node.data.corpus import Corpus, Shard, TokenArray, is_held_out
+from node.data.corpus import Corpus, Shard, TokenArray, count_held_out, is_held_out
+from node.data.skipped_rows import Fault, RowPass, SkipLog
 from node.data.tokenizer import TextTokenizer
-from protocol.errors import DataError, MissingFileError
+from protocol.errors import DataError, MissingFileError, describe_error
 
 MAX_TEXT_BYTES = 2**30
 
 
 def open_text(pattern: str, base: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     """Open all files that match the glob `pattern`, relative to `base`, sorted by path."""
+    return build_corpus(*find_text_files(pattern, base), tokenizer, validation_share)
+
+
+def find_text_files(pattern: str, base: Path) -> tuple[list[Path], Path]:
+    """Return the files that match the glob `pattern`, sorted by path, and the folder that names are relative to."""
     if not pattern:
         raise DataError("data.path is empty; set it to a glob of text files, such as texts/**/*.txt")
-    root = Path(base.anchor or "/") if Path(pattern).is_absolute() else base
-    relative = str(Path(pattern).relative_to("/")) if Path(pattern).is_absolute() else pattern
-    files = sorted(path for path in root.glob(relative) if path.is_file())
+    is_absolute = Path(pattern).is_absolute()
+    root = Path(base.anchor or "/") if is_absolute else base
+    relative = str(Path(pattern).relative_to("/")) if is_absolute else pattern
+    try:
+        matches = sorted(root.glob(relative))
+        files = [path for path in matches if path.is_file()]
+    except (ValueError, IndexError, NotImplementedError, RecursionError, OSError) as error:
+        reason = describe_error(error).splitlines()[0]
+        raise DataError(
+            f"data.path {pattern!r} is not a glob of files ({reason}); write for example texts/**/*.txt"
+        ) from error
     if not files:
-        raise MissingFileError(f"no file matches data.path {pattern!r} in {base}; name existing text files")
-    return build_corpus(files, root, tokenizer, validation_share)
+        folder = next((path for path in matches if path.is_dir()), None)
+        found = f"; {folder.name or folder} is a folder, write for example {folder}/**/*.txt" if folder else ""
+        raise MissingFileError(
+            f"no file matches data.path {pattern!r} in {base}{found or '; name existing text files'}"
+        )
+    return files, root
 
 
 def build_corpus(files: Sequence[Path], root: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     """Encode `files` and split them; their names relative to `root` decide which are held out."""
+    log = SkipLog()
+    encoded = dict(encode_files(files, tokenizer, RowPass(log)))
+    names = [path.relative_to(root).as_posix().encode() for path in encoded]
+    training, validation = _split_validation(list(encoded.values()), names, validation_share)
+    if not len(training) or not len(validation):
+        raise DataError(f"{files[0]} and the other files are empty; give files with text")
+    return Corpus(training, validation, tokenizer.size, log)
+
+
+def encode_files(files: Sequence[Path], tokenizer: TextTokenizer, row_pass: RowPass) -> Iterator[tuple[Path, Shard]]:
+    """Yield the tokens of each file that can be used. Raises DataError if there are too few, or too much text."""
     total = sum(path.stat().st_size for path in files)
     if total > MAX_TEXT_BYTES:
         raise DataError(f"{total >> 20} MiB of text; above {MAX_TEXT_BYTES >> 20} MiB run `murmur tokenize` first")
-    shards = [np.concatenate([tokenizer.encode(read_utf8(path)), tokenizer.end]) for path in files]
-    names = [path.relative_to(root).as_posix().encode() for path in files]
-    training, validation = _split_validation(shards, names, validation_share)
-    if not len(training) or not len(validation):
-        raise DataError(f"{files[0]} and the other files are empty; give files with text")
-    return Corpus(training, validation, tokenizer.size)
-
-
-def read_utf8(path: Path) -> str:
-    """Read a text file; raises DataError or MissingFileError."""
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {error.start}); convert it or leave it out") from error
-    except OSError as error:
-        raise MissingFileError(f"cannot read {path}: {error.strerror}; fix it or leave it out") from error
+    for path in files:
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            fault = Fault("bad UTF-8", f"not UTF-8 (byte {error.start}); convert it or leave it out")
+            row_pass.skip(str(path), "", fault)
+            continue
+        except OSError as error:
+            fault = Fault("unreadable file", f"cannot read it: {error.strerror}; fix it or leave it out")
+            row_pass.skip(str(path), "", fault)
+            continue
+        row_pass.keep()
+        yield path, np.concatenate([tokenizer.encode(text), tokenizer.end])
+    row_pass.finish()
 
 
 def _split_validation(
@@ -60,14 +87,20 @@ def _split_validation(
 ) -> tuple[TokenArray, TokenArray]:
     if len(shards) == 1:
         whole = TokenArray(shards)
-        cut = len(whole) - max(1, int(len(whole) * validation_share))
+        cut = len(whole) - count_held_out(len(whole), validation_share)
         return whole.slice(0, cut), whole.slice(cut, len(whole))
-    held_out = [is_held_out(name, validation_share) for name in names]
-    if not any(held_out) or all(held_out):
-        held_out = [index == 0 for index in range(len(names))]
+    held_out = choose_held_out(names, validation_share)
     training = [shard for shard, is_out in zip(shards, held_out, strict=True) if not is_out]
     validation = [shard for shard, is_out in zip(shards, held_out, strict=True) if is_out]
     return TokenArray(training), TokenArray(validation)
+
+
+def choose_held_out(names: Sequence[bytes], validation_share: float) -> list[bool]:
+    """Return which of several files are held out: at least one, and not all."""
+    held_out = [is_held_out(name, validation_share) for name in names]
+    if not any(held_out) or all(held_out):
+        return [index == 0 for index in range(len(names))]
+    return held_out
 
 
 EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -76,11 +109,16 @@ MAX_STDLIB_BYTES = 20_000_000
 
 def open_stdlib(tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     """Open the source files of the running Python's standard library."""
+    return build_corpus(*find_stdlib_files(), tokenizer, validation_share)
+
+
+def find_stdlib_files() -> tuple[list[Path], Path]:
+    """Return the source files of the standard library, and their folder."""
     root = Path(sysconfig.get_path("stdlib"))
     files = _take_up_to(list_stdlib_files(root), MAX_STDLIB_BYTES)
     if not files:
         raise MissingFileError(f"this Python has no library sources in {root}; use data.source = 'text'")
-    return build_corpus(files, root, tokenizer, validation_share)
+    return files, root
 
 
 def list_stdlib_files(root: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from node.checkpoints.new_folder import fill_folder
-from node.data.corpus import Corpus, Shard, TokenArray
+from node.data.corpus import Corpus, Shard, TokenArray, count_held_out
 from node.data.tokenizer import FileTokenizer, token_dtype
 from node.monitoring.progress import ByteProgress
 from protocol.errors import DataError, MissingFileError, UsageError
@@ -57,7 +57,7 @@ def open_tokens(folder: Path, validation_share: float, tokenizer: str) -> Corpus
     tokens = TokenArray([_map_shard(folder / entry.name, header.dtype, entry.tokens) for entry in header.shards])
     if len(tokens) < 2:
         raise DataError(f"{folder} holds no tokens; run `murmur tokenize` on files with text")
-    cut = len(tokens) - max(1, int(len(tokens) * validation_share))
+    cut = len(tokens) - count_held_out(len(tokens), validation_share)
     return Corpus(tokens.slice(0, cut), tokens.slice(cut, len(tokens)), header.vocabulary)
 
 

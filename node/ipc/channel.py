@@ -13,8 +13,9 @@ import socket
 import time
 from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 
+from node.data.skipped_rows import SkipReason
 from node.options import TrainerOptions
 from protocol.errors import MalformedError
 
@@ -165,6 +166,14 @@ class TrainerWarning(_IpcMessage):
     line: str
 
 
+class RowsSkipped(_IpcMessage):
+    """Rows of the text that could not be used since the last message, by reason; the daemon logs the lines."""
+
+    kind: Literal["skipped"] = "skipped"
+    counts: dict[SkipReason, PositiveInt]
+    lines: tuple[str, ...]
+
+
 class AnchorApplied(_IpcMessage):
     kind: Literal["adopted"] = "adopted"
     round: int
@@ -194,6 +203,14 @@ class Failed(_IpcMessage):
     exit_code: int
 
 
+class Crashed(_IpcMessage):
+    """An unexpected error ends the trainer; a restart may help."""
+
+    kind: Literal["crashed"] = "crashed"
+    reason: str = Field(description="one line: error, file and line")
+    exit_code: int = Field(description="code of the error that ends the node if the trainer crashes so again")
+
+
 ToTrainer = Annotated[
     TrainerConfig | ApplyAnchor | SubmitEarly | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")
 ]
@@ -203,11 +220,13 @@ FromTrainer = Annotated[
     | ContributionHeader
     | PauseChanged
     | TrainerWarning
+    | RowsSkipped
     | AnchorApplied
     | Evaluated
     | Snapshotted
     | Stopped
-    | Failed,
+    | Failed
+    | Crashed,
     Field(discriminator="kind"),
 ]
 _TO_TRAINER: Final[TypeAdapter[ToTrainer]] = TypeAdapter(ToTrainer)

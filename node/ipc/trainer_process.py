@@ -1,7 +1,8 @@
 """Supervise the trainer process: spawn it, read its messages, and restart it when it dies or hangs.
 
-A trainer that died resumes from the shared memory after a growing delay. The daemon gives up, with the last line of the
-trainer's stderr, when the trainer sends Failed or dies MAX_CRASHES_IN_A_ROW times without progress.
+A trainer that died resumes from the shared memory after a growing delay. The daemon gives up when the trainer sends
+Failed, crashes with the same error MAX_EQUAL_CRASHES times without progress, or dies MAX_CRASHES_IN_A_ROW times without
+progress.
 
 A hanging driver raises nothing and its process lives on, so a watchdog kills a trainer that is stuck. The trainer
 records a heartbeat at every iteration of its loop, a step or a short wait. It may be silent for MIN_STUCK_SECONDS, or
@@ -25,6 +26,7 @@ from typing import Final
 from node.ipc.channel import (
     ChannelClosed,
     ContributionHeader,
+    Crashed,
     DaemonChannel,
     Failed,
     FromTrainer,
@@ -70,6 +72,7 @@ class Watchdog:
 
 logger = logging.getLogger(__name__)
 MAX_CRASHES_IN_A_ROW = 5
+MAX_EQUAL_CRASHES = 2
 MIN_RESTART_DELAY_SECONDS = 0.1
 MAX_RESTART_DELAY_SECONDS = 5.0
 STOP_SECONDS = 20.0
@@ -100,6 +103,8 @@ class TrainerProcess:
         self._run: _Run | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._crashes_in_a_row = 0
+        self._crash: Crashed | None = None  # the error that this process sent
+        self._crash_reasons: list[str] = []  # those of the crashes in a row
         self._stopping = False
         self._failure: MurmurError | None = None
         self.crash_count = 0
@@ -205,9 +210,13 @@ class TrainerProcess:
                 run.kill()
                 return
             if isinstance(message, Failed):
-                raise _error_from(message)
+                raise errors.error_with_code(message.exit_code, message.reason)
+            if isinstance(message, Crashed):
+                self._crash = message
+                continue
             if isinstance(message, TrainerProgress | ContributionHeader):
                 self._crashes_in_a_row = 0
+                self._crash_reasons.clear()
             if isinstance(message, Ready):
                 self.not_running_reason = ""
             await self._queue.put(message)
@@ -228,7 +237,10 @@ class TrainerProcess:
     def _record_crash(self, cause: str) -> None:
         self.crash_count += 1
         self._crashes_in_a_row += 1
-        last_line = self._stderr_tail[-1] if self._stderr_tail else "no output"
+        crash, self._crash = self._crash, None
+        if crash is not None:
+            self._give_up_if_repeated(crash)
+        last_line = crash.reason if crash else self._stderr_tail[-1] if self._stderr_tail else "no output"
         self.not_running_reason = f"the trainer died ({cause}) and is restarting"
         logger.warning("the trainer died (%s), death %d: %s", cause, self.crash_count, last_line)
         if self._crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
@@ -236,6 +248,17 @@ class TrainerProcess:
                 f"the trainer died {MAX_CRASHES_IN_A_ROW} times in a row ({cause}), last line: {last_line}; "
                 "see the log lines above, and try --device cpu or a smaller --memory"
             )
+
+    def _give_up_if_repeated(self, crash: Crashed) -> None:
+        """Raise the error of a trainer that crashes again before it made a step."""
+        self._crash_reasons.append(crash.reason)
+        if self._crash_reasons.count(crash.reason) < MAX_EQUAL_CRASHES:
+            return
+        is_of_device = crash.exit_code == errors.DeviceError.exit_code
+        advice = "try --device cpu or a smaller --memory" if is_of_device else "report it with your manifest"
+        raise errors.error_with_code(
+            crash.exit_code, f"the trainer cannot make a step, it crashes each time: {crash.reason}; {advice}"
+        )
 
     def _restart_delay(self) -> float:
         return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._crashes_in_a_row - 1)))
@@ -322,10 +345,3 @@ class _Run:
 
 def _describe_exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _error_from(failed: Failed) -> MurmurError:
-    """Return the error that the trainer raised, by its exit code."""
-    types = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MurmurError)]
-    error_type = next((kind for kind in types if kind.exit_code == failed.exit_code), MurmurError)
-    return error_type(failed.reason)

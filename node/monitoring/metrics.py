@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from node.data.skipped_rows import SkipReason
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome, StatusSource
 from node.units import ALL_INTERFACES, parse_host_port
@@ -49,6 +50,7 @@ class Metrics(Collector):
         self._refusal_counters: list[RefusalCounter] = []
         self.missed_rounds: collections.Counter[str] = collections.Counter()
         self.recovered_errors: collections.Counter[str] = collections.Counter()
+        self.skipped_rows: collections.Counter[str] = collections.Counter()
         self.applied: collections.Counter[str] = collections.Counter()
         self.outer_steps = 0.0
         self.revisions: collections.Counter[str] = collections.Counter()
@@ -82,6 +84,10 @@ class Metrics(Collector):
         """Count rounds without this node's work; `reason` is a fixed short word such as `late`."""
         if rounds:
             self.missed_rounds[reason] += rounds
+
+    def record_skipped_rows(self, counts: Mapping[SkipReason, int]) -> None:
+        """Count rows of the text that the trainer could not use."""
+        self.skipped_rows.update(counts)
 
     def record_revised(self, outcome: str) -> None:
         """Count an earlier contribution whose outcome on the new chain differs from the old one."""
@@ -126,6 +132,9 @@ class Metrics(Collector):
         )
         yield _labelled_counter(
             "murmur_setbacks", "Errors from which the node recovered", "reason", self.recovered_errors
+        )
+        yield _labelled_counter(
+            "murmur_data_skipped", "Rows of the text that the trainer could not use", "reason", self.skipped_rows
         )
         yield _labelled_counter(
             "murmur_entered", "Contributions, parts and bytes applied to this node's state", "what", self.applied

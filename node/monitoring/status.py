@@ -117,6 +117,9 @@ class NodeStatus(BaseModel):
     refusals: dict[str, int] = Field(
         default={}, description="rejected or stalled messages and streams of peers, by reason"
     )
+    skipped_rows: dict[str, int] = Field(
+        default={}, description="rows of the text that the trainer could not use, by reason"
+    )
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0
@@ -184,6 +187,7 @@ class NodeStatus(BaseModel):
             ("missed rounds", self.absences),
             ("recovered errors", self.setbacks),
             ("refused", self.refusals),
+            ("skipped rows", self.skipped_rows),
             ("direct connections refused", self.direct_refusals),
         )
         return tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)

@@ -17,6 +17,7 @@ from node.ipc.channel import (
     FromTrainer,
     PauseChanged,
     Ready,
+    RowsSkipped,
     TrainerProgress,
     TrainerWarning,
 )
@@ -114,6 +115,7 @@ class StatusReporter:
             "absences": dict(metrics.missed_rounds),
             "setbacks": dict(metrics.recovered_errors),
             "refusals": dict(metrics.refusals),
+            "skipped_rows": dict(metrics.skipped_rows),
         }
         fields: dict[str, object] = {**reasons}
         for source in self._sources:
@@ -125,7 +127,8 @@ class StatusReporter:
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         if phase != self._status.phase:
-            logger.info("%s%s", phase, f": {reason}" if reason else "")
+            # The command prints the error that ends the node.
+            logger.info("%s%s", phase, f": {reason}" if reason and phase != "leaving" else "")
         self._update(phase=phase, reason=reason)
 
     def on_trainer_message(self, message: FromTrainer) -> None:
@@ -143,6 +146,13 @@ class StatusReporter:
                 self._set_paused(message.reason)
             case TrainerWarning():
                 self.record_recovered(message.reason, message.line)
+            case RowsSkipped():
+                self._record_skipped_rows(message)
+
+    def _record_skipped_rows(self, message: RowsSkipped) -> None:
+        self._metrics.record_skipped_rows(message.counts)
+        for line in message.lines:
+            logger.warning("data: %s", line)
 
     def _record_progress(self, message: TrainerProgress) -> None:
         device = message.device_use

@@ -5,7 +5,7 @@ daemon's process id. The first message on the channel is TrainerConfig. The proc
 of its own, ignores Ctrl-C (the daemon decides), has a lower priority than the daemon, and dies with it.
 
 Exit codes: 0 if the daemon stopped it or is gone; a code of protocol.errors if it cannot continue (it sends the reason
-as Failed first); anything else is a crash.
+as Failed first); anything else is a crash (it sends Crashed first, unless a signal ends it).
 """
 
 import ctypes
@@ -14,6 +14,8 @@ import os
 import signal
 import socket
 import sys
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from node.process import TRAINER_NICENESS, lower_priority, rare_garbage_collection
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from protocol.errors import MurmurError
 
 CONFIG_SECONDS = 60.0
+MAX_REASON_CHARACTERS = 300
 PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
 
@@ -52,9 +55,9 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
         import torch
 
         from node.from_manifest import build_program
-        from node.ipc.channel import ChannelClosed, TrainerChannel, TrainerConfig
+        from node.ipc.channel import ChannelClosed, Crashed, TrainerChannel, TrainerConfig
         from node.ipc.shared_memory import SharedLayout, SharedMemory
-        from node.trainer.device import is_out_of_memory
+        from node.trainer.device import exit_code_of, is_out_of_memory
         from node.trainer.loop import Trainer
         from protocol.errors import DeviceError, MurmurError
         from protocol.manifest import parse_manifest
@@ -75,13 +78,25 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
         logger.info("the daemon is gone; stopping")
     except MurmurError as error:
         return _send_failed(channel, error)
-    except (MemoryError, RuntimeError) as error:
-        if memory is None or not is_out_of_memory(error):
-            raise
-        return _send_failed(channel, DeviceError(f"--memory: {memory / 1e6:.0f} MB do not suffice; allow more"))
+    except Exception as error:
+        if memory is not None and is_out_of_memory(error):
+            return _send_failed(channel, DeviceError(f"--memory: {memory / 1e6:.0f} MB do not suffice; allow more"))
+        frames = traceback.extract_tb(error.__traceback__)
+        calls = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+        logger.info("calls before the crash: %s", calls)
+        channel.send(Crashed(reason=_describe_crash(error), exit_code=exit_code_of(error)))
+        return 1
     finally:
         channel.close()
     return 0
+
+
+def _describe_crash(error: Exception) -> str:
+    """Describe an error in one line, with the place where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "unknown place"
+    text = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
+    return f"{type(error).__name__}: {text} ({place})"
 
 
 def _send_failed(channel: "TrainerChannel", error: "MurmurError") -> int:

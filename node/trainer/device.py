@@ -10,7 +10,7 @@ from node.ipc.channel import DeviceUse
 from node.model.memory_estimate import fit_microbatch
 from node.options import Device, NodeOptions
 from node.trainer.pause_when_busy import usage_meter_for
-from protocol.errors import DeviceError
+from protocol.errors import DeviceError, MurmurError
 
 UNUSED_MEMORY_BYTES = 256 << 20  # allocated but never touched, such as the stacks of threads
 
@@ -65,6 +65,12 @@ def limit_memory(max_bytes: int | None, device: torch.device) -> None:
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether memory ran out; on a CPU only the text of torch's RuntimeError shows it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def exit_code_of(error: Exception) -> int:
+    """Return the exit code for an unexpected error: that of DeviceError if the device or its memory is the cause."""
+    is_of_device = is_out_of_memory(error) or isinstance(error, torch.AcceleratorError) or "CUDA" in str(error)
+    return DeviceError.exit_code if is_of_device else MurmurError.exit_code
 
 
 def autocast_context(device: torch.device) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from node.data import BatchReader, Corpus, open_source, validation_batches
+from node.data import BatchReader, Corpus, name_text_faults, open_source, validation_batches
 from node.ipc.channel import (
     Activity,
     AnchorApplied,
@@ -23,6 +23,7 @@ from node.ipc.channel import (
     PauseChanged,
     Ready,
     RevisedOutcome,
+    RowsSkipped,
     Snapshotted,
     Stop,
     Stopped,
@@ -99,13 +100,16 @@ class Trainer:
         if self._device.type == "cuda":
             self._pin_shared_memory()
         self._state = TrainerState(self._model, self._optimizer, program, ContributionEncoder(program), shared_memory)
-        self._corpus = _open_corpus(manifest, Path(config.base))
+        with name_text_faults(manifest.data):
+            self._corpus = _open_corpus(manifest, Path(config.base))
+            self._validation = validation_batches(self._corpus, manifest.model.context, config.validation_tokens)
         if not self._state.restore():
             self._state.start(config.round)
         counters = self._state.counters
-        self._batches = BatchReader(
-            self._corpus, manifest.model.context, manifest.run.seed, config.peer_id, counters.position
-        )
+        with name_text_faults(manifest.data):
+            self._batches = BatchReader(
+                self._corpus, manifest.model.context, manifest.run.seed, config.peer_id, counters.position
+            )
         self._timer = ActivityTimer(counters.seconds)
         self._skipped_in_a_row = 0
         self._gradient_norm = 0.0  # of the newest step
@@ -125,6 +129,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the daemon sends Stop."""
+        self._send_skipped_rows()
         self._send_ready()
         while True:
             self._shared_memory.record_heartbeat()
@@ -238,7 +243,9 @@ class Trainer:
         """Make one inner step; skip it if the loss or the gradient is not finite."""
         with self._timer.measure("compute"):
             sequences = self._manifest.train.batch_tokens // self._manifest.model.context
-            windows, step = self._batches.next_batch(sequences), self._state.counters.step
+            step = self._state.counters.step
+            with name_text_faults(self._manifest.data):
+                windows = self._batches.next_batch(sequences)
             loss = self._accumulate_gradient(windows, self._optimizer.lookahead_weights(step))
             norm = self._optimizer.step(step) if math.isfinite(loss) else None
             self._optimizer.clear_gradient()
@@ -282,6 +289,7 @@ class Trainer:
             self._save()
 
     def _send_progress(self) -> None:
+        self._send_skipped_rows()
         now, work = time.monotonic(), self._unreported
         if not work.steps:
             return
@@ -302,6 +310,11 @@ class Trainer:
         self._unreported = StepTotals()
         self._reported_at = now
 
+    def _send_skipped_rows(self) -> None:
+        report = self._corpus.skip_log.take_report()
+        if report is not None:
+            self._channel.send(RowsSkipped(counts=dict(report.counts), lines=report.lines))
+
     def _save(self) -> None:
         with self._timer.measure("snapshot"):
             self._state.update(seconds=dict(self._timer.seconds))
@@ -310,9 +323,8 @@ class Trainer:
 
     def _evaluate(self, round_number: int) -> None:
         with self._timer.measure("evaluate"):
-            batches = validation_batches(self._corpus, self._manifest.model.context, self._config.validation_tokens)
             weights = self._shared_memory.anchor(round_number)[: self._model.flat.numel()]
-            loss, tokens = validation_loss(self._model, weights, batches)
+            loss, tokens = validation_loss(self._model, weights, self._validation)
         self._channel.send(Evaluated(round=round_number, loss=loss, tokens=tokens))
 
 

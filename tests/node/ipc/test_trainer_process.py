@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from node.ipc import trainer_process
-from node.ipc.channel import ApplyAnchor, Failed, FromTrainer, Ready, Stopped, TrainerProgress
+from node.ipc.channel import ApplyAnchor, FromTrainer, Ready, Stopped, TrainerProgress
 from node.ipc.trainer_process import MAX_CRASHES_IN_A_ROW, TrainerProcess
-from protocol.errors import DataError, DeviceError, MurmurError
+from protocol.errors import DataError, DeviceError, MurmurError, error_with_code
 from tests.node.trainer.process_harness import ProcessHarness
 
 pytestmark = pytest.mark.slow
@@ -90,9 +90,50 @@ async def test_failed_message_is_raised_as_its_error(harness: ProcessHarness, fa
     assert harness.trainer.pid is None
 
 
+CRASH = 'send(kind="crashed", reason="{}", exit_code={})\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "advice"), [(1, MurmurError, "report it"), (11, DeviceError, "try --device cpu")]
+)
+async def test_trainer_that_crashes_with_one_error_before_a_step_is_named_at_the_second_time(
+    harness: ProcessHarness,
+    fake_trainer: Path,
+    caplog: pytest.LogCaptureFixture,
+    code: int,
+    kind: type[MurmurError],
+    advice: str,
+) -> None:
+    fake_trainer.write_text(SEND + READY + CRASH.format("IndexError: 7 (text.py, line 3)", code) + "sys.exit(1)")
+    await harness.trainer.start()
+    with pytest.raises(kind, match=rf"crashes each time: IndexError: 7 \(text.py, line 3\); {advice}") as caught:
+        await read_all(harness.trainer)
+    assert caught.value.exit_code == code and harness.trainer.crash_count == 2
+    assert sum("IndexError" in line for line in caplog.messages) == 1, "only the first death is logged"
+
+
+async def test_trainer_that_crashes_with_other_errors_or_after_a_step_is_restarted(
+    harness: ProcessHarness, fake_trainer: Path
+) -> None:
+    """The negative control of giving up early."""
+    reason = "str(time.time())"
+    fake_trainer.write_text(SEND + READY + f'send(kind="crashed", reason={reason}, exit_code=1)\nsys.exit(1)')
+    await harness.trainer.start()
+    with pytest.raises(DeviceError, match="died 5 times in a row"):
+        await read_all(harness.trainer)
+    fake_trainer.write_text(SEND + PROGRESS + CRASH.format("IndexError: 7", 1) + "sys.exit(1)")
+    again = TrainerProcess(harness.arena, harness.config())
+    await again.start()
+    async with asyncio.timeout(30):
+        async for _ in again.messages():
+            if again.crash_count > MAX_CRASHES_IN_A_ROW:
+                break
+    await again.stop()
+
+
 @pytest.mark.parametrize("code", range(14))
 def test_exit_codes_become_errors(code: int) -> None:
-    error = trainer_process._error_from(Failed(reason="why", exit_code=code))
+    error = error_with_code(code, "why")
     assert str(error) == "why" and error.exit_code == (code or 1)
 
 

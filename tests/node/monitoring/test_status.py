@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from node.data.skipped_rows import SkipReason
 from node.monitoring.status import NodeStatus, RecoveredErrorKind, fetch_status
 from node.monitoring.status_reporter import REJECT_TEXTS
 from protocol.blobs.server import _STATUS
@@ -158,6 +159,7 @@ def test_status_page_explains_exactly_the_reasons_that_the_code_reports() -> Non
     assert explained_reasons("Recovered errors") == set(get_args(RecoveredErrorKind))
     absences = set(REJECT_TEXTS) | find_reasons(r'MissReason\("([a-z ]+)"', "node/monitoring/status_reporter.py")
     assert {"slow", "excluded"} < absences and explained_reasons("Missed rounds") == absences
+    assert explained_reasons("Skipped rows") == set(get_args(SkipReason))
     counted = {word for _, word in _STATUS.values()} | {kind("").metric_label for kind in PeerFault.__subclasses__()}
     counted_reasons = find_reasons(
         r'refusals\["([a-z ]+)"\]',

@@ -11,6 +11,7 @@ from node.ipc.channel import (
     Evaluated,
     PauseChanged,
     Ready,
+    RowsSkipped,
     TrainerProgress,
     TrainerWarning,
 )
@@ -231,6 +232,17 @@ def test_trainer_warning_is_counted_and_logged(reporter: StatusReporter, caplog:
     reporter.on_trainer_message(TrainerWarning(reason="step skipped", line="the loss of inner step 3 is not finite"))
     assert reporter.status().setbacks == {"step skipped": 1}
     assert caplog.messages == ["step skipped: the loss of inner step 3 is not finite"]
+
+
+def test_skipped_rows_are_counted_and_each_line_is_logged_once(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter.on_trainer_message(RowsSkipped(counts={"null": 2, "too long": 1}, lines=("skipped a row 3: no text",)))
+    reporter.on_trainer_message(RowsSkipped(counts={"null": 3}, lines=()))
+    status = reporter.status()
+    assert status.skipped_rows == {"null": 5, "too long": 1}
+    assert status.reason_lines() == ("skipped rows: null 5, too long 1",)
+    assert caplog.messages == ["data: skipped a row 3: no text"]
 
 
 def test_reject_reason_is_reported_until_our_contribution_is_included(

@@ -21,6 +21,7 @@ from node.ipc.channel import (
     Evaluated,
     Ready,
     RevisedOutcome,
+    RowsSkipped,
     Snapshotted,
     TakeSnapshot,
     TrainerProgress,
@@ -249,12 +250,23 @@ async def test_ctrl_c_is_the_daemons_to_decide(make: Make) -> None:
     assert bench.trainer.pid == pid and bench.trainer.crash_count == 0
 
 
+async def test_unusable_text_files_are_reported_and_the_trainer_continues(make: Make) -> None:
+    bench = make()
+    for index in range(10):
+        (bench.folder / f"more-{index}.txt").write_text("some more words\n" * 20)
+    (bench.folder / "latin.txt").write_bytes(b"caf\xe9")
+    await bench.trainer.start()
+    skipped = await bench.until(RowsSkipped)
+    assert skipped.counts == {"bad UTF-8": 1} and "latin.txt: not UTF-8 (byte 3)" in skipped.lines[0]
+    await bench.until(TrainerProgress)
+
+
 async def test_text_that_is_missing_ends_it_with_one_line(make: Make) -> None:
     bench = make()
     for path in bench.folder.glob("*.txt"):
         path.write_bytes(b"\xff\xfe")
     await bench.trainer.start()
-    with pytest.raises(DataError, match="is not UTF-8"):
+    with pytest.raises(DataError, match="not UTF-8"):
         await bench.until(Ready)
     assert bench.trainer.crash_count == 0, "starting it again would not help"
 

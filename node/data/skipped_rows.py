@@ -1,0 +1,111 @@
+"""Rows of a text source that cannot be used: skipped, counted by reason, and named once for each file.
+
+A row is an example of a data set, a text file, or a window of token ids. In one pass over the text, one row in
+ROWS_PER_FAULT may be unusable, rounded up; above that share the pass raises DataError, from MIN_JUDGED_ROWS rows on and
+again at the end of the pass.
+"""
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from node.units import format_plural
+from protocol.errors import DataError
+
+SkipReason = Literal[
+    "null",
+    "missing column",
+    "not text",
+    "malformed row",
+    "bad UTF-8",
+    "too long",
+    "unreadable file",
+    "id above vocabulary",
+]
+ROWS_PER_FAULT = 20
+MIN_JUDGED_ROWS = 100
+MAX_NAMED_FILES = 100
+MAX_FAULT_CHARACTERS = 200
+
+
+class Fault(NamedTuple):
+    """Why a row cannot be used: a fixed word for the counter and a text for people."""
+
+    reason: SkipReason
+    text: str
+
+
+@dataclass(frozen=True)
+class SkipReport:
+    """Rows skipped since the last report, by reason, and a line for each file that had none before."""
+
+    counts: Mapping[SkipReason, int]
+    lines: tuple[str, ...]
+
+
+@dataclass
+class SkipLog:
+    """The rows that this process skipped; all passes over one source share it."""
+
+    _unreported: collections.Counter[SkipReason] = field(default_factory=collections.Counter)
+    _lines: list[str] = field(default_factory=list)
+    _named_files: set[str] = field(default_factory=set)
+
+    def record(self, file: str, place: str, fault: Fault) -> None:
+        """Count an unusable row, and name it if it is the first of its file."""
+        self._unreported[fault.reason] += 1
+        if file not in self._named_files and len(self._named_files) < MAX_NAMED_FILES:
+            self._named_files.add(file)
+            self._lines.append(f"skipped {_describe(file, place, fault)}")
+
+    def take_report(self) -> SkipReport | None:
+        """Return the skipped rows that were not reported yet, if there are any."""
+        if not self._unreported:
+            return None
+        report = SkipReport(dict(self._unreported), tuple(self._lines))
+        self._unreported.clear()
+        self._lines.clear()
+        return report
+
+
+class RowPass:
+    """One pass over a source, which judges the share of unusable rows."""
+
+    def __init__(self, log: SkipLog) -> None:
+        self._log = log
+        self._first = ""  # description of the first unusable row
+        self.rows = 0
+        self.skipped = 0
+
+    def keep(self, rows: int = 1) -> None:
+        """Count usable rows."""
+        self.rows += rows
+
+    def skip(self, file: str, place: str, fault: Fault) -> None:
+        """Count an unusable row. Raises DataError if too many are."""
+        self.rows += 1
+        self.skipped += 1
+        self._first = self._first or _describe(file, place, fault)
+        self._log.record(file, place, fault)
+        if self.rows >= MIN_JUDGED_ROWS:
+            self._judge()
+
+    def finish(self) -> None:
+        """Judge the pass at its end. Raises DataError if no row or too few rows are usable."""
+        if self.skipped and self.skipped == self.rows:
+            raise DataError(self._first)
+        self._judge()
+
+    def _judge(self) -> None:
+        if self.skipped > -(-self.rows // ROWS_PER_FAULT):
+            count = format_plural(self.rows, "row")
+            raise DataError(
+                f"{self.skipped} of {count} of the text cannot be used, above {1 / ROWS_PER_FAULT:.0%}; "
+                f"the first: {self._first}"
+            )
+
+
+def _describe(file: str, place: str, fault: Fault) -> str:
+    where = f"{file} {place}".strip()
+    return f"{where}: {fault.text}"[:MAX_FAULT_CHARACTERS]
