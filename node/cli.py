@@ -288,7 +288,7 @@ def status(
 
 @app.command(epilog="Example: murmur receipt ~/.local/state/murmur/hosts/demo-1a2b3c4d mary")
 def receipt(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the directory of `murmur host`")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the directory of `murmur host` or `murmur join`")],
     peer: Annotated[
         str | None, typer.Argument(metavar="PEER", help="a name or a peer id (default: everybody who gave work)")
     ] = None,

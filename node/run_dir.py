@@ -6,6 +6,7 @@
     blobs/         content-addressed files   status.json   the last status of a node that has exited
     tokenizer.json the run's, if it has one  vow.json      its vote in the open round (node.checkpoints.vote_log)
     offer.json     the last contribution of its trainer that other peers may have
+    commits.log    the signed commits of the run (node.receipts.commit_file)
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from node.daemon.node import Node
-from node.model import shape_table
 from node.options import NodeOptions
-from node.receipts.commit_file import CommitFileHeader
 from node.run_dir import RunDir
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
@@ -39,11 +37,6 @@ class NodeHandle:
 
     def channel(self, peer: PeerId) -> grpc.aio.Channel:
         return self.transport.channel(peer)
-
-    def commit_file_header(self) -> CommitFileHeader:
-        """Return the first line of the file of the run's commits."""
-        manifest = self.manifest
-        return CommitFileHeader(manifest.run_id, manifest.method.recipe, shape_table(manifest.model).hash())
 
 
 def node_handle(node: Node) -> NodeHandle:

@@ -18,6 +18,7 @@ from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import SwarmWatcher
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
+from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.commit_log import CommitLog
 from node.receipts.issuer import ReceiptIssuer
@@ -142,7 +143,7 @@ async def serve_dashboard(
     facts = run_facts(node.manifest, node.peer_id)
     listener = open_listener(address.host, address.port, "--http")
     event_log = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
-    commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, node.commit_file_header())
+    commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, commit_file_header(node.manifest))
     watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log).run(), name="swarm watcher")
     watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
     data = DashboardData(

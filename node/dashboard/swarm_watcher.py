@@ -28,6 +28,7 @@ from node.dashboard.json_views import peer_values, summary
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.round_timeline import RoundTimeline
 from node.from_manifest import build_method, topology_class
+from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_log import CommitLog
 from protocol.identity import PeerId
 from protocol.membership import peer_table
@@ -58,7 +59,9 @@ class SwarmWatcher:
         self._node = node
         self._event_log = event_log
         self._commit_log = commit_log
-        self._chain_follower = ChainFollower(node.manifest.run_id, node.commit_file_header().limits(), node.channel)
+        self._chain_follower = ChainFollower(
+            node.manifest.run_id, commit_file_header(node.manifest).limits(), node.channel
+        )
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}

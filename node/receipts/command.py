@@ -70,12 +70,12 @@ def read_own_ledger(folder: Path, followed: Set[PeerId] | None = frozenset()) ->
     """Add up the commits in a folder of this machine, whose signatures were checked before they were written."""
     path = folder / COMMIT_FILE_NAME
     if not path.exists():
-        raise UsageError(f"{folder} has no {COMMIT_FILE_NAME}; name the --dir of a `murmur host` that has seen a round")
+        raise UsageError(f"{folder} has no {COMMIT_FILE_NAME}; name the --dir of a node that has seen a round")
     return read_ledger(path, commit_reader, followed)
 
 
 def read_names(folder: Path) -> dict[PeerId, str]:
-    """Return the names of the peers that the host has seen, by its event log."""
+    """Return the names of the peers that the host has seen, by its event log; a volunteer's node knows none."""
     path = folder / EVENT_FILE_NAME
     events = read_events(path) if path.exists() else ()
     return {event.now.peer: event.now.name for event in events if isinstance(event, PeerAppeared) and event.now.name}

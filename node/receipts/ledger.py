@@ -39,6 +39,7 @@ class PeerAccount:
 
     tokens: int = 0
     rounds: int = 0
+    size: int = 0  # bytes of the parts of its contributions
     first_round: int = 0
     last_round: int = 0
 
@@ -111,6 +112,7 @@ class Ledger:
         account = self.accounts.setdefault(peer, PeerAccount(first_round=work.round))
         account.tokens += work.contribution.body.tokens
         account.rounds += 1
+        account.size += sum(blob.size for blob in work.contribution.body.parts)
         account.last_round = work.round
         if self._followed is None or peer in self._followed:
             self.works.setdefault(peer, []).append(work)

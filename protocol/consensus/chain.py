@@ -120,6 +120,11 @@ class Chain:
         """Return the tokens in all decided rounds."""
         return self.head.tokens
 
+    @property
+    def kept_commits(self) -> tuple[SignedMessage[Commit], ...]:
+        """Return the last commits, oldest first."""
+        return tuple(self._commits)
+
     def append(self, commit: SignedMessage[Commit]) -> ChainHead:
         """Append a commit and return the new head.
 

@@ -19,11 +19,9 @@ from node.dashboard.service import (
     sort_reachable_first,
 )
 from node.dashboard.swarm_watcher import SwarmWatcher
-from node.receipts.commit_file import CommitFileHeader
 from node.run_dir import RunDir
 from protocol.errors import StorageError, TransportError, UsageError
 from protocol.signing import open_signed_manifest
-from tests.node.dashboard.test_swarm_watcher import HEADER
 from tests.node.small_run import MANIFEST, PEERS
 
 ME, *OTHERS = (identity.peer_id for identity in PEERS)
@@ -118,9 +116,6 @@ class FakeNodeHandle:
     identity = PEERS[0]
     peer_id = ME
     directory = SimpleNamespace(live=dict, subscribe=lambda _: None)
-
-    def commit_file_header(self) -> CommitFileHeader:
-        return HEADER
 
     def channel(self, _: str) -> None:
         pass

@@ -54,9 +54,6 @@ class FakeNodeHandle:
     def channel(self, peer: str) -> None:
         raise AssertionError("nobody is asked here")
 
-    def commit_file_header(self) -> CommitFileHeader:
-        return HEADER
-
 
 class FakeCommitLog:
     """Takes any commits and keeps none."""

@@ -1,0 +1,67 @@
+"""Keep the signed commits that a training node follows, so that its owner can make a receipt without a host."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from node.daemon.node import Node
+from node.model import shape_table
+from node.receipts.commit_file import COMMIT_FILE_NAME, CommitFileHeader
+from node.receipts.commit_log import CommitLog
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.errors import StorageError
+from protocol.manifest import Manifest
+from protocol.tasks import cancel_and_wait
+
+logger = logging.getLogger(__name__)
+
+RECORD_SECONDS = 2.0  # the chain keeps the last 64 commits
+
+
+def commit_file_header(manifest: Manifest) -> CommitFileHeader:
+    """Return the first line of the file of a run's commits."""
+    return CommitFileHeader(manifest.run_id, manifest.method.recipe, shape_table(manifest.model).hash())
+
+
+@asynccontextmanager
+async def record_chain(node: Node) -> AsyncIterator[None]:
+    """Keep the commits of the node's run in its folder while the context is open."""
+    replica = next(iter(node.replicas.values()))
+    chain = replica.replicated.chain
+    log = CommitLog.open(node.run_dir.path / COMMIT_FILE_NAME, commit_file_header(replica.manifest))
+    task = asyncio.create_task(_record_forever(log, chain), name="chain recorder")
+    try:
+        yield
+    finally:
+        failed = task.done()
+        await cancel_and_wait((task,))
+        if not failed:
+            _record(log, chain)
+
+
+async def _record_forever(log: CommitLog, chain: Chain) -> None:
+    """Record until cancelled, or until the disk refuses: training goes on without the commits."""
+    while _record(log, chain):
+        await asyncio.sleep(RECORD_SECONDS)
+
+
+def _record(log: CommitLog, chain: Chain) -> bool:
+    try:
+        append_new_commits(log, chain)
+    except StorageError as error:
+        logger.warning("the commits of the run are no longer kept for receipts: %s", error)
+        return False
+    return True
+
+
+def append_new_commits(log: CommitLog, chain: Chain) -> None:
+    """Bring the log to the head of the chain, as far as the chain still holds the commits."""
+    if log.head == chain.head:
+        return
+    commits = chain.commits_since(log.head.round)
+    if not commits or commits[0].body.base != log.head.digest:  # another chain, or a gap
+        commits = chain.kept_commits
+    if commits:  # else the state was downloaded, and the first commit after it is still to come
+        first, tokens = commits[0].body, sum(commit.body.tokens for commit in commits)
+        log.extend(ChainHead(first.round, first.base, chain.tokens - tokens), commits)
