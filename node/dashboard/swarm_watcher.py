@@ -59,9 +59,8 @@ class SwarmWatcher:
         self._node = node
         self._event_log = event_log
         self._commit_log = commit_log
-        self._chain_follower = ChainFollower(
-            node.manifest.run_id, commit_file_header(node.manifest).limits(), node.channel
-        )
+        limits = commit_file_header(node.manifest).limits()
+        self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel)
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}

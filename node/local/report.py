@@ -22,7 +22,9 @@ from node.model import build_model, initial_weights
 from node.model.export import export
 from node.model.generate import generate
 from node.paths import find_newest_checkpoint, find_trained_dir
-from node.report.run_report import RunReport
+from node.receipts.commit_file import COMMIT_FILE_NAME
+from node.receipts.ledger import commit_reader, read_ledger
+from node.report.run_report import ContributorReport, RunReport
 from node.units import format_bytes
 from protocol.manifest import Manifest
 
@@ -104,8 +106,36 @@ def do_digests_agree(digests: Mapping[str, str], peers: int) -> bool:
     return len(digests) == peers and all(digests.values()) and len(set(digests.values())) == 1
 
 
-def build_report(manifest: Manifest, result: SwarmResult, evaluation: ModelEvaluation) -> FinalReport:
-    """Combine the swarm's result and the evaluation of its model."""
+def count_contributors(node_dirs: Sequence[Path], result: SwarmResult) -> tuple[ContributorReport, ...]:
+    """Return the counted work of each peer, by the longest of the peers' commit logs."""
+    files = [folder / COMMIT_FILE_NAME for folder in node_dirs]
+    ledgers = [read_ledger(file, commit_reader) for file in files if file.exists()]
+    if not ledgers:
+        return ()
+    ledger = max(ledgers, key=lambda one: (one.tokens, one.head.tokens))
+    totals = {totals.peer_id: totals for totals in result.peer_totals}
+    accounts = sorted(ledger.accounts.items(), key=lambda item: (-item[1].tokens, item[0]))
+    return tuple(
+        ContributorReport(
+            peer=peer,
+            name=totals[peer].name if peer in totals else "",
+            tokens=account.tokens,
+            share=account.tokens / max(1, ledger.head.tokens),
+            rounds=account.rounds,
+            seconds=round(sum(totals[peer].newest_seconds().values()), 1) if peer in totals else 0.0,
+            size=account.size,
+        )
+        for peer, account in accounts
+    )
+
+
+def build_report(
+    manifest: Manifest,
+    result: SwarmResult,
+    evaluation: ModelEvaluation,
+    contributors: tuple[ContributorReport, ...] = (),
+) -> FinalReport:
+    """Combine the swarm's result, the evaluation of its model, and the work of each peer."""
     sent = [totals.bytes_sent for totals in result.peer_totals]
     tokens_now = max(0, result.tokens - result.tokens_before)
     all_reduce = ring_all_reduce_bytes(len(sent), evaluation.parameters, tokens_now, manifest.train.batch_tokens)
@@ -132,6 +162,7 @@ def build_report(manifest: Manifest, result: SwarmResult, evaluation: ModelEvalu
         checkpoint=str(evaluation.checkpoint),
         export=str(evaluation.export),
         sample=evaluation.sample,
+        contributors=contributors,
     )
 
 

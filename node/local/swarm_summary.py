@@ -89,6 +89,15 @@ class PeerTotals:
         self.status_by_start[status.since] = status
 
     @property
+    def peer_id(self) -> str:
+        """Return the id of the peer; empty before its first status."""
+        return next((status.peer_id for status in self.status_by_start.values()), "")
+
+    @property
+    def name(self) -> str:
+        return next((status.name for status in self.status_by_start.values()), "")
+
+    @property
     def bytes_sent(self) -> int:
         return sum(status.bytes_sent for status in self.status_by_start.values())
 

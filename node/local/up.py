@@ -15,7 +15,7 @@ from node.from_manifest import build_program
 from node.local.kill_test import KillTest
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
-from node.local.report import SwarmResult, build_report, evaluate_model
+from node.local.report import SwarmResult, build_report, count_contributors, evaluate_model
 from node.local.swarm_table import SwarmDisplay
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
 from node.report.run_report import write_report
@@ -94,7 +94,9 @@ def _run_swarm(config: SwarmConfig) -> int:
 
 
 def _report_result(config: SwarmConfig, result: SwarmResult) -> int:
-    report = build_report(config.manifest, result, evaluate_model(config.manifest, config.folder))
+    node_dirs = [paths.peer_dir(config.folder, index) for index in range(config.peers)]
+    contributors = count_contributors(node_dirs, result)
+    report = build_report(config.manifest, result, evaluate_model(config.manifest, config.folder), contributors)
     write_report(config.folder, report)
     if config.json:
         sys.stdout.write(report.model_dump_json() + "\n")

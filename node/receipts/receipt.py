@@ -92,7 +92,7 @@ class Receipt(ReceiptContent):
 
     def describe(self) -> str:
         """Return the line that a successful check prints."""
-        who = self.name or self.peer
+        who = self.name or f"..{self.peer[-6:]}"
         rounds = f"{self.rounds:,} round{'s' * (self.rounds != 1)}"
         return (
             f"valid: {who} gave {self.tokens:,} tokens in {rounds} of run {self.run} ({self.share:.1%}); "

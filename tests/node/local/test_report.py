@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,14 @@ from node.local.report import (
     ModelEvaluation,
     SwarmResult,
     build_report,
+    count_contributors,
     do_digests_agree,
     ring_all_reduce_bytes,
 )
 from node.local.swarm_summary import PeerTotals
 from node.monitoring.status import NodeStatus
 from protocol.manifest import load_manifest
+from tests.node.receipts.example_commits import GENESIS, MARY, THREE_PEERS, chain, log_in
 
 MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "demo.toml")
 PROMISED = {
@@ -117,3 +120,16 @@ def test_lines_of_the_report() -> None:
 def test_lines_name_peers_that_differ() -> None:
     text = "\n".join(build_report(MANIFEST, outcome(digests=("d", "d", "")), FOUND).lines())
     assert "DIFFER: peer-0 d, peer-1 d, peer-2 none" in text
+
+
+def test_contributors_are_those_of_the_longest_commit_log(tmp_path: Path) -> None:
+    folders = [tmp_path / f"peer-{index}" for index in range(3)]
+    log_in(folders[0]).extend(GENESIS, chain(THREE_PEERS[:2]))
+    log_in(folders[1]).extend(GENESIS, chain(THREE_PEERS))
+    mary = NodeStatus(peer_id=MARY.peer_id, name="peer-0", run="d", run_id="0", seconds={"compute": 9.0, "wait": 1.0})
+    result = replace(outcome(), peer_totals=[PeerTotals({0.0: mary}), PeerTotals({})])
+    contributors = count_contributors(folders, result)
+    assert [one.tokens for one in contributors] == [411, 274, 215] and sum(one.share for one in contributors) == 1.0
+    assert (contributors[0].name, contributors[0].seconds, contributors[0].rounds) == ("peer-0", 10.0, 4)
+    assert "| peer-0 | 411 | 45.7% | 4 |" in build_report(MANIFEST, outcome(), FOUND, contributors).markdown()
+    assert count_contributors(folders[2:], result) == ()
