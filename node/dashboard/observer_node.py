@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -23,9 +24,13 @@ from protocol.transport.transport import Transport
 
 @dataclass(frozen=True)
 class NodeHandle:
-    """The parts of a node that the dashboard uses; `is_trainer` means that the page shows the node as a peer."""
+    """The parts of a node that the dashboard uses; `is_trainer` means that the page shows the node as a peer.
+
+    `base` is the folder of the manifest.
+    """
 
     manifest: Manifest
+    base: Path
     identity: Identity
     directory: PeerDirectory
     transport: Transport
@@ -41,7 +46,12 @@ class NodeHandle:
 
 def node_handle(node: Node) -> NodeHandle:
     return NodeHandle(
-        node.options.manifest, node.identity, node.directory, node.transport, is_trainer=bool(node.replicas)
+        node.options.manifest,
+        node.options.base,
+        node.identity,
+        node.directory,
+        node.transport,
+        is_trainer=bool(node.replicas),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from node.dashboard.events import LogOpened, RunAbout, RunFacts
 from node.dashboard.observer_node import NodeHandle
+from node.dashboard.samples.sampler import Sampler
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import SwarmWatcher
@@ -24,13 +25,14 @@ from node.receipts.commit_log import CommitLog
 from node.receipts.issuer import ReceiptIssuer
 from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
-from protocol.errors import MurmurError, TransportError, UnreachableError, UsageError
+from protocol.errors import MurmurError, StorageError, TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import DataSection, Manifest
 from protocol.membership.dht_storage import Announcement
 from protocol.membership.run_registry import make_run_announcement
 from protocol.murmur_pb2 import PublicRun
 from protocol.signing import fingerprint, sign_manifest
+from protocol.tasks import cancel_and_wait
 from protocol.transport.nat import find_own_ip
 
 logger = logging.getLogger(__name__)
@@ -133,19 +135,25 @@ class RunningDashboard:
     watcher_task: asyncio.Task[None]
     event_log: EventLog
     page_url: str
+    sampler: Sampler
 
 
 @contextlib.asynccontextmanager
 async def serve_dashboard(
-    node: NodeHandle, run_dir: RunDir, address: DashboardAddress
+    node: NodeHandle, run_dir: RunDir, address: DashboardAddress, more_models: Sequence[Path] = ()
 ) -> AsyncIterator[RunningDashboard]:
-    """Watch the swarm and serve the page inside the context."""
+    """Watch the swarm and serve the page inside the context.
+
+    Samples are of the newest model in this node's folder or in `more_models`, folders of other nodes on this machine.
+    """
     facts = run_facts(node.manifest, node.peer_id)
     listener = open_listener(address.host, address.port, "--http")
     event_log = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
     commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, commit_file_header(node.manifest))
     watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log).run(), name="swarm watcher")
     watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
+    sampler = Sampler((run_dir.path, *more_models), node.base, event_log)
+    sampling = asyncio.create_task(_sample_while_possible(sampler), name="sampler")
     data = DashboardData(
         event_log,
         ManifestPublisher(node).signed_text,
@@ -157,11 +165,16 @@ async def serve_dashboard(
         async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
             base = address.base_url(port)
             _print_join_info(facts, base, address.is_loopback_only)
-            yield RunningDashboard(watcher, event_log, f"{base}/")
+            yield RunningDashboard(watcher, event_log, f"{base}/", sampler)
     finally:
-        watcher.cancel()
-        await asyncio.wait({watcher})
+        await cancel_and_wait((sampling, watcher))
         event_log.close()
+
+
+async def _sample_while_possible(sampler: Sampler) -> None:
+    """Sample until cancelled, or until the event log cannot be written, which the watcher reports."""
+    with contextlib.suppress(StorageError):
+        await sampler.run()
 
 
 def peer_names(state: RunState) -> dict[PeerId, str]:

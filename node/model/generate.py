@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.checkpoints.checkpoint import load_trained_weights
+from node.checkpoints.checkpoint import TrainedWeights, load_trained_weights
 from node.data.tokenizer import open_node_tokenizer
 from node.model.families import build_model
 from node.model.interface import LanguageModel
@@ -43,7 +43,19 @@ def generate(
         raise UsageError("tokens and top_k must be at least 1, and the temperature at least 0")
     if not prompt.isprintable() and _has_undecoded_bytes(prompt):
         raise UsageError("the prompt is not UTF-8 text; convert it, or type it in a UTF-8 terminal")
-    trained = load_trained_weights(run_dir)
+    return continue_text(load_trained_weights(run_dir), run_dir, prompt, tokens, temperature, top_k, seed)
+
+
+def continue_text(
+    trained: TrainedWeights,
+    run_dir: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Continue `prompt` with weights that were loaded from the node's folder `run_dir`; see `generate`."""
     config = trained.manifest.model
     tokenizer = open_node_tokenizer(run_dir, trained.manifest)
     model = build_model(config)

@@ -114,6 +114,7 @@ class FakeNodeHandle:
     is_trainer: bool
     manifest = MANIFEST
     identity = PEERS[0]
+    base = Path()
     peer_id = ME
     directory = SimpleNamespace(live=dict, subscribe=lambda _: None)
 

@@ -1,0 +1,1 @@
+"""Samples of text from the newest model, for the page."""

@@ -1,0 +1,86 @@
+"""`python -m node.dashboard.samples FOLDER BASE [PROMPT]`: print one sample of the newest model in FOLDER, as JSON.
+
+The process is the first one that the kernel ends when memory is short, and it ends itself at the deadline.
+"""
+
+import itertools
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from node.checkpoints.checkpoint import ANCHOR, load_trained_weights
+from node.dashboard.events import MAX_SAMPLE_CHARACTERS
+from node.dashboard.samples.prompt import choose_prompt
+from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
+from node.doctor.machine import free_memory
+from node.model.generate import continue_text
+from node.paths import find_newest_checkpoint
+from node.process import lower_priority
+from protocol.errors import CheckpointError, MurmurError
+from protocol.manifest import Manifest, load_manifest
+
+NICENESS = 15
+TOKENS = 60
+BYTE_TOKENS = 240  # if each token is one byte
+WRITING_SECONDS = 45.0  # then the text ends as it is
+COPIES = 2  # the weights as they were saved, and in the model
+MAX_MEMORY_SHARE = 0.5  # of the free memory
+OUT_OF_MEMORY_SCORE = Path("/proc/self/oom_score_adj")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the sample; returns the exit code of an error, after one line on standard error."""
+    give_way()
+    folder, base = Path(arguments[0]), Path(arguments[1])
+    try:
+        manifest = load_manifest(folder / "run.toml")
+        require_memory(folder, free_memory())
+        prompt = arguments[2] if len(arguments) > 2 else choose_prompt(manifest.data, base)
+        print(write_sample(folder, prompt, token_count(manifest)).model_dump_json())
+    except MurmurError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def give_way() -> None:
+    """Lower the priority of this process, and set its deadline."""
+    signal.alarm(int(DEADLINE_SECONDS))
+    lower_priority(NICENESS)
+    torch.set_num_threads(1)
+    with suppress(OSError):
+        OUT_OF_MEMORY_SCORE.write_text("1000")
+
+
+def require_memory(folder: Path, free: int) -> None:
+    """Raise CheckpointError if the newest model needs too much of the `free` bytes of memory."""
+    saved = find_newest_checkpoint(folder)
+    size = (saved / ANCHOR).stat().st_size if saved else 0
+    if COPIES * size > MAX_MEMORY_SHARE * free:
+        raise CheckpointError(f"the model of {size / 1e9:.1f} GB is too large for the free memory of this machine")
+
+
+def token_count(manifest: Manifest) -> int:
+    """Return the length of a sample, which is about the same text whether tokens are bytes or words."""
+    has_bytes = not manifest.data.tokenizer and manifest.data.source != "tokens"
+    return BYTE_TOKENS if has_bytes else TOKENS
+
+
+def write_sample(folder: Path, prompt: str, tokens: int) -> Sample:
+    """Continue the prompt, until all tokens are written or the time is over."""
+    trained, deadline = load_trained_weights(folder), time.monotonic() + WRITING_SECONDS
+    text = "".join(_until(continue_text(trained, folder, prompt, tokens), deadline))
+    return Sample(round=trained.round, prompt=prompt, text=text[:MAX_SAMPLE_CHARACTERS])
+
+
+def _until(pieces: Iterator[str], deadline: float) -> Iterator[str]:
+    return itertools.takewhile(lambda piece: time.monotonic() < deadline, pieces)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
