@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from node.dashboard.ending.end_section import EMPTY_SECTION
 from node.dashboard.log_text import short_id
 from node.dashboard.page.formats import UNKNOWN_TEXT, choose_unit, format_duration, format_number, format_si
 from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
@@ -28,10 +29,14 @@ def _load_template() -> Template:
     return Template((ASSETS_DIR / "index.html").read_text())
 
 
-def render_page(values: Values, join_line: str | None, version: str) -> str:
+def render_page(values: Values, join_line: str | None, version: str, end: str = EMPTY_SECTION) -> str:
     """Return the HTML page of `values`, the result of `json_views.snapshot`.
 
-    `join_line` is the command to copy; `None` for a replay, which nobody can join.
+    Args:
+        values: the figures.
+        join_line: the command to copy; `None` for a replay, which nobody can join.
+        version: of the program.
+        end: the HTML of the end screen.
     """
     texts = {**_header_texts(values), **_tile_texts(values), "version": version}
     shown = {key: escape(str(value)) for key, value in texts.items()}
@@ -40,6 +45,8 @@ def render_page(values: Values, join_line: str | None, version: str) -> str:
         shown,
         join=_render_join(join_line),
         live="yes" if join_line else "no",
+        over="yes" if values["end_version"] else "no",
+        end=end,
         manifest_link=' · <a href="/run.toml">manifest</a>' if join_line else "",
         hidden_progress="" if values["progress"] is not None else " hidden",
         lane_round="" if timeline["round"] is None else timeline["round"] + 1,
@@ -166,7 +173,7 @@ def _render_log_line(line: Values) -> str:
 
 
 def _render_peers(values: Values, join_line: str | None) -> str:
-    is_done = values["progress"] == 1.0
+    is_done = bool(values["end_version"])
     present = [render_row(peer, values["at"]) for peer in values["peers"] if is_done or peer["gone"] is None]
     if present:
         return "".join(present)

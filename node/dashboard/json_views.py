@@ -64,7 +64,8 @@ def summary(state: RunState, now: float) -> Values:
         "tokens": last.tokens if last else 0,
         "loss": last.loss if last else None,
         "validation": next((row.validation_loss for row in reversed(recent) if row.validation_loss is not None), None),
-        "progress": _progress(state),
+        "progress": state.progress,
+        "end_version": str(state.index) if state.is_over else "",
         "seconds_left": _seconds_left(state, recent, pace),
         "tokens_per_second": sum(peer.report.tokens_per_second for peer in trainers if not peer.report.resting),
         "active": len(trainers),
@@ -83,7 +84,7 @@ def summary(state: RunState, now: float) -> Values:
 def run_status(state: RunState) -> tuple[str, Tone, str]:
     """Return the status word of the run, its colour, and one line that says why."""
     facts, rows, present = state.facts, state.rows, len(state.trainers)
-    if _progress(state) == 1.0:
+    if state.is_over:
         return "done", "ok", "the run has reached its target"
     if state.have_all_left:
         return "empty", "busy", "all peers have left; `murmur join` continues the run"
@@ -102,7 +103,7 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
 def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
     """Return the status word of a peer and its colour."""
     if peer.gone_at is not None:
-        return ("left", "busy") if peer.has_left_politely else ("gone", "bad")
+        return ("left", "busy") if peer.has_left_politely or state.is_over else ("gone", "bad")
     if peer.report.role == "observer":
         return "watching", "busy"
     head = state.rows.last.round + 1 if state.rows.last else 0
@@ -188,18 +189,6 @@ def _count_left_since(state: RunState, moment: float) -> int:
     return sum(
         1 for gone, reason in departures if gone is not None and gone > moment and reason != UNSEEN_SINCE_RESTART
     )
-
-
-def _progress(state: RunState) -> float | None:
-    """Return the progress from 0 to 1; `None` for a run without a target."""
-    facts, last = state.facts, state.rows.last
-    if facts is None or not (facts.target_rounds or facts.target_tokens):
-        return None
-    rounds, tokens = (last.round + 1, last.tokens) if last else (0, 0)
-    fractions = [
-        done / target for done, target in ((rounds, facts.target_rounds), (tokens, facts.target_tokens)) if target
-    ]
-    return min(1.0, max(fractions))
 
 
 def _seconds_left(state: RunState, recent: Sequence[RoundSummary], pace: float | None) -> float | None:

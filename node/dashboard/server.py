@@ -30,7 +30,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from node.dashboard.ending.routes import receipt_routes
+from node.dashboard.ending.end_section import render_end
+from node.dashboard.ending.host_report import build_host_report
+from node.dashboard.ending.routes import receipt_routes, report_routes
 from node.dashboard.event_log import EventLog, encode_message, stream_messages
 from node.dashboard.html_page import STATIC_DIR, render_page
 from node.dashboard.json_views import MAX_POINTS, SERIES, history, run_status, series_points, snapshot
@@ -173,7 +175,10 @@ def build_app(data: DashboardData) -> Starlette:
     collector = SwarmCollector(data.values)
 
     async def index(request: Request) -> Response:
-        return HTMLResponse(render_page(data.values(), data.join_line(request), version("murmuration")))
+        values, state = data.values(), data.event_log.state
+        report = build_host_report(state) if state.is_over else None
+        end = render_end(report, values, has_receipts=data.receipts is not None)
+        return HTMLResponse(render_page(values, data.join_line(request), version("murmuration"), end))
 
     async def manifest(_: Request) -> Response:
         if data.signed_manifest is None:
@@ -204,6 +209,7 @@ def build_app(data: DashboardData) -> Starlette:
         Route("/metrics", metrics),
         Route("/healthz", health),
         Mount("/static", StaticFiles(directory=STATIC_DIR)),
+        *report_routes(data.event_log),
         *(receipt_routes(data.receipts) if data.receipts else ()),
     ]
     return Starlette(routes=routes, middleware=[Middleware(SecurityHeadersMiddleware)])

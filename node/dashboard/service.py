@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from node.dashboard.ending.host_report import ReportWriter
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from node.dashboard.events import LogOpened, RunAbout, RunFacts
 from node.dashboard.observer_node import NodeHandle
@@ -161,13 +162,16 @@ async def serve_dashboard(
         is_live=lambda: not watcher.done(),
         receipts=ReceiptIssuer(commit_log, facts.run, node.identity, lambda: peer_names(event_log.state)),
     )
+    report_writer = ReportWriter(run_dir.path, event_log)
+    report_task = asyncio.create_task(report_writer.run(), name="report writer")
     try:
         async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
             base = address.base_url(port)
             _print_join_info(facts, base, address.is_loopback_only)
             yield RunningDashboard(watcher, event_log, f"{base}/", sampler)
     finally:
-        await cancel_and_wait((sampling, watcher))
+        await cancel_and_wait((sampling, watcher, report_task))
+        report_writer.write()
         event_log.close()
 
 

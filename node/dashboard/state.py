@@ -36,6 +36,7 @@ from node.dashboard.log_text import LEFT_POLITELY, LogText, describe_event
 from node.dashboard.run_state.contributors import Contributors, IncludedRound, mean_seconds
 from node.dashboard.run_state.log_groups import LogLine, append_line
 from node.dashboard.run_state.loss_trend import LossTrend, trend_of
+from node.dashboard.run_state.outcome import progress_to_target
 from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
 from protocol.identity import PeerId
 
@@ -97,6 +98,16 @@ class RunState:
         return [peer for peer in self.live.values() if peer.report.role == "trainer"]
 
     @property
+    def progress(self) -> float | None:
+        """Return the progress from 0 to 1; `None` for a run without a target."""
+        return progress_to_target(self.facts, self.rows.last)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the run has reached its target."""
+        return self.progress == 1.0
+
+    @property
     def have_all_left(self) -> bool:
         """Return whether there were trainers and each of them said goodbye."""
         known = [peer for peer in self.peers.values() if peer.report.role == "trainer"]
@@ -128,7 +139,12 @@ def _names(state: RunState) -> dict[PeerId, str]:
 
 
 def _log_text_of(state: RunState, event: DashboardEvent) -> LogText | None:
-    """Return the log text of the event; `None` for a peer that is merely seen again after the host's restart."""
+    """Return the log text of the event; `None` for a peer that is merely seen again after the host's restart.
+
+    A peer that goes after the end of the run has left, however it went.
+    """
+    if state.is_over and isinstance(event, PeerDeparted):
+        event = event.model_copy(update={"reason": LEFT_POLITELY})
     if isinstance(event, PeerAppeared):
         known = state.peers.get(event.now.peer)
         if known is not None and known.reason == UNSEEN_SINCE_RESTART:

@@ -190,7 +190,7 @@ class SwarmWatcher:
                 self._event_log.record(SwarmFound(at=now))
             return
         self._nobody_seen_since = self._nobody_seen_since or now
-        if state.have_all_left:
+        if state.have_all_left or state.is_over:
             return
         silence = self._node.manifest.membership.expiry
         if state.lost_since is None and len(state.rows) and now - self._nobody_seen_since > silence:

@@ -18,6 +18,7 @@ function begin(snapshot) {
   if (newest) showLanes(snapshot.timeline);
   showMine();
   showSample(snapshot.sample);
+  showEnd();
 }
 const HANDLERS = {
   committed: (event) => { addRound(event, state.parameters || 0); showChartsSoon(); },
@@ -57,6 +58,7 @@ function moment(event) {
   for (const peer of moved) state.peers.set(peer.peer, peer);
   showSummary();
   showPeers();
+  showEnd();
 }
 const showChartsSoon = later(showCharts, 250);
 const refreshSoon = later(refresh, 200);
@@ -80,7 +82,7 @@ function listen() {
 }
 function watchHost() {
   const silent = Date.now() - lastMessageAt, isSilent = silent > STALE_MS;
-  const isOver = Boolean(state) && (state.status === "done" || state.status === "empty");
+  const isOver = Boolean(state) && (Boolean(state.end_version) || state.status === "empty");
   page.classList.toggle("stale", (isSilent && !isOver) || Boolean(state && state.lost != null && state.tone === "bad"));
   if (isSilent && isOver) put("notice", `${state.reason}; the host has stopped, and these are the last figures`);
   if (isSilent && !isOver) {
@@ -122,7 +124,7 @@ async function start() {
   const isLive = page.dataset.live === "yes";
   if (isLive) setInterval(watchHost, 1000);
   while (!await firstLook()) await new Promise((done) => setTimeout(done, 3000));
-  if (state.status === "done") showView("given");
+  if (state.end_version) showView("given");
   if (isLive) listen();
 }
 start();

@@ -1,0 +1,40 @@
+"""The end screen as the server renders it, with names and a sample that contain HTML."""
+
+import re
+
+from node.dashboard.ending.end_section import MAX_SHOWN_CONTRIBUTORS, render_end
+from node.dashboard.ending.host_report import build_host_report
+from node.dashboard.json_views import snapshot
+from tests.node.dashboard.ending.example_end import finished_run
+from tests.node.dashboard.example_events import apply_all
+from tests.node.receipts.example_commits import MARY
+
+STATE = apply_all(finished_run())
+REPORT = build_host_report(STATE)
+VALUES = snapshot(STATE, 1400.0)
+
+
+def test_end_screen_shows_result_people_and_downloads() -> None:
+    page = render_end(REPORT, {**VALUES, "model": "/model"}, has_receipts=True)
+    assert "prose-100m is complete" in page and "3 volunteers gave 900 tokens in 5 rounds" in page
+    assert "5.162 \u2192</span> <b>1.562</b>" in page
+    assert 'href="/model"' in page and 'href="/report.md"' in page and 'href="/commits.log"' in page
+    assert f'href="/receipts/{MARY.peer_id}.json"' in page and "45.7%" in page
+
+
+def test_text_of_others_is_escaped() -> None:
+    page = render_end(REPORT, VALUES, has_receipts=True)
+    assert "<img" not in page and "<b>a greeting" not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page and "&lt;b&gt;a greeting" in page
+
+
+def test_links_without_a_target_are_not_shown() -> None:
+    page = render_end(REPORT, VALUES, has_receipts=False)
+    assert "/model" not in page and "receipt" not in page.lower() and "commits.log" not in page
+    assert "hidden" in render_end(None, VALUES, has_receipts=True)
+
+
+def test_table_of_a_huge_run_is_bounded() -> None:
+    many = REPORT.model_copy(update={"contributors": REPORT.contributors * 100})
+    page = render_end(many, VALUES, has_receipts=True)
+    assert len(re.findall("<tr data-peer", page)) == MAX_SHOWN_CONTRIBUTORS and "and 200 more" in page

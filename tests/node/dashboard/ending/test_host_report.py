@@ -1,0 +1,87 @@
+"""The report of a finished run as its host saw it, and the files that hold it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from node.dashboard.ending import host_report as module
+from node.dashboard.ending.host_report import ReportWriter, build_host_report
+from node.dashboard.event_log import EventLog
+from node.dashboard.events import ChainForked
+from node.dashboard.json_views import run_status, snapshot
+from node.report.run_report import RunReport
+from tests.node.dashboard.ending.example_end import NAMES, ROUNDS, SAMPLE, finished_run, first_rounds, last_events
+from tests.node.dashboard.example_events import apply_all
+from tests.node.receipts.example_commits import GENESIS, MARY, THREE_PEERS, chain, log_in
+
+
+def test_report_has_the_start_the_end_and_everybody() -> None:
+    report = build_host_report(apply_all(finished_run()))
+    assert (report.outcome, report.tokens, report.rounds, report.seconds) == ("done", 900, ROUNDS, 300.0)
+    assert report.initial_validation_loss == 5.162 and report.validation_loss == pytest.approx(1.562)
+    assert (report.initial_loss, report.loss) == (5.5, 1.5)
+    assert report.sample == "def h" + SAMPLE
+    assert [(one.name, one.tokens, one.rounds) for one in report.contributors][0] == ("mary", 411, 4)
+    assert sum(one.tokens for one in report.contributors) == report.tokens
+
+
+def test_report_and_receipts_count_the_same(tmp_path: Path) -> None:
+    """One comes from the host's events, the other from the signed commits."""
+    log = log_in(tmp_path)
+    log.extend(GENESIS, chain(THREE_PEERS))
+    report = build_host_report(apply_all(finished_run()))
+    counted = {peer: (account.tokens, account.rounds) for peer, account in log.ledger.accounts.items()}
+    assert {one.peer: (one.tokens, one.rounds) for one in report.contributors} == counted
+
+
+def test_run_that_goes_on_is_not_over() -> None:
+    report = build_host_report(apply_all(first_rounds(3, target=ROUNDS)))
+    assert (report.outcome, report.rounds) == ("running", 3)
+    assert build_host_report(apply_all([])).rounds == 0
+
+
+def test_nothing_is_lost_after_the_end() -> None:
+    """Control: the same departures before the end are warnings."""
+    state = apply_all(finished_run())
+    values = snapshot(state, 1400.0)
+    assert run_status(state)[:2] == ("done", "ok")
+    assert {peer["state"] for peer in values["peers"]} == {"left"}
+    assert not {line["tone"] for line in values["log"]} & {"bad", "warn"}
+    before = snapshot(apply_all([*first_rounds(3), *last_events()[1:]]), 1400.0)
+    assert {peer["state"] for peer in before["peers"]} == {"left", "gone"}
+    assert "warn" in {line["tone"] for line in before["log"]}
+
+
+def test_run_that_leaves_its_last_round_goes_on() -> None:
+    state = apply_all([*finished_run(), ChainForked(at=1400.0, round=ROUNDS - 1)])
+    assert not state.is_over and snapshot(state, 1400.0)["end_version"] == ""
+
+
+async def test_files_follow_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.01)
+    event_log = EventLog(None, first_rounds(ROUNDS - 1))
+    writer = asyncio.create_task(ReportWriter(tmp_path, event_log).run())
+
+    async def until_written(sample: str) -> None:
+        async with asyncio.timeout(10):
+            while not (path.exists() and RunReport.model_validate_json(path.read_text()).sample == sample):
+                await asyncio.sleep(0.01)
+
+    path = tmp_path / "report.json"
+    for event in first_rounds(ROUNDS)[-2:]:
+        assert not path.exists()
+        event_log.record(event)
+    await until_written("")
+    event_log.record(last_events()[0])
+    await until_written("def h" + SAMPLE)
+    assert "| mary | 411 |" in (tmp_path / "report.md").read_text()
+    writer.cancel()
+
+
+def test_stopped_host_writes_the_figures_so_far(tmp_path: Path) -> None:
+    ReportWriter(tmp_path, EventLog(None, first_rounds(2))).write()
+    assert "under way" in (tmp_path / "report.md").read_text()
+    ReportWriter(tmp_path / "none", EventLog(None, first_rounds(0))).write()
+    assert not (tmp_path / "none").exists()
+    assert MARY.peer_id in NAMES
