@@ -1,12 +1,13 @@
 """Build the method, the round planner and the round settings of a manifest."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from node.model import shape_table
-from optim.compose import compose
-from optim.errors import OptimError
+from optim.compose import COMPONENTS, compose
+from optim.errors import OptimError, UnknownRecipe
 from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.consensus.pacing import Pacing
@@ -14,6 +15,9 @@ from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import TOPOLOGIES, Topology, make_topology
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest, TrainSection
+from protocol.manifest_faults import ManifestText
+
+OPTION_IN_ERROR = re.compile(r"^(?P<part>\w+)(?:\.(?P<option>\w+)| '[^']*' has no option '(?P<unknown>\w+)')?")
 
 
 def build_method(manifest: Manifest) -> Method:
@@ -21,7 +25,7 @@ def build_method(manifest: Manifest) -> Method:
     try:
         return compose(manifest.method.recipe, manifest.method.overrides())
     except OptimError as error:
-        raise ManifestError(f"method: {error}") from error
+        raise ManifestError(f"method: {error}", _keys_of(error)) from error
 
 
 def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlanner:
@@ -34,8 +38,36 @@ def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlan
         program = RoundPlanner(method, shape_table(manifest.model).layout, manifest.round.parts)
         program.max_contribution_bytes  # noqa: B018  # lays out every kind of round
     except OptimError as error:
-        raise ManifestError(f"method: {error}") from error
+        raise ManifestError(f"method: {error}", _keys_of(error)) from error
     return program
+
+
+def require_program(manifest: Manifest, text: ManifestText) -> RoundPlanner:
+    """Build the round planner; a ManifestError names the file, the key and its line."""
+    try:
+        return build_program(manifest)
+    except ManifestError as error:
+        if not error.keys:
+            raise
+        message = str(error).removeprefix("method: ").removeprefix(f"{'.'.join(error.keys)}: ")
+        named = next((keys for keys in _tables_around(error.keys) if text.has(keys)), error.keys)
+        raise text.fault_at(named, message) from error
+
+
+def _keys_of(error: OptimError) -> tuple[str, ...]:
+    """Return the path of the key that a method's error begins with, such as `codec.k = 0: ...`."""
+    found = OPTION_IN_ERROR.match(str(error))
+    if isinstance(error, UnknownRecipe):
+        return ("method", "recipe")
+    if not found or found["part"] not in COMPONENTS:
+        return ("method",)
+    return ("method", *filter(None, (found["part"], found["option"] or found["unknown"])))
+
+
+def _tables_around(keys: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the path and those of the tables around it; a default that does not fit has no line of its own."""
+    yield from (keys[:length] for length in range(len(keys), 1, -1))
+    yield keys[:1]
 
 
 def topology_class(method: Method) -> type[Topology]:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from node.units import ALL_INTERFACES, parse_host_port, parse_rate, parse_size
 from protocol.errors import UsageError
+from protocol.fault_words import describe_value
 from protocol.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 LISTEN_ON_ALL_INTERFACES = "/ip4/0.0.0.0/tcp/0"
 MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
 PORT = re.compile(r"^[0-9]{1,5}\Z")
+OPTION_NAMES = {"peers": "--peer", "folder": "--dir", "base": "RUN"}  # whose field has another name
 Options = TypeVar("Options", bound="TrainerOptions")
 
 
@@ -82,6 +84,15 @@ class NodeOptions(MachineOptions):
         default=0, ge=0, le=65535, description="port for direct connections; 0: a free one; None: none are accepted"
     )
     log_json: bool = False
+
+    @field_validator("base", "folder")
+    @classmethod
+    def _is_utf8(cls, path: Path) -> Path:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the path {path} is not UTF-8 text; use a folder with another name") from error
+        return path
 
     @field_validator("name")
     @classmethod
@@ -150,8 +161,9 @@ def parse_options(kind: type[Options], flags: "MachineFlags", **values: object) 
         return kind.model_validate(flag_values | values)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        option = "--" + str(fault["loc"][0] if fault["loc"] else "options").replace("_", "-").replace("peers", "peer")
-        raise UsageError(f"{option}: {fault['msg'].removeprefix('Value error, ')}") from error
+        name = str(fault["loc"][0]) if fault["loc"] else "options"
+        option = OPTION_NAMES.get(name, f"--{name.replace('_', '-')}")
+        raise UsageError(f"{option}: {describe_value(fault)}") from error
 
 
 def threads_per_process(processes: int) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from protocol.errors import AlreadyRunningError, OtherRunError, PortTakenError, StorageError
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest import Manifest, changed_keys, load_manifest
 from protocol.transport.local_sockets import retry_while_port_taken
 
 TOKENIZER = "tokenizer.json"
@@ -99,12 +99,23 @@ class RunDir:
         if path.exists():
             present = load_manifest(path)
             if present.run_id != manifest.run_id:
-                raise OtherRunError(
-                    f"{self.path} belongs to the run {present.run.name} ({present.run_id[:12]}), "
-                    f"not to {manifest.run.name} ({manifest.run_id[:12]}); choose another --dir"
-                )
+                raise OtherRunError(_describe_other_run(self.path, present, manifest))
         else:
             write_atomically(path, manifest.to_toml().encode())
+
+
+MAX_SHOWN_CHANGES = 5
+
+
+def _describe_other_run(folder: Path, present: Manifest, wanted: Manifest) -> str:
+    changed = changed_keys(present, wanted)
+    shown = ", ".join(changed[:MAX_SHOWN_CHANGES])
+    more = f" and {len(changed) - MAX_SHOWN_CHANGES} more" if len(changed) > MAX_SHOWN_CHANGES else ""
+    return (
+        f"{folder} belongs to the run {present.run.name} ({present.run_id[:12]}), not to {wanted.run.name} "
+        f"({wanted.run_id[:12]}); different: {shown}{more}. For the new run choose another --dir; to continue the old "
+        f"one, `murmur join {folder}`; to change some keys of a run that goes on, `murmur steer`"
+    )
 
 
 def read_json_if_whole(path: Path) -> dict[str, Any]:

@@ -44,6 +44,8 @@ def _node_lines(folder: Path, status: NodeStatus | None) -> list[str]:
 
 def key_line(folder: Path) -> str:
     """Return the peer id of the node in `folder`; creates its key if there is none."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is not a directory; name a node's folder")
     peers = sorted(folder.glob("peer-*"))
     if peers and not (folder / "key").exists():
         raise UsageError(f"{folder} is the folder of a whole swarm; name one of its peers, such as {peers[0]}")

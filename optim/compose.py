@@ -24,7 +24,7 @@ from optim.codecs.random_projection import RandomProjection
 from optim.codecs.sign import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
-from optim.errors import UnknownOption, UnknownRecipe
+from optim.errors import UnknownOption, UnknownRecipe, plain_words
 from optim.exchange_schedule import EverySteps, Schedule
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
 from optim.inner.adamw import AccumulatingAdamW, AdamW, QuasiHyperbolic
@@ -308,7 +308,7 @@ def _value_in_round(value: Scalar | OptionSchedule, round_number: int) -> Scalar
 def _describe_error(component: str, error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     option = ".".join((component, *map(str, first["loc"])))
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = plain_words(first["msg"])
     return f"{option} = {first['input']!r}: {message}" if first["loc"] else f"{component}: {message}"
 
 

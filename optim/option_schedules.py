@@ -27,7 +27,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from optim.errors import UnknownOption
+from optim.errors import UnknownOption, plain_words
 from optim.options import OptionValue, Scalar
 
 MAX_PHASES: Final = 64
@@ -42,13 +42,13 @@ _OLD_TEXT: Final = re.compile(r"[-=~]>|\s(until|over)\s")
 
 def _check_number(value: object) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
-        raise ValueError("should be a number of at most 1e15")
+        raise ValueError("must be a number of at most 1e15")
     return value
 
 
 def _check_scalar(value: object) -> Scalar:
     if not isinstance(value, bool | int | float | str):
-        raise ValueError("should be a plain value")
+        raise ValueError("must be a plain value")
     return value
 
 
@@ -220,7 +220,7 @@ def _describe_fault(name: str, error: ValidationError) -> str:
         return f"{name}: unknown key {key!r}"
     if fault["type"] == "missing":
         return f"{name}: {key} is missing"
-    message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = plain_words(fault["msg"])
     return f"{name}: {key} = {fault['input']!r} {message}" if key else f"{name}: {message}"
 
 

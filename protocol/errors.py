@@ -25,6 +25,8 @@ MurmurError                      1   any of the errors below, unspecified
     └── LimitError                   more than this peer may send
 """
 
+from collections.abc import Sequence
+
 
 def describe_error(error: BaseException) -> str:
     """Return the text of an error, or the name of its type if it has none.
@@ -45,7 +47,13 @@ class UsageError(MurmurError):
 
 
 class ManifestError(MurmurError):
+    """A fault of a manifest; `keys` is the path of the key that must change, if one is known."""
+
     exit_code = 3
+
+    def __init__(self, text: str, keys: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.keys = tuple(keys)
 
 
 class MissingFileError(MurmurError):

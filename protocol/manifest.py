@@ -5,14 +5,13 @@ bootstrap addresses and the table [about], which inform people and may change wh
 `DEFAULTS_OUTSIDE_RUN_ID` that have their default.
 """
 
-import difflib
 import hashlib
 import json
 import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import (
@@ -27,7 +26,9 @@ from pydantic import (
 )
 
 from protocol.errors import MalformedError, ManifestError, MissingFileError
+from protocol.fault_words import shorten
 from protocol.identity import public_key
+from protocol.manifest_faults import ManifestText, decode_text, describe_invalid_values, describe_toml_fault
 
 Scalar = bool | int | float | str
 ScalarTable = dict[str, Scalar]
@@ -37,7 +38,6 @@ RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}\Z")
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # because the time to parse a dotted key grows with the square of its parts
-MAX_SHOWN_CHARACTERS = 80
 DEFAULT_MODEL_KIND = "llama"
 DEFAULT_KEEPERS = 1
 DEFAULTS_OUTSIDE_RUN_ID = (  # runs older than these keys keep their id
@@ -47,6 +47,11 @@ DEFAULTS_OUTSIDE_RUN_ID = (  # runs older than these keys keep their id
 )
 MAX_PHASES = 64
 MAX_OPTION_KEYS = 8
+MAX_ROUNDS = 2**24  # a round every half minute for sixteen years; a message of a later one is refused
+MAX_TOKENS = 2**60
+MAX_STEPS = 2**40
+MAX_SECONDS = 7 * 86400.0
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class Section(BaseModel):
@@ -79,7 +84,7 @@ def _check_scalar(value: object) -> Scalar:
     if not isinstance(value, Scalar):
         raise ValueError("write a plain value, a table of plain values, or a list of phases")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("Input should be a finite number")
+        raise ValueError("must be a finite number")
     return value
 
 
@@ -145,7 +150,7 @@ class ModelSection(Section):
     hidden: int = Field(ge=8, le=2**18)
     context: int = Field(ge=2, le=2**20)
     tied: bool = Field(default=True, description="the output layer shares the embedding's weights")
-    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_theta: float = Field(default=10_000.0, ge=1, le=1e12)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -173,13 +178,15 @@ class TrainSection(Section):
     The learning rate decays to `final_share` of its peak.
     """
 
-    batch_tokens: int = Field(ge=1, description="tokens of one inner step on one peer")
-    microbatch: int = Field(default=8, ge=1, description="sequences of one forward pass")
-    learning_rate: float = Field(gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    decay_steps: int = Field(default=0, ge=0, description="inner steps until the end of the decay; 0: constant")
+    batch_tokens: int = Field(ge=1, le=2**32, description="tokens of one inner step on one peer")
+    microbatch: int = Field(default=8, ge=1, le=2**20, description="sequences of one forward pass")
+    learning_rate: float = Field(gt=0, le=1e6)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
+    decay_steps: int = Field(
+        default=0, ge=0, le=MAX_STEPS, description="inner steps until the end of the decay; 0: constant"
+    )
     final_share: float = Field(default=0.1, ge=0, le=1)
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     clip: float = Field(default=1.0, gt=0, description="largest norm of the gradient")
@@ -207,29 +214,33 @@ class MethodSection(Section):
 class RoundSection(Section):
     """Deadlines of an outer round, in seconds."""
 
-    grace: float = Field(default=10.0, gt=0, description="wait for others once half of the live peers have reported")
-    leader_timeout: float = Field(default=5.0, gt=0, description="silence after which the next leader takes over")
-    exchange_timeout: float = Field(default=60.0, gt=0, description="the longest an exchange may take")
+    grace: float = Field(
+        default=10.0, gt=0, le=MAX_SECONDS, description="wait for others once half of the live peers have reported"
+    )
+    leader_timeout: float = Field(
+        default=5.0, gt=0, le=MAX_SECONDS, description="silence after which the next leader takes over"
+    )
+    exchange_timeout: Seconds = Field(default=60.0, description="the longest an exchange may take")
     parts: int = Field(default=12, ge=1, le=4096, description="parts of a butterfly")
 
 
 class MembershipSection(Section):
     """Gossip interval, and time until a silent peer counts as gone; in seconds."""
 
-    heartbeat: float = Field(default=2.0, gt=0)
-    expiry: float = Field(default=15.0, gt=0)
+    heartbeat: Seconds = 2.0
+    expiry: Seconds = 15.0
 
 
 class CheckpointSection(Section):
-    every_rounds: int = Field(default=1, ge=1)
-    keep: int = Field(default=2, ge=1)
+    every_rounds: int = Field(default=1, ge=1, le=MAX_ROUNDS)
+    keep: int = Field(default=2, ge=1, le=MAX_ROUNDS)
 
 
 class TargetSection(Section):
     """The end of the run: the first of the given targets to be reached."""
 
-    rounds: int | None = Field(default=None, ge=1)
-    tokens: int | None = Field(default=None, ge=1)
+    rounds: int | None = Field(default=None, ge=1, le=MAX_ROUNDS)
+    tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     keepers: int = Field(
         default=DEFAULT_KEEPERS,
         ge=0,
@@ -274,6 +285,27 @@ class Manifest(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
+def changed_keys(old: Manifest, new: Manifest) -> list[str]:
+    """Return the keys of the run id whose values differ, such as `train.learning_rate 0.003 -> 0.001`."""
+    before, after = (_flatten(json.loads(manifest.canonical())) for manifest in (old, new))
+    return [
+        f"{key} {_shown(before.get(key))} -> {_shown(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else shorten(json.dumps(value, ensure_ascii=False), 40)
+
+
 def load_manifest(path: Path) -> Manifest:
     """Read a manifest from a file.
 
@@ -299,83 +331,30 @@ def parse_manifest(text: bytes, origin: str) -> Manifest:
     """Parse and check a manifest; `origin` names the text in errors."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes; shorten it")
+    decoded = decode_text(text, origin)
     try:
-        decoded = text.decode()
-        if any(line.count(".") > MAX_DOTS_PER_LINE for line in decoded.splitlines()):
+        if any(line.count(".") > MAX_DOTS_PER_LINE for line in decoded.text.splitlines()):
             raise ValueError(f"more than {MAX_DOTS_PER_LINE} dots on a line")
         # JSON mode lets arrays become tuples while every scalar stays strict.
-        values = json.dumps(tomllib.loads(decoded), default=_refuse_date)
+        values = json.dumps(tomllib.loads(decoded.text), default=_refuse_date)
     except RecursionError as error:
-        raise ManifestError(f"{origin}: not valid TOML: nested too deeply") from error
-    except UnicodeDecodeError as error:
-        raise ManifestError(f"{origin}: not valid TOML: byte {error.start} is not UTF-8 text") from error
+        raise decoded.fault("not valid TOML: nested too deeply") from error
     except ValueError as error:  # not TOML, a number of thousands of digits, a date
-        raise ManifestError(f"{origin}: not valid TOML: {error}") from error
+        raise decoded.fault(f"not valid TOML: {describe_toml_fault(error)}") from error
+    return _validate(values, decoded)
+
+
+def manifest_of_values(values: dict[str, Any], origin: str) -> Manifest:
+    """Check the values of a manifest that a program has changed; `origin` names them in errors."""
+    return _validate(json.dumps(values), ManifestText(origin, ""))
+
+
+def _validate(values: str, text: ManifestText) -> Manifest:
     try:
         return Manifest.model_validate_json(values)
     except ValidationError as error:
-        raise ManifestError(f"{origin}: {_describe_fault(error, decoded)}") from error
+        raise describe_invalid_values(error, Manifest, text) from error
 
 
 def _refuse_date(value: object) -> str:
     raise ValueError(f"no key takes a date or time; put {value} in quotes")
-
-
-def _describe_fault(error: ValidationError, text: str) -> str:
-    """Describe one fault on one line, preferring unknown keys.
-
-    A missing key may be the same one misspelt.
-    """
-    faults = error.errors(include_url=False)
-    fault = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    keys = tuple(str(part) for part in fault["loc"])
-    key_path, line = _printable(".".join(keys)) or "manifest", _line_of(keys, text)
-    where = f"{key_path} (line {line})" if line else key_path
-    if fault["type"] == "extra_forbidden":
-        return f"unknown key {where}; {_hint(keys)}"
-    if fault["type"] == "missing":
-        return f"{key_path} is missing; add it"
-    message = fault["msg"].removeprefix("Value error, ")
-    value = fault["input"]
-    return f"{where}: {message}" + ("" if isinstance(value, dict) else f", got {_printable(repr(value))}")
-
-
-def _hint(keys: tuple[str, ...]) -> str:
-    known = _known_keys(keys[:-1])
-    near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-
-
-def _printable(text: str) -> str:
-    """Return a text on one line, shortened for people."""
-    shown = text if text.isprintable() else repr(text)
-    return shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[:MAX_SHOWN_CHARACTERS] + "..."
-
-
-def _known_keys(tables: tuple[str, ...]) -> list[str]:
-    model: type[BaseModel] = Manifest
-    for table in tables:
-        annotation = model.model_fields[table].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
-
-
-def _line_of(keys: tuple[str, ...], text: str) -> int | None:
-    """Return the line of a key or, failing that, of its table.
-
-    TOML's parser does not report lines.
-    """
-    table, found = "", None
-    for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)
-        if header:
-            table = header[1]
-            if table == ".".join(keys):
-                found = number
-            continue
-        key = re.match(r"\s*([A-Za-z0-9_.\-\"]+)\s*=", line)
-        if key and ".".join(filter(None, (table, key[1].strip('"')))) == ".".join(keys):
-            return number
-    return found

@@ -22,7 +22,7 @@ import base64
 import binascii
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +34,7 @@ from protocol import murmur_pb2
 from protocol.errors import MalformedError, OrganiserError, PeerFault
 from protocol.identity import Identity, PeerId, public_key, verify
 from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, RunId, parse_manifest, read_manifest_bytes
+from protocol.manifest_faults import ManifestText, decode_text
 
 DOMAIN = b"murmur/1"
 MAX_BODY_BYTES = 512 * 1024
@@ -140,11 +141,11 @@ SIGNATURE_LINES = re.compile(
     rb"# organiser (?P<organiser>[1-9A-HJ-NP-Za-km-z]{52})\n"
     rb"# signature (?P<signature>[A-Za-z0-9+/]{86}==)\n\Z"
 )
-# A comment that begins like a line of a signature; a key that is commented out (`# organiser = "Ada"`) does not.
-SIGNATURE_TRACE = re.compile(
-    rb"^[^\w\n\"']*#[^\w\n]*(?:organiser|signature)(?!\w|[ \t]*=)|#[^\w\n]*organiser[^\w\n]+12D3Koo",
-    re.IGNORECASE | re.MULTILINE,
-)
+# A comment that begins like a line of a signature; a key that is commented out (`# organiser = "Ada"`) does not. The
+# patterns have no nested repetition, so that the time does not grow with the square of a hostile line.
+LINE_START = re.compile(rb"[^\w\"']*")
+SIGNATURE_WORD = re.compile(rb"(?:organiser|signature)(?!\w|[ \t]*=)", re.IGNORECASE)
+SIGNER = re.compile(rb"organiser\W{1,8}12D3Koo", re.IGNORECASE)
 MAX_SIGNATURE_LINES_BYTES = 200
 MAX_SIGNED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + MAX_SIGNATURE_LINES_BYTES
 
@@ -155,6 +156,7 @@ class SignedManifest:
 
     manifest: Manifest
     organiser: PeerId | None
+    text: ManifestText = field(compare=False, repr=False, default=ManifestText("", ""))  # to find the line of a key
 
 
 def sign_manifest(manifest: Manifest, identity: Identity) -> bytes:
@@ -177,7 +179,7 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
     body = text[: len(text) - len(match[0])] if match else text
     _refuse_damaged_signature(body, origin)
     if match is None:
-        return SignedManifest(parse_manifest(body, origin), None)
+        return SignedManifest(parse_manifest(body, origin), None, decode_text(body, origin))
     organiser = match["organiser"].decode()
     try:
         verify(organiser, _signed_manifest_bytes(body), base64.b64decode(match["signature"], validate=True))
@@ -186,7 +188,7 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
             f"{origin}: the text is not what {organiser} signed; get it again, or remove the last two lines of a file "
             "that you changed yourself"
         ) from error
-    return SignedManifest(parse_manifest(body, origin), organiser)
+    return SignedManifest(parse_manifest(body, origin), organiser, decode_text(body, origin))
 
 
 def load_signed_manifest(path: Path) -> SignedManifest:
@@ -199,13 +201,19 @@ def load_signed_manifest(path: Path) -> SignedManifest:
 
 def _refuse_damaged_signature(body: bytes, origin: str) -> None:
     """Raise OrganiserError if the part of a manifest above its signature has a line of another or a damaged one."""
-    trace = SIGNATURE_TRACE.search(body)
-    if trace is not None:
-        line = body.count(b"\n", 0, trace.start()) + 1
-        raise OrganiserError(
-            f"{origin}: line {line} begins like a signature, but the file does not end in a whole one; get the file "
-            "again, unchanged, or remove that line (and the other one of the signature) from a file of your own"
-        )
+    for number, line in enumerate(body.split(b"\n"), 1):
+        if _is_like_signature(line):
+            raise OrganiserError(
+                f"{origin}: line {number} begins like a signature, but the file does not end in a whole one; get the "
+                "file again, unchanged, or remove that line (and the other one of the two) from a file of your own"
+            )
+
+
+def _is_like_signature(line: bytes) -> bool:
+    start = LINE_START.match(line)
+    assert start is not None  # it matches the empty text
+    is_comment = b"#" in start[0] and SIGNATURE_WORD.match(line, start.end()) is not None
+    return is_comment or (b"#" in line and SIGNER.search(line) is not None)
 
 
 def fingerprint(organiser: PeerId) -> str:

@@ -21,7 +21,7 @@ from node.dashboard.service import (
     serve_dashboard,
 )
 from node.flags import NodeFlags
-from node.from_manifest import build_program
+from node.from_manifest import require_program
 from node.join.public_runs import packaged_peers
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.logs import configure_logs
@@ -98,8 +98,9 @@ class HostOptions:
 
 def host(options: HostOptions) -> None:
     """Serve the run until Ctrl-C. Raises MurmurError."""
-    manifest = load_signed_manifest(options.run).manifest
-    build_program(manifest)  # an unknown method must fail before the folder is locked
+    signed = load_signed_manifest(options.run)
+    manifest = signed.manifest
+    require_program(manifest, signed.text)  # an unknown method must fail before the folder is locked
     address = DashboardAddress.parse(options.http, options.public_url)
     settings = parse_node_options(
         options.flags,

@@ -18,7 +18,7 @@ from rich.text import Text
 from node.doctor import machine
 from node.doctor.findings import Finding, finding_of_error, judge_clock
 from node.doctor.network import probe_network
-from node.from_manifest import build_program
+from node.from_manifest import require_program
 from node.join.http_download import fetch_server_time
 from node.join.invitation import Invitation
 from node.join.joined_folder import open_or_recall
@@ -51,7 +51,7 @@ def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], inse
     if run is not None:
         try:
             invitation = open_or_recall(run, folder, insecure)
-            build_program(invitation.manifest)
+            require_program(invitation.manifest, invitation.text)
         except MurmurError as error:
             return [*findings, finding_of_error("run", error)]
         findings.append(_run_finding(invitation))

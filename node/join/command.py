@@ -38,11 +38,11 @@ def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure
     )
     with rare_garbage_collection():
         from node.daemon.lifecycle import run_node
-        from node.from_manifest import build_program
+        from node.from_manifest import require_program
         from node.receipts.chain_recorder import record_chain
         from node.trainer.device import require_usable_device
 
-    build_program(manifest)  # an unknown method must fail before the folder is locked
+    require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
     require_usable_device(settings)
     _verify_organiser(node_dir, invitation)
     finished = asyncio.run(run_node(settings, record_chain))

@@ -18,7 +18,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from urllib.parse import SplitResult
 
@@ -35,6 +35,7 @@ from protocol.errors import (
 )
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest_faults import ManifestText, decode_text
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub
 from protocol.signing import (
@@ -69,6 +70,7 @@ class Invitation:
     source: str | None = None
     peers: tuple[str, ...] = ()
     folder: Path | None = None
+    text: ManifestText = field(compare=False, repr=False, default=ManifestText("", ""))
 
 
 def normalize_run(run: str) -> str:
@@ -96,8 +98,9 @@ def _open_file(path: Path) -> Invitation:
         raise MissingFileError(f"there is no file {path}; if it is a URL, begin it with https:// (or http://)")
     signed = load_signed_manifest(path)
     if not path.is_file():  # a pipe, as in `murmur join <(curl ...)`
-        return Invitation(signed.manifest, signed.organiser, Path.cwd())
-    return Invitation(signed.manifest, signed.organiser, path.parent.resolve(), source=str(path.resolve()))
+        return Invitation(signed.manifest, signed.organiser, Path.cwd(), text=signed.text)
+    source = str(path.resolve())
+    return Invitation(signed.manifest, signed.organiser, path.parent.resolve(), source, text=signed.text)
 
 
 def _exists(path: Path) -> bool:
@@ -116,7 +119,7 @@ def _open_url(url: str, insecure: bool) -> Invitation:
     if signed.organiser is None:
         raise OrganiserError(f"{url} is not signed; ask for the URL that `murmur host` prints, or get it as a file")
     require_paths_inside(signed.manifest)
-    return Invitation(signed.manifest, signed.organiser, None, source=url)
+    return Invitation(signed.manifest, signed.organiser, None, source=url, text=signed.text)
 
 
 def _download(url: str) -> bytes:
@@ -160,7 +163,7 @@ def _open_link(link: str) -> Invitation:
     if manifest.run_id != run_id:
         raise OrganiserError(f"{address} sent the manifest of another run; ask for a new link")
     require_paths_inside(manifest)
-    return Invitation(manifest, None, None, source=link, peers=(address,))
+    return Invitation(manifest, None, None, link, (address,), text=decode_text(text, link))
 
 
 async def _request_manifest(run_id: str, address: str) -> bytes:

@@ -18,8 +18,7 @@ from node.paths import joined_dirs
 from node.run_dir import write_atomically
 from protocol.errors import MissingFileError, MurmurError, OrganiserError, StorageError
 from protocol.identity import PeerId
-from protocol.manifest import load_manifest
-from protocol.signing import fingerprint
+from protocol.signing import fingerprint, load_signed_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,8 @@ def read_saved_invitation(folder: Path) -> SavedInvitation | None:
 def _reopen(saved: SavedInvitation, source: str | None = None) -> Invitation:
     folder = saved.path.parent
     peers = (source.partition("@")[2],) if source and source.startswith("murmur://") else ()
-    return Invitation(load_manifest(folder / MANIFEST_FILE), saved.organiser, saved.base, source, peers, folder)
+    kept = load_signed_manifest(folder / MANIFEST_FILE)
+    return Invitation(kept.manifest, saved.organiser, saved.base, source, peers, folder, kept.text)
 
 
 def _saved_from(folders: Iterable[Path], source: str) -> list[SavedInvitation]:

@@ -1,7 +1,6 @@
 """`murmur up`: run a whole swarm on this machine, from a manifest to an exported model."""
 
 import asyncio
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from node import paths
 from node.flags import MachineFlags, to_arguments
-from node.from_manifest import build_program
+from node.from_manifest import build_program, require_program
 from node.local.kill_test import KillTest
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
@@ -20,7 +19,7 @@ from node.local.swarm_table import SwarmDisplay
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
 from node.report.run_report import write_report
 from node.run_dir import RunDir
-from protocol.manifest import Manifest
+from protocol.manifest import Manifest, manifest_of_values
 from protocol.signing import load_signed_manifest
 
 DEFAULT_PEERS = 3
@@ -66,7 +65,10 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     saved = options.folder / "run.toml" if options.folder else None
     resumed = options.run is None and saved is not None and saved.exists()
     source = saved if resumed and saved else options.run or paths.demo_manifest()
-    manifest = load_signed_manifest(source).manifest
+    signed = load_signed_manifest(source)
+    manifest = signed.manifest
+    if options.recipe is None:
+        require_program(manifest, signed.text)  # a fault in the file, told with its line
     parse_options(MachineOptions, options.flags)  # report a mistake before a peer starts
     peers = options.peers or (manifest.run.min_peers if resumed else max(DEFAULT_PEERS, manifest.run.min_peers))
     return SwarmConfig(
@@ -124,7 +126,7 @@ def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOption
     # The name of a data set on the hub is not a path, unless a folder of that name exists.
     if data["path"] and (data["source"] != "hf" or (base / data["path"]).exists()):
         data["path"] = str(base / data["path"])
-    return Manifest.model_validate_json(json.dumps(values))
+    return manifest_of_values(values, f"{base} with the options of this command")
 
 
 def tokens_in_rounds(manifest: Manifest, rounds: int, peers: int) -> int:

@@ -22,7 +22,8 @@ def model_family(config: ModelSection) -> ModelFamily:
         return FAMILIES[config.kind]
     except KeyError:
         known = ", ".join(sorted(FAMILIES))
-        raise ManifestError(f"model.kind: no kind of model is called {config.kind!r}; known kinds: {known}") from None
+        reason = f"no kind of model is called {config.kind!r}; known kinds: {known}"
+        raise ManifestError(f"model.kind: {reason}", ("model", "kind")) from None
 
 
 def shape_table(config: ModelSection) -> ShapeTable:

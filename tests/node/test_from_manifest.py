@@ -10,6 +10,7 @@ from node.from_manifest import (
     build_program,
     learning_rate_decay,
     learning_rate_scale,
+    require_program,
     round_settings_by_number,
 )
 from node.model import shape_table
@@ -18,6 +19,7 @@ from optim.recipes import RECIPES
 from protocol.consensus.topology import TOPOLOGIES, Butterfly, Groups, make_topology
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest, TrainSection, parse_manifest
+from protocol.manifest_faults import ManifestText
 
 TOML = """
 [run]
@@ -133,3 +135,56 @@ def test_without_warm_up_and_decay_it_is_constant() -> None:
     assert {
         learning_rate_scale(TrainSection(batch_tokens=24, learning_rate=1e-2), step) for step in (0, 1, 10_000)
     } == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('recipe = "diloco"', 'recipe = "dilocco"', "run.toml: method.recipe (line 23): no recipe is called 'dilocco'"),
+        ("block = 256", "block = 0", "run.toml: method.codec.block (line 26): codec.block = 0: must be at least"),
+        ("block = 256", "blokc = 9", "run.toml: method.codec.blokc (line 26): codec 'int8' has no option 'blokc'"),
+        (
+            "[method.codec]\nblock",
+            "[method.schedule]\nfragments",
+            "run.toml: method.schedule (line 25): schedule: fragments",
+        ),
+        ("block = 256", 'kind = "topk"\nchunk = 7', "run.toml: method.codec.chunk (line 27): "),
+        ("[model]", '[model]\nkind = "bert"', "run.toml: model.kind (line 6): no kind of model is called 'bert'"),
+    ],
+)
+def test_error_of_method_or_model_names_the_file_and_the_line(old: str, new: str, message: str) -> None:
+    text = LOCATED.replace(old, new, 1)
+    assert text != LOCATED
+    with pytest.raises(ManifestError) as caught:
+        require_program(parse_manifest(text.encode(), "run.toml"), ManifestText("run.toml", text))
+    assert str(caught.value).startswith(message), caught.value
+    assert str(caught.value).isprintable()
+
+
+LOCATED = """
+[run]
+name = "demo"
+
+[model]
+width = 128
+layers = 4
+heads = 4
+hidden = 344
+context = 128
+
+[data]
+source = "python-stdlib"
+
+[train]
+batch_tokens = 2048
+learning_rate = 3e-3
+
+# how the peers' updates become one model
+# a comment, and another
+
+[method]
+recipe = "diloco"
+
+[method.codec]
+block = 256
+"""

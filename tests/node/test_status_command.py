@@ -104,9 +104,10 @@ def test_no_key_where_no_node_is(tmp_path: Path) -> None:
         key_line(tmp_path / "swarm")
     assert not (tmp_path / "swarm" / "key").exists()
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file" / "node"):
-        with pytest.raises(StorageError, match="cannot use the folder .*; name a node's folder"):
-            key_line(place)
+    with pytest.raises(UsageError, match="file is not a directory; name a node's folder"):
+        key_line(tmp_path / "file")
+    with pytest.raises(StorageError, match="cannot use the folder .*; name a node's folder"):
+        key_line(tmp_path / "file" / "node")
 
 
 def test_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

@@ -46,11 +46,11 @@ def test_other_values_are_not_a_budget(value: OptionValue) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({"bits": 0, "steps": 500}, "bits = 0 should be greater than 0"),
-        ({"bits": 8, "steps": 0}, "steps = 0 should be greater than or equal to 1"),
-        ({"bits": -1, "steps": 10}, "bits = -1 should be greater than 0"),
-        ({"bits": float("inf"), "steps": 10}, "bits = inf should be a number of at most 1e15"),
-        ({"bits": 8, "steps": 10.5}, "steps = 10.5 should be a valid integer"),
+        ({"bits": 0, "steps": 500}, "bits = 0 must be greater than 0"),
+        ({"bits": 8, "steps": 0}, "steps = 0 must be at least 1"),
+        ({"bits": -1, "steps": 10}, "bits = -1 must be greater than 0"),
+        ({"bits": float("inf"), "steps": 10}, "bits = inf must be a number of at most 1e15"),
+        ({"bits": 8, "steps": 10.5}, "steps = 10.5 must be a whole number"),
         ({"bits": 8}, "steps is missing"),
         ({"bits": 8, "rounds": 10}, "unknown key 'rounds'"),
     ],

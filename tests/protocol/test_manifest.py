@@ -1,13 +1,24 @@
+import itertools
+import json
 import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 from protocol.errors import ManifestError, MissingFileError
+from protocol.fault_words import WORDS
 from protocol.identity import Identity
-from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, load_manifest, parse_manifest
+from protocol.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    changed_keys,
+    load_manifest,
+    manifest_of_values,
+    parse_manifest,
+)
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reference" / "manifest.md"
@@ -85,6 +96,23 @@ def test_scheduled_options_survive_a_round_trip_and_have_one_run_id() -> None:
         assert parse_manifest(GOOD.replace(b"block = 256", other), "").run_id != manifest.run_id
 
 
+def test_changed_keys_are_those_of_the_run_id() -> None:
+    old = parse_manifest(GOOD, "")
+    new = (
+        GOOD.replace(b"3e-3", b"1e-3")
+        .replace(b"block = 256", b"block = 64")
+        .replace(b"[data]", b"tied = false\n[data]")
+    )
+    changed = changed_keys(old, parse_manifest(new + b"[target]\nrounds = 9\n[about]\nlicence = 'MIT'", ""))
+    assert changed == [
+        "method.codec.block 256 -> 64",
+        "model.tied true -> false",
+        "target.rounds none -> 9",
+        "train.learning_rate 0.003 -> 0.001",
+    ]
+    assert not changed_keys(old, parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nvocabulary = 256"), ""))
+
+
 def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None:
     plain = parse_manifest(GOOD, "").run_id
     assert re.fullmatch("[0-9a-f]{64}", plain)
@@ -112,25 +140,25 @@ def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> N
     ("old", "new", "message"),
     [
         (b"layers", b"layrs", "unknown key model.layrs (line 7); did you mean layers?"),
-        (b"[train]", b"[trian]", "unknown key trian (line 15); did you mean train?"),
+        (b"[train]", b"[trian]", "unknown table trian (line 15); did you mean train?"),
         (b"[data]", b"[data]\nzzz = 1", "unknown key data.zzz (line 13); known here: source, path, split, "),
-        (b"[train]", b"[zzzzzzz]\n[train]", "unknown key zzzzzzz (line 15); known here: run, model, data, "),
+        (b"[train]", b"[zzzzzzz]\n[train]", "unknown table zzzzzzz (line 15); known here: run, model, data, "),
         (b"learning_rate = 3e-3", b"", "train.learning_rate is missing; add it"),
-        (b"layers = 4", b"layers = '4'", "model.layers (line 7): Input should be a valid integer, got '4'"),
-        (b"layers = 4", b"layers = 4.0", "model.layers (line 7): Input should be a valid integer"),
-        (b"layers = 4", b"layers = true", "model.layers (line 7): Input should be a valid integer, got True"),
-        (b"layers = 4", b"layers = 0", "model.layers (line 7): Input should be greater than or equal to 1, got 0"),
-        (b"heads = 4", b"heads = 3", "model (line 5): width must be an even multiple of heads"),
-        (b"2048", b"2000", "manifest: train.batch_tokens must be a multiple of model.context"),
-        (b'"python-stdlib"', b'"wiki"', "data.source (line 13): Input should be 'python-stdlib', 'text'"),
-        (b'"demo"', b'"Demo run"', "run.name (line 3): String should match pattern"),
+        (b"layers = 4", b"layers = '4'", "model.layers (line 7): must be a whole number, got '4'"),
+        (b"layers = 4", b"layers = 4.0", "model.layers (line 7): must be a whole number, got 4.0"),
+        (b"layers = 4", b"layers = true", "model.layers (line 7): must be a whole number, got true"),
+        (b"layers = 4", b"layers = 0", "model.layers (line 7): must be at least 1, got 0"),
+        (b"heads = 4", b"heads = 3", "model.width (line 6): must be an even multiple of heads"),
+        (b"2048", b"2000", "train.batch_tokens (line 16): must be a multiple of model.context"),
+        (b'"python-stdlib"', b'"wiki"', "data.source (line 13): must be 'python-stdlib', 'text'"),
+        (b'"demo"', b'"Demo run"', "run.name (line 3): must have 1 to 64 characters of a-z"),
         (b'"demo"', b"2026-11-21", "not valid TOML: no key takes a date or time; put 2026-11-21 in quotes"),
-        (b"3e-3", b"nan", "train.learning_rate (line 17): Input should be a finite number"),
-        (b"3e-3", b"inf", "train.learning_rate (line 17): Input should be a finite number"),
-        (b"3e-3", b"-1.0", "train.learning_rate (line 17): Input should be greater than 0"),
+        (b"3e-3", b"nan", "train.learning_rate (line 17): must be a finite number"),
+        (b"3e-3", b"inf", "train.learning_rate (line 17): must be a finite number"),
+        (b"3e-3", b"-1.0", "train.learning_rate (line 17): must be greater than 0"),
         (b"block = 256", b"block = [1]", "method.codec.block"),
         (b"block = 256", b"block = [[1], 2]", "method.codec.block (line 23): write a plain value, a table of plain"),
-        (b"block = 256", b"block = [1, nan]", "method.codec.block (line 23): Input should be a finite number"),
+        (b"block = 256", b"block = [1, nan]", "method.codec.block (line 23): must be a finite number"),
         (b"block = 256", b"block = { start = { end = 1 } }", "method.codec.block (line 23): write a plain value"),
         (b"block = 256", b"block = [" + b"1," * 65 + b"]", "method.codec.block (line 23): a list has 2 to 64 phases"),
         (
@@ -138,14 +166,69 @@ def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> N
             b"block = { " + b", ".join(b"key%d = 1" % number for number in range(9)) + b" }",
             "method.codec.block (line 23): the table of an option has at most 8 keys",
         ),
-        (b"[method.codec]", b"[method.kodec]", "unknown key method.kodec (line 22); did you mean codec?"),
+        (b"[method.codec]", b"[method.kodec]", "unknown table method.kodec (line 22); did you mean codec?"),
         (b"[run]", b"[run", "not valid TOML: "),
+        (b"[model]", b"[run]", "not valid TOML: the table [run] is there twice; merge the two (line 5)"),
+        (b"layers = 4", b"width = 4", "not valid TOML: a key is there twice; remove one (line 7)"),
+        (b"layers = 4", b"layers = " + b"4" * 5000, "not valid TOML: a number has thousands of digits"),
+        (b"layers = 4", b"layers =", "not valid TOML: invalid value (line 7)"),
+        (
+            b"[method.codec]",
+            b"[method.codec",
+            "not valid TOML: expected ']' at the end of a table declaration (line 22)",
+        ),
+        (b"", "\ufeff".encode(), "not valid TOML: it begins with a byte order mark; save it as UTF-8 without one"),
+        (b'[data]\nsource = "python-stdlib"\n', b"", "the table [data] is missing; add it"),
         (b"[run]", b"\xff", "not valid TOML: byte 1 is not UTF-8 text"),
     ],
 )
 def test_faults_are_reported_on_one_line_with_their_place(old: bytes, new: bytes, message: str) -> None:
     assert old in GOOD
     assert fault(GOOD.replace(old, new, 1)).startswith(message)
+
+
+WRONG_VALUES: tuple[object, ...] = (
+    None,
+    True,
+    7,
+    -1,
+    0,
+    2**70,
+    -0.5,
+    1e300,
+    "",
+    "x" * 2000,
+    "\n",
+    [],
+    [1],
+    ["a"],
+    {},
+    {"a": 1},
+    [[]],
+)
+
+
+def test_no_words_of_the_library_reach_a_person() -> None:
+    """Control: the library's own message of most of these values begins with `Input should`."""
+    good = parse_manifest(GOOD, "").model_dump(mode="json", exclude_none=True)
+    seen: set[str] = set()
+    for table, field in Manifest.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type) and issubclass(kind, BaseModel)
+        keys = [(table,), *((table, key) for key in kind.model_fields)]
+        for place, value in itertools.product(keys, WRONG_VALUES):
+            values = json.loads(json.dumps(good))
+            target = values if len(place) == 1 else values.setdefault(table, {})
+            target[place[-1]] = value
+            try:
+                Manifest.model_validate_json(json.dumps(values))
+            except ValidationError as error:
+                seen |= {fault["type"] for fault in error.errors()}
+                with pytest.raises(ManifestError) as caught:
+                    manifest_of_values(values, "here")
+                assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+                assert not re.search("Input|should|Value error|valid |match|not allowed", str(caught.value)), caught
+    assert seen <= WORDS.keys() and len(seen) > 12, seen
 
 
 def test_unknown_key_is_reported_before_the_missing_key_it_misspells() -> None:
@@ -162,9 +245,19 @@ def test_unknown_key_is_reported_before_the_missing_key_it_misspells() -> None:
         (b"a" + b".a" * 480 + b" = 1\n") * 60,
         b"a = " + b"9" * 20_000,
         b'"a\\nb" = 1',
+        b'a = """\n' + b"[" * 60_000 + b'\n"""',
         GOOD.replace(b'"diloco"', b'"' + b"x" * 20_000 + b'"').replace(b'"demo"', b'"' + b"D" * 20_000 + b'"'),
     ],
-    ids=["lists", "tables", "tables inside", "many tables", "long number", "key with a line break", "long value"],
+    ids=[
+        "lists",
+        "tables",
+        "tables inside",
+        "many tables",
+        "long number",
+        "key with a line break",
+        "line",
+        "long value",
+    ],
 )
 def test_hostile_text_raises_one_short_line(text: bytes) -> None:
     fault(text)

@@ -1,6 +1,7 @@
 """The organiser's signature on a manifest."""
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -82,6 +83,15 @@ def test_damaged_signature_does_not_count_as_absent(damage: str) -> None:
     assert parse_manifest(text, "here").train.learning_rate == 0.5
     with pytest.raises(OrganiserError, match="here: .*(begins like a signature|is not what 12D3)"):
         open_signed_manifest(text, "here")
+
+
+@pytest.mark.parametrize("line", [b"#", b"# ", b"#organiser", b"# organiser ", b"organiser", b"# signature"])
+def test_hostile_line_is_refused_in_no_time(line: bytes) -> None:
+    """Control: a pattern with a repetition inside another one takes minutes for the first of these."""
+    before = time.process_time()
+    with pytest.raises((OrganiserError, ManifestError)):
+        open_signed_manifest(line * (60_000 // len(line)) + b"\n= 1", "here")
+    assert time.process_time() - before < 2
 
 
 @pytest.mark.parametrize("comment", ['# organiser = "Ada"', "# organiser_key", "# organisers", "# a signature", "#"])
