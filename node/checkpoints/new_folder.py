@@ -48,7 +48,7 @@ def _create(folder: Path) -> list[Path]:
     created: list[Path] = []
     try:
         for path in (*reversed(folder.parents), folder):
-            if not path.is_dir():
+            if not path.exists():
                 path.mkdir()
                 created.append(path)
         (folder / INCOMPLETE).touch(exist_ok=False)  # only one process fills a folder

@@ -19,6 +19,7 @@ class SpecialToken:
 
     text: str
     id: int
+    is_added: bool  # whether the tokenizer finds it in a text before it splits the text
 
 
 SpecialTokens = dict[str, SpecialToken]  # by role: eos, bos, pad

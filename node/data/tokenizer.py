@@ -61,7 +61,9 @@ class FileTokenizer:
         if not self._vocabulary:
             raise DataError(f"the tokenizer {path} has no tokens; name another")
         self.digest = hashlib.sha256(data).hexdigest()
-        self.ids: TokenIds = np.unique(np.fromiter(self._vocabulary.values(), dtype=np.int64))
+        # A word that a file lists twice has two ids, of which the vocabulary names one.
+        named = (i for i in range(self._tokenizer.get_vocab_size()) if self._tokenizer.id_to_token(i) is not None)
+        self.ids: TokenIds = np.array(sorted({*self._vocabulary.values(), *named}), dtype=np.int64)
         self.size = int(self.ids[-1]) + 1
         self.end: Shard = self._array([token.id for token in self._find(END_OF_TEXT_TOKENS)])
 
@@ -99,7 +101,9 @@ class FileTokenizer:
 
     def _find(self, names: Sequence[str]) -> list[SpecialToken]:
         """Return the first of `names` in the vocabulary, or none."""
-        return [SpecialToken(name, self._vocabulary[name]) for name in names if name in self._vocabulary][:1]
+        found = [(name, self._vocabulary[name]) for name in names if name in self._vocabulary]
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [SpecialToken(name, number, number in added) for name, number in found[:1]]
 
     def _decode(self, tokens: list[int]) -> str:
         with _blame(self._path, "cannot decode tokens"):

@@ -58,11 +58,13 @@ def _write(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def _tokenizer_config(context: int, tokenizer: TextTokenizer) -> Json:
+    """Name the special tokens, except words of the vocabulary: transformers would look for these in each text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
+        "padding_side": "left",
         "clean_up_tokenization_spaces": False,
-        **{f"{role}_token": token.text for role, token in tokenizer.special_tokens.items()},
+        **{f"{role}_token": token.text for role, token in tokenizer.special_tokens.items() if token.is_added},
     }
 
 

@@ -146,6 +146,50 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         export(tmp_path / "node", tmp_path / "file" / "out")
 
 
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node_folder(tmp_path / "node", manifest())
+    (tmp_path / "mine").mkdir()
+
+    def full(path: Path, mode: int) -> None:
+        if path.name == "tokenizer.json":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "chmod", full)
+    for out in (tmp_path / "mine", tmp_path / "deep" / "out"):
+        with pytest.raises(StorageError, match="No space left on device; free some space"):
+            export(tmp_path / "node", out)
+    assert not list((tmp_path / "mine").iterdir()) and not (tmp_path / "deep").exists()
+
+
+def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it nothing loads the folder, so a killed export does not look whole."""
+    node_folder(tmp_path / "node", manifest())
+    written: list[str] = []
+    chmod = Path.chmod
+
+    def note(path: Path, mode: int) -> None:
+        written.append(path.name)
+        chmod(path, mode)
+
+    monkeypatch.setattr(Path, "chmod", note)
+    export(tmp_path / "node", tmp_path / "out")
+    assert len(written) == 6 and written[-1] == "config.json"
+    (tmp_path / "out" / "config.json").unlink()
+    with pytest.raises(ValueError, match="config.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_link_and_the_current_folder_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node_folder(tmp_path / "node", manifest())
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path / "here")
+    for out, folder in ((Path("."), "here"), (tmp_path / "link", "real")):
+        export(tmp_path / "node", out)
+        assert (tmp_path / folder / "config.json").exists() and len(list((tmp_path / folder).iterdir())) == 6
+
+
 def test_nothing_to_export(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         export(tmp_path, tmp_path / "out")

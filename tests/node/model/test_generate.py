@@ -1,6 +1,7 @@
 """Generation: sampling rules, the sliding window, and text that arrives in whole characters."""
 
 import itertools
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.data.byte_tokenizer import ByteTokenizer
-from node.model import initial_weights, shape_table
+from node.data.tokenizer import FileTokenizer
+from node.model import build_model, initial_weights, shape_table
 from node.model.generate import generate, sample_token, sample_tokens
 from node.model.llama import Llama
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest import Manifest
+from tests.node.data.odd_tokenizers import ODD, odd_tokenizer
 
 torch.set_num_threads(1)
 
@@ -126,6 +129,42 @@ def test_a_run_with_its_own_tokenizer(tmp_path: Path) -> None:
     own.save(str(folder / "words.json"))
     text = "".join(generate(folder, "bird", 30))
     assert set(text.split()) <= {"bird", "sky", "?"} and len(text.split()) == 30
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_only_tokens_are_sampled_whatever_the_tokenizer(tmp_path: Path, name: str) -> None:
+    (tmp_path / "odd.json").write_text(odd_tokenizer(name))
+    tokenizer = FileTokenizer(tmp_path / "odd.json")
+    run = manifest(tokenizer="odd.json", vocabulary=tokenizer.size + 200)
+    folder = node_folder(tmp_path, run)
+    assert "".join(generate(folder, "the", 100, 50.0))
+    model = build_model(run.model)
+    for usable in (torch.from_numpy(tokenizer.ids), torch.arange(run.model.vocabulary)):
+        sampled = set(itertools.islice(sample_tokens(model, [0], 50.0, None, 0, usable), 100))
+        assert (sampled <= set(tokenizer.ids.tolist())) == (len(usable) == len(tokenizer.ids)), (
+            "the control samples all"
+        )
+
+
+@pytest.mark.parametrize("name", ["padding", "template", "truncation"])
+def test_continuation_depends_on_the_whole_prompt(tmp_path: Path, name: str) -> None:
+    """Padding gave every prompt the same continuation, and truncation all of those with the same beginning."""
+    (tmp_path / "odd.json").write_text(odd_tokenizer(name))
+    folder = node_folder(tmp_path, manifest(tokenizer="odd.json", vocabulary=258))
+    first, second = ("".join(generate(folder, prompt, 20, 0)) for prompt in ("abcabc", "abcxyz"))
+    assert first != second
+
+
+def test_a_model_that_diverged_is_named(tmp_path: Path) -> None:
+    run = manifest()
+    shapes = shape_table(run.model)
+    folder = node_folder(tmp_path, run)
+    weights = torch.full((shapes.numel,), math.nan)
+    save(
+        folder / "checkpoints", Checkpoint(run.run_id, shapes.hash(), 2, bytes(32), {}, weights, {}, {}, {}), shapes, 1
+    )
+    with pytest.raises(CheckpointError, match="output is not finite: its training diverged"):
+        list(generate(folder, "x"))
 
 
 def test_a_prompt_of_no_token_is_refused(tmp_path: Path) -> None:
