@@ -114,6 +114,9 @@ def up(
     seed: Annotated[
         int | None, typer.Option(min=0, max=MAX_SEED, help="seed of the weights and the data order")
     ] = None,
+    http: Annotated[
+        str | None, typer.Option(metavar="ADDR", help="also serve the page of the run, as `murmur host` does")
+    ] = None,
     flags: MachineFlags,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,6 +134,7 @@ def up(
         seed=seed,
         drill=drill,
         json=as_json,
+        http=http,
         flags=flags,
     )
     raise typer.Exit(run_swarm(options))

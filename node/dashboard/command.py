@@ -4,20 +4,21 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from node.daemon.lifecycle import locked_run_dir, run_node
 from node.daemon.node import Node
 from node.dashboard.event_log import EventLog, read_events
-from node.dashboard.observer_node import NodeHandle, node_handle, open_observer_node
+from node.dashboard.observer_node import NodeHandle, gossiping, node_handle, open_observer_node
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.service import (
     MAX_CONNECTIONS,
     DashboardAddress,
     RunningDashboard,
     build_announcement,
+    print_join_info,
     serve_dashboard,
 )
 from node.flags import NodeFlags
@@ -80,8 +81,6 @@ class ObserverStatus:
 
 logger = logging.getLogger(__name__)
 
-LEAVE_SECONDS = 3.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
@@ -122,6 +121,7 @@ async def _host_and_train(settings: NodeOptions, address: DashboardAddress, publ
     async def dashboard_of(node: Node) -> AsyncIterator[None]:
         handle = node_handle(node)
         async with serve_dashboard(handle, folder, address) as dashboard:
+            print_join_info(dashboard.page_url, handle.peer_id, address)
             if public:
                 _announce_run(node.rendezvous, handle, dashboard.event_log, address)
             yield
@@ -145,6 +145,7 @@ async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, pu
         observer = await stack.enter_async_context(open_observer_node(settings, folder))
         handle = node_handle(observer)
         dashboard = await stack.enter_async_context(serve_dashboard(handle, folder, address))
+        print_join_info(dashboard.page_url, handle.peer_id, address)
         status = ObserverStatus(handle, dashboard, observer.metrics)
         port = await stack.enter_async_context(serve_metrics(settings.metrics, observer.metrics, status))
         enable_frequent_gc()
@@ -159,18 +160,15 @@ async def _run_until_stopped(observer: Node, watcher_task: asyncio.Task[None]) -
     """Gossip until a signal comes or an endless task ends; then tell the other peers that this node leaves."""
     stop = asyncio.Event()
     handle_stop_signals(asyncio.get_running_loop(), stop.set)
-    forever = (observer.directory.run(), observer.rendezvous.run(), trim_periodically())
-    loops = [asyncio.create_task(loop) for loop in forever]
-    stopped = asyncio.create_task(stop.wait())
+    stopped, trimming = asyncio.create_task(stop.wait()), asyncio.create_task(trim_periodically())
     try:
-        done, _ = await asyncio.wait({watcher_task, stopped, *loops}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            await task
+        async with gossiping(observer) as loops:
+            endless = {watcher_task, stopped, trimming, *loops}
+            done, _ = await asyncio.wait(endless, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
     finally:
-        await cancel_and_wait((stopped, *loops))
-        with suppress(TimeoutError):  # peers that are not reached notice the silence
-            async with asyncio.timeout(LEAVE_SECONDS):
-                await observer.directory.leave()
+        await cancel_and_wait((stopped, trimming))
 
 
 def replay(event_file: Path, http: str) -> None:

@@ -4,6 +4,7 @@ A node that only observes takes part in the peer directory and helps peers to fi
 votes.
 """
 
+import asyncio
 import contextlib
 import os
 import random
@@ -19,7 +20,10 @@ from node.run_dir import RunDir
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
+from protocol.tasks import cancel_and_wait
 from protocol.transport.transport import Transport
+
+LEAVE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,19 @@ async def open_observer_node(options: NodeOptions, run_dir: RunDir) -> AsyncIter
         yield node
     finally:
         await node.transport.stop()
+
+
+@contextlib.asynccontextmanager
+async def gossiping(observer: Node) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Take part in the gossip inside the context, and tell the other peers at the end that this node leaves.
+
+    Yields the endless tasks; one that ends has failed.
+    """
+    loops = [asyncio.create_task(loop) for loop in (observer.directory.run(), observer.rendezvous.run())]
+    try:
+        yield loops
+    finally:
+        await cancel_and_wait(loops)
+        with contextlib.suppress(TimeoutError):  # peers that are not reached notice the silence
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await observer.directory.leave()

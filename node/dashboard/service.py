@@ -166,9 +166,7 @@ async def serve_dashboard(
     report_task = asyncio.create_task(report_writer.run(), name="report writer")
     try:
         async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
-            base = address.base_url(port)
-            _print_join_info(facts, base, address.is_loopback_only)
-            yield RunningDashboard(watcher, event_log, f"{base}/", sampler)
+            yield RunningDashboard(watcher, event_log, f"{address.base_url(port)}/", sampler)
     finally:
         await cancel_and_wait((sampling, watcher, report_task))
         report_writer.write()
@@ -186,11 +184,12 @@ def peer_names(state: RunState) -> dict[PeerId, str]:
     return {peer: history.report.name for peer, history in state.peers.items()}
 
 
-def _print_join_info(facts: RunFacts, base_url: str, loopback_only: bool) -> None:
-    print(f"page         {base_url}/", flush=True)
-    print(f"to take part murmur join {base_url}/run.toml", flush=True)
-    print(f"fingerprint  {fingerprint(facts.organiser)}", flush=True)
-    if loopback_only:
+def print_join_info(page_url: str, organiser: PeerId, address: DashboardAddress) -> None:
+    """Print where the page is, the line that others copy, and the fingerprint of the host's key."""
+    print(f"page         {page_url}", flush=True)
+    print(f"to take part murmur join {page_url}run.toml", flush=True)
+    print(f"fingerprint  {fingerprint(organiser)}", flush=True)
+    if address.is_loopback_only:
         print("open to      this machine alone; --http 0.0.0.0:PORT opens it to others", flush=True)
 
 

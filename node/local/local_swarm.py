@@ -32,16 +32,23 @@ class Interrupted(Exception):  # noqa: N818 - not an error, but a request of the
 class LocalSwarm:
     """Starts, watches, restarts and stops the peer processes of one swarm.
 
-    `peers` are not started yet; `kill_test` is `None` for a swarm without a kill test.
+    `peers` are not started yet; `kill_test` is `None` for a swarm without a kill test; `entry_points` are addresses of
+    a node outside the swarm that every peer may ask first.
     """
 
     def __init__(
-        self, manifest: Manifest, peers: Sequence[PeerProcess], display: SwarmDisplay, kill_test: KillTest | None
+        self,
+        manifest: Manifest,
+        peers: Sequence[PeerProcess],
+        display: SwarmDisplay,
+        kill_test: KillTest | None,
+        entry_points: Sequence[str] = (),
     ) -> None:
         self._manifest = manifest
         self._peers = tuple(peers)
         self._display = display
         self._kill_test = kill_test
+        self._entry_points = tuple(entry_points)
         self._started_at = time.monotonic()
         self._first_ended_at: float | None = None
         self._restarted: set[str] = set()
@@ -67,10 +74,10 @@ class LocalSwarm:
 
     async def _start_all(self) -> None:
         first, *others = self._peers
-        first.start(())
+        first.start(self._entry_points)
         await self._wait_until_ready(first)
         for peer in others:
-            peer.start(first.addresses()[:1])
+            peer.start([*first.addresses()[:1], *self._entry_points])
 
     async def _wait_until_ready(self, peer: PeerProcess) -> None:
         """Wait until the peer has a status and an address, or has ended because the run had reached its target."""
@@ -123,7 +130,7 @@ class LocalSwarm:
 
     def _restart(self, peer: PeerProcess) -> None:
         addresses = (other.addresses()[:1] for other in self._peers if other is not peer and other.is_running)
-        peer.start([address for found in addresses for address in found])
+        peer.start([*(address for found in addresses for address in found), *self._entry_points])
 
     def _have_all_ended(self) -> bool:
         ended = [peer for peer in self._peers if peer.returncode == 0]

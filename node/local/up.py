@@ -9,12 +9,15 @@ from typing import Any
 from rich.console import Console
 
 from node import paths
+from node.dashboard.event_log import EVENT_FILE_NAME
+from node.dashboard.service import DashboardAddress
 from node.flags import MachineFlags, to_arguments
 from node.from_manifest import build_program, require_program
 from node.local.kill_test import KillTest
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
 from node.local.report import SwarmResult, build_report, count_contributors, evaluate_model
+from node.local.swarm_page import serve_swarm_page
 from node.local.swarm_table import SwarmDisplay
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
 from node.report.run_report import write_report
@@ -23,6 +26,7 @@ from protocol.manifest import Manifest, manifest_of_values
 from protocol.signing import load_signed_manifest
 
 DEFAULT_PEERS = 3
+PAGE_FOLDER = "page"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class UpOptions:
     seed: int | None = None
     drill: bool | None = None
     json: bool = False
+    http: str | None = None
     flags: MachineFlags = MachineFlags()
 
 
@@ -50,6 +55,7 @@ class SwarmConfig:
     drill: bool
     json: bool
     flags: MachineFlags
+    page: DashboardAddress | None = None
 
 
 def up(options: UpOptions) -> int:
@@ -77,6 +83,7 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
         peers=peers,
         drill=(options.run is None and not resumed) if options.drill is None else options.drill,
         json=options.json,
+        page=DashboardAddress.parse(options.http, None) if options.http else None,
         flags=replace(options.flags, threads=options.flags.threads or threads_per_process(peers)),
     )
 
@@ -87,12 +94,27 @@ def _run_swarm(config: SwarmConfig) -> int:
         display.print_line(f"{name}: {config.peers} peers in {config.folder}, recipe {recipe}")
         kill_test = KillTest(config.peers) if config.drill else None
         try:
-            result = asyncio.run(LocalSwarm(config.manifest, build_peer_processes(config), display, kill_test).run())
+            result = asyncio.run(_run_peers(config, display, kill_test))
         except Interrupted:
             display.print_line(f"stopped; `murmur up --dir {config.folder}` resumes the run")
             return 130
         display.print_line("all peers have reached the target; evaluating and exporting the model")
     return _report_result(config, result)
+
+
+async def _run_peers(config: SwarmConfig, display: SwarmDisplay, kill_test: KillTest | None) -> SwarmResult:
+    """Run the peers to the target, with the page if one is wanted."""
+    peers = build_peer_processes(config)
+    if config.page is None:
+        return await LocalSwarm(config.manifest, peers, display, kill_test).run()
+    folder, peer_folders = config.folder / PAGE_FOLDER, [peer.folder for peer in peers]
+    async with serve_swarm_page(config.manifest, folder, config.page, peer_folders) as page:
+        display.print_line(f"page: {page.dashboard.page_url}")
+        result = await LocalSwarm(config.manifest, peers, display, kill_test, page.entry_points).run()
+        display.print_line("writing the last sample for the page")
+        await page.dashboard.sampler.sample_now()
+    display.print_line(f"the page has ended; `murmur replay {folder / EVENT_FILE_NAME}` shows it again")
+    return result
 
 
 def _report_result(config: SwarmConfig, result: SwarmResult) -> int:

@@ -73,6 +73,7 @@ class Sampler:
         self._clock = clock
         self._attempted_at = float("-inf")
         self._failure = ""
+        self._sampling = asyncio.Lock()
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -89,9 +90,13 @@ class Sampler:
             await self.sample_now()
 
     async def sample_now(self) -> None:
-        """Record a sample of the newest model if there is one; log why not, once for each reason."""
+        """Record a sample of the newest model unless it has one; log why not, once for each reason."""
+        async with self._sampling:
+            await self._sample()
+
+    async def _sample(self) -> None:
         state, model = self._event_log.state, find_newest_model(self._folders)
-        if model is None:
+        if model is None or (state.sample is not None and state.sample.round == model[0]):
             return
         self._attempted_at = self._clock()
         try:

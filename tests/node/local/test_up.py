@@ -66,6 +66,14 @@ def test_limits_are_checked_before_a_peer_starts_and_passed_to_all() -> None:
         resolve_options(UpOptions(run=TEST_RUN, flags=MachineFlags(upload="20mb")))
 
 
+def test_address_of_the_page_is_checked_before_a_peer_starts() -> None:
+    page = resolve_options(UpOptions(run=TEST_RUN, http=":8090")).page
+    assert page is not None and (page.host, page.port) == ("127.0.0.1", 8090)
+    assert resolve_options(UpOptions(run=TEST_RUN)).page is None
+    with pytest.raises(UsageError, match="--http"):
+        resolve_options(UpOptions(run=TEST_RUN, http="nowhere"))
+
+
 @pytest.mark.parametrize(
     ("source", "path", "expected"),
     [
