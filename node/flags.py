@@ -43,7 +43,7 @@ class NodeFlags(MachineFlags):
     name: Annotated[str, typer.Option(help="public name of this node")] = ""
     listen: Annotated[
         list[str] | None,
-        typer.Option(metavar="MULTIADDR", help="listen address (repeatable; default: /ip4/0.0.0.0/tcp/0)"),
+        typer.Option(metavar="MULTIADDR", help="listen address (repeatable; default: all, IPv4 and IPv6)"),
     ] = None
     direct: Annotated[
         str,

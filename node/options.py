@@ -18,13 +18,13 @@ from node.units import ALL_INTERFACES, parse_host_port, parse_rate, parse_size
 from protocol.errors import UsageError
 from protocol.fault_words import describe_value
 from protocol.manifest import Manifest
+from protocol.transport.nat import listen_on_all_interfaces
 
 if TYPE_CHECKING:
     from node.flags import MachineFlags, NodeFlags
 
 Device = Literal["auto", "cpu", "cuda"]
 LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-LISTEN_ON_ALL_INTERFACES = "/ip4/0.0.0.0/tcp/0"
 MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
 PORT = re.compile(r"^[0-9]{1,5}\Z")
 OPTION_NAMES = {"peers": "--peer", "folder": "--dir", "base": "RUN"}  # whose field has another name
@@ -76,7 +76,7 @@ class NodeOptions(MachineOptions):
     folder: Path = Field(description="folder of the node: key, checkpoints, blobs; see node.run_dir")
     peers: tuple[str, ...] = Field(default=(), description="multiaddresses to ask first, before the manifest's")
     name: str = Field(default="", max_length=64, description="shown to other peers; empty: the peer id")
-    listen: tuple[str, ...] = Field(default=(LISTEN_ON_ALL_INTERFACES,), min_length=1)
+    listen: tuple[str, ...] = Field(default_factory=listen_on_all_interfaces, min_length=1)
     metrics: str = Field(
         default="127.0.0.1:0", description="HOST:PORT, on loopback or on all interfaces; port 0: a free one"
     )
@@ -91,7 +91,7 @@ class NodeOptions(MachineOptions):
         try:
             str(path).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the path {path} is not UTF-8 text; use a folder with another name") from error
+            raise ValueError(f"the path {ascii(str(path))} is not UTF-8 text; use another folder") from error
         return path
 
     @field_validator("name")

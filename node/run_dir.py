@@ -26,6 +26,7 @@ from typing import Any, Self
 from protocol.errors import AlreadyRunningError, OtherRunError, PortTakenError, StorageError
 from protocol.manifest import Manifest, changed_keys, load_manifest
 from protocol.transport.local_sockets import retry_while_port_taken
+from protocol.transport.nat import find_common_port, is_port_free
 
 TOKENIZER = "tokenizer.json"
 FINAL_STATUS = "status.json"
@@ -175,29 +176,36 @@ logger = logging.getLogger(__name__)
 
 
 async def reuse_last_port(run_dir: RunDir, listen: Sequence[str]) -> tuple[str, ...]:
-    """Replace port 0 in the listen addresses by the port of the last start, if that is free."""
-    port = run_dir.read_last_port()
-    reused = tuple(address.replace("/tcp/0", f"/tcp/{port}") for address in listen)
-    if not port or reused == tuple(listen):
+    """Replace port 0 in the listen addresses by the port of the last start, if that is free.
+
+    At the first start, addresses of IPv4 and IPv6 get one port: a router or firewall has to open only that one.
+    """
+    port, families = run_dir.read_last_port(), _families_with_any_port(listen)
+    if not families:
         return tuple(listen)
+    if not port:
+        port = find_common_port() if len(families) > 1 else 0
+        return _with_port(listen, port)
 
     async def claim() -> None:
-        if not is_port_free(port):
+        if not all(is_port_free(port, family) for family in families):
             raise PortTakenError(f"another program uses port {port}, which this node used before")
 
     try:
         await retry_while_port_taken(claim)
     except PortTakenError as error:
         logger.warning("%s; using another port: the address of this node changes", error)
-        return tuple(listen)
-    return reused
+        return _with_port(listen, find_common_port() if len(families) > 1 else 0)
+    return _with_port(listen, port)
 
 
-def is_port_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-    return True
+def _families_with_any_port(listen: Sequence[str]) -> set[socket.AddressFamily]:
+    return {
+        socket.AF_INET6 if address.startswith("/ip6/") else socket.AF_INET
+        for address in listen
+        if address.endswith("/tcp/0") or "/tcp/0/" in address
+    }
+
+
+def _with_port(listen: Sequence[str], port: int) -> tuple[str, ...]:
+    return tuple(re.sub(r"/tcp/0(?=/|$)", f"/tcp/{port}", address) for address in listen)

@@ -24,10 +24,10 @@ from node.join.invitation import Invitation
 from node.join.joined_folder import open_or_recall
 from node.model import shape_table
 from node.monitoring.logs import sanitize
-from node.options import LISTEN_ON_ALL_INTERFACES
 from node.paths import join_dir
 from node.units import format_count
 from protocol.errors import MurmurError
+from protocol.transport.nat import listen_on_all_interfaces
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 HOST_TIME_SECONDS = 10.0
@@ -60,7 +60,7 @@ def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], inse
         findings.append(machine.check_key(home / "key"))
     if invitation is not None and home is not None:
         findings += machine.check_memory_and_disk(invitation.manifest, home)
-    found = asyncio.run(probe_network(invitation, listen or (LISTEN_ON_ALL_INTERFACES,)))
+    found = asyncio.run(probe_network(invitation, listen or listen_on_all_interfaces()))
     if not any(finding.check == "clock" for finding in found):
         found.append(_compare_host_clock(invitation.source if invitation else None))
     return findings + found

@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.errors import UsageError
+from protocol.transport.nat import is_port_free
 
 STOP_SECONDS = 3.0
 WRITE_SECONDS = 20.0  # for the client to acknowledge written bytes
@@ -109,14 +110,20 @@ async def _wait_stopped(running: asyncio.Task[None]) -> None:
 
 
 def open_listener(host: str, port: int, option: str) -> socket.socket:
-    """Return a listening TCP socket. Raises UsageError, which names the option to change."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """Return a listening TCP socket. Raises UsageError, which names the option to change.
+
+    All interfaces are those of IPv4 and IPv6, as far as this machine has them.
+    """
+    bound = "::" if host == "0.0.0.0" and is_port_free(0, socket.AF_INET6) else host
+    family = socket.AF_INET6 if ":" in bound else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(bound != "::"))
     # Each connection inherits this: without it, written bytes that are never read outlive a close for ever.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))
     try:
-        listener.bind((host, port))
+        listener.bind((bound, port))
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

@@ -23,6 +23,8 @@ from protocol.murmur_pb2 import DialBackReply
 from protocol.transport.rate_limit import SharedTokenBuckets, TokenBuckets
 
 CIRCUIT_MARKER = "/p2p-circuit"
+ANY_IPV4, ANY_IPV6 = "/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"
+PORT_ATTEMPTS = 16
 MAX_RELAYS = 4
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -67,16 +69,45 @@ def relays_of(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_own_ip() -> str:
-    """Return this machine's address towards the internet.
+    """Return this machine's address towards the internet: that of IPv4, or of IPv6 on a machine without IPv4.
 
     Connecting a datagram socket sends nothing.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def listen_on_all_interfaces() -> tuple[str, ...]:
+    """Return the multiaddresses of all interfaces, for IPv4 and for IPv6 as far as this machine has them."""
+    families = ((socket.AF_INET, ANY_IPV4), (socket.AF_INET6, ANY_IPV6))
+    return tuple(address for family, address in families if is_port_free(0, family)) or (ANY_IPV4,)
+
+
+def find_common_port() -> int:
+    """Return a port that is free for IPv4 and IPv6, 0 if this machine lacks one of the two."""
+    for _ in range(PORT_ATTEMPTS):
+        with suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(("::", 0))
+            if is_port_free(port := int(probe.getsockname()[1]), socket.AF_INET):
+                return port
+    return 0
+
+
+def is_port_free(port: int, family: socket.AddressFamily) -> bool:
+    """Return whether a TCP port of all interfaces can be bound; port 0 asks whether the machine has the family."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+    except OSError:
+        return False
+    return True
 
 
 def _ip_of(address: str) -> IpAddress | None:

@@ -33,6 +33,14 @@ async def test_first_start_uses_any_port(tmp_path: Path) -> None:
     assert await reuse_last_port(RunDir(tmp_path), LISTEN) == LISTEN
 
 
+async def test_both_families_get_one_port_and_keep_it(tmp_path: Path) -> None:
+    everywhere = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
+    ports = [address.split("/")[4] for address in await reuse_last_port(RunDir(tmp_path), everywhere)]
+    assert ports[0] == ports[1] != "0"
+    again = await reuse_last_port(restarted(tmp_path, int(ports[0])), everywhere)
+    assert again == (f"/ip4/0.0.0.0/tcp/{ports[0]}", f"/ip6/::/tcp/{ports[0]}")
+
+
 async def test_fixed_port_is_not_replaced(tmp_path: Path, busy_port: socket.socket) -> None:
     fixed = ("/ip4/127.0.0.1/tcp/4001",)
     async with asyncio.timeout(local_sockets.PORT_RETRY_SECONDS / 2):

@@ -10,10 +10,11 @@ from node.flags import NodeFlags
 from node.join import command
 from node.join.invitation import Invitation
 from node.join.joined_folder import save_invitation
-from node.options import LISTEN_ON_ALL_INTERFACES, NodeOptions
+from node.options import NodeOptions
 from protocol.errors import ManifestError, MissingFileError, UnreachableError
 from protocol.identity import Identity
 from protocol.signing import sign_manifest
+from protocol.transport.nat import listen_on_all_interfaces
 from tests.node.small_run import MANIFEST
 
 FLAGS = NodeFlags(device="cpu", name="me", threads=2, metrics=":0")
@@ -38,7 +39,7 @@ def test_paths_are_resolved_and_node_listens_on_all_interfaces(started: list[Nod
     command.join_run(str(run), replace(FLAGS, listen=["/ip4/127.0.0.1/tcp/1"]))
     assert started[0].manifest == MANIFEST and started[0].base == tmp_path.resolve()
     assert started[0].folder == tmp_path.resolve() / "b"
-    assert started[0].listen == (LISTEN_ON_ALL_INTERFACES,) and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
+    assert started[0].listen == listen_on_all_interfaces() and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
     assert started[1].folder.is_absolute()
 
 

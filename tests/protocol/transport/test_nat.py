@@ -1,11 +1,23 @@
 """Public addresses, and the choice of relays behind NAT."""
 
 import ipaddress
+import socket
 
 import pytest
 
+from protocol.transport import nat
 from protocol.transport.libp2p.client import _encode_address
-from protocol.transport.nat import MAX_RELAYS, choose_relays, find_own_ip, is_public_address, is_relay_only, relays_of
+from protocol.transport.nat import (
+    MAX_RELAYS,
+    choose_relays,
+    find_common_port,
+    find_own_ip,
+    is_port_free,
+    is_public_address,
+    is_relay_only,
+    listen_on_all_interfaces,
+    relays_of,
+)
 
 PEER = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 CONTACT = f"/ip4/8.8.8.8/tcp/4001/p2p/{PEER}"
@@ -79,3 +91,26 @@ def test_relayed_address_is_encoded_for_p2pd() -> None:
     assert encoded.hex().startswith("0408080808060fa1" + "a50326" + "0024080112")
     assert encoded.hex().endswith("a202") and len(encoded) == 8 + 3 + 38 + 2
     assert _encode_address("/ip4/8.8.8.8/tcp/4001").hex() == "0408080808060fa1"
+
+
+def test_ports_of_both_families_are_probed() -> None:
+    with socket.socket(socket.AF_INET6) as other:
+        other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        other.bind(("::", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert not is_port_free(port, socket.AF_INET6) and is_port_free(port, socket.AF_INET)
+    common = find_common_port()
+    assert is_port_free(common, socket.AF_INET6) and is_port_free(common, socket.AF_INET)
+
+
+def test_machine_without_ipv6_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = listen_on_all_interfaces()
+    monkeypatch.setattr(nat, "is_port_free", lambda port, family: family == socket.AF_INET)
+    assert listen_on_all_interfaces() == both[:1]
+
+
+def test_node_without_ipv4_needs_no_relay_with_a_public_address() -> None:
+    everywhere = ["/ip4/0.0.0.0/tcp/1", "/ip6/::/tcp/1"]
+    assert choose_relays(everywhere, [CONTACT], "2606:4700::1") == ()
+    assert choose_relays(everywhere, [CONTACT], "fd00::1") == choose_relays(everywhere, [CONTACT], "10.0.0.1") != ()
