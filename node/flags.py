@@ -54,6 +54,9 @@ class NodeFlags(MachineFlags):
     metrics: Annotated[str, typer.Option(metavar="ADDR", help="address of /metrics; port 0 picks a free one")] = (
         "127.0.0.1:0"
     )
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="log the details of each round, and whole peer ids")
+    ] = False
     log_json: Annotated[bool, typer.Option("--log-json", help="write log lines as JSON")] = False
 
 

@@ -83,6 +83,7 @@ class NodeOptions(MachineOptions):
     direct: int | None = Field(
         default=0, ge=0, le=65535, description="port for direct connections; 0: a free one; None: none are accepted"
     )
+    verbose: bool = False
     log_json: bool = False
 
     @field_validator("base", "folder")

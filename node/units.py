@@ -71,3 +71,12 @@ def format_bytes(number: float) -> str:
 def format_plural(count: int, noun: str) -> str:
     """Write a count with its noun: 1 peer, 2 peers."""
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def format_clock(seconds: float | None) -> str:
+    """Format seconds: 75 gives `1:15`, an unknown time `-`."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from node.daemon.node import Node
+from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
 from node.options import NodeOptions
 from node.process import handle_stop_signals, raise_fd_limit
@@ -46,12 +47,13 @@ class FinishedRun:
 
 
 async def run_node(
-    settings: NodeOptions, beside: Beside = lambda node: nullcontext(), *, stays: bool = False
+    settings: NodeOptions, display: Display, beside: Beside = lambda node: nullcontext(), *, stays: bool = False
 ) -> FinishedRun | None:
     """Run a node until its target, SIGINT or SIGTERM; a second signal ends the process at once.
 
     Args:
         settings: the options of the node.
+        display: shows the status and the log lines.
         beside: entered once the node is on the network.
         stays: whether to serve the final state and `beside` until a signal, after the target too.
 
@@ -59,7 +61,7 @@ async def run_node(
     """
     with locked_run_dir(settings) as folder:
         folder.copy_tokenizer(settings.manifest, settings.base)
-        return await Daemon(settings, folder, beside, stays).run()
+        return await Daemon(settings, folder, display, beside, stays).run()
 
 
 @contextmanager
@@ -74,9 +76,12 @@ def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
 class Daemon:
     """Runs one node in this process, from its start to its shutdown."""
 
-    def __init__(self, settings: NodeOptions, folder: RunDir, beside: Beside, stays: bool = False) -> None:
+    def __init__(
+        self, settings: NodeOptions, folder: RunDir, display: Display, beside: Beside, stays: bool = False
+    ) -> None:
         self._settings = settings
         self._folder = folder
+        self._display = display
         self._beside = beside
         self._stays = stays
         self._stop = asyncio.Event()
@@ -90,8 +95,12 @@ class Daemon:
             loop.set_default_executor(ThreadPoolExecutor(1 + self._settings.thread_count, thread_name_prefix="disk"))
             node = Node(self._settings, self._folder, random.Random(os.urandom(16)))
             stack.push_async_callback(node.transport.stop)
-            await node.add_replica(self._settings.manifest, self._folder, workers)
-            await node.open()
+            self._display.names.learn(node.peer_id, self._settings.name)
+            node.directory.subscribe(self._display.names)
+            with self._display.activity("preparing the run"):
+                await node.add_replica(self._settings.manifest, self._folder, workers)
+            with self._display.activity("connecting to the network"):
+                await node.open()
             port = await stack.enter_async_context(serve_metrics(self._settings.metrics, node.metrics, node))
             enable_frequent_gc()
             self._folder.write_node_info(node.peer_id, await node.transport.addresses(), port)
@@ -101,11 +110,13 @@ class Daemon:
             return _end_of(node)
 
     def _on_signal(self) -> None:
+        self._display.close()
         logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
         self._stop.set()
 
     async def _take_part(self, node: Node) -> None:
-        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically()]
+        shown = self._display.show_status(node)
+        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically(), shown]
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="round loop")
         stopped = asyncio.create_task(self._stop.wait())
@@ -135,7 +146,10 @@ class Daemon:
         except TimeoutError:
             logger.warning("could not tell all peers that this node leaves")
         await node.finish()
-        self._folder.write_final_status(node.status().model_dump_json())
+        status = node.status()
+        self._folder.write_final_status(status.model_dump_json())
+        if not (status.is_done or reason):
+            logger.info("left the run after %s; the same command resumes", status.describe_round())
 
     async def _publish(self, node: Node) -> None:
         """Update the changing fields of our peer record; gossip spreads them."""

@@ -78,7 +78,7 @@ class ChainFollower:
             try:
                 return await self._fetch_steps(peer, known, target)
             except (UnreachableError, PeerFault) as error:
-                logger.info("%s could not prove the chain up to round %d: %s", peer, target.round, error)
+                logger.debug("%s could not prove the chain up to round %d: %s", peer, target.round, error)
                 self._failed_at[peer] = now
         return []
 

@@ -24,6 +24,7 @@ from node.dashboard.service import (
 from node.flags import NodeFlags
 from node.from_manifest import require_program
 from node.join.public_runs import packaged_peers
+from node.monitoring.display import Display
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.logs import configure_logs
 from node.monitoring.metrics import Metrics, serve_metrics
@@ -109,11 +110,12 @@ def host(options: HostOptions) -> None:
     )
     if options.train:
         require_usable_device(settings)
-    configure_logs(settings.log_json)
-    asyncio.run((_host_and_train if options.train else _host_and_observe)(settings, address, options.public))
+    with configure_logs(settings.log_json, settings.verbose) as display:
+        host_run = _host_and_train if options.train else _host_and_observe
+        asyncio.run(host_run(settings, display, address, options.public))
 
 
-async def _host_and_train(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
+async def _host_and_train(settings: NodeOptions, display: Display, address: DashboardAddress, public: bool) -> None:
     """Run an ordinary node with the dashboard in the same process; the node continues if the dashboard fails."""
     folder = RunDir(settings.folder)
 
@@ -126,7 +128,7 @@ async def _host_and_train(settings: NodeOptions, address: DashboardAddress, publ
                 _announce_run(node.rendezvous, handle, dashboard.event_log, address)
             yield
 
-    await run_node(settings, dashboard_of)
+    await run_node(settings, display, dashboard_of)
 
 
 def _announce_run(
@@ -139,10 +141,12 @@ def _announce_run(
     logger.info("the run is announced; `murmur runs --peer ADDRESS` shows it")
 
 
-async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, public: bool) -> None:
+async def _host_and_observe(settings: NodeOptions, display: Display, address: DashboardAddress, public: bool) -> None:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(locked_run_dir(settings))
-        observer = await stack.enter_async_context(open_observer_node(settings, folder))
+        with display.activity("connecting to the network"):
+            observer = await stack.enter_async_context(open_observer_node(settings, folder))
+        observer.directory.subscribe(display.names)
         handle = node_handle(observer)
         dashboard = await stack.enter_async_context(serve_dashboard(handle, folder, address))
         print_join_info(dashboard.page_url, handle.peer_id, address)
@@ -152,23 +156,34 @@ async def _host_and_observe(settings: NodeOptions, address: DashboardAddress, pu
         folder.write_node_info(handle.peer_id, await handle.transport.addresses(), port)
         if public:
             _announce_run(observer.rendezvous, handle, dashboard.event_log, address)
-        await _run_until_stopped(observer, dashboard.watcher_task)
+        await _run_until_stopped(observer, dashboard.watcher_task, display, status)
         folder.write_final_status(status.status().model_dump_json())
+    last = status.status()
+    logger.info("the host has stopped after %s; the same command serves the run again", last.describe_round())
 
 
-async def _run_until_stopped(observer: Node, watcher_task: asyncio.Task[None]) -> None:
+async def _run_until_stopped(
+    observer: Node, watcher_task: asyncio.Task[None], display: Display, status: ObserverStatus
+) -> None:
     """Gossip until a signal comes or an endless task ends; then tell the other peers that this node leaves."""
     stop = asyncio.Event()
-    handle_stop_signals(asyncio.get_running_loop(), stop.set)
+
+    def on_signal() -> None:
+        display.close()
+        logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
+        stop.set()
+
+    handle_stop_signals(asyncio.get_running_loop(), on_signal)
     stopped, trimming = asyncio.create_task(stop.wait()), asyncio.create_task(trim_periodically())
+    shown = asyncio.create_task(display.show_status(status))
     try:
         async with gossiping(observer) as loops:
-            endless = {watcher_task, stopped, trimming, *loops}
+            endless = {watcher_task, stopped, trimming, shown, *loops}
             done, _ = await asyncio.wait(endless, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 await task
     finally:
-        await cancel_and_wait((stopped, trimming))
+        await cancel_and_wait((stopped, trimming, shown))
 
 
 def replay(event_file: Path, http: str) -> None:
@@ -176,7 +191,7 @@ def replay(event_file: Path, http: str) -> None:
     event_log = EventLog(None, read_events(event_file))
     if event_log.state.facts is None:
         raise DataError(f"{event_file} does not describe a run; name the events.jsonl of a host")
-    configure_logs(False)
+    configure_logs()
     raise_fd_limit()
     asyncio.run(_serve_replay(event_log, DashboardAddress.parse(http, None)))
 

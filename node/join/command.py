@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from node.flags import NodeFlags
 from node.join.invitation import Invitation
 from node.join.joined_folder import check_pin, open_or_recall, save_invitation
+from node.monitoring.display import Display
 from node.monitoring.logs import configure_logs
 from node.options import parse_node_options
 from node.paths import join_dir
@@ -25,8 +26,13 @@ logger = logging.getLogger(__name__)
 
 def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False) -> None:
     """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
-    configure_logs(flags.log_json)
-    invitation = open_or_recall(run, folder, insecure)
+    with configure_logs(flags.log_json, flags.verbose) as display:
+        _join_run(run, flags, display, folder, insecure)
+
+
+def _join_run(run: str, flags: NodeFlags, display: Display, folder: Path | None, insecure: bool) -> None:
+    with display.activity("opening the run"):
+        invitation = open_or_recall(run, folder, insecure)
     manifest = invitation.manifest
     node_dir = (folder or invitation.folder or join_dir(manifest)).resolve()
     settings = parse_node_options(
@@ -36,7 +42,7 @@ def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure
         folder=node_dir,
         more_peers=invitation.peers,
     )
-    with rare_garbage_collection():
+    with display.activity("loading PyTorch"), rare_garbage_collection():
         from node.daemon.lifecycle import run_node
         from node.from_manifest import require_program
         from node.receipts.chain_recorder import record_chain
@@ -45,7 +51,8 @@ def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure
     require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
     require_usable_device(settings)
     _verify_organiser(node_dir, invitation)
-    finished = asyncio.run(run_node(settings, record_chain))
+    finished = asyncio.run(run_node(settings, display, record_chain))
+    display.close()
     if finished is not None:
         for line in describe_end(finished, run, node_dir):
             print(line, flush=True)

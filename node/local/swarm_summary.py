@@ -59,25 +59,6 @@ class SwarmSummary:
         return min(1.0, max(rounds, tokens))
 
 
-class RemainingTime:
-    """Estimates the remaining seconds from the pace since the first summary with progress.
-
-    A resumed run begins half-way, so the pace since the start would be too fast.
-    """
-
-    def __init__(self) -> None:
-        self._first_progress: tuple[float, float] | None = None
-
-    def estimate(self, swarm: SwarmSummary) -> float | None:
-        """Return the remaining seconds; `None` if they cannot be estimated yet."""
-        if not swarm.progress:
-            return None
-        if self._first_progress is None:
-            self._first_progress = (swarm.elapsed, swarm.progress)
-        seconds, gained = swarm.elapsed - self._first_progress[0], swarm.progress - self._first_progress[1]
-        return seconds * (1 - swarm.progress) / gained if gained > 0 else None
-
-
 @dataclass
 class PeerTotals:
     """The totals of one peer over all its starts in this swarm: the last status of each start, by start time."""

@@ -8,8 +8,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from node.local.swarm_summary import PeerSummary, RemainingTime, SwarmSummary
-from node.units import format_bytes, format_count
+from node.local.swarm_summary import PeerSummary, SwarmSummary
+from node.monitoring.status_text import RemainingTime
+from node.units import format_bytes, format_clock, format_count
 
 PLAIN_LINE_SECONDS = 5.0
 COLUMNS = ("peer", "state", "round", "step", "loss", "tok/s", "sent", "included", "digest")
@@ -30,7 +31,8 @@ class SwarmDisplay:
         self._console = console
         self._remaining = RemainingTime()
         self._shown_at = -PLAIN_LINE_SECONDS
-        self._live = None if plain or not console.is_terminal else Live(console=console, auto_refresh=False)
+        is_live = console.is_terminal and not console.is_dumb_terminal and not plain
+        self._live = Live(console=console, auto_refresh=False) if is_live else None
 
     def __enter__(self) -> Self:
         if self._live:
@@ -49,7 +51,7 @@ class SwarmDisplay:
 
     def show(self, swarm: SwarmSummary) -> None:
         """Redraw the table, or print a plain line if one is due."""
-        remaining = self._remaining.estimate(swarm)
+        remaining = self._remaining.estimate(swarm.elapsed, swarm.progress)
         if self._live:
             self._live.update(Group(Text(format_header(swarm, remaining)), build_table(swarm)), refresh=True)
         elif swarm.elapsed - self._shown_at >= PLAIN_LINE_SECONDS:
@@ -113,15 +115,6 @@ def format_plain_line(swarm: SwarmSummary, remaining: float | None) -> str:
             states,
         )
     )
-
-
-def format_clock(seconds: float | None) -> str:
-    """Format seconds: 75 gives `1:15`, an unknown time `-`."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _format_round(swarm: SwarmSummary) -> str:

@@ -3,13 +3,19 @@
 Text from a peer or a model must not control the terminal or forge a log line.
 
 Log lines go to standard error: plain text for people, or one JSON object a line with --log-json. A plain line has the
-time and the message; a warning or an error also has its level and its module.
+time and the message, with the peers' names in place of their ids; a warning or an error also has its level. With
+--verbose, a line keeps whole peer ids, a warning names its module, and the details of each round are logged too.
 """
 
 import json
 import logging
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:  # `murmur --help` imports this module and must be fast
+    from node.monitoring.display import Display
+    from node.monitoring.peer_names import PeerNames
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -23,7 +29,7 @@ OUR_PACKAGES = ("node", "protocol", "optim")
 SILENCED_LOGGERS = ("grpc._common",)  # logs a traceback for each malformed message; our own line is enough
 INFO_FORMAT = "%(asctime)s %(message)s"
 LEVEL_WORDS = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
-WARNING_FORMAT = "%(asctime)s {}: %(message)s [%(name)s]"
+WARNING_FORMAT = "%(asctime)s {}: %(message)s"
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
@@ -41,20 +47,29 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineFormatter(logging.Formatter):
-    """Format a message, which may quote peers, as exactly one line; a traceback keeps its lines."""
+    """Format a message, which may quote peers, as exactly one line; a traceback keeps its lines.
+
+    `names` replaces peer ids; None keeps them.
+    """
+
+    def __init__(self, line_format: str, names: Optional["PeerNames"]) -> None:
+        super().__init__(line_format, "%H:%M:%S")
+        self._names = names
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return sanitize(super().formatMessage(record))
+        line = super().formatMessage(record)
+        return sanitize(self._names.replace_ids(line) if self._names else line)
 
     def formatException(self, ei: ExceptionInfo) -> str:  # noqa: N802
         return sanitize(super().formatException(ei), "\n")
 
 
 class PlainFormatter(LineFormatter):
-    def __init__(self) -> None:
-        super().__init__(INFO_FORMAT, "%H:%M:%S")
+    def __init__(self, names: Optional["PeerNames"] = None) -> None:
+        super().__init__(INFO_FORMAT, names)
+        module = "" if names else " [%(name)s]"
         self._warning_formatters = {
-            level: LineFormatter(WARNING_FORMAT.format(word), "%H:%M:%S") for level, word in LEVEL_WORDS.items()
+            level: LineFormatter(WARNING_FORMAT.format(word) + module, names) for level, word in LEVEL_WORDS.items()
         }
 
     def format(self, record: logging.LogRecord) -> str:
@@ -62,14 +77,35 @@ class PlainFormatter(LineFormatter):
         return formatter.format(record) if formatter else super().format(record)
 
 
-def configure_logs(as_json: bool) -> None:
-    """Log our own packages from INFO, libraries from WARNING."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
+class _LogHandler(logging.Handler):
+    """Write each line to standard error, above the status line if one is shown."""
+
+    def __init__(self, display: "Display") -> None:
+        super().__init__()
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._display.write_line(self.format(record))
+        except Exception:  # as every handler of the standard library does
+            self.handleError(record)
+
+
+def configure_logs(as_json: bool = False, verbose: bool = False) -> "Display":
+    """Log our own packages from INFO (DEBUG if `verbose`), libraries from WARNING.
+
+    Returns the display of standard error, which also shows the status line.
+    """
+    from node.monitoring.display import Display
+
+    display = Display(sys.stderr, has_line=not as_json)
+    handler = _LogHandler(display)
+    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter(None if verbose else display.names))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     for name in OUR_PACKAGES:
-        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
     for name in SILENCED_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    return display

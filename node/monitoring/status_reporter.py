@@ -23,6 +23,7 @@ from node.ipc.channel import (
 )
 from node.loop.contributions import SettledContribution
 from node.monitoring.metrics import Metrics
+from node.monitoring.return_summary import ReturnSummary
 from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
 from node.units import format_bytes, format_plural
 from protocol.consensus.chain import ChainHead
@@ -43,7 +44,7 @@ CATCHING_UP = MissReason("catching up", "the round was decided before this node 
 REJECT_TEXTS: dict[RejectReason, str] = {
     "late": "our contribution came after the roster of the round was closed; it joins the next round",
     "left out": "too few peers received our contribution in time because the upload is slow; it joins the next round",
-    "lost": "no peer could fetch our contribution in time; check whether the upload is too slow",
+    "not fetched": "no peer could fetch our contribution in time; check whether the upload is too slow",
 }
 
 
@@ -73,15 +74,16 @@ def find_miss_reason(
 
 logger = logging.getLogger(__name__)
 
-# The directory logs a peer that does not answer once; the other two resolve themselves.
-LOGGED_AS_INFO: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "sent again")
+# The directory logs a peer that does not answer; the other two resolve themselves.
+DETAILS: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "sent again")
+ROUND_PHASES: tuple[Phase, ...] = ("training", "exchanging", "catching up")  # a node passes these in every round
 RECENT_ROUND_COUNT = 5
 STALL_FACTOR = 5.0  # a stall lasts this many times as long as the longest recent round
 MIN_STALL_SECONDS = 120.0
-OUTCOME_TEXTS = {
-    "included": "applied already",
-    "excluded": "not applied, and is sent again",
-    "lost": "lost: its outcome is unknown",
+OUTCOME_TEXTS: dict[ContributionOutcome, str] = {
+    "included": "ours included",
+    "excluded": "ours given back: it missed several rounds, and later ones carry its work",
+    "lost": "the outcome of ours is unknown: nobody can say whether a round includes it",
 }
 
 
@@ -103,6 +105,9 @@ class StatusReporter:
         self._validation_since_round = 0  # older validations are of a chain that we left
         self._is_submitted = False  # whether a contribution of ours has no outcome yet
         self._reject_reason: RejectReason | None = None  # why the open round rejected it
+        self._return_summary: ReturnSummary | None = None  # while the node catches up
+        self._round_line = ""  # of the newest round
+        self._logged_validation: int | None = None  # the round of the validation that was logged last
 
     def add_source(self, source: LiveFields) -> None:
         """Read fields from this source whenever the status is requested."""
@@ -126,10 +131,24 @@ class StatusReporter:
         return status.model_copy(update={"tokens_per_second": 0.0}) if is_idle else status
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
-        if phase != self._status.phase:
+        before = self._status.phase
+        if phase != before:
             # The command prints the error that ends the node.
-            logger.info("%s%s", phase, f": {reason}" if reason and phase != "leaving" else "")
+            is_detail = (phase in ROUND_PHASES and before in ROUND_PHASES) or phase == "leaving"
+            level = logging.DEBUG if is_detail else logging.INFO
+            logger.log(level, "%s%s", phase, f": {reason}" if reason else "")
+        if phase == "catching up":
+            self._return_summary = self._return_summary or ReturnSummary(self._status.round)
+        elif self._return_summary is not None:
+            summary, self._return_summary = self._return_summary, None
+            self._log_return(summary)
         self._update(phase=phase, reason=reason)
+
+    def _log_return(self, summary: ReturnSummary) -> None:
+        """Log the rounds that the node has caught up with: one by its own line, several by one line together."""
+        line = self._round_line if summary.rounds_until(self._status.round) == 1 else ""
+        if line := line or summary.describe(self._status.round):
+            logger.info("%s", line)
 
     def on_trainer_message(self, message: FromTrainer) -> None:
         match message:
@@ -171,7 +190,7 @@ class StatusReporter:
 
     def _record_validation(self, message: Evaluated) -> None:
         if self._validation_since_round <= message.round <= self._status.round:  # else of a chain that we left
-            logger.info("round %d: validation loss %.4f", message.round, message.loss)
+            logger.debug("round %d: validation loss %.4f", message.round, message.loss)
             self._update(validation_loss=message.loss, validation_round=message.round)
 
     def _describe_stall(self) -> str:
@@ -204,14 +223,14 @@ class StatusReporter:
     def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None:
         """Count an error that needs no action, and log its line."""
         self._metrics.record_recovered(reason)
-        logger.log(logging.INFO if reason in LOGGED_AS_INFO else logging.WARNING, "%s: %s", reason, line)
+        logger.log(logging.DEBUG if reason in DETAILS else logging.WARNING, "%s: %s", reason, line)
 
     def record_applied(self, applied: AppliedContributions, step_scale: float) -> None:
         """Count and log the contributions of a round, and the fraction of a full outer step."""
         self._metrics.record_applied(applied, step_scale)
         scale = "" if step_scale == 1 else f", {step_scale:.2f} of an outer step"
         count, size = format_plural(len(applied.peers), "contribution"), format_bytes(applied.total_bytes)
-        logger.info("applied %s, %d parts of %s%s", count, applied.part_count, size, scale)
+        logger.debug("applied %s, %d parts of %s%s", count, applied.part_count, size, scale)
 
     def record_rounds(
         self, head: ChainHead, state: Digest, commits: Sequence[Commit], outcome: ContributionOutcome
@@ -219,17 +238,16 @@ class StatusReporter:
         """Record newly applied rounds, and the outcome of our contribution in them."""
         self._record_round_seconds()
         self.set_head(head, state)
-        # After a state download the contributions of the skipped rounds are not known.
-        content = format_plural(len(commits[0].contributions), "contribution") if len(commits) == 1 else "downloaded"
-        mark = head.digest.hex()[:8]
         if outcome == "included":
             self._record_included(head, commits)
-            logger.info("round %d: %s, ours included, digest %s", head.round, content, mark)
+            ours = OUTCOME_TEXTS[outcome]
         else:
             word, text = self._record_missed(outcome, len(commits))
-            ours = outcome if outcome != "none" else "not among them"
-            logger.info("round %d: %s, ours %s (%s), digest %s", head.round, content, ours, word, mark)
+            ours = OUTCOME_TEXTS.get(outcome, f"ours not among them ({word})")
             logger.debug("round %d has none of our work: %s", head.round, text)
+        self._log_round(head, commits, ours)
+        if self._return_summary is not None:
+            self._return_summary.add(outcome, self._find_included(commits))
         others = commits[outcome != "none" :]  # a contribution is in one round at most
         for _ in others:
             self._metrics.record_round("missed")
@@ -238,15 +256,38 @@ class StatusReporter:
         self._is_submitted = self._is_submitted and outcome == "none"
         self._reject_reason = None
 
+    def _log_round(self, head: ChainHead, commits: Sequence[Commit], ours: str) -> None:
+        """Log a round in one line; while the node catches up, `_log_return` does."""
+        # After a state download the contributions of the skipped rounds are not known.
+        content = format_plural(len(commits[0].contributions), "contribution") if len(commits) == 1 else "downloaded"
+        parts = [content, ours, *self._describe_losses()]
+        self._round_line = f"round {head.round}: {', '.join(parts)}"
+        catches_up = self._return_summary is not None
+        logger.log(logging.DEBUG if catches_up else logging.INFO, "%s", self._round_line)
+        logger.debug("round %d has the digest %s", head.round, head.digest.hex()[:8])
+
+    def _describe_losses(self) -> list[str]:
+        """Return the recent training loss, and the validation loss if no line had it before."""
+        status = self._status
+        found = [] if status.loss is None else [f"loss {status.loss:.3f}"]
+        if status.validation_loss is not None and status.validation_round != self._logged_validation:
+            self._logged_validation = status.validation_round
+            found.append(f"validation {status.validation_loss:.3f}")
+        return found
+
     def record_revised(self, settled: Sequence[SettledContribution]) -> None:
         """Record earlier contributions whose outcome differs on the chain we switched to."""
         for entry in settled:
             self._metrics.record_revised(entry.outcome)
-            logger.info(
-                "the contribution of round %d is %s on this chain",
-                entry.contribution.header.round,
-                OUTCOME_TEXTS[entry.outcome],
-            )
+            if self._return_summary is not None:
+                self._return_summary.add(entry.outcome)
+            logger.debug("the contribution of round %d: %s", entry.contribution.header.round, entry.outcome)
+
+    def _find_included(self, commits: Sequence[Commit]) -> int | None:
+        """Return the number of the round that includes our contribution, as the log counts rounds."""
+        me = self._status.peer_id
+        included = (commit for commit in commits if any(entry.sender == me for entry in commit.contributions))
+        return next((commit.round + 1 for commit in included), None)
 
     def _record_included(self, head: ChainHead, commits: Sequence[Commit]) -> None:
         self._metrics.record_round("included")
@@ -263,9 +304,7 @@ class StatusReporter:
             self._metrics.record_round("excluded")
             self._update(contributions_excluded=self._status.contributions_excluded + 1)
         elif outcome == "lost":
-            missed = MissReason(
-                "lost", "rounds unknown to this node may include our contribution; it is not sent again"
-            )
+            missed = MissReason("lost", "nobody can say whether a round includes our contribution")
             self._metrics.record_round("lost")
         self._metrics.record_missed(missed.word, rounds if outcome == "none" else min(1, rounds))
         self._update(absence=missed.text)
@@ -298,7 +337,7 @@ class StatusReporter:
 
     def record_early_submit(self) -> None:
         self._metrics.record_early_submit()
-        logger.info("the other peers are waiting: asking the trainer to submit early")
+        logger.debug("the other peers are waiting: asking the trainer to submit early")
 
     def record_refusal(self, peer: PeerId, first: PeerFault, *others: PeerFault) -> None:
         """Count each fault of one call, and log one line for all."""
@@ -309,7 +348,7 @@ class StatusReporter:
 
     def record_rejected(self, peer: PeerId | None, reason: RejectReason) -> None:
         self._metrics.record_refusal(reason)
-        logger.info("%s: %s", reason, peer or "this round")
+        logger.debug("%s: %s", reason, peer or "this round")
         if peer == self._status.peer_id and reason in REJECT_TEXTS:
             self._reject_reason = self._reject_reason or reason  # the first reason is the cause
 

@@ -114,7 +114,7 @@ class Download:
                     DownloadScheduler({0: self.blob.size}, self._sources), self._receive_whole
                 )
             except UnattributedMismatchError:
-                logger.info("blob %s: its only piece does not match; fetching its hash", self.blob.name)
+                logger.debug("blob %s: its only piece does not match; fetching its hash", self.blob.name)
         partial = self._store.open_partial(self.blob, await self._fetch_hashes())
         try:
             await asyncio.to_thread(partial.verify_existing)
@@ -186,7 +186,7 @@ class Download:
                 other.cancel()
             return
         scheduler.record_failure(request, failure.failure, failure.reason, now)
-        logger.info("blob %s piece %d from %s: %s", self.blob.name[:12], request.piece, request.peer, failure.reason)
+        logger.debug("blob %s piece %d from %s: %s", self.blob.name[:12], request.piece, request.peer, failure.reason)
         self._update_absent()
         if failure.failure is RequestFailure.LIED:
             self._downloader.record_lie(request.peer, failure.reason)

@@ -151,7 +151,7 @@ class BlobService(BlobsServicer):
             status, label = next(answer for kind, answer in _STATUS.items() if isinstance(error, kind))
             self.refusals[label] += 1
             reason = str(error) or "the caller does not read"
-            logger.info("blob call of %s refused: %s: %s", peer, status.name, reason)
+            logger.debug("blob call of %s refused: %s: %s", peer, status.name, reason)
             # The reason is not sent, because it names folders.
             await context.abort(status)
 

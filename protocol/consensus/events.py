@@ -83,7 +83,7 @@ RejectReason = Literal[
     "equivocation",  # two different messages where a peer may send one
     "late",  # a contribution that missed the roster
     "left out",  # a contribution that is not in the commit
-    "lost",  # a contribution that died with its owner
+    "not fetched",  # a contribution that no peer could fetch in time
     "not the leader",  # a roster of a peer that does not lead that view
     "stale view",  # a message of a view that is over
     "view too far",  # a roster of a view that is too far ahead

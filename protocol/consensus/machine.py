@@ -280,7 +280,7 @@ class RoundMachine:
         senders = tuple(entry.sender for entry in included)
         for entry in view.included:
             if entry.sender not in senders:
-                self._reject(entry.sender, "lost")
+                self._reject(entry.sender, "not fetched")
         body = ReducerAssignment(self.number, self.view, view.roster.digest, view.attempt + 1, senders, reducers)
         signed_message = self._sign(body)
         view.follow_assignment(signed_message, now)

@@ -135,7 +135,8 @@ class Contacts:
         return {peer: contact.addresses for peer, contact in self._contacts.items()}
 
     def bootstrap(self) -> Mapping[PeerId, tuple[str, ...]]:
-        return self._bootstrap
+        """Return the bootstrap peers that did not say goodbye."""
+        return {peer: listed for peer, listed in self._bootstrap.items() if not self._contacts[peer].has_left}
 
     def _prune(self, now: float) -> None:
         for peer, contact in list(self._contacts.items()):

@@ -99,7 +99,7 @@ class DhtNode:
         try:
             await asyncio.wait_for(node.shutdown(), STOP_TIMEOUT_SECONDS)
         except DHT_ERRORS as error:
-            logger.info("the DHT node did not shut down cleanly: %s", describe_error(error))
+            logger.debug("the DHT node did not shut down cleanly: %s", describe_error(error))
 
     async def _create_node(self) -> Any:
         p2p = self._transport.p2p
@@ -139,7 +139,7 @@ class DhtNode:
             self._clock.observe(peer, response.dht_time, sent, self._clock.local())
             await node.protocol.update_routing_table(node_id(remote), remote, responded=True)
         except DHT_ERRORS as error:
-            logger.info("no DHT answer from %s: %s", peer, describe_error(error))
+            logger.debug("no DHT answer from %s: %s", peer, describe_error(error))
             return False
         return True
 

@@ -387,10 +387,10 @@ class PeerDirectory(MembershipServicer):
         """Report the changes since the last call to the listeners."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
         for event in self._changes.since_last(live, self._table.departure_of):
-            if not isinstance(event, PeerUpdated):
-                logger.info("%s", describe_event(event))
             for listener in self._listeners:
                 listener.on_membership_event(event)
+            if not isinstance(event, PeerUpdated):
+                logger.info("%s", describe_event(event))
 
     async def _stop_exchanges(self) -> None:
         tasks = list(self._exchanges.values())

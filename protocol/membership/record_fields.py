@@ -45,6 +45,8 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "version": TEXT,
     "round": ROUND,
     "step": ANYTHING,
+    "start": ANYTHING,
+    "other_start": ANYTHING,
     "digest": DIGEST,
     "state_digest": DIGEST,
     "chain_tokens": Bound(lambda tokens: tokens <= MAX_CHAIN_TOKENS, "a token count above the maximum"),

@@ -372,7 +372,7 @@ class ConnectionSupervisor:
             if reason := tunnel.find_cut_reason(now):
                 if reason.is_stalled:
                     self.refusals["stream stalled"] += 1
-                logger.info("cutting a connection with %s: %s", tunnel.peer, reason.text)
+                logger.debug("cutting a connection with %s: %s", tunnel.peer, reason.text)
                 tunnel.cut()
         self._warned_peers &= {tunnel.peer for tunnel in self._incoming}
 

@@ -236,7 +236,7 @@ class BulkTransport:
 
     def abandon_direct(self, connections: PeerConnections, reason: str) -> None:
         """Send calls that begin from now on over libp2p."""
-        logger.info("a direct connection to %s broke (%s); libp2p for now", connections.last_host, reason)
+        logger.debug("a direct connection to %s broke (%s); libp2p for now", connections.last_host, reason)
         connections.path_selector.record_failure(_now())
         self._drain(connections, 0)
 
@@ -288,13 +288,13 @@ class BulkTransport:
             connection, host = await self._dialer.dial(peer, endpoint)
         except UnreachableError as error:
             connections.path_selector.record_failure(_now())
-            logger.info("using libp2p to reach %s: %s", peer, error)
+            logger.debug("using libp2p to reach %s: %s", peer, error)
         else:
             connection.abort()
             if connections.endpoint == endpoint:
                 connections.last_host = host
                 connections.path_selector.record_probe_success(_now())
-                logger.info("connected directly to %s at %s port %d", peer, host, endpoint.port)
+                logger.debug("connected directly to %s at %s port %d", peer, host, endpoint.port)
         finally:
             connections.is_probing = False
 

@@ -191,5 +191,5 @@ class DialBackResponder:
             return DialBackReply()
         address, host = found
         answers = await asyncio.gather(*(self._probe_port(host, port) for port in ports))
-        logger.info("connected to %s at %s as it asked: %d of %d ports answer", peer, host, sum(answers), len(ports))
+        logger.debug("connected to %s at %s as it asked: %d of %d ports answer", peer, host, sum(answers), len(ports))
         return DialBackReply(seen=address, open=[port for port, is_open in zip(ports, answers, strict=True) if is_open])

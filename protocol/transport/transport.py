@@ -284,7 +284,7 @@ class Transport:
         try:
             await self._p2pd.client.disconnect(peer)
         except (UnreachableError, TransportError) as error:
-            logger.info("cannot disconnect from %s: %s", peer, error)
+            logger.debug("cannot disconnect from %s: %s", peer, error)
 
     async def connect(self, address: str, timeout: float) -> PeerId:
         """Dial within `timeout` seconds and remember the address.

@@ -76,7 +76,7 @@ class LabSwarm(ProcessSwarm):
     def _make_peer(self, index: int) -> PeerProcess:
         name = f"peer-{index}"
         home = self.run.parent / name
-        command = join_command(self.run, home, "--name", name, listen=LISTEN)
+        command = join_command(self.run, home, "--name", name, "--verbose", listen=LISTEN)
         return LabPeer(name, home, command, self.laboratory, self.nodes[index])
 
 

@@ -192,7 +192,8 @@ def check_words(swarm: LabSwarm, commits: Sequence[Commit]) -> None:
     }
     for peer in swarm.peers:
         assert peer.status is not None
-        said = re.findall(r"round \d+: (\d+) contributions?, ours (.+), digest (\w{8})", swarm.log(peer))
+        pattern = r"round (\d+): (\d+) contributions?, ours (\w+).*\n(?:.*\n)*?.*round \1 has the digest (\w{8})"
+        said = [found[1:] for found in re.findall(pattern, swarm.log(peer))]
         heard = [(int(count), fate, senders[digest]) for count, fate, digest in said if digest in senders]
         assert len(heard) >= 2, "who takes a state over says nothing of the rounds before"
         for count, fate, entered in heard:

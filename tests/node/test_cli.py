@@ -180,7 +180,7 @@ def test_commands_pass_on_their_arguments(
 
 
 def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json"
+    options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json -v"
     options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB --direct off"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     run_argument, flags, *keywords = called[0]
@@ -196,6 +196,7 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
         "listen": ["/c"],
         "metrics": ":7",
         "log_json": True,
+        "verbose": True,
         "insecure": True,
         "upload": "20mbit",
         "download": "1MB",

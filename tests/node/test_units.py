@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from node.units import format_bytes, format_count, format_plural, parse_rate, parse_size
+from node.units import format_bytes, format_clock, format_count, format_plural, parse_rate, parse_size
 from protocol.errors import UsageError
 
 
@@ -65,3 +65,7 @@ def test_format_bytes(number: float, text: str) -> None:
 
 def test_format_plural() -> None:
     assert [format_plural(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
+
+
+def test_clock_has_hours_only_if_needed() -> None:
+    assert [format_clock(seconds) for seconds in (None, 0, 59.6, 3661)] == ["-", "0:00", "1:00", "1:01:01"]

@@ -25,7 +25,7 @@ def test_faults_of_all_kinds_are_met() -> None:
         story.run()
         reasons |= {reason for _, _, reason in story.swarm.rejections}
         seen |= {what.split(" ")[0] for _, _, what in story.swarm.network.trace if isinstance(what, str)}
-    assert reasons >= {"leader silent", "leader left", "reducer left", "lost", "late", "left out", "stale view"}
+    assert reasons >= {"leader silent", "leader left", "reducer left", "not fetched", "late", "left out", "stale view"}
     assert seen >= {"is", "comes", "freezes", "splits", "loses", "takes"}
 
 

@@ -179,7 +179,7 @@ class TlsListener:
     def _refuse(self, reason: str, host: str, error: Exception | None) -> None:
         self.refusals[reason] += 1
         detail = describe_error(error) if error else "no further details"
-        logger.info("refusing a direct connection from %s: %s: %s", host, reason, detail)
+        logger.debug("refusing a direct connection from %s: %s: %s", host, reason, detail)
 
 
 class TlsDialer:

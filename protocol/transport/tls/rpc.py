@@ -358,7 +358,7 @@ async def _discard_reply(call: PendingCall) -> None:
             kind, body = await call.receive()
             skipped += FRAME_HEADER.size + len(body)
             if skipped > MAX_DISCARDED_BYTES:
-                logger.info(
+                logger.debug(
                     "cutting a direct connection to %s: too long an answer to a cancelled call", call.connection.peer
                 )
                 call.connection.cut()

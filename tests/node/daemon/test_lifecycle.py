@@ -1,4 +1,5 @@
 import asyncio
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from node.daemon.lifecycle import Daemon
+from node.monitoring.display import Display
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.monitoring.status_reporter import StatusReporter
@@ -45,7 +47,7 @@ class Node:
 
 
 async def test_why_a_node_ended_is_its_last_word(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunDir(tmp_path), cast(Any, None))
+    daemon = Daemon(cast(Any, None), RunDir(tmp_path), Display(io.StringIO()), cast(Any, None))
     with pytest.raises(DeviceError):
         await daemon._take_part(cast(Any, Node(broken)))
     said = json.loads((tmp_path / "status.json").read_bytes())
@@ -57,14 +59,14 @@ async def stray() -> None:
 
 
 async def test_a_cancel_out_of_nowhere_does_not_end_it_without_a_word(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunDir(tmp_path), cast(Any, None))
+    daemon = Daemon(cast(Any, None), RunDir(tmp_path), Display(io.StringIO()), cast(Any, None))
     with pytest.raises(asyncio.CancelledError):
         await daemon._take_part(cast(Any, Node(stray)))
     assert json.loads((tmp_path / "status.json").read_bytes())["reason"] == "CancelledError"
 
 
 async def test_a_node_that_is_told_to_end_has_no_reason(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunDir(tmp_path), cast(Any, None))
+    daemon = Daemon(cast(Any, None), RunDir(tmp_path), Display(io.StringIO()), cast(Any, None))
     daemon._on_signal()
     await daemon._take_part(cast(Any, Node(for_ever)))
     said = json.loads((tmp_path / "status.json").read_bytes())

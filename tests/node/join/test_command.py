@@ -1,5 +1,6 @@
 """The options that `murmur join` passes to the node."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from node.flags import NodeFlags
 from node.join import command
 from node.join.invitation import Invitation
 from node.join.joined_folder import save_invitation
+from node.monitoring.display import Display
 from node.options import NodeOptions
 from protocol.errors import ManifestError, MissingFileError, UnreachableError
 from protocol.identity import Identity
@@ -24,11 +26,11 @@ FLAGS = NodeFlags(device="cpu", name="me", threads=2, metrics=":0")
 def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeOptions]:
     settings: list[NodeOptions] = []
 
-    async def run_node(given: NodeOptions) -> None:
+    async def run_node(given: NodeOptions, display: Display, beside: object) -> None:
         settings.append(given)
 
     monkeypatch.setattr(lifecycle, "run_node", run_node)
-    monkeypatch.setattr(command, "configure_logs", lambda as_json: None)
+    monkeypatch.setattr(command, "configure_logs", lambda as_json, verbose: Display(io.StringIO()))
     return settings
 
 

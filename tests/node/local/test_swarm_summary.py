@@ -1,10 +1,7 @@
-import pytest
-
 from node.local.swarm_summary import (
     PeerProcessState,
     PeerSummary,
     PeerTotals,
-    RemainingTime,
     SwarmSummary,
     compute_share,
 )
@@ -43,16 +40,6 @@ def test_state_word_is_the_phase_of_a_running_peer() -> None:
     assert peer(1, paused="others use it").state_word == "paused"
     assert peer(1, "lost", paused="others use it").state_word == "lost"
     assert PeerSummary("a", "starting", None).state_word == "starting"
-
-
-def test_remaining_time_counts_from_the_first_progress() -> None:
-    """A run that resumed half-way did not make that half in no time (control: the estimate since the start)."""
-    remaining = RemainingTime()
-    assert remaining.estimate(view(peer(0), elapsed=1.0)) is None
-    assert remaining.estimate(view(peer(10), elapsed=5.0)) is None
-    resumed = view(peer(12), elapsed=25.0)
-    assert remaining.estimate(resumed) == pytest.approx(20.0 * 8 / 2)
-    assert resumed.elapsed * (1 - resumed.progress) / resumed.progress < 20
 
 
 def test_totals_add_bytes_of_starts_and_not_of_repeated_polls() -> None:

@@ -8,7 +8,6 @@ from node.local.swarm_table import (
     SwarmDisplay,
     build_table,
     format_cells,
-    format_clock,
     format_header,
     format_plain_line,
 )
@@ -67,10 +66,6 @@ def test_header_and_plain_line() -> None:
     )
     assert format_plain_line(view(), None) == expected
     assert format_plain_line(view(rounds=None), None).startswith("round 12 · 0:31")
-
-
-def test_clock_format() -> None:
-    assert [format_clock(seconds) for seconds in (None, 0, 59.6, 3661)] == ["-", "0:00", "1:00", "1:01:01"]
 
 
 def test_plain_line_every_few_seconds_without_a_terminal() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.monitoring.logs import OUR_PACKAGES, SILENCED_LOGGERS, configure_logs
+from protocol.identity import Identity
 from protocol.murmur_pb2 import PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from tests.protocol.garbled_server import garbled_channel
@@ -42,7 +43,17 @@ def test_plain_lines_have_time_message_and_warning_level(capsys: Capture) -> Non
     log_sample_lines()
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d round 3", first)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d warning: a library warning \[uvicorn.error\]", second)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d warning: a library warning", second)
+
+
+def test_verbose_lines_name_modules_and_whole_ids_and_have_details(capsys: Capture) -> None:
+    peer = Identity.create().peer_id
+    for verbose in (False, True):
+        configure_logs(verbose=verbose)
+        log_sample_lines()
+        logging.getLogger("node").info("%s joined", peer)
+        output = capsys.readouterr().err
+        assert ("[uvicorn.error]" in output) == ("too much" in output) == (peer in output) == verbose
 
 
 FORGED = "peer refuses (x\n12:00:00 error: forged\x1b[2J)"
@@ -65,7 +76,7 @@ def test_traceback_keeps_its_lines_but_quoted_text_adds_none(capsys: Capture) ->
     except ValueError:
         logging.getLogger("node").exception("it broke")
     output = capsys.readouterr().err
-    assert "it broke [node]\nTraceback (most recent call last):\n" in output
+    assert "it broke\nTraceback (most recent call last):\n" in output
     assert "forged\ufffd[2J" in output and "\x1b" not in output
 
 

@@ -196,7 +196,7 @@ async def test_request_for_too_many_bytes_is_refused(serve: Serve) -> None:
 async def test_caller_that_does_not_read_blocks_only_itself_for_a_while(
     serve: Serve, store: BlobStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     large = store.put(bytes(32 * PIECE_BYTES))  # more than all buffers on the path hold
     service, stub = await serve(CallerLimits(calls=1, chunk_seconds=0.5))
     request = FetchRequest(digest=large.digest, length=large.size)

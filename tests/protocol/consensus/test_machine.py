@@ -314,7 +314,7 @@ def test_a_reducer_that_dies_takes_its_contribution_along_for_all() -> None:
     table.kill(victim)
     table.elapse(3)
     assert table.included_peers() == {tuple(sorted(table.names[:3]))}
-    assert {(victim, "reducer left"), (victim, "lost")} <= table.rejections_by(table.names[0])
+    assert {(victim, "reducer left"), (victim, "not fetched")} <= table.rejections_by(table.names[0])
 
 
 def test_the_parts_of_a_silent_reducer_go_to_others() -> None:

@@ -143,7 +143,7 @@ async def test_rendezvous_survives_the_death_of_p2pd(join: Join) -> None:
 
 
 async def test_dead_seed_does_not_block_the_lookup(join: Join, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     seed, missing = await join("seed"), Identity.create().peer_id
     seeds = {seed.identity.peer_id: await seed.transport.addresses()}
     one = await join("one")

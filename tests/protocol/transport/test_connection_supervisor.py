@@ -101,7 +101,7 @@ async def test_cut_connection_ends_the_other_side(supervisor: ConnectionSupervis
 async def test_frozen_receiver_is_cut_and_other_tunnels_continue(
     supervisor: ConnectionSupervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     frozen, working = await open_tunnel(supervisor, "frozen"), await open_tunnel(supervisor, "working")
     frozen[1].reader._transport.pause_reading()  # type: ignore[attr-defined]
     writing = asyncio.create_task(_write_for_ever(frozen[0]))
@@ -174,7 +174,7 @@ async def _copy_without_drain(near: Stream, far: Stream) -> None:
 
 
 async def test_idle_tunnel_is_cut(supervisor: ConnectionSupervisor, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     ends = await open_tunnel(supervisor, "silent")
     await until_empty(supervisor)
     assert "cutting a connection with silent: idle" in caplog.text

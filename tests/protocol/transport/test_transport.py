@@ -202,7 +202,7 @@ async def test_killed_node_leaves_no_process_and_restarts(
 async def test_frozen_peer_does_not_delay_others(
     start_peer: StartPeer, start_transport: StartTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     limits = ConnectionLimits(stall=1.0, check_interval=0.1)
     process, about = await start_peer("frozen")
     node, other = await start_transport("node", limits=limits), await start_transport("other", [SampleBlobs().add])

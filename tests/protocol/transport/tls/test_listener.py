@@ -171,7 +171,7 @@ async def test_another_peers_name_is_refused(build: Build) -> None:
 async def test_connection_without_proof_is_cut_soon(
     build: Build, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     server = build()
     connection, _, _ = await start_tls_without_proof(server)
     connection.write(sent)

@@ -282,7 +282,7 @@ async def test_unparsable_answer_is_none_and_does_not_delay_others(rpc_setup: Rp
 
 
 async def test_caller_that_reads_nothing_is_cut(rpc_setup: RpcSetup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     await rpc_setup.open(there=ConnectionLimits(stall=0.3, check_interval=0.05))
     lazy = rpc_setup.fetch(1 << 20, 60)
     await lazy.read()

@@ -1,0 +1,72 @@
+"""The status as one line, and the remaining time."""
+
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from node.monitoring.status import NodeStatus
+from node.monitoring.status_text import RemainingTime, fit_parts, progress_of, status_parts
+
+
+def status(**changes: object) -> NodeStatus:
+    values: dict[str, object] = {
+        "peer_id": "p", "run": "demo", "run_id": "0", "phase": "training", "round": 12, "target_rounds": 60,
+        "step": 600, "loss": 2.9512, "validation_loss": 2.973, "tokens_per_second": 6900.0, "bytes_sent": 3_700_000,
+        "contributions_included": 12, "last_included_round": 11, "peers": 3,
+    }  # fmt: skip
+    return NodeStatus.model_validate(values | changes)
+
+
+def line(width: int = 200, **changes: object) -> str:
+    return fit_parts(status_parts(status(**changes), 42.0, 65.0), width)
+
+
+def test_line_of_a_training_node() -> None:
+    assert line() == (
+        "round 12/60 · step 600 · loss 2.951 · validation 2.973 · 6.9k tok/s · included 12/12 · sent 3.7 MB · 3 peers"
+        " · 0:42 left"
+    )
+
+
+def test_narrow_line_keeps_the_figures_that_matter_most() -> None:
+    assert line(60) == "round 12/60 · loss 2.951 · 6.9k tok/s · 0:42 left"
+    assert line(5) == "round 12/60", "the terminal cuts the rest"
+    for width in range(20, 120):
+        assert cell_len(line(width)) <= width
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"phase": "waiting for peers", "reason": "1 of 2 are here"}, "waiting for peers: 1 of 2 are here · 1:05"),
+        ({"phase": "catching up", "reason": "fetching", "bytes_received": 2_000_000},
+         "catching up: fetching · received 2.0 MB · 1:05"),
+        ({"phase": "watching", "page": "http://h/"},
+         "round 12/60 · loss 2.951 · 3 peers · sent 3.7 MB · page http://h/ · 0:42 left"),
+    ],
+)  # fmt: skip
+def test_line_of_a_node_that_does_not_train(changes: dict[str, Any], expected: str) -> None:
+    assert line(**changes) == expected
+
+
+def test_trouble_is_on_the_line() -> None:
+    assert "not contributing: paused, others use it" in line(paused="others use it")
+    assert line(40, key_conflict="another node uses this node's key").startswith("another node uses this node's key")
+    assert "not saved: disk full" in line(unsaved="disk full")
+    assert "not contributing" not in line(last_included_round=None), "it has only begun"
+
+
+def test_remaining_time_counts_from_the_first_progress() -> None:
+    """A run that resumed half-way did not make that half in no time (control: the estimate since the start)."""
+    remaining = RemainingTime()
+    assert remaining.estimate(1.0, 0.0) is None
+    assert remaining.estimate(5.0, 0.5) is None
+    assert remaining.estimate(25.0, 0.6) == pytest.approx(20.0 * 0.4 / 0.1)
+    assert 25.0 * 0.4 / 0.6 < 20
+
+
+def test_progress_is_that_towards_the_nearer_target() -> None:
+    assert progress_of(status()) == 0.2
+    assert progress_of(status(target_tokens=100, chain_tokens=90)) == 0.9
+    assert progress_of(status(target_rounds=None)) == 0.0
