@@ -1,0 +1,75 @@
+"""The end of a run at its host: three real peers, one killed on the way; the end screen, the report, the receipts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.report.run_report import RunReport
+from tests.swarm.process_swarm import manifest_with, running_swarm
+from tests.swarm.test_dashboard import DashboardProcess, browser_page, screenshots
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+ROUNDS = 12
+
+
+def murmur(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "node.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_end_screen_report_and_receipts_of_a_real_run(tmp_path: Path) -> None:
+    manifest = manifest_with(
+        run={"min_peers": 2},
+        data={"source": "python-stdlib", "path": ""},  # there is nothing but the link
+        method={"recipe": "diloco", "schedule": {"inner_steps": 30}},
+        target={"rounds": ROUNDS},
+    )
+    with running_swarm(tmp_path, manifest, peers=0) as swarm:
+        scene = DashboardProcess(swarm)
+        try:
+            scene.start()
+            for name in ("ada", "bob", "eve"):
+                scene.join(f"{scene.base}/run.toml", name, name)
+            scene.wait_for_round(4, 90)
+            swarm.peers[2].kill()
+            swarm.wait_until(lambda: bool(scene.state()["end_version"]), "the run is over", 120)
+            folder = scene.host.folder
+            swarm.wait_until(lambda: (folder / "report.md").exists(), "the host has written its report")
+            report = RunReport.model_validate(scene.get("/report.json").json())
+            assert (report.outcome, report.rounds, report.missing_rounds) == ("done", ROUNDS, 0)
+            assert {one.name for one in report.contributors} == {"ada", "bob", "eve"}
+            assert sum(one.tokens for one in report.contributors) == report.tokens
+
+            overview = scene.get("/receipts.json").json()
+            counted = {one["peer"]: (one["tokens"], one["rounds"]) for one in overview["peers"]}
+            assert counted == {one.peer: (one.tokens, one.rounds) for one in report.contributors}
+            files = [tmp_path / f"{name}.json" for name in ("ada", "bob", "eve")]
+            for one, file in zip(overview["peers"], files, strict=True):
+                file.write_bytes(scene.get(f"/receipts/{one['peer']}.json").content)
+            (tmp_path / "commits.log").write_bytes(scene.get("/commits.log").content)
+            verified = murmur("verify", *files, tmp_path / "commits.log")
+            assert verified.returncode == 0, verified.stderr
+            assert f"together {report.tokens:,} of {report.tokens:,} tokens of the run, exactly" in verified.stdout
+
+            forged = json.loads(files[0].read_text())
+            forged["tokens"] += 1
+            files[0].write_text(json.dumps(forged))
+            refused = murmur("verify", files[0], tmp_path / "commits.log")
+            assert (
+                refused.returncode == 15 and refused.stderr.count("\n") == 1 and "changed, or forged" in refused.stderr
+            )
+
+            with browser_page(viewport={"width": 1400, "height": 1000}) as page:
+                page.goto(scene.base)
+                page.wait_for_selector("#end tbody tr")
+                assert "is complete" in page.text_content("#end h2") and page.locator("#end tbody tr").count() == 3
+                page.screenshot(path=screenshots(tmp_path) / "end-of-a-real-run.png", full_page=True)
+                assert page.faults == []
+            own = murmur("receipt", swarm.peers[0].folder)
+            assert own.returncode == 0 and "together" in own.stdout, own.stderr
+        finally:
+            scene.host.kill()
