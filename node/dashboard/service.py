@@ -160,7 +160,7 @@ async def serve_dashboard(
         ManifestPublisher(node).signed_text,
         address.public_url,
         is_live=lambda: not watcher.done(),
-        receipts=ReceiptIssuer(commit_log, facts.run, node.identity, lambda: peer_names(event_log.state)),
+        receipts=ReceiptIssuer(commit_log, facts.run, node.identity, lambda peer: event_log.state.name_of(peer)),
     )
     report_writer = ReportWriter(run_dir.path, event_log)
     report_task = asyncio.create_task(report_writer.run(), name="report writer")
@@ -177,11 +177,6 @@ async def _sample_while_possible(sampler: Sampler) -> None:
     """Sample until cancelled, or until the event log cannot be written, which the watcher reports."""
     with contextlib.suppress(StorageError):
         await sampler.run()
-
-
-def peer_names(state: RunState) -> dict[PeerId, str]:
-    """Return the names that peers have set."""
-    return {peer: history.report.name for peer, history in state.peers.items()}
 
 
 def print_join_info(page_url: str, organiser: PeerId, address: DashboardAddress) -> None:

@@ -70,7 +70,8 @@ class PeerHistory:
 class RunState:
     """The state after `index` durable events, the last of them at `newest_at`.
 
-    `sent_bytes` and `all_reduce_bytes` are sums over the rounds for which both are known.
+    `sent_bytes` and `all_reduce_bytes` are sums over the rounds for which both are known. `past_names` are those of
+    contributors that are no longer among `peers`.
     """
 
     index: int = 0
@@ -88,6 +89,12 @@ class RunState:
     sample: SampleGenerated | None = None
     lost_since: float | None = None
     missing_rounds: int = 0
+    past_names: Mapping[PeerId, str] = field(default_factory=dict)
+
+    def name_of(self, peer: PeerId) -> str:
+        """Return the name of a peer, also if it is gone and no longer among `peers`; empty if it has none."""
+        known = self.peers.get(peer)
+        return known.report.name if known else self.past_names.get(peer, "")
 
     @property
     def live(self) -> dict[PeerId, PeerHistory]:
@@ -207,7 +214,7 @@ def _apply_left(state: RunState, event: PeerDeparted) -> RunState:
         return state
     others = {name: peer for name, peer in state.peers.items() if name != event.peer}
     gone = replace(known, gone_at=event.at, reason=event.reason)
-    return replace(state, peers=_prune_gone({**others, event.peer: gone}))
+    return _prune_gone(state, {**others, event.peer: gone})
 
 
 def _mark_all_gone(state: RunState, at: float) -> RunState:
@@ -215,13 +222,17 @@ def _mark_all_gone(state: RunState, at: float) -> RunState:
         name: peer if peer.gone_at is not None else replace(peer, gone_at=at, reason=UNSEEN_SINCE_RESTART)
         for name, peer in state.peers.items()
     }
-    return replace(state, peers=_prune_gone(peers))
+    return _prune_gone(state, peers)
 
 
-def _prune_gone(peers: Mapping[PeerId, PeerHistory]) -> dict[PeerId, PeerHistory]:
+def _prune_gone(state: RunState, peers: Mapping[PeerId, PeerHistory]) -> RunState:
+    """Return the state with these peers, less the oldest of many that are gone; names of contributors are kept."""
     gone = [name for name, peer in peers.items() if peer.gone_at is not None]
-    forgotten = set(gone[: max(0, len(gone) - MAX_GONE_PEERS)])
-    return {name: peer for name, peer in peers.items() if name not in forgotten}
+    forgotten = gone[: max(0, len(gone) - MAX_GONE_PEERS)]
+    names = {peer: peers[peer].report.name for peer in forgotten if peers[peer].report.name}
+    kept = {peer: name for peer, name in {**state.past_names, **names}.items() if peer in state.contributors.by_peer}
+    shown = {name: peer for name, peer in peers.items() if name not in set(forgotten)}
+    return replace(state, peers=shown, past_names=kept if forgotten else state.past_names)
 
 
 def _apply_committed(state: RunState, event: RoundCommitted) -> RunState:

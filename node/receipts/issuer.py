@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ MAX_KEPT_RECEIPTS = 32
 
 
 class ReceiptIssuer:
-    """Issues receipts from a commit log; `names` returns the names of the peers that the host has seen."""
+    """Issues receipts from a commit log; `name_of` returns the name of a peer, or an empty text."""
 
-    def __init__(
-        self, commit_log: CommitLog, run: str, identity: Identity, names: Callable[[], Mapping[PeerId, str]]
-    ) -> None:
+    def __init__(self, commit_log: CommitLog, run: str, identity: Identity, name_of: Callable[[PeerId], str]) -> None:
         self._commit_log = commit_log
         self._run = run
         self._identity = identity
-        self._names = names
+        self._name_of = name_of
         self._lock = asyncio.Lock()
         self._kept: OrderedDict[tuple[PeerId, bytes], Receipt] = OrderedDict()
 
@@ -34,7 +32,7 @@ class ReceiptIssuer:
 
     def overview(self) -> dict[str, Any]:
         """Return the counted tokens and rounds of all peers, as JSON values."""
-        ledger, names = self._commit_log.ledger, self._names()
+        ledger = self._commit_log.ledger
         accounts = sorted(ledger.accounts.items(), key=lambda item: (-item[1].tokens, item[0]))
         return {
             "run": self._run,
@@ -46,7 +44,7 @@ class ReceiptIssuer:
             "chain_digest": ledger.head.digest.hex(),
             "issuer": self._identity.peer_id,
             "peers": [
-                {"peer": peer, "name": names.get(peer, ""), "tokens": account.tokens, "rounds": account.rounds}
+                {"peer": peer, "name": self._name_of(peer), "tokens": account.tokens, "rounds": account.rounds}
                 for peer, account in accounts
             ],
         }
@@ -67,4 +65,4 @@ class ReceiptIssuer:
 
     def _build(self, peer: PeerId, round_number: int) -> Receipt:
         ledger = read_ledger(self.path, commit_reader, {peer}, up_to_round=round_number)
-        return issue_receipt(ledger, self._run, peer, self._names().get(peer, ""), self._identity)
+        return issue_receipt(ledger, self._run, peer, self._name_of(peer), self._identity)

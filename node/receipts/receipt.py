@@ -19,7 +19,7 @@ from protocol.errors import MissingFileError, PeerFault, ReceiptError
 from protocol.identity import Identity, PeerId, verify
 from protocol.signing import DOMAIN, fingerprint
 
-MAX_RECEIPT_BYTES = 1 << 30
+MAX_RECEIPT_BYTES = 256 << 20
 MAX_SHOWN_NAME = 64
 COMPARED_FIELDS = (
     "format", "run_rounds", "chain_digest", "run_tokens", "missing_tokens", "segments", "tokens", "rounds",

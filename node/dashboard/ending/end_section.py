@@ -85,7 +85,7 @@ def _render_contributors(contributors: Sequence[ContributorReport], has_receipts
     more = f'<p class="empty">and {rest:,} more, in the report</p>' if rest > 0 else ""
     titles = ("Share", "Tokens", "Rounds", "Time", "Sent")
     head = "".join(f'<th scope="col" class="n">{title}</th>' for title in titles)
-    receipt = '<th scope="col">Receipt</th>' if has_receipts else ""
+    receipt = '<th scope="col" class="receipt">Receipt</th>' if has_receipts else ""
     return (
         '<h3>Who gave what</h3><div class="wide" tabindex="0" role="region" aria-label="Who gave what">'
         '<table class="given-by"><thead><tr><th scope="col">Name</th>'

@@ -46,7 +46,7 @@ def _count_contributors(state: RunState) -> tuple[ContributorReport, ...]:
     return tuple(
         ContributorReport(
             peer=peer,
-            name=state.peers[peer].report.name if peer in state.peers else "",
+            name=state.name_of(peer),
             tokens=one.tokens,
             share=one.tokens / total if total else 0.0,
             rounds=one.rounds,

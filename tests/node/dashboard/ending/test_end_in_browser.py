@@ -57,7 +57,7 @@ async def test_end_screen_appears_by_itself_and_receipts_verify(tmp_path: Path) 
     log = log_in(tmp_path)
     log.extend(GENESIS, chain(THREE_PEERS))
     event_log = EventLog(None, first_rounds(ROUNDS - 1))
-    receipts = ReceiptIssuer(log, "prose-100m", HOST, lambda: NAMES)
+    receipts = ReceiptIssuer(log, "prose-100m", HOST, lambda peer: NAMES[peer])
     data = DashboardData(event_log, the_manifest, clock=lambda: 1400.0, receipts=receipts)
     async with open_page(data, viewport={"width": 1400, "height": 1000}) as page:
         await page.wait_for_selector("#peers tr[data-peer]")

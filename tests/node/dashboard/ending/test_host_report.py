@@ -8,11 +8,13 @@ import pytest
 from node.dashboard.ending import host_report as module
 from node.dashboard.ending.host_report import ReportWriter, build_host_report
 from node.dashboard.event_log import EventLog
-from node.dashboard.events import ChainForked
+from node.dashboard.events import ChainForked, PeerDeparted
 from node.dashboard.json_views import run_status, snapshot
+from node.dashboard.state import MAX_GONE_PEERS
 from node.report.run_report import RunReport
-from tests.node.dashboard.ending.example_end import NAMES, ROUNDS, SAMPLE, finished_run, first_rounds, last_events
-from tests.node.dashboard.example_events import apply_all
+from protocol.identity import Identity
+from tests.node.dashboard.ending.example_end import ROUNDS, SAMPLE, finished_run, first_rounds, last_events
+from tests.node.dashboard.example_events import apply_all, joined
 from tests.node.receipts.example_commits import GENESIS, MARY, THREE_PEERS, chain, log_in
 
 
@@ -84,4 +86,14 @@ def test_stopped_host_writes_the_figures_so_far(tmp_path: Path) -> None:
     assert "under way" in (tmp_path / "report.md").read_text()
     ReportWriter(tmp_path / "none", EventLog(None, first_rounds(0))).write()
     assert not (tmp_path / "none").exists()
-    assert MARY.peer_id in NAMES
+
+
+def test_contributors_that_left_long_ago_keep_their_names() -> None:
+    """Control: a peer that never gave anything is forgotten, because names cost nothing to make."""
+    state = apply_all([*first_rounds(1), PeerDeparted(at=1100.0, peer=MARY.peer_id, reason="left")])
+    strangers = [Identity.create().peer_id for _ in range(MAX_GONE_PEERS + 10)]
+    for peer in strangers:
+        state = apply_all([joined(peer, name="x"), PeerDeparted(at=1200.0, peer=peer, reason="left")], state)
+    assert MARY.peer_id not in state.peers and strangers[0] not in state.peers
+    assert build_host_report(state).contributors[0].name == "mary"
+    assert state.name_of(strangers[0]) == "" and set(state.past_names) == {MARY.peer_id}
