@@ -271,8 +271,8 @@ def _fill_line(line: str, values: Mapping[str, object]) -> str:
 
 TEMPLATE = """\
 # A run of Murmuration. All keys: docs/reference/manifest.md. Anyone who has this file can join.
-# The run id is the hash of the values below without [about], so a change of any other value starts a new run. The
-# organiser changes the target, the learning rate and the deadlines of a running run with `murmur steer`.
+# The run id is the hash of the values below without [about], so a change of any other value starts a new run.
+# `murmur steer` changes the target, the learning rate and the deadlines of this run while it trains.
 
 [run]
 name = {name}

@@ -141,10 +141,11 @@ SIGNATURE_LINES = re.compile(
     rb"# organiser (?P<organiser>[1-9A-HJ-NP-Za-km-z]{52})\n"
     rb"# signature (?P<signature>[A-Za-z0-9+/]{86}==)\n\Z"
 )
-# A comment that begins like a line of a signature; a key that is commented out (`# organiser = "Ada"`) does not. The
+# A comment that begins like a line of a signature: the word alone, or before a long token. A sentence that begins with
+# the word and a key that is commented out (`# organiser = "Ada"`) do not. The
 # patterns have no nested repetition, so that the time does not grow with the square of a hostile line.
 LINE_START = re.compile(rb"[^\w\"']*")
-SIGNATURE_WORD = re.compile(rb"(?:organiser|signature)(?!\w|[ \t]*=)", re.IGNORECASE)
+SIGNATURE_WORD = re.compile(rb"(?:organiser|signature)(?:\W{0,8}\Z|\W{1,8}[A-Za-z0-9+/]{20})", re.IGNORECASE)
 SIGNER = re.compile(rb"organiser\W{1,8}12D3Koo", re.IGNORECASE)
 MAX_SIGNATURE_LINES_BYTES = 200
 MAX_SIGNED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + MAX_SIGNATURE_LINES_BYTES

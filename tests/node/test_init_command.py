@@ -12,6 +12,7 @@ from node.paths import organiser_key_path
 from protocol.errors import ManifestError, MurmurError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import load_manifest, parse_manifest
+from protocol.signing import load_signed_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def test_flags_make_a_manifest_whose_organiser_is_the_users_key(
         name="mary", description='a "first" run', text="texts", size="tiny", peers=3, tokens="2.5M", licence="MIT"
     )
     init(target, options, ask=False)
-    manifest = load_manifest(target)
+    manifest = load_signed_manifest(target).manifest
     assert (manifest.data.source, manifest.data.path) == ("text", "../texts/**/*.txt")
     assert (manifest.run.name, manifest.run.min_peers, manifest.target.tokens) == ("mary", 3, 2_500_000)
     assert (manifest.about.description, manifest.about.licence) == ('a "first" run', "MIT")

@@ -94,7 +94,9 @@ def test_hostile_line_is_refused_in_no_time(line: bytes) -> None:
     assert time.process_time() - before < 2
 
 
-@pytest.mark.parametrize("comment", ['# organiser = "Ada"', "# organiser_key", "# organisers", "# a signature", "#"])
+@pytest.mark.parametrize(
+    "comment", ['# organiser = "Ada"', "# organiser_key", "# organisers", "# organiser of it", "# a signature", "#"]
+)
 def test_other_comments_are_no_signature(comment: str) -> None:
     assert open_signed_manifest(f"{comment}\n{MANIFEST.to_toml()}".encode(), "here").organiser is None
 
