@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -182,6 +182,38 @@ def host(
     open_run(
         HostOptions(run=run, folder=folder, http=http, public_url=public_url, public=public, train=train, flags=flags)
     )
+
+
+@app.command(epilog="Example: murmur steer https://run.example.org/run.toml --set target.rounds=200")
+def steer(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="as for `murmur join`, or the directory of one of its nodes")
+    ],
+    action: Annotated[
+        Literal["stop", "pause", "resume"] | None, typer.Argument(help="end the run, or pause it and go on")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key of the manifest (repeatable)")
+    ] = None,
+    from_round: Annotated[
+        int | None, typer.Option(min=0, help="round from which it holds (default: one that all peers hear of in time)")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="the organiser's key (default: ~/.local/state/murmur/organiser.key)")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Change a running manifest as its organiser, or list the changes so far."""
+    from node.steering.command import SteerOptions
+    from node.steering.command import steer as steer_run
+
+    steer_run(
+        SteerOptions(
+            run=run, action=action, changes=tuple(changes or ()), from_round=from_round, key=key, insecure=insecure,
+            json=as_json,
+        )
+    )  # fmt: skip
 
 
 @app.command(epilog="Example: murmur doctor https://run.example.org/run.toml")

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
+from node.loop.steering import Steering
 from node.model import shape_table
 from optim.compose import COMPONENTS, compose
 from optim.errors import OptimError, UnknownRecipe
@@ -88,9 +89,9 @@ def learning_rate_scale(train: TrainSection, step: int, age_at_join: int = 0) ->
     return warmup * (train.final_share + (1 - train.final_share) * cosine)
 
 
-def learning_rate_decay(train: TrainSection) -> Callable[[int], float]:
-    """Return a function that maps an inner step to the factor of the learning rate."""
-    return lambda step: learning_rate_scale(train, step)
+def rate_by_round(steering: Steering, program: RoundPlanner) -> Callable[[int], float]:
+    """Return a function that maps a round number to the factor of the learning rate at its beginning."""
+    return lambda number: learning_rate_scale(steering.manifest_at(number).train, program.steps_before(number))
 
 
 def build_pacing(manifest: Manifest, program: RoundPlanner) -> Pacing:
@@ -103,14 +104,15 @@ def build_pacing(manifest: Manifest, program: RoundPlanner) -> Pacing:
     )
 
 
-def round_settings_by_number(manifest: Manifest, program: RoundPlanner) -> Callable[[int], RoundSettings]:
+def round_settings_by_number(steering: Steering, program: RoundPlanner) -> Callable[[int], RoundSettings]:
     """Return a function that maps a round number to the settings of that round."""
+    run_id = steering.base.run_id
 
     def settings(round_number: int) -> RoundSettings:
-        plan, timing = program.plan(round_number), manifest.round
-        topology = plan.method.topology
+        plan, manifest = program.plan(round_number), steering.manifest_at(round_number)
+        topology, timing = plan.method.topology, manifest.round
         return RoundSettings(
-            make_topology(topology.kind, manifest.run_id, len(plan.part_spans), **asdict(topology)),
+            make_topology(topology.kind, run_id, len(plan.part_spans), **asdict(topology)),
             timing.grace,
             timing.leader_timeout,
             timing.exchange_timeout,

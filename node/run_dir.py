@@ -7,6 +7,7 @@
     tokenizer.json the run's, if it has one  vow.json      its vote in the open round (node.checkpoints.vote_log)
     offer.json     the last contribution of its trainer that other peers may have
     commits.log    the signed commits of the run (node.receipts.commit_file)
+    revisions.json the organiser's revisions of the manifest
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
@@ -41,6 +42,7 @@ class RunDir:
         self.key = path / "key"
         self.vote_log = path / "vow.json"
         self.contribution_file = path / "offer.json"
+        self.revisions = path / "revisions.json"
         self.blobs = path / "blobs"
         self.checkpoints = path / "checkpoints"
 

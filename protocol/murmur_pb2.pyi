@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class PeerRecord(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     OTHER_START_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     expires: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -94,7 +95,8 @@ class PeerRecord(_message.Message):
     bytes_received: int
     start: int
     other_start: int
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ...) -> None: ...
+    revision: bytes
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts")
@@ -177,20 +179,38 @@ class Part(_message.Message):
     def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., part: _Optional[int] = ..., blob: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("round", "view", "base", "contributions", "parts", "left_out")
+    __slots__ = ("round", "view", "base", "contributions", "parts", "left_out", "revision", "revisions")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    REVISIONS_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     base: bytes
     contributions: _containers.RepeatedCompositeFieldContainer[Signed]
     parts: _containers.RepeatedCompositeFieldContainer[BlobRef]
     left_out: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
+    revision: bytes
+    revisions: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., left_out: _Optional[_Iterable[str]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
+class Revision(_message.Message):
+    __slots__ = ("number", "previous", "from_round", "changes", "time")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    FROM_ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    previous: bytes
+    from_round: int
+    changes: str
+    time: float
+    def __init__(self, number: _Optional[int] = ..., previous: _Optional[bytes] = ..., from_round: _Optional[int] = ..., changes: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
 
 class Acknowledgement(_message.Message):
     __slots__ = ("round", "view", "proposal")
@@ -294,18 +314,22 @@ class ChainRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., after_round: _Optional[int] = ...) -> None: ...
 
 class ChainReply(_message.Message):
-    __slots__ = ("commits", "round", "digest", "chain_tokens", "state")
+    __slots__ = ("commits", "round", "digest", "chain_tokens", "state", "revision", "revisions")
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CHAIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    REVISIONS_FIELD_NUMBER: _ClassVar[int]
     commits: _containers.RepeatedCompositeFieldContainer[Signed]
     round: int
     digest: bytes
     chain_tokens: int
     state: BlobRef
-    def __init__(self, commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+    revision: bytes
+    revisions: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
 
 class PiecesRequest(_message.Message):
     __slots__ = ("digest",)
@@ -382,3 +406,21 @@ class DialBackReply(_message.Message):
     seen: str
     open: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, seen: _Optional[str] = ..., open: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RevisionsRequest(_message.Message):
+    __slots__ = ("run", "revisions")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    REVISIONS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    revisions: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, run: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
+class RevisionsReply(_message.Message):
+    __slots__ = ("revisions", "round", "round_seconds")
+    REVISIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    revisions: _containers.RepeatedCompositeFieldContainer[Signed]
+    round: int
+    round_seconds: float
+    def __init__(self, revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., round_seconds: _Optional[float] = ...) -> None: ...

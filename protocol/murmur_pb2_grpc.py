@@ -403,6 +403,78 @@ class Carriers:
             _registered_method=True)
 
 
+class SteeringStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Revisions = channel.unary_unary(
+                '/murmur.v1.Steering/Revisions',
+                request_serializer=protocol_dot_murmur__pb2.RevisionsRequest.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.RevisionsReply.FromString,
+                _registered_method=True)
+
+
+class SteeringServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Revisions(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SteeringServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Revisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.Revisions,
+                    request_deserializer=protocol_dot_murmur__pb2.RevisionsRequest.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.RevisionsReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'murmur.v1.Steering', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('murmur.v1.Steering', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Steering:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Revisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Steering/Revisions',
+            protocol_dot_murmur__pb2.RevisionsRequest.SerializeToString,
+            protocol_dot_murmur__pb2.RevisionsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class RunsStub:
     """Missing associated documentation comment in .proto file."""
 

@@ -141,6 +141,28 @@ class CarriersServicer(metaclass=_abc_1.ABCMeta):
 
 def add_CarriersServicer_to_server(servicer: CarriersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class SteeringStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> SteeringAsyncStub: ...
+    Revisions: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.RevisionsRequest, _murmur_pb2.RevisionsReply]
+
+@_typing.type_check_only
+class SteeringAsyncStub(SteeringStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Revisions: _aio.UnaryUnaryMultiCallable[_murmur_pb2.RevisionsRequest, _murmur_pb2.RevisionsReply]  # type: ignore[assignment]
+
+class SteeringServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Revisions(
+        self,
+        request: _murmur_pb2.RevisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.RevisionsReply, _abc.Awaitable[_murmur_pb2.RevisionsReply]]: ...
+
+def add_SteeringServicer_to_server(servicer: SteeringServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class RunsStub:
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...

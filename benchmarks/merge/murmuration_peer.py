@@ -48,6 +48,7 @@ from node.loop.events import (
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
+from node.loop.steering import unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status_reporter import StatusReporter
 from node.process_memory import enable_frequent_gc, use_one_malloc_arena
@@ -117,7 +118,7 @@ class Peer:
             Pacing(self._settings(0).grace, lambda number: 1, 1),
             vote_log.load(),
         )
-        self.loop = RoundLoop(LoopOptions(options), self._replica.chain, b"", self._contributions, session)
+        self.loop = RoundLoop(LoopOptions(options, unsteered()), self._replica.chain, b"", self._contributions, session)
         self._receiver = MessageReceiver(RUN_ID, self._terms, self.inbox, status)
         rpc = PeerRpc(RUN_ID, self.transport)
         outbox = Outbox(rpc, self._receiver, self, self.inbox, status)

@@ -12,10 +12,12 @@ from protocol.blobs.blob import Blob, check_digest
 from protocol.consensus.chain import Chain, ChainHead, extend_head
 from protocol.consensus.message_kinds import parse
 from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
+from protocol.consensus.revision_log import SignedRevision, open_revision
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import ChainReply
+from protocol.revisions import MAX_REVISIONS
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
 
 MAX_COMMITS = 64
@@ -36,6 +38,12 @@ class ChainReader:
         """
         reply = await request_chain(self._run_id, self._channel, peer, after_round)
         return reply, _parse_commits(reply, self._run_id, self._limits)
+
+    def open_revisions(self, reply: ChainReply) -> tuple[SignedRevision, ...]:
+        """Return the checked revisions in a reply. Raises PeerFault."""
+        if len(reply.revisions) > MAX_REVISIONS:
+            raise MalformedError(f"{len(reply.revisions)} revisions in one reply; at most {MAX_REVISIONS}")
+        return tuple(open_revision(signed, self._run_id, self._limits.organiser) for signed in reply.revisions)
 
 
 def heads_along(start: ChainHead, commits: Iterable[Commit]) -> list[ChainHead]:
@@ -81,7 +89,8 @@ class ChainSyncClient:
             longer, earlier = await self._reader.read(peer, history_since)
             if earlier:
                 reply, head, commits = longer, _parse_head(longer), earlier
-        return SyncPlan(head, _require_linked(commits, head), self._state(reply, peer))
+        revisions = self._reader.open_revisions(reply)
+        return SyncPlan(head, _require_linked(commits, head), self._state(reply, peer), revisions)
 
     def _state(self, reply: ChainReply, peer: PeerId) -> Blob:
         state = Blob.from_wire(reply.state)
@@ -105,7 +114,9 @@ def _parse_head(reply: ChainReply) -> ChainHead:
     check_digest(reply.digest)
     if reply.round > MAX_ROUND or reply.chain_tokens > MAX_CHAIN_TOKENS:
         raise MalformedError(f"a head of round {reply.round} with {reply.chain_tokens} tokens is out of range")
-    return ChainHead(reply.round, reply.digest, reply.chain_tokens)
+    if reply.revision:
+        check_digest(reply.revision)
+    return ChainHead(reply.round, reply.digest, reply.chain_tokens, reply.revision)
 
 
 def _parse_commits(reply: ChainReply, run_id: RunId, limits: ContributionLimits) -> tuple[SignedMessage[Commit], ...]:

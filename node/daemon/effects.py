@@ -25,6 +25,7 @@ from node.loop.events import (
     ReportPace,
     ReportPhase,
     ReportRecovered,
+    SetResting,
     Started,
     StartTrainer,
     Stopped,
@@ -111,6 +112,8 @@ class Effects:
             case AdoptState():
                 self._state.begin_adoption(action)
                 self._tasks.spawn(self._state.adopt_state(action))
+            case SetResting(is_resting):
+                self._tasks.spawn(self._state.set_resting(is_resting))
             case TargetReached():
                 self.reached = action
                 self._inbox.end()

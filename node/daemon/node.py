@@ -12,6 +12,7 @@ from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
 from node.run_dir import RunDir, reuse_last_port
+from node.steering.keeper import RevisionKeeper
 from node.workers import Workers
 from protocol.blobs.server import BlobService, CallerLimits, register_blob_service
 from protocol.blobs.store_group import StoreGroup
@@ -64,6 +65,7 @@ class Node:
             self._clock,
             rng,
         )
+        self.revisions = RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
         self._stores = StoreGroup()
         self._blob_service = BlobService(self._stores, caller, CallerLimits.at_rate(options.upload))
         self.metrics = Metrics()
@@ -77,6 +79,7 @@ class Node:
             identity=self.identity,
             transport=self.transport,
             directory=self.directory,
+            revisions=self.revisions,
             blob_service=self._blob_service,
             metrics=self.metrics,
             workers=workers,
@@ -109,12 +112,15 @@ class Node:
             version=version("murmuration"),
             direct_port=self.transport.direct_port,
         )
+        self.revisions.announce()
         for replica in self.replicas.values():
             replica.announce()
 
     def _services(self) -> list[AddServicer]:
         runs = RunsService(self.manifests, DialBackResponder(self.transport.remote_addresses), self.directory)
-        always: list[AddServicer] = [self.directory.register, partial(add_RunsServicer_to_server, runs)]
+        always: list[AddServicer] = [
+            self.directory.register, self.revisions.register, partial(add_RunsServicer_to_server, runs),
+        ]  # fmt: skip
         if not self.replicas:
             return always
         rounds = RoundsService(self.replicas, self.directory)

@@ -95,7 +95,7 @@ def blobs_to_apply(commit: Commit, signed_contributions: SignedContributions) ->
 class RoundCompute:
     """The computations on blobs for a round. Every method may take long: call it in a worker thread.
 
-    `rate_decay` maps a local step to the fraction of the run's learning rate that is left.
+    `rate_decay` maps a round to the fraction of the run's learning rate that is left at its beginning.
     """
 
     def __init__(self, planner: RoundPlanner, store: BlobAccess, rate_decay: Callable[[int], float]) -> None:
@@ -143,7 +143,7 @@ class RoundCompute:
             merged = self._aggregator.merge(round_number, payloads, weights, memory.get(AGGREGATION_STATE))
         except OptimError as error:
             raise MalformedError(f"the commit of round {round_number} does not decode: {error}") from error
-        plan, decay = self._planner.plan(round_number), self._rate_decay(self._planner.steps_before(round_number))
+        plan, decay = self._planner.plan(round_number), self._rate_decay(round_number)
         slots = {**state.slots, **memory}
         anchor, slots = self._planner.apply_outer_step(plan, state.anchor, slots, merged, decay, weights)
         self._decoded.clear()

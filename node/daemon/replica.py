@@ -32,7 +32,7 @@ from node.daemon.trainer_link import TrainerLink, TrainerTools
 from node.from_manifest import (
     build_pacing,
     build_program,
-    learning_rate_decay,
+    rate_by_round,
     round_settings_by_number,
     topology_class,
 )
@@ -48,16 +48,18 @@ from node.ipc.channel import (
 from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.ipc.trainer_process import TrainerProcess
 from node.loop.contributions import ContributionFile
-from node.loop.events import ContributionReady, SwarmChanged
+from node.loop.events import ContributionReady, RevisionsChanged, SwarmChanged
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
+from node.loop.steering import Steering
 from node.model import initial_weights, shape_table
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.monitoring.status_reporter import StatusReporter
 from node.options import NodeOptions
 from node.run_dir import RunDir
+from node.steering.keeper import RevisionKeeper
 from node.workers import BackgroundTasks, Workers
 from optim.kernels.warmup import warm_up
 from optim.round_plan import RoundPlanner
@@ -93,6 +95,7 @@ class NodeParts:
     identity: Identity
     transport: Transport
     directory: PeerDirectory
+    revisions: RevisionKeeper
     blob_service: BlobService
     metrics: Metrics
     workers: Workers
@@ -153,7 +156,8 @@ class Replica:
             chain = Chain.from_genesis(self.run_id)
             weights = initial_weights(self.manifest.model, self.manifest.run.seed)
             state = OuterState.initial(weights, self._planner.method)
-        self._compute = RoundCompute(self._planner, self.store, learning_rate_decay(self.manifest.train))
+        self.steering = Steering(self.manifest, chain, self._node.revisions.log)
+        self._compute = RoundCompute(self._planner, self.store, rate_by_round(self.steering, self._planner))
         workers = self._node.workers
         self.replicated = ReplicatedState(chain, state, self._compute, workers.compute, workers.low_priority)
 
@@ -193,7 +197,7 @@ class Replica:
         manifest, identity = self.manifest, self._node.identity
         self._pacing = build_pacing(manifest, self._planner)
         self._vote_log = VoteLog(self._run_dir.vote_log, self.run_id, self._limits)
-        options = RoundOptions(identity.peer_id, round_settings_by_number(manifest, self._planner), self._limits)
+        options = RoundOptions(identity.peer_id, round_settings_by_number(self.steering, self._planner), self._limits)
 
         def sign_message(kind: str, body: Message) -> Signed:
             return sign(identity, kind, manifest.run_id, body)
@@ -201,8 +205,7 @@ class Replica:
         self.loop = RoundLoop(
             LoopOptions(
                 options,
-                target_rounds=manifest.target.rounds,
-                target_tokens=manifest.target.tokens,
+                self.steering,
                 min_peers=manifest.run.min_peers,
                 expiry=manifest.membership.expiry,
                 has_contacts=self._node.has_contacts,
@@ -274,6 +277,8 @@ class Replica:
                 self._state_bytes,
             ),
             swarm_view=self.swarm_view,
+            steering=self.steering,
+            revisions=self._node.revisions,
         )
         self.effects = Effects(
             self.loop,
@@ -288,6 +293,7 @@ class Replica:
         """Announce our head to the peers of the run and follow theirs; call it on the network."""
         self.swarm_view.announce_head(self.replicated.chain.head, self.replicated.blob.digest)
         self._node.directory.subscribe(self)
+        self._node.revisions.subscribe(self)
         self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
 
     async def run(self) -> None:
@@ -340,6 +346,9 @@ class Replica:
             self.outbox.drop_peer(event.peer)
         self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
 
+    def on_revisions_changed(self) -> None:
+        self.inbox.post(RevisionsChanged())
+
     def requested_digests(self) -> Collection[bytes]:
         return self._node.blob_service.recently_requested()
 
@@ -347,7 +356,15 @@ class Replica:
         return [*self.blob_relay.held_digests(), *self.loop.session.left_out]
 
     def status_fields(self) -> Mapping[str, object]:
+        target, in_force = (
+            self.steering.manifest_at(self.replicated.chain.round).target,
+            self.steering.revisions_in_force,
+        )
         return {
+            "target_rounds": target.rounds,
+            "target_tokens": target.tokens,
+            "revision": max((revision.number for revision in in_force), default=0),
+            "revisions": self._node.revisions.describe(),
             "bytes_carried": self.blob_relay.bytes_relayed,
             "bytes_received_by_kind": {"blobs": self.downloader.bytes_received},
             "alone": self.swarm_view.is_isolated(),
@@ -371,7 +388,8 @@ class Replica:
 def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> ContributionLimits:
     """Return the limits that every contribution to the run must keep."""
     shapes = shape_table(manifest.model).hash()
-    return ContributionLimits(manifest.method.recipe, shapes, planner.max_parts, MAX_TOKENS, planner.max_part_bytes)
+    recipe, organiser = manifest.method.recipe, manifest.run.organiser_key
+    return ContributionLimits(recipe, shapes, planner.max_parts, MAX_TOKENS, planner.max_part_bytes, organiser)
 
 
 def max_store_bytes(planner: RoundPlanner) -> int:

@@ -118,6 +118,8 @@ class RoundsService(RoundsServicer):
             digest=chain.digest,
             chain_tokens=chain.tokens,
             state=replica.replicated.blob.to_wire(),
+            revision=chain.head.revision,
+            revisions=[entry.signed for entry in replica.steering.adopted],
         )
 
     def _record_flood(self, fault: LimitError) -> None:

@@ -35,11 +35,14 @@ from node.loop.events import (
     TakeState,
     TrainerStarted,
 )
+from node.loop.steering import Steering
 from node.monitoring.status_reporter import StatusReporter
+from node.steering.keeper import RevisionKeeper
 from optim.method import Method
 from protocol.consensus.events import Rejected
 from protocol.consensus.messages import AppliedContributions, Commit
 from protocol.errors import GoneError, MissingFileError, PeerFault, UnreachableError
+from protocol.manifest import TrainSection
 
 MIN_STATE_SECONDS = 15.0  # to download a state, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 1_000_000
@@ -58,6 +61,8 @@ class StateTools:
     downloads: Downloads
     sync_client: ChainSyncClient
     swarm_view: SwarmView
+    steering: Steering
+    revisions: RevisionKeeper
 
 
 class StateEffects:
@@ -93,8 +98,15 @@ class StateEffects:
         await self._tools.trainer.request_early_submit()
 
     async def start_trainer(self) -> None:
-        await self._tools.trainer.start(self._tools.replicated.chain.round, self._shared_vectors())
+        round_number = self._tools.replicated.chain.round
+        await self._tools.trainer.start(round_number, self._shared_vectors(), self._train_section())
         self._inbox.post(TrainerStarted())
+
+    async def set_resting(self, is_resting: bool) -> None:
+        await self._tools.trainer.set_resting(is_resting)
+
+    def _train_section(self) -> TrainSection:
+        return self._tools.steering.manifest_at(self._tools.replicated.chain.round).train
 
     async def apply_commit(self, action: ApplyCommit) -> None:
         try:
@@ -110,7 +122,8 @@ class StateEffects:
         state, self._computed = self._computed, None
         assert state is not None
         tools, round_number = self._tools, action.commit.body.round + 1
-        await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method))
+        train = tools.steering.manifest_after(action.commit.body).train
+        await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method), train)
         await tools.replicated.advance(action.commit, state)
         self._inbox.post(CommitApplied(tools.replicated.blob.digest))
 
@@ -152,7 +165,7 @@ class StateEffects:
     async def adopt_state(self, action: AdoptState) -> None:
         """Announce the state only once it is on disk: a kill would revert all skipped rounds."""
         tools = self._tools
-        await tools.trainer.apply_anchor(tools.replicated.chain.round, self._shared_vectors())
+        await tools.trainer.apply_anchor(tools.replicated.chain.round, self._shared_vectors(), self._train_section())
         await self._save(action.commits)
         await tools.checkpointer.wait_until_saved()
         self._announce(action.commits, action.verdict.outcome)
@@ -185,6 +198,7 @@ class StateEffects:
 
     async def _save(self, commits: Sequence[Commit]) -> None:
         """Retain the blobs that peers may request, and start to write a checkpoint."""
+        self._tools.revisions.save_new()
         tools, contributions = self._tools, self._tools.trainer.contributions
         await tools.checkpointer.retain_state(tools.replicated.blob)
         async with tools.trainer.submit_lock:

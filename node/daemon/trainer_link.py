@@ -27,6 +27,7 @@ from node.ipc.channel import (
     Ready,
     RevisedOutcome,
     RowsSkipped,
+    SetResting,
     SubmitEarly,
     TrainerProgress,
     TrainerWarning,
@@ -45,6 +46,7 @@ from node.loop.contributions import (
 from node.monitoring.status import ErrorRecorder
 from node.workers import RunInThread
 from protocol.blobs.store import BlobStore
+from protocol.manifest import TrainSection
 
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
@@ -102,6 +104,7 @@ class TrainerLink:
         # Earlier outcomes changed: until the trainer knows, it sends too much or too little, which is not submitted.
         self._revision_pending = bool(self._revised_outcomes())
         self._revision_sent = False
+        self._is_resting = False
         self._pump: asyncio.Task[None] | None = None
         self.submit_lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet
 
@@ -119,7 +122,8 @@ class TrainerLink:
         """Return the round of the anchor that was last written for the trainer."""
         return self._round
 
-    async def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
+    async def start(self, round_number: int, shared: Sequence[Tensor], train: TrainSection) -> None:
+        self._process.train = train
         self._round = self._process.round = self._applied_round = round_number
         self._shared_memory.write_anchor(round_number, shared)
         await self._process.start()
@@ -152,15 +156,24 @@ class TrainerLink:
             self._revision_pending = True
             self._revision_sent = False
 
-    async def apply_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
-        """Send the trainer a new anchor, with the outcome of its contribution if there is one."""
+    async def set_resting(self, is_resting: bool) -> None:
+        """Let the trainer rest, or train again; also one that is restarted."""
+        self._is_resting = is_resting
+        await self._process.send(SetResting(is_resting=is_resting))
+
+    async def apply_anchor(self, round_number: int, shared: Sequence[Tensor], train: TrainSection) -> None:
+        """Send the trainer a new anchor, with the outcome of its contribution if there is one.
+
+        `train` holds from that round on.
+        """
         if not self._running:
             return
         while not await self.wait_until_applied(self._round, APPLY_ANCHOR_SECONDS):  # a stuck trainer is restarted
             line = f"the trainer has not applied round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
             self._errors.record_recovered("trainer late", line)
         await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
-        self._round = self._process.round = round_number
+        self._round, self._process.train = round_number, train
+        self._process.round = round_number
         self.contributions.on_round(round_number)  # a contribution may have arrived during the copy
         # On another chain the round may be lower, and still not be applied.
         self._applied_round = min(self._applied_round, round_number - 1)
@@ -208,6 +221,8 @@ class TrainerLink:
         self._ready_crash_count = self._process.crash_count
         self._outstanding = ready.outstanding
         self._resent_round = ready.outstanding
+        if self._is_resting:
+            await self._process.send(SetResting(is_resting=True))
         if (
             ready.round != self._round
             or self.contributions.outcome_of(ready.outstanding) != "none"
@@ -224,7 +239,13 @@ class TrainerLink:
         self._revision_sent = self._revision_pending
         steps = self._step_targets.steps_for(self._round)
         await self._process.send(
-            ApplyAnchor(round=self._round, outcome=outcome, steps=steps, revised=self._revised_outcomes())
+            ApplyAnchor(
+                round=self._round,
+                outcome=outcome,
+                steps=steps,
+                revised=self._revised_outcomes(),
+                train=self._process.train,
+            )
         )
 
     def _revised_outcomes(self) -> tuple[RevisedOutcome, ...]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Typ
 from node.data.skipped_rows import SkipReason
 from node.options import TrainerOptions
 from protocol.errors import MalformedError
+from protocol.manifest import TrainSection
 
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
 WRITE_SECONDS = 30.0
@@ -46,6 +47,7 @@ class TrainerConfig(_IpcMessage):
     peer_id: str
     options: TrainerOptions = TrainerOptions()
     round: int = Field(ge=0, description="round whose anchor a trainer without a snapshot starts from")
+    train: TrainSection | None = Field(default=None, description="in that round, if the organiser has revised it")
     validation_tokens: int = Field(default=65_536, ge=1, description="most tokens that one evaluation reads")
 
 
@@ -84,6 +86,14 @@ class ApplyAnchor(_IpcMessage):
     outcome: ContributionOutcome
     steps: int | None = Field(default=None, ge=1, description="inner steps for the round, if fewer than planned")
     revised: tuple[RevisedOutcome, ...] = Field(default=(), description="repeated with every anchor; applied once")
+    train: TrainSection | None = Field(default=None, description="from this anchor on; None: as before")
+
+
+class SetResting(_IpcMessage):
+    """Make no steps until further notice, or go on: the organiser has paused the run, or resumed it."""
+
+    kind: Literal["rest"] = "rest"
+    is_resting: bool
 
 
 class SubmitEarly(_IpcMessage):
@@ -212,7 +222,8 @@ class Crashed(_IpcMessage):
 
 
 ToTrainer = Annotated[
-    TrainerConfig | ApplyAnchor | SubmitEarly | Evaluate | TakeSnapshot | Stop, Field(discriminator="kind")
+    TrainerConfig | ApplyAnchor | SetResting | SubmitEarly | Evaluate | TakeSnapshot | Stop,
+    Field(discriminator="kind"),
 ]
 FromTrainer = Annotated[
     Ready

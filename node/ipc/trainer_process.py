@@ -98,6 +98,7 @@ class TrainerProcess:
         self._shared_memory = shared_memory
         self._config = config
         self.round = config.round  # a trainer without a snapshot starts from its anchor
+        self.train = config.train
         self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._run: _Run | None = None
@@ -283,7 +284,7 @@ class TrainerProcess:
         stderr_task = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
         run = _Run(process, await DaemonChannel.open(ours), stderr_task)
         with contextlib.suppress(ChannelClosed):  # dead already: `receive` will notice
-            await run.channel.send(self._config.model_copy(update={"round": self.round}))
+            await run.channel.send(self._config.model_copy(update={"round": self.round, "train": self.train}))
         return run
 
     async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:

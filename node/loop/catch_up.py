@@ -11,6 +11,7 @@ from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
 from protocol.consensus.messages import Commit, Digest, SignedMessage
+from protocol.consensus.revision_log import SignedRevision
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 
@@ -26,12 +27,14 @@ class SyncPlan:
     """How to get from our head to another: by these commits, or by downloading a state.
 
     `commits` are consecutive. If `state` is None they continue our chain; otherwise they lead to `head`, or are the
-    first of more, and give the outcomes of our contributions.
+    first of more, and give the outcomes of our contributions, and `revisions` are those that the chain of `head` has
+    adopted, oldest first.
     """
 
     head: ChainHead
     commits: tuple[SignedMessage[Commit], ...]
     state: Blob | None
+    revisions: tuple[SignedRevision, ...] = ()
 
     @property
     def log(self) -> tuple[SignedMessage[Commit], ...]:

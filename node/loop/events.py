@@ -119,6 +119,11 @@ class HeadPublished:
 
 
 @dataclass(frozen=True)
+class RevisionsChanged:
+    """The node knows revisions of the organiser that it did not know before."""
+
+
+@dataclass(frozen=True)
 class Started:
     """The node is on the network; the first event."""
 
@@ -148,6 +153,7 @@ LoopEvent = (
     | StateInstalled
     | SyncFailed
     | HeadPublished
+    | RevisionsChanged
     | Started
     | Stopped
     | TimePassed
@@ -338,6 +344,13 @@ class LeaveRun:
     """Nobody needs this peer any more; after TargetReached."""
 
 
+@dataclass(frozen=True)
+class SetResting:
+    """Let the trainer rest, or train again."""
+
+    is_resting: bool
+
+
 LoopAction = (
     Send
     | Answer
@@ -362,4 +375,5 @@ LoopAction = (
     | ReportCatchUp
     | TargetReached
     | LeaveRun
+    | SetResting
 )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protocol.consensus.chain import ChainHead
+from node.loop.steering import Steering
 from protocol.consensus.messages import ContributionLimits
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
@@ -30,8 +30,7 @@ class LoopOptions:
 
     Args:
         round: the options of its rounds.
-        target_rounds: rounds after which the run ends.
-        target_tokens: tokens after which the run ends.
+        steering: the run's manifest by round, with its target.
         min_peers: number of trainers with which the run begins.
         expiry: seconds for which a restarted peer waits for that number of trainers.
         has_contacts: whether the user named a peer to ask for the run.
@@ -41,16 +40,10 @@ class LoopOptions:
     """
 
     round: RoundOptions
-    target_rounds: int | None = None
-    target_tokens: int | None = None
+    steering: Steering
     min_peers: int = 1
     expiry: float = 0.0
     has_contacts: bool = False
     compares_states: bool = True
     keepers: int = 0
     state_bytes: int = 0
-
-    def is_final(self, head: ChainHead) -> bool:
-        """Return whether a chain with this head has reached the target."""
-        rounds, tokens = self.target_rounds, self.target_tokens
-        return (rounds is not None and head.round >= rounds) or (tokens is not None and head.tokens >= tokens)

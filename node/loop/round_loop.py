@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from node.daemon.outer_state import SignedContributions
+from node.loop import reports
 from node.loop.applying import Applying
 from node.loop.catch_up import CatchUp, Sync, SyncPlan
 from node.loop.contributions import ContributionTracker
@@ -31,10 +32,10 @@ from node.loop.events import (
     PathFound,
     PublishHead,
     ReportCatchUp,
-    ReportMissed,
     ReportPace,
     ReportPhase,
-    ReportRecovered,
+    RevisionsChanged,
+    SetResting,
     Started,
     StartTrainer,
     StateInstalled,
@@ -52,10 +53,9 @@ from node.loop.options import LoopOptions
 from node.loop.round_session import RoundSession
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.monitoring.status import Phase
-from node.units import format_bytes
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import BlobAvailable
-from protocol.consensus.messages import Commit, Digest, SignedMessage
+from protocol.consensus.messages import Adoption, Commit, Digest, SignedMessage
 from protocol.identity import PeerId
 
 POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
@@ -82,6 +82,7 @@ class RoundLoop:
         self.contributions = contributions
         self.session = session
         self._options = options
+        self.steering = options.steering
         self._peer_id = options.round.peer_id
         self._catch_up = CatchUp(self._peer_id, chain, options.compares_states)
         self._snapshot = SwarmSnapshot({})
@@ -92,6 +93,7 @@ class RoundLoop:
         self._look_at = 0.0  # when to check again whether to catch up
         self._patience_ends: float | None = None
         self._departure = Departure(options)
+        self._is_resting = False  # whether the trainer rests
         self._phase: tuple[Phase, str] | None = None
         self._actions: list[LoopAction] = []
 
@@ -103,10 +105,6 @@ class RoundLoop:
     def is_syncing(self) -> bool:
         """Return whether a sync to another head is in progress."""
         return self._syncing is not None
-
-    @property
-    def is_target_reached(self) -> bool:
-        return self._options.is_final(self.chain.head)
 
     def is_known(self, peer: PeerId) -> bool:
         """Return whether messages of a peer may count: a trainer's, or those of a voter that we have just lost."""
@@ -152,7 +150,7 @@ class RoundLoop:
                 self._submit(now)
             case SwarmChanged(snapshot):
                 self._update_swarm(snapshot)
-            case TimePassed():
+            case TimePassed() | RevisionsChanged():
                 self.session.tick()
             case Started() if self._stage == "created":
                 self._stage = "joining"
@@ -187,7 +185,7 @@ class RoundLoop:
         """Take the next step, if there is one; return whether there was."""
         if not self._is_free or now < self._idle_until:
             return False
-        if self.is_target_reached and self._stage in ("joining", "assembling", "running"):
+        if self.steering.is_target_reached and self._stage in ("joining", "assembling", "running"):
             return self._reach_target(now)
         match self._stage:
             case "joining":
@@ -206,7 +204,7 @@ class RoundLoop:
         is_new = self.chain.round == 0
         if is_new and self._options.has_contacts and not self._snapshot.peers.keys() - {self._peer_id}:
             return False
-        if is_new and (final := self._snapshot.final_head(self._peer_id, self._options.is_final)):
+        if is_new and (final := self._snapshot.final_head(self._peer_id, self.steering.is_final)):
             self._stop()
             self._actions += [ReportPhase("done", "the run is over"), TargetReached(final, is_ours=False), LeaveRun()]
             return True
@@ -221,9 +219,7 @@ class RoundLoop:
         needed, present = self._options.min_peers, len(self._snapshot.trainers)
         is_patient = self.chain.round == 0 or self._patience_ends is None or now < self._patience_ends
         if present < needed and is_patient:
-            self._report_phase(
-                "waiting for peers", f"{present} of {needed} peers are here; the run begins with {needed}"
-            )
+            self._report_phase("waiting for peers", reports.waiting(present, needed))
             return bool(self._catch_up.heads(now)) and self._begin_sync(now)
         self._stage = "running"
         self._patience_ends = None
@@ -239,10 +235,19 @@ class RoundLoop:
             return self._begin_sync(now)
         if now >= self._look_at:
             self._look_at = self._catch_up.next_deadline(now) or float("inf")
-        if self.session.is_open:
+        if self.session.is_open or self._rests():
             return False
         self._open_round(now)
         return True
+
+    def _rests(self) -> bool:
+        """Return whether the organiser has paused the run, and let the trainer rest meanwhile."""
+        if (is_paused := self.steering.is_paused) != self._is_resting:
+            self._is_resting = is_paused
+            self._actions.append(SetResting(is_paused))
+        if is_paused:
+            self._report_phase("paused", f"paused by the organiser since round {self.chain.round}")
+        return is_paused
 
     def _reach_target(self, now: float) -> bool:
         self._departure.begin(self.chain.head, self.state, self._stage != "running", now)
@@ -259,8 +264,8 @@ class RoundLoop:
 
     def _open_round(self, now: float) -> None:
         self._report_phase("training")
-        membership = self._snapshot.membership(self._peer_id, self.chain)
-        self.session.open(self.chain.head, membership, self._snapshot.trainers, now)
+        membership, trainers = self._snapshot.membership(self._peer_id, self.chain), self._snapshot.trainers
+        self.session.open(self.chain.head, membership, trainers, self.steering.new_revisions, now)
         self._submit(now)
 
     def _submit(self, now: float) -> None:
@@ -284,7 +289,9 @@ class RoundLoop:
         body = commit.body
         self._applying = Applying(commit)
         settings = self._options.round.settings(body.round)
-        if settings.topology.accepts_commit(body):
+        if not self.steering.learn(body.adoption):
+            self._apply_failed(reports.UNKNOWN_REVISIONS, now)
+        elif settings.topology.accepts_commit(body):
             contributions, may_lose = self.session.contributions_for(body), settings.topology.may_skip_lost
             self._actions.append(ApplyCommit(commit, contributions, may_lose, settings.exchange_timeout))
         else:
@@ -327,8 +334,7 @@ class RoundLoop:
         if self._syncing is not None:
             return self._sync_failed(reason, False, now)
         if applying is not None:
-            line = f"round {applying.commit.body.round} is decided but cannot be applied here: {reason}"
-            self._actions += [ReportRecovered("not applied", line), ReportMissed(reason)]
+            self._actions += reports.not_applied(applying.commit.body.round, reason)
             self._idle_until = now + POLL_SECONDS
 
     # Catching up: find the path, then replay commits or download a state.
@@ -351,24 +357,20 @@ class RoundLoop:
     def _report_wrong_state(self) -> None:
         self._report_phase("catching up", "our state differs from the others'; fetching theirs")
         if self._catch_up.is_news(self.state):
-            line = f"our state after round {self.chain.round} differs from the others'"
-            self._actions += [
-                ReportRecovered("state differs", line),
-                ReportMissed("our state differed from the others'"),
-            ]
+            self._actions += reports.wrong_state(self.chain.round)
 
     def _follow(self, plan: SyncPlan, now: float) -> None:
         if (syncing := self._syncing) is None:
             return
         syncing.plan = plan
         if plan.state is None:
-            rounds = "1 round" if len(plan.commits) == 1 else f"{len(plan.commits)} rounds"
-            self._report_phase("catching up", f"replaying {rounds} from round {self.chain.round} on")
+            self._report_phase("catching up", reports.replaying(len(plan.commits), self.chain.round))
             syncing.to_replay = list(plan.commits)
             self._apply(syncing.to_replay.pop(0), now)
+        elif not self.steering.learn(Adoption(plan.head.revision, plan.revisions)):
+            self._sync_failed(reports.UNKNOWN_REVISIONS, False, now)
         else:
-            size = format_bytes(plan.state.size)
-            self._report_phase("catching up", f"fetching the state of round {plan.head.round} ({size})")
+            self._report_phase("catching up", reports.fetching(plan.state, plan.head.round))
             self._actions.append(TakeState(plan, plan.state, syncing.target.peers))
 
     def _adopt(self, state: Digest) -> None:
@@ -387,11 +389,9 @@ class RoundLoop:
         syncing, self._syncing = self._syncing, None
         if syncing is None:
             return
-        target = syncing.target
-        line = f"cannot follow {target.peers[0]} to round {target.head.round}: {reason}"
-        self._actions.append(ReportRecovered("sync failed", line))
+        self._actions.append(reports.sync_failed(syncing.target, reason))
         self._look_at = 0.0
-        if not self._catch_up.failed(target, has_vanished, now):
+        if not self._catch_up.failed(syncing.target, has_vanished, now):
             self._idle_until = now + POLL_SECONDS
 
     def _report_phase(self, phase: Phase, reason: str = "") -> None:

@@ -44,6 +44,7 @@ from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.revisions import Revision
 
 MAX_PENDING_ACTIONS = 4096  # waiting for a vote; further messages are dropped, because peers retransmit
 
@@ -109,13 +110,17 @@ class RoundSession:
     def has_voter(self, peer: PeerId) -> bool:
         return self._machine is not None and self._machine.has_voter(peer)
 
-    def open(self, head: ChainHead, membership: MembershipChanged, trainers: Iterable[PeerId], now: float) -> None:
+    def open(
+        self, head: ChainHead, membership: MembershipChanged, trainers: Iterable[PeerId],
+        revisions: tuple[SignedMessage[Revision], ...], now: float,
+    ) -> None:  # fmt: skip
         """Open the round after `head`.
 
         Args:
             head: the head that the round continues.
             membership: the peers that take part.
             trainers: every live trainer of the run, at any round.
+            revisions: those that a commit of ours adopts.
             now: the current time.
         """
         last_seen = self._last_seen
@@ -123,14 +128,16 @@ class RoundSession:
             last_seen = dict.fromkeys([*self._known_voters, *trainers], now)
         self._number = head.round
         self._opening += 1
+        settings = self._options.settings(head.round)
         self._machine = RoundMachine(
-            self._options.settings(head.round),
+            settings,
             self._options.peer_id,
-            RoundStart(head.round, head.digest, last_seen, self._vote),
+            RoundStart(head.round, head.digest, last_seen, self._vote, head.revision, revisions),
             self._signer,
             now,
             self._pacing.early_submit_policy,
         )
+        self._pacing.grace = settings.grace
         self._pacing.open_round(head.round, now)
         self._membership = None
         self.update_membership(membership)

@@ -173,6 +173,8 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     about = {"peer": status.peer_id, "run": status.run, "run_id": status.run_id, "name": status.name}
     yield InfoMetricFamily("murmur_node", "Identity of this node", value=about)
     yield CounterMetricFamily("murmur_tokens", "Tokens this node trained on", value=status.tokens)
+    revision = "Number of the organiser's newest revision of the manifest in force"
+    yield GaugeMetricFamily("murmur_steering_revision", revision, value=status.revision)
     yield CounterMetricFamily("murmur_trainer_restarts", "Restarts of the trainer", value=status.trainer_restarts)
     yield _labelled_counter("murmur_seconds", "Seconds by activity", "activity", status.seconds)
     yield _bytes_metric(status)

@@ -38,9 +38,19 @@ RoundOutcome = Literal["included", "excluded", "lost", "missed"]
 CatchUpKind = Literal["replayed", "skipped"]
 
 Phase = Literal[
-    "starting", "joining", "waiting for peers", "training", "exchanging", "catching up", "leaving", "done", "watching"
+    "starting",
+    "joining",
+    "waiting for peers",
+    "training",
+    "exchanging",
+    "catching up",
+    "paused",
+    "leaving",
+    "done",
+    "watching",
 ]
 MAX_STATUS_BYTES = 1 << 20
+MAX_SHOWN_REVISIONS = 3
 COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # inner steps, and the validation of an anchor
 MAX_ROUNDS_BEHIND = 2  # a contribution counts as current while at most this many rounds have been committed since
 
@@ -86,6 +96,8 @@ class NodeStatus(BaseModel):
     round: int = Field(default=0, description="rounds committed and applied")
     target_rounds: int | None = None
     target_tokens: int | None = None
+    revision: int = Field(default=0, description="number of the newest revision of the organiser in force; 0: none")
+    revisions: tuple[str, ...] = Field(default=(), description="all known revisions of the organiser, a line each")
     step: int = Field(default=0, description="inner steps taken")
     tokens: int = Field(default=0, description="tokens this peer trained on")
     chain_tokens: int = Field(default=0, description="tokens of all peers in all committed rounds")
@@ -138,7 +150,7 @@ class NodeStatus(BaseModel):
             return "no: the run has reached its target"
         if self.phase == "watching":
             return "no: this host only watches; use `murmur host --train` to take part"
-        if self.phase in ("starting", "joining", "waiting for peers", "leaving"):
+        if self.phase in ("starting", "joining", "waiting for peers", "paused", "leaving"):
             return f"no: {self.reason or self.phase}"
         if self.phase == "catching up":
             return f"no: catching up, {self.reason}"
@@ -190,7 +202,8 @@ class NodeStatus(BaseModel):
             ("skipped rows", self.skipped_rows),
             ("direct connections refused", self.direct_refusals),
         )
-        return tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)
+        lines = tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)
+        return (*(f"revision {line}" for line in self.revisions[-MAX_SHOWN_REVISIONS:]), *lines)
 
     def _watching_summary(self) -> str:
         peers = format_plural(self.peers, "peer")

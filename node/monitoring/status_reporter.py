@@ -127,7 +127,7 @@ class StatusReporter:
             fields.update(source.status_fields())
         status = self._status.model_copy(update=fields)
         # The trainer reports its speed only while it trains; it never reports 0.
-        is_idle = status.paused or status.trainer_trouble
+        is_idle = status.paused or status.trainer_trouble or status.phase == "paused"
         return status.model_copy(update={"tokens_per_second": 0.0}) if is_idle else status
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:

@@ -9,8 +9,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.daemon.outer_state import OuterState
 from node.data import Corpus
-from node.from_manifest import build_program, learning_rate_decay, round_settings_by_number, topology_class
+from node.from_manifest import build_program, rate_by_round, round_settings_by_number, topology_class
 from node.loop.events import SwarmChanged
+from node.loop.steering import unsteered
 from node.model import shape_table
 from node.simulation.accounting import Accounting
 from node.simulation.adversary import LyingEncoder
@@ -28,6 +29,7 @@ from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import ContributionLimits, Digest
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
+from protocol.manifest import TargetSection
 
 MAX_CONTRIBUTION_TOKENS = 1 << 40
 MAX_STALLED_EXCHANGES = 20  # give up after this many exchange timeouts without a decision
@@ -79,8 +81,11 @@ class VirtualSwarm:
         self.fake_signer = FakeSigner(self.limits)
         initial = OuterState.initial(self.config.start_weights(), method)
         replicas = 1 if topology_class(method).has_shared_state else self.config.peers
-        self.compute = SharedCompute(program, learning_rate_decay(manifest.train), initial, replicas)
-        self.round_settings = round_settings_by_number(manifest, program)
+        target = TargetSection(tokens=self.config.target_tokens)
+        self.manifest_with_target = manifest.model_copy(update={"target": target})
+        steering = unsteered(manifest)
+        self.compute = SharedCompute(program, rate_by_round(steering, program), initial, replicas)
+        self.round_settings = round_settings_by_number(steering, program)
 
     def run(self) -> None:
         """Run to the target. Raises MurmurError if no round is decided for too long."""

@@ -47,6 +47,7 @@ from node.loop.events import (
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
+from node.loop.steering import Steering
 from node.simulation.accounting import ContributionEnd
 from node.simulation.shared_compute import KEPT_ROUNDS, AppliedState
 from node.simulation.virtual_downloads import VirtualDownloads
@@ -55,6 +56,7 @@ from protocol import murmur_pb2 as wire
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
 from protocol.consensus.messages import Digest, PartBlob
+from protocol.consensus.revision_log import RevisionLog
 from protocol.identity import PeerId
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ class VirtualPeer:
         return RoundLoop(
             LoopOptions(
                 options,
-                target_tokens=swarm.config.target_tokens,
+                Steering(swarm.manifest_with_target, self.chain, RevisionLog()),
                 has_contacts=swarm.config.peers > 1,
                 compares_states=False,
             ),
@@ -108,7 +110,7 @@ class VirtualPeer:
 
     @property
     def is_done(self) -> bool:
-        return self.loop.is_target_reached or self.loop.is_done
+        return self.loop.steering.is_target_reached or self.loop.is_done
 
     def start(self) -> None:
         """Join the run."""

@@ -21,11 +21,12 @@ class InnerOptimizer:
     """Applies the method's inner update rule to the flat vector of a model.
 
     `vectors` is its state, flat fp32 on the model's device, which the trainer saves. `age_at_join` is the run's age in
-    inner steps when this trainer joined, `moments_age_at_join` the age of the moments that it began with.
+    inner steps when this trainer joined, `moments_age_at_join` the age of the moments that it began with. `train` may
+    change between two steps.
     """
 
     def __init__(self, model: LanguageModel, train: TrainSection, inner: InnerUpdateRule) -> None:
-        self._train = train
+        self.train = train
         self._inner = inner
         self._model = model
         self._weights = model.flat
@@ -49,21 +50,21 @@ class InnerOptimizer:
         norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
             return None
-        if norm > self._train.clip:
-            gradient.mul_(self._train.clip / norm)
+        if norm > self.train.clip:
+            gradient.mul_(self.train.clip / norm)
         self._inner.step(self._weights, gradient, self.vectors, self._step_inputs(step))
         return norm
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        return self._train.learning_rate * learning_rate_scale(self._train, step, self.age_at_join)
+        return self.train.learning_rate * learning_rate_scale(self.train, step, self.age_at_join)
 
     def clear_gradient(self) -> None:
         """Drop the model's gradient."""
         self._model.clear_gradient()
 
     def _step_inputs(self, count: int) -> InnerStep:
-        train = self._train
+        train = self.train
         rate = self.learning_rate(count)
         layout, age = self._layout, self.moments_age_at_join + count
         return InnerStep(age, rate, train.beta1, train.beta2, train.weight_decay, layout.matrix_spans, layout.spans)

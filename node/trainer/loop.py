@@ -24,6 +24,7 @@ from node.ipc.channel import (
     Ready,
     RevisedOutcome,
     RowsSkipped,
+    SetResting,
     Snapshotted,
     Stop,
     Stopped,
@@ -96,7 +97,7 @@ class Trainer:
         self._pause_policy = PausePolicy(self._meter.pause_share, self._meter.resume_share) if self._meter else None
         self._measured_at = -math.inf
         self._model = build_model(manifest.model, self._device)
-        self._optimizer = InnerOptimizer(self._model, manifest.train, program.method.inner)
+        self._optimizer = InnerOptimizer(self._model, config.train or manifest.train, program.method.inner)
         if self._device.type == "cuda":
             self._pin_shared_memory()
         self._state = TrainerState(self._model, self._optimizer, program, ContributionEncoder(program), shared_memory)
@@ -119,6 +120,7 @@ class Trainer:
         self._pending_anchor: ApplyAnchor | None = None
         self._step_target = StepTarget()
         self._contribution_timer = ContributionTimer()
+        self._is_resting = False  # while the organiser has paused the run
         self._stopping = False
 
     def _pin_shared_memory(self) -> None:
@@ -142,7 +144,7 @@ class Trainer:
                 self._apply_anchor(self._pending_anchor)
             elif self._is_contribution_due():
                 self._send_contribution()
-            elif self._pause_policy is not None and self._pause_policy.paused:
+            elif self._is_resting or (self._pause_policy is not None and self._pause_policy.paused):
                 self._wait("pause")
             elif must_wait(counters, plan):
                 self._wait("wait")
@@ -178,6 +180,8 @@ class Trainer:
             case ApplyAnchor():
                 self._pending_anchor = _merge_pending(self._pending_anchor, command)
                 self._step_target.set(command.round, command.steps)
+            case SetResting():
+                self._is_resting = command.is_resting
             case SubmitEarly():
                 self._step_target.set(command.round, 1)
             case Evaluate():
@@ -205,6 +209,7 @@ class Trainer:
         self._pending_anchor = None
         with self._timer.measure("adopt"):
             self._state.apply_anchor(command.round, command.outcome)
+            self._optimizer.train = command.train or self._optimizer.train
             for entry in command.revised:
                 if not self._state.revise_outcome(entry.header, entry.outcome, partial(self._read_payloads, entry)):
                     line = f"dropped all unsent work with the contribution of round {entry.header.round}"

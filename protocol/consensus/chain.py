@@ -9,28 +9,35 @@ tokens wins; if both have the same number, the one with the lower digest.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from protocol.consensus.messages import Commit, Digest, SignedMessage
 from protocol.errors import CheckpointError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
+from protocol.revisions import NO_REVISION
 
 MAX_KEPT_COMMITS = 64
 
 
 @dataclass(frozen=True)
 class ChainHead:
-    """The position of a chain: its number of decided rounds, the digest after them, and their tokens."""
+    """The position of a chain: its number of decided rounds, the digest after them, and their tokens.
+
+    `revision`: the newest revision that the chain has adopted. It follows from the digest, so it does not count in
+    comparisons, and peer records do not name it.
+    """
 
     round: int
     digest: Digest
     tokens: int
+    revision: Digest = field(default=NO_REVISION, compare=False)
 
     def to_json(self) -> dict[str, int | str]:
         """Return the head as it is stored in a checkpoint."""
-        return {"round": self.round, "digest": self.digest.hex(), "tokens": self.tokens}
+        digest, revision = self.digest.hex(), self.revision.hex()
+        return {"round": self.round, "digest": digest, "tokens": self.tokens, "revision": revision}
 
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> Self:
@@ -40,10 +47,12 @@ class ChainHead:
             CheckpointError: `to_json` has not written these values.
         """
         number, digest, tokens = (values.get(key) for key in ("round", "digest", "tokens"))
-        if not (_is_count(number) and _is_count(tokens) and isinstance(digest, str) and len(digest) == 64):
+        revision = values.get("revision", "")
+        is_named = isinstance(digest, str) and len(digest) == 64 and isinstance(revision, str)
+        if not (_is_count(number) and _is_count(tokens) and is_named and len(str(revision)) in (0, 64)):
             raise CheckpointError("the chain head in the checkpoint is malformed; use an earlier checkpoint")
         try:
-            return cls(int(str(number)), bytes.fromhex(digest), int(str(tokens)))
+            return cls(int(str(number)), bytes.fromhex(str(digest)), int(str(tokens)), bytes.fromhex(str(revision)))
         except ValueError as error:
             raise CheckpointError("the chain head in the checkpoint is malformed; use an earlier checkpoint") from error
 
@@ -66,7 +75,7 @@ def extend_head(head: ChainHead, commit: Commit) -> ChainHead:
     if (commit.round, commit.base) != (head.round, head.digest):
         raise StaleError(f"a commit of round {commit.round} does not continue this chain at round {head.round}")
     digest = hashlib.sha256(head.digest + commit.content_digest).digest()
-    return ChainHead(head.round + 1, digest, head.tokens + commit.tokens)
+    return ChainHead(head.round + 1, digest, head.tokens + commit.tokens, commit.adoption.newest)
 
 
 def prefers_theirs(mine: ChainHead, theirs: ChainHead) -> bool:

@@ -87,6 +87,7 @@ RejectReason = Literal[
     "not the leader",  # a roster of a peer that does not lead that view
     "stale view",  # a message of a view that is over
     "view too far",  # a roster of a view that is too far ahead
+    "other revisions",  # a commit that does not continue the list of revisions that this chain has adopted
     "smaller roster",  # a roster of another leader, with fewer contributions than the current one
     "leader left",
     "leader silent",

@@ -97,6 +97,8 @@ def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart])
 def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[Rejection]:
     if not state.topology.accepts_commit(message.body):
         return [(message.sender, "wrong round")]
+    if not message.body.adoption.continues(state.revision):
+        return [(message.sender, "other revisions")]
     state.knowledge.learn_proposal(message)
     if message.sender == state.leader or state.may_lead(message.sender, message.body.view):
         state.knowledge.learn_contributions(message.body, state.voter_set.voters)

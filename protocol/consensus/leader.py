@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.messages import Commit, Digest, SignedMessage, blobs_of
+from protocol.consensus.messages import Adoption, Commit, Digest, SignedMessage, blobs_of
 from protocol.consensus.quorum import Ballot, Election, VoterSet
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Contributions, ExchangeStatus, GatherTopology, draw_reducers
@@ -30,11 +30,17 @@ Assignment = tuple[Contributions, tuple[PeerId, ...]]  # contributions to sum, a
 
 
 class Proposal(NamedTuple):
-    """The content of a proposed commit; see `Commit`."""
+    """The content of a proposed commit; see `Commit`. Without an adoption it adopts the revisions of its leader."""
 
     contributions: Contributions
     parts: tuple[Blob, ...]
     left_out: tuple[PeerId, ...] = ()
+    adoption: Adoption | None = None
+
+    def to_commit(self, number: int, view: int, base: Digest, own: Adoption) -> Commit:
+        """Return the commit with this content; `own` are the revisions that its leader adopts."""
+        adoption = own if self.adoption is None else self.adoption
+        return Commit(number, view, base, self.contributions, self.parts, self.left_out, adoption)
 
 
 class Leader(ABC):
@@ -114,7 +120,8 @@ class Leader(ABC):
             return None
         locked = self.locked_proposal()
         if locked is not None:
-            return Proposal(locked.body.contributions, locked.body.parts, locked.body.left_out)
+            body = locked.body
+            return Proposal(body.contributions, body.parts, body.left_out, body.adoption)
         return self._new_proposal(joined, now)
 
     @abstractmethod

@@ -262,7 +262,7 @@ class RoundMachine:
             return
         proposal = state.leader_role.next_proposal(now)
         if proposal is not None:
-            commit = self._sign(Commit(state.number, state.view, state.base, *proposal))
+            commit = self._sign(proposal.to_commit(state.number, state.view, state.base, state.adoption))
             self._knowledge.learn_proposal(commit)
             self._send(state.others, commit)
 

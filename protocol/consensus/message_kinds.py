@@ -28,9 +28,11 @@ from protocol.consensus.messages import (
     check_part_count,
     check_round,
 )
+from protocol.consensus.revision_log import open_revision, read_revision
 from protocol.errors import MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
+from protocol.revisions import REVISION_KIND
 from protocol.signing import open_signed, read_unverified
 
 MAX_VOTES = 4096
@@ -228,7 +230,12 @@ def parse(signed: wire.Signed, run_id: RunId, limits: ContributionLimits) -> Sig
         raise MalformedError("a message of an unknown kind")
     wire_type, body_type = KINDS[signed.kind]
     body = open_signed(signed, run_id, signed.kind, wire_type, MAX_MESSAGE_BYTES)
-    return SignedMessage.of(signed, body_type.from_wire(body, limits, lambda nested: parse(nested, run_id, limits)))
+
+    def open_nested(nested: wire.Signed) -> SignedMessage[Any]:
+        is_revision = nested.kind == REVISION_KIND
+        return open_revision(nested, run_id, limits.organiser) if is_revision else parse(nested, run_id, limits)
+
+    return SignedMessage.of(signed, body_type.from_wire(body, limits, open_nested))
 
 
 def parse_unverified(signed: wire.Signed, limits: ContributionLimits) -> SignedMessage[Body]:
@@ -241,7 +248,11 @@ def parse_unverified(signed: wire.Signed, limits: ContributionLimits) -> SignedM
         raise MalformedError("a message of an unknown kind")
     wire_type, body_type = KINDS[signed.kind]
     body = read_unverified(signed, signed.kind, wire_type, MAX_MESSAGE_BYTES)
-    return SignedMessage.of(signed, body_type.from_wire(body, limits, lambda nested: parse_unverified(nested, limits)))
+
+    def open_nested(nested: wire.Signed) -> SignedMessage[Any]:
+        return read_revision(nested) if nested.kind == REVISION_KIND else parse_unverified(nested, limits)
+
+    return SignedMessage.of(signed, body_type.from_wire(body, limits, open_nested))
 
 
 def named_blobs(message: SignedMessage[Body]) -> Iterator[NamedBlob]:

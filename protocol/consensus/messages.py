@@ -19,6 +19,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
+from protocol.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 from protocol.signing import MAX_ROUND
 
 Digest = bytes  # 32 bytes, SHA-256
@@ -37,13 +38,17 @@ NO_ROSTER = bytes(32)
 
 @dataclass(frozen=True)
 class ContributionLimits:
-    """The limits that every contribution to a run must respect; `parts` is the largest number of them."""
+    """The limits that every contribution to a run must respect; `parts` is the largest number of them.
+
+    `organiser`: the key whose revisions a commit may adopt; empty if there is none.
+    """
 
     codec: str
     shapes: Digest
     parts: int
     max_tokens: int
     max_blob_bytes: int
+    organiser: PeerId = ""
 
     def read_blob(self, reference: wire.BlobRef) -> Blob:
         """Return a blob from the wire, if its size is within the limits."""
@@ -170,6 +175,29 @@ class Roster(ContributionList):
 
 
 @dataclass(frozen=True)
+class Adoption:
+    """The organiser's revisions that a chain has adopted after a commit: the newest one, and those new in the commit.
+
+    They hold from the next round on, or from their own `from_round` if that is later. So the settings of a round follow
+    from the commits before it, and all peers that open it on the same chain have the same ones.
+    """
+
+    newest: Digest = NO_REVISION
+    added: tuple["SignedMessage[Revision]", ...] = ()
+
+    def continues(self, adopted: Digest) -> bool:
+        """Return whether the revisions continue the list whose newest one is `adopted`."""
+        for revision in self.added:
+            if revision.body.previous != adopted:
+                return False
+            adopted = revision.digest
+        return adopted == self.newest
+
+
+NOTHING_ADOPTED = Adoption()
+
+
+@dataclass(frozen=True)
 class Commit(ContributionList):
     """The content of a round's update: the included contributions in order, and the reduced parts, if there are any.
 
@@ -182,6 +210,7 @@ class Commit(ContributionList):
     contributions: tuple["SignedMessage[Contribution]", ...]
     parts: tuple[Blob, ...]
     left_out: tuple[PeerId, ...] = ()
+    adoption: Adoption = NOTHING_ADOPTED
 
     def to_wire(self) -> wire.Commit:
         return wire.Commit(
@@ -191,6 +220,8 @@ class Commit(ContributionList):
             contributions=[contribution.signed for contribution in self.contributions],
             parts=[part.to_wire() for part in self.parts],
             left_out=self.left_out,
+            revision=self.adoption.newest,
+            revisions=[revision.signed for revision in self.adoption.added],
         )
 
     @classmethod
@@ -202,7 +233,8 @@ class Commit(ContributionList):
         _check_left_out(body.left_out, contributions)
         parts = tuple(limits.read_blob(part) for part in body.parts)
         check_sizes([*parts, *(blob for entry in contributions for blob in entry.body.parts)])
-        return cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out))
+        adoption = _open_adoption(body, open_nested)
+        return cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out), adoption)
 
     @property
     def roster_peers(self) -> frozenset[PeerId]:
@@ -258,6 +290,19 @@ def _open_contributions(
     if any((message.body.round, message.body.base) != (number, base) for message in messages):
         raise MalformedError("a contribution of another round inside a roster or commit")
     return messages
+
+
+def _open_adoption(body: wire.Commit, open_nested: OpenNested) -> Adoption:
+    """Return the revisions that a commit adopts."""
+    check_count(len(body.revisions), MAX_REVISIONS, "revisions")
+    if any(signed.kind != REVISION_KIND for signed in body.revisions):
+        raise MalformedError("a message of another kind among the revisions of a commit")
+    if body.revision:
+        check_digest(body.revision)
+    adoption = Adoption(body.revision, tuple(open_nested(signed) for signed in body.revisions))
+    if adoption.added and not adoption.continues(adoption.added[0].body.previous):
+        raise MalformedError("revisions of a commit that do not follow one another")
+    return adoption
 
 
 def _check_left_out(peers: Sequence[PeerId], contributions: Sequence[SignedMessage[Contribution]]) -> None:

@@ -41,17 +41,17 @@ SMOOTHING = 0.5
 class Pacing:
     """The pace of one peer, as a share of the full steps of a round.
 
-    `grace`: the longest time for which the others wait. `full_steps`: maps a round number to the plan's steps.
-    `overlaps`: tells whether peers go on training while the contributions of a round travel. Then the steps of a
-    contribution began before its round, at a different time for each peer, and its arrival says nothing about the speed
-    of its sender: such rounds are ignored, and a slow peer is only asked for an early contribution.
+    `grace`: the longest time for which the others wait in the open round. `full_steps`: maps a round number to the
+    plan's steps. `overlaps`: tells whether peers go on training while the contributions of a round travel. Then the
+    steps of a contribution began before its round, at a different time for each peer, and its arrival says nothing
+    about the speed of its sender: such rounds are ignored, and a slow peer is only asked for an early contribution.
     """
 
     def __init__(
         self, grace: float, full_steps: Callable[[int], int], step_tokens: int,
         overlaps: Callable[[int], bool] = lambda number: False,
     ) -> None:  # fmt: skip
-        self._grace = grace
+        self.grace = grace
         self._full_steps = full_steps
         self._step_tokens = step_tokens
         self._overlaps = overlaps
@@ -86,7 +86,7 @@ class Pacing:
 
     @property
     def _is_coarse(self) -> bool:
-        return self._step_seconds is not None and self._step_seconds > self._coarse * self._grace
+        return self._step_seconds is not None and self._step_seconds > self._coarse * self.grace
 
     def _min_full_tokens(self, number: int) -> int:
         """Return the tokens from which a contribution to a round counts as full."""
@@ -95,9 +95,9 @@ class Pacing:
     def _margin_seconds(self) -> float:
         """Return how long before the end of the grace the trainer is asked for its contribution."""
         if self.is_slow and self._is_coarse:
-            return self._grace
+            return self.grace
         delay = max(self._delays, default=self._step_seconds or 0.0)
-        return min(MAX_MARGIN, max(MIN_MARGIN, 2 * delay / self._grace)) * self._grace if self._grace else 0.0
+        return min(MAX_MARGIN, max(MIN_MARGIN, 2 * delay / self.grace)) * self.grace if self.grace else 0.0
 
     def early_submit_policy(self, number: int) -> EarlySubmitPolicy:
         """Return the time at which the round asks for an early contribution."""
@@ -163,7 +163,7 @@ class Pacing:
         if steps is None:
             return None if self._submitted else (half_arrived_at - self._opened) / self._step_seconds
         lateness, made = submitted_at - half_arrived_at, min(steps, self.steps_for(self._number))
-        if not self.is_slow and self._requested_at is None and lateness < MAX_LATENESS * self._grace:
+        if not self.is_slow and self._requested_at is None and lateness < MAX_LATENESS * self.grace:
             return float(self._full_steps(self._number))
         return made - lateness / self._step_seconds
 

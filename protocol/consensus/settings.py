@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.messages import Digest
+from protocol.consensus.messages import Adoption, Digest, SignedMessage
 from protocol.consensus.topology import Topology
 from protocol.identity import PeerId
 from protocol.manifest import RunId
+from protocol.revisions import NO_REVISION, Revision
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,19 @@ class RoundStart:
 
     `base`: the digest of the chain that the round continues. `last_seen`: the time at which each peer that may take
     part was last known to be alive: that of the round before, or in the first round of a process all live trainers.
-    `last_vote`: the last vote record of this peer, of any round.
+    `last_vote`: the last vote record of this peer, of any round. `revision`: the newest revision that the chain has
+    adopted. `new_revisions`: those with which the list goes on; if this peer leads, its commit adopts them.
     """
 
     number: int
     base: Digest
     last_seen: Mapping[PeerId, float] = field(default_factory=dict)
     last_vote: VoteRecord | None = None
+    revision: Digest = NO_REVISION
+    new_revisions: tuple[SignedMessage[Revision], ...] = ()
+
+    @property
+    def adoption(self) -> Adoption:
+        """Return the revisions that a commit of this peer adopts."""
+        new = self.new_revisions
+        return Adoption(new[-1].digest if new else self.revision, new)

@@ -68,6 +68,8 @@ class RoundState:
         self.me = me
         self.number = start.number
         self.base = start.base
+        self.revision = start.revision
+        self.adoption = start.adoption  # of a commit that this peer proposes
         self.election = Election(settings.run_id, start.number)
         self.voter_set = VoterSet(settings.vote_memory, settings.leader_timeout, start.last_seen, now)
         self.knowledge = RoundKnowledge(me)
@@ -329,7 +331,7 @@ class RoundState:
         parts = tuple(part.body.blob for part in view.reduced_parts())
         if not self.topology.is_predictable or len(parts) < self.topology.reduced_part_count:
             return None
-        commit = Commit(self.number, self.view, self.base, view.included, parts)
+        commit = Commit(self.number, self.view, self.base, view.included, parts, adoption=self.adoption)
         required = self.topology.required_parts(commit, self.me, self.live)
         return commit if self.knowledge.has_all_parts(self.me, required) else None
 

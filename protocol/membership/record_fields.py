@@ -49,6 +49,7 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "other_start": ANYTHING,
     "digest": DIGEST,
     "state_digest": DIGEST,
+    "revision": DIGEST,
     "chain_tokens": Bound(lambda tokens: tokens <= MAX_CHAIN_TOKENS, "a token count above the maximum"),
     "tokens": ANYTHING,
     "loss": NUMBER,

@@ -8,11 +8,11 @@ import pytest
 from node.from_manifest import (
     build_method,
     build_program,
-    learning_rate_decay,
     learning_rate_scale,
     require_program,
     round_settings_by_number,
 )
+from node.loop.steering import unsteered
 from node.model import shape_table
 from optim.compose import TOPOLOGIES as OPTIONS
 from optim.recipes import RECIPES
@@ -92,7 +92,7 @@ def test_each_round_has_its_own_settings() -> None:
     )
     manifest = manifest_of(tables=tables)
     program = build_program(manifest)
-    settings = round_settings_by_number(manifest, program)
+    settings = round_settings_by_number(unsteered(manifest), program)
     assert [settings(number).roster_quorum for number in (0, 1, 2, 9)] == [1.0, 1.0, 0.5, 0.5]
     for number in range(4):
         found = settings(number)
@@ -112,7 +112,7 @@ def test_every_topology_of_a_method_has_an_exchange_with_the_same_options() -> N
 
 def test_groups_say_how_large_and_by_which_pattern() -> None:
     manifest = manifest_of("noloco", '[method.topology]\nsize = 4\npattern = "random"')
-    found = round_settings_by_number(manifest, build_program(manifest))(3)
+    found = round_settings_by_number(unsteered(manifest), build_program(manifest))(3)
     assert found.topology == Groups(manifest.run_id, 1, size=4, pattern="random")
 
 
@@ -128,7 +128,7 @@ def test_groups_say_how_large_and_by_which_pattern() -> None:
 )
 def test_the_learning_rate_warms_up_and_decays(step: int, expected: float) -> None:
     train = TrainSection(batch_tokens=24, learning_rate=1e-2, warmup_steps=4, decay_steps=100, final_share=0.1)
-    assert learning_rate_scale(train, step) == learning_rate_decay(train)(step) == pytest.approx(expected)
+    assert learning_rate_scale(train, step) == pytest.approx(expected)
 
 
 def test_without_warm_up_and_decay_it_is_constant() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
+from protocol.consensus.revision_log import SignedRevision
 from protocol.identity import PeerId
 from tests.simulation.work_accounting import SavedWork
 
@@ -24,6 +25,7 @@ class Disk:
     commits: tuple[SignedMessage[Commit], ...]
     progress: SavedWork
     vote: VoteRecord | None = None
+    revisions: tuple[SignedRevision, ...] = ()
 
     def last_vote(self) -> VoteRecord | None:
         """Return what a process that starts reads."""

@@ -21,11 +21,13 @@ class Gossip:
     def broadcast(self) -> None:
         """Send our own record to all that can be reached."""
         peer, network, head = self._peer, self._peer.network, self._peer.chain.head
+        revisions = peer.log.revisions
 
         def arrive() -> None:
             for other in peer.swarm.peers.values():
                 is_reached = other is not peer and network.link.can_send(peer.name, other.name)
                 if is_reached and network.random.random() >= network.scenario.loss:
+                    other.learn(revisions)
                     other.gossip.receive(peer.name, head)
 
         network.schedule(network.random.uniform(0.005, network.scenario.delay), arrive)

@@ -27,11 +27,13 @@ from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Pattern, make_topology
 from protocol.errors import ForgedError
 from protocol.identity import Identity, PeerId
+from protocol.revisions import REVISION_KIND, Revision
 
 NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()
 SHAPES = hashlib.sha256(b"shapes").digest()
 ATTEMPTS_TO_DELIVER = 3
+ORGANISER = NAMES[15]
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,11 @@ class Network:
         if known is None:
             if signed.signature != signature_of(signed.peer, signed.kind, signed.body):
                 raise ForgedError(f"a {signed.kind} that {signed.peer} has not signed")
+            if signed.kind == REVISION_KIND:
+                known = self._opened[key] = SignedMessage.of(
+                    signed, Revision.from_wire(wire.Revision.FromString(signed.body))
+                )
+                return known
             message, body_type = KINDS[signed.kind]
             body = body_type.from_wire(message.FromString(signed.body), self.scenario.terms(), self.open)
             known = self._opened[key] = SignedMessage.of(signed, body)

@@ -5,7 +5,7 @@ blobs that this requires. All else is memory, and gone.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from node.loop.events import (
     PrecomputeCommit,
     PublishHead,
     ReducePart,
+    RevisionsChanged,
     Started,
     StartTrainer,
     StateInstalled,
@@ -46,16 +47,20 @@ from node.loop.events import (
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
+from node.loop.steering import Steering
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.revision_log import RevisionLog, SignedRevision
+from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
 from tests.simulation.disk import BlobTransfers, Disk
 from tests.simulation.gossip import Gossip
 from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer
+from tests.simulation.organiser import MANIFEST
 from tests.simulation.work_accounting import TrainerWork
 
 if TYPE_CHECKING:
@@ -93,10 +98,15 @@ class SimulatedPeer:
         """Set all up that a process has in memory."""
         scenario = self.network.scenario
         settings = scenario.settings()
-        options = RoundOptions(self.name, lambda number: settings, scenario.terms())
+        self.log = RevisionLog()
+        for revision in self.disk.revisions:
+            self.log.add(revision)
+        self.steering = Steering(MANIFEST, chain, self.log)
+        options = RoundOptions(self.name, self._settings, scenario.terms())
         pacing = Pacing(settings.grace, lambda number: 10, 10)
         session = RoundSession(options, make_signer(self.name), pacing, last_vote, known_voters)
-        self.loop = RoundLoop(LoopOptions(options, compares_states=False), chain, b"", self.progress.offers, session)
+        loop_options = LoopOptions(options, self.steering, compares_states=False)
+        self.loop = RoundLoop(loop_options, chain, b"", self.progress.offers, session)
         self.actions.clear()
         self.transfers = BlobTransfers(self)
         self.fetches: dict[PartBlob, FetchBlob] = {}  # of the open round
@@ -107,6 +117,20 @@ class SimulatedPeer:
         self._is_running = False
         self._events: deque[LoopEvent] = deque()
         self._tick_at = 0.0
+
+    def _settings(self, number: int) -> RoundSettings:
+        """Return the scenario's settings with the deadlines that the organiser gives the round."""
+        timing, settings = self.steering.manifest_at(number).round, self.network.scenario.settings()
+        return settings if timing == MANIFEST.round else replace(settings, grace=timing.grace)
+
+    def learn(self, revisions: Iterable[SignedRevision]) -> None:
+        """Take over revisions from the organiser or another peer."""
+        if any(self.log.add(revision) != "known" for revision in revisions):
+            self._save_revisions()
+            self.feed(RevisionsChanged())
+
+    def _save_revisions(self) -> None:
+        self.disk.revisions = self.log.revisions
 
     def start(self) -> None:
         """Join a run that begins: all peers are there."""
@@ -372,7 +396,7 @@ class SimulatedPeer:
         if plan is None:
             return self.feed(SyncFailed("it is not ahead"))
         self.network.record(self.name, f"takes over the chain at round {plan.head.round}")
-        self.feed(PathFound(plan))
+        self.feed(PathFound(replace(plan, revisions=peer.steering.adopted)))
 
     def _take_state(self, action: TakeState) -> None:
         link, plan = self.network.link, action.plan
@@ -393,6 +417,7 @@ class SimulatedPeer:
         self.disk.head = self.chain.head
         self.disk.commits = kept
         self.disk.progress = self.progress.save()
+        self._save_revisions()
         self.recent_states.append(self.chain.head)
         self.swarm.on_head_changed(self)
         self.gossip.broadcast()

@@ -65,6 +65,8 @@ class SeededRun:
         self._chance = random.Random(f"faults {seed}")
         self._time_left = self.swarm.scenario.vote_memory - MARGIN
         self._plan()
+        if "steer" in self._faults or self._faults in (FAULTS, ISOLATING_FAULTS):
+            self.swarm.organiser.plan(seed)
 
     def _plan(self) -> None:
         for _ in range(self._chance.choice([0, 1, 1, 2, 3])):

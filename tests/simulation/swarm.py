@@ -19,6 +19,7 @@ from protocol.consensus.topology import Groups
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce
+from tests.simulation.organiser import Organiser
 from tests.simulation.peers import SimulatedPeer
 from tests.simulation.table_sizes import count_entries, max_entries
 from tests.simulation.work_accounting import WorkLedger
@@ -44,6 +45,7 @@ class SimulatedSwarm:
         self.conflicting_peer: PeerId | None = None  # offers what others do, one byte shorter
         self.invented_blobs: set[Blob] = set()  # by it: there are none of that digest and size
         self.peaks: dict[int, int] = {}  # by round, the most entries in the tables of any peer
+        self.organiser = Organiser(self)
         self._rosters: dict[Digest, set[tuple[PeerId, ...]]] = {}  # by the base that they continue
         self.peers = {name: SimulatedPeer(name, self.network, self) for name in NAMES[: scenario.peers]}
         self._unfinished = set(self.peers)
@@ -59,6 +61,7 @@ class SimulatedSwarm:
         return [peer for name, peer in self.peers.items() if name not in self.network.link.dead]
 
     def on_head_changed(self, peer: SimulatedPeer) -> None:
+        self.organiser.check_head(peer.chain.head, peer.steering)
         if peer.chain.round >= self.scenario.rounds:
             self._unfinished.discard(peer.name)
         else:
@@ -90,6 +93,7 @@ class SimulatedSwarm:
         contents = self.decisions.setdefault((body.round, body.base), {})
         votes = self.network.open(certificate).body.by_sender
         contents.setdefault(body.content_digest, set()).update([peer, *votes])
+        self.organiser.check_decided(body, self.peers[peer].chain.head)
         gone = self.network.link.dead - self.returning
         known = [content for content, peers in contents.items() if not peers <= gone]
         assert self.forks_allowed or len(known) <= 1, "two commits of one round"

@@ -27,6 +27,7 @@ from node.loop.events import (
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
+from node.loop.steering import unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, genesis_head
@@ -188,7 +189,9 @@ class LoopbackPeer:
             vote_log.load(),
         )
         self.contributions = ContributionTracker(PROGRAM)
-        return RoundLoop(LoopOptions(options), Chain.from_genesis(RUN_ID), b"", self.contributions, session)
+        return RoundLoop(
+            LoopOptions(options, unsteered()), Chain.from_genesis(RUN_ID), b"", self.contributions, session
+        )
 
     def _build_round_effects(self, vote_log: VoteLog) -> RoundEffects:
         sources = FixedSources(lambda: self.network.peers)

@@ -18,9 +18,11 @@ from node.loop.events import LoopAction, SwarmChanged, TimePassed
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
+from node.loop.steering import Steering, unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
+from protocol.consensus.revision_log import RevisionLog
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors
@@ -41,7 +43,7 @@ from tests.node.small_run import (
 )
 
 ME = PEERS[1].peer_id
-SETTINGS = round_settings_by_number(MANIFEST, PROGRAM)
+SETTINGS = round_settings_by_number(unsteered(MANIFEST), PROGRAM)
 FRIEND, LIAR = PEERS[2].peer_id, PEERS[3].peer_id
 
 
@@ -100,14 +102,19 @@ class FakeTrainerLink:
     started: list[int] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
 
-    async def start(self, round_number: int, anchor: object) -> None:
+    async def start(self, round_number: int, anchor: object, train: object) -> None:
         self.started.append(round_number)
 
     def record_fork(self, verdict: ForkOutcome) -> None:
         """Nobody asks."""
 
-    async def apply_anchor(self, round_number: int, anchor: object) -> None:
+    async def apply_anchor(self, round_number: int, anchor: object, train: object) -> None:
         self.adopted.append(round_number)
+
+
+class FakeRevisionKeeper:
+    def save_new(self) -> None:
+        """Nobody asks."""
 
 
 class FakeCheckpointer:
@@ -213,9 +220,10 @@ class RoundLoopSetup:
         sources = FixedSources(lambda: self.fetcher.stores)
         fakes: dict[str, Any] = {
             "swarm_view": self.members, "sync_client": self.scout, "trainer": self.trainer,
-            "checkpointer": self.keeper,
+            "checkpointer": self.keeper, "revisions": FakeRevisionKeeper(),
             "downloads": Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
         }  # fmt: skip
+        fakes["steering"] = self.steering = Steering(manifest, self.replica.chain, RevisionLog())
         tools = StateTools(method=METHOD, replicated=self.replica, **fakes)
         self.state_effects = StateEffects(self.inbox, cast(Any, self.standing), tools)
         self.loop = self._build_loop(manifest, has_contacts)
@@ -226,8 +234,7 @@ class RoundLoopSetup:
     def _build_loop(self, manifest: Manifest, has_contacts: bool) -> RoundLoop:
         options = LoopOptions(
             RoundOptions(ME, SETTINGS, TERMS),
-            target_rounds=manifest.target.rounds,
-            target_tokens=manifest.target.tokens,
+            self.steering,
             min_peers=manifest.run.min_peers,
             expiry=manifest.membership.expiry,
             has_contacts=has_contacts,

@@ -270,8 +270,8 @@ async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
     """Of two fragments, each moves in its rounds; and the update hears of the learning rate that is left."""
     heard: list[int] = []
 
-    def decay(step: int) -> float:
-        heard.append(step)
+    def decay(number: int) -> float:
+        heard.append(number)
         return 1.0
 
     store = store_in(tmp_path)
@@ -289,7 +289,7 @@ async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
         plan.scatter(torch.ones(plan.numel), moved)
         assert torch.equal(before.anchor - after_it.anchor, moved)
         before, head = after_it, extend_head(head, commit)
-    assert heard == [0, 5, 10]
+    assert heard == [0, 1, 2]
 
 
 def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

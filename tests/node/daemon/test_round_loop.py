@@ -89,7 +89,7 @@ async def test_the_target_of_tokens(worlds: RoundLoopFactory) -> None:
     world = worlds("tokens = 150")
     world.run()
     for seed in range(2):
-        assert not world.loop.is_target_reached
+        assert not world.loop.steering.is_target_reached
         await world.decide(seed)
     await world.done()
     assert world.replica.chain.tokens == 200

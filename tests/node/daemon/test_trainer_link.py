@@ -29,9 +29,10 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.errors import DeviceError
 from tests.node.daemon.recorded_errors import RecordedErrors
-from tests.node.small_run import PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
+from tests.node.small_run import MANIFEST, PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
 
 NUMEL = 8
+TRAIN = MANIFEST.train
 ME = PEERS[1].peer_id
 
 
@@ -99,7 +100,7 @@ class TrainerLinkSetup:
         self.heard.append(message)
 
     async def begin(self, round_number: int = 0) -> None:
-        await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))])
+        await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))], TRAIN)
 
     async def say(self, *messages: FromTrainer) -> None:
         wanted = len(self.heard) + len(messages)
@@ -121,7 +122,7 @@ class TrainerLinkSetup:
             messages[1] = offer.parts
         commit = commit_of(ChainHead(number, bytes(32), 0), messages)
         fate = self.offers.on_commits(ME, [commit.body], number + 1)
-        await self.link.apply_anchor(number + 1, [torch.full((NUMEL,), number + 1.0)])
+        await self.link.apply_anchor(number + 1, [torch.full((NUMEL,), number + 1.0)], TRAIN)
         return fate
 
 
@@ -158,7 +159,7 @@ async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: Trai
     await world.decide(0, included=True)
     await world.link.request_early_submit()
     adopt, hurry = world.process.heard[-2:]
-    assert (adopt, hurry) == (ApplyAnchor(round=1, outcome="included", steps=5), SubmitEarly(round=1))
+    assert (adopt, hurry) == (ApplyAnchor(round=1, outcome="included", steps=5, train=TRAIN), SubmitEarly(round=1))
 
 
 async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_nothing(world: TrainerLinkSetup) -> None:
@@ -216,7 +217,7 @@ async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: Tr
     await world.message(0)
     assert world.offers.on_commits(ME, [], MAX_AGE_ROUNDS) == "none" and world.offers.pending is not None
     assert world.offers.on_commits(ME, [], MAX_AGE_ROUNDS + 1) == "excluded" and world.offers.pending is None
-    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)], TRAIN)
     assert world.process.adopts == [(MAX_AGE_ROUNDS + 1, "excluded")]
 
 
@@ -226,7 +227,7 @@ async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at
     world.offers = world.link.contributions = ContributionTracker(program_of(fragments))
     await world.begin()
     await world.say(ready(0))
-    await world.link.apply_anchor(1, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(1, [torch.zeros(NUMEL)], TRAIN)
     await world.message(0)
     assert world.offers.pending is None and world.process.adopts == [(1, "none"), (1, "excluded")]
     await world.say(AnchorApplied(round=1))
@@ -253,7 +254,7 @@ async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_bac
         return await work(function, *arguments)
 
     world.work = slowly
-    adopting = asyncio.create_task(world.link.apply_anchor(1, [torch.zeros(NUMEL)]))
+    adopting = asyncio.create_task(world.link.apply_anchor(1, [torch.zeros(NUMEL)], TRAIN))
     await world.message(0)
     copying.set()
     await adopting
@@ -275,7 +276,7 @@ async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_off
     await world.message(7)
     await world.decide(7, included=True)
     await world.say(AnchorApplied(round=8))
-    await world.link.apply_anchor(7, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(7, [torch.zeros(NUMEL)], TRAIN)
     assert not await world.link.wait_until_applied(7, 0.01), "round 8 of the other chain passed for round 7 of this one"
     await world.say(AnchorApplied(round=7))
     assert await world.link.wait_until_applied(7, 0.01)
@@ -290,7 +291,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     await world.message(0)
     first = world.offers.pending
     assert first is not None and world.offers.on_commits(ME, [], MAX_AGE_ROUNDS + 1) == "excluded"
-    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)], TRAIN)
     await world.say(AnchorApplied(round=MAX_AGE_ROUNDS + 1))
     taken = commit_of(ChainHead(0, bytes(32), 0), {1: first.parts}).body
     verdict = world.offers.on_fork(ME, [taken], 1, ChainHead(MAX_AGE_ROUNDS + 1, b"ours".ljust(32), 0))
@@ -305,7 +306,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert isinstance(adopt, ApplyAnchor) and (adopt.round, adopt.outcome) == (MAX_AGE_ROUNDS + 1, "excluded")
     parts = tuple(blob.name for blob in first.parts)
     assert adopt.revised == (RevisedOutcome(header=first.header, parts=parts, outcome="included"),)
-    await world.link.apply_anchor(1, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(1, [torch.zeros(NUMEL)], TRAIN)
     await world.say(AnchorApplied(round=1))
     await world.message(1, b"clean")
     assert world.offers.pending is not None
@@ -318,8 +319,10 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
 async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
-    await world.link.apply_anchor(1, [torch.ones(NUMEL)])
-    adopting = asyncio.create_task(world.link.apply_anchor(2, [torch.full((5,), 2.0), torch.full((NUMEL - 5,), 2.0)]))
+    await world.link.apply_anchor(1, [torch.ones(NUMEL)], TRAIN)
+    adopting = asyncio.create_task(
+        world.link.apply_anchor(2, [torch.full((5,), 2.0), torch.full((NUMEL - 5,), 2.0)], TRAIN)
+    )
     await asyncio.sleep(0.02)
     assert not adopting.done() and torch.equal(world.arena.anchor(2), torch.zeros(NUMEL))
     await world.say(AnchorApplied(round=1))
@@ -339,11 +342,11 @@ async def test_where_no_trainer_runs_nobody_waits_for_it(
     world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await world.link.wait_until_applied(5, 0.01)
-    await world.link.apply_anchor(5, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(5, [torch.zeros(NUMEL)], TRAIN)
     assert world.process.adopts == []
     await world.begin(5)
     await world.say(ready(5))
-    await world.link.apply_anchor(6, [torch.zeros(NUMEL)])
+    await world.link.apply_anchor(6, [torch.zeros(NUMEL)], TRAIN)
     waiting = asyncio.create_task(world.link.wait_until_applied(6, 30.0))
     await asyncio.sleep(0)
     monkeypatch.setattr(trainer_link, "LAST_APPLY_ANCHOR_SECONDS", 0.01)
@@ -359,9 +362,9 @@ async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
     monkeypatch.setattr(trainer_link, "APPLY_ANCHOR_SECONDS", 0.02)
     await world.begin()
     await world.say(ready(0))
-    await world.link.apply_anchor(1, [torch.ones(NUMEL)])
+    await world.link.apply_anchor(1, [torch.ones(NUMEL)], TRAIN)
     assert world.errors.recovered == []
-    adopting = asyncio.create_task(world.link.apply_anchor(2, [2 * torch.ones(NUMEL)]))
+    adopting = asyncio.create_task(world.link.apply_anchor(2, [2 * torch.ones(NUMEL)], TRAIN))
     await until(lambda: len(world.errors.recovered) > 1)
     assert set(world.errors.recovered) == {"trainer late"} and float(world.arena.anchor(0).sum()) == 0
     await world.say(AnchorApplied(round=1))

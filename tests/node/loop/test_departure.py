@@ -7,6 +7,7 @@ import pytest
 from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, Departure
 from node.loop.events import LeaveRun, LoopAction, ReportPhase
 from node.loop.options import LoopOptions, RoundOptions
+from node.loop.steering import unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.chain import ChainHead
 
@@ -22,7 +23,7 @@ class Leaving:
 
     def __init__(self, others: dict[str, PeerState], *, has_restarted: bool = False, **options: Any) -> None:
         round_options = RoundOptions("me", lambda number: None, None)  # type: ignore[arg-type, return-value]
-        values = {"keepers": 1, "expiry": 15.0, "has_contacts": True, **options}
+        values = {"keepers": 1, "expiry": 15.0, "has_contacts": True, "steering": unsteered(), **options}
         self.departure = Departure(LoopOptions(round_options, **values))
         self.now = 0.0
         self.see(others)

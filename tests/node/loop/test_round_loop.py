@@ -40,17 +40,20 @@ from node.loop.events import (
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import POLL_SECONDS, RoundLoop
 from node.loop.round_session import RoundSession
+from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import Send, VoteRecord
 from protocol.consensus.messages import Commit, SignedMessage
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.revision_log import RevisionLog
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import make_topology
 from protocol.identity import PeerId
+from protocol.manifest import TargetSection
 from protocol.signing import sign
-from tests.node.small_run import PEERS, PROGRAM, RUN_ID, TERMS, commit_of, contribution_of, stated
+from tests.node.small_run import MANIFEST, PEERS, PROGRAM, RUN_ID, TERMS, commit_of, contribution_of, stated
 
 ME, FRIEND, OTHER = (PEERS[number].peer_id for number in (1, 2, 3))
 SETTINGS = RoundSettings(make_topology("gather", RUN_ID, 1), grace=1.0, leader_timeout=1.5, exchange_timeout=3.0)
@@ -61,12 +64,15 @@ STATE = Blob.of(b"state")
 class LoopUnderTest:
     """A loop, its clock, and all that it asked for."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, target_rounds: int | None = None, **options: Any) -> None:
         round_options = RoundOptions(ME, lambda number: SETTINGS, TERMS)
         pacing = Pacing(1.0, lambda number: 10, 1)
         session = RoundSession(round_options, lambda kind, body: sign(PEERS[1], kind, RUN_ID, body), pacing, None)
         self.chain = Chain.from_genesis(RUN_ID)
         self.contributions = ContributionTracker(PROGRAM)
+        manifest = MANIFEST.model_copy(update={"target": TargetSection(rounds=target_rounds)})
+        self.log = RevisionLog()
+        options["steering"] = Steering(manifest, self.chain, self.log)
         self.loop = RoundLoop(LoopOptions(round_options, **options), self.chain, b"mine", self.contributions, session)
         self.now = 0.0
         self.others: dict[PeerId, PeerState] = {}
