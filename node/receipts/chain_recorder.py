@@ -21,7 +21,8 @@ RECORD_SECONDS = 2.0  # the chain keeps the last 64 commits
 
 def commit_file_header(manifest: Manifest) -> CommitFileHeader:
     """Return the first line of the file of a run's commits."""
-    return CommitFileHeader(manifest.run_id, manifest.method.recipe, shape_table(manifest.model).hash())
+    shapes = shape_table(manifest.model).hash()
+    return CommitFileHeader(manifest.run_id, manifest.method.recipe, shapes, manifest.run.organiser_key)
 
 
 @asynccontextmanager

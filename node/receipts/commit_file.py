@@ -1,6 +1,6 @@
 """Read and write the file format of the signed commits of a run.
 
-The file begins with one line, `murmur commits 1 RUN-ID CODEC SHAPES`, followed by records:
+The file begins with one line, `murmur commits 1 RUN-ID CODEC SHAPES ORGANISER`, followed by records:
 
     length of the content (4 bytes, big endian), CRC-32 of kind and content (4 bytes), kind (1 byte), content
 
@@ -26,27 +26,34 @@ from protocol import murmur_pb2 as wire
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import MAX_MESSAGE_BYTES, MAX_PARTS, MAX_TOKENS, ContributionLimits
 from protocol.errors import CheckpointError, MissingFileError, ReceiptError
+from protocol.identity import PeerId
 
 COMMIT_FILE_NAME = "commits.log"
 START, COMMIT = b"S", b"C"
 RECORD_HEAD = struct.Struct(">IIc")
 MAX_ENVELOPE_BYTES = 1024  # of a signed message, beyond its body
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES
-MAX_HEADER_BYTES = 256
+MAX_HEADER_BYTES = 512
 MAX_BLOB_BYTES = 1 << 40  # no blobs are fetched, only their sizes are shown
-HEADER = re.compile(rb"murmur commits 1 ([0-9a-f]{64}) ([\w-]{1,64}) ([0-9a-f]{64})\n")
+NO_ORGANISER = "-"
+HEADER = re.compile(rb"murmur commits 1 ([0-9a-f]{64}) ([\w-]{1,64}) ([0-9a-f]{64}) (-|[1-9A-HJ-NP-Za-km-z]{52})\n")
 
 
 @dataclass(frozen=True)
 class CommitFileHeader:
-    """The run whose commits a file holds, and the values that all contributions to it share."""
+    """The run whose commits a file holds, and the values that all contributions to it share.
+
+    `organiser`: the key that may steer the run; empty if there is none.
+    """
 
     run_id: str
     codec: str
     shapes: bytes
+    organiser: PeerId = ""
 
     def to_line(self) -> bytes:
-        return f"murmur commits 1 {self.run_id} {self.codec} {self.shapes.hex()}\n".encode()
+        organiser = self.organiser or NO_ORGANISER
+        return f"murmur commits 1 {self.run_id} {self.codec} {self.shapes.hex()} {organiser}\n".encode()
 
     def limits(self) -> ContributionLimits:
         """Return wide limits: the peers already checked their commits against the limits of the run."""
@@ -90,7 +97,8 @@ def read_header(file: BinaryIO, path: Path) -> CommitFileHeader:
     match = HEADER.fullmatch(file.readline(MAX_HEADER_BYTES))
     if match is None:
         raise ReceiptError(f"{path} does not hold the commits of a run; name the {COMMIT_FILE_NAME} of its host")
-    return CommitFileHeader(match[1].decode(), match[2].decode(), bytes.fromhex(match[3].decode()))
+    run_id, codec, shapes, organiser = (field.decode() for field in match.groups())
+    return CommitFileHeader(run_id, codec, bytes.fromhex(shapes), organiser.replace(NO_ORGANISER, ""))
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:

@@ -22,11 +22,17 @@ def render_end(report: RunReport | None, values: Mapping[str, Any], has_receipts
     if report is None:
         return EMPTY_SECTION
     return (
-        f'<section id="end" class="end" data-version="{escape(values["end_version"])}">'
+        f'<section id="end" class="end" data-version="{escape(version_of(values))}">'
         f"<h2>{escape(report.run)} is complete</h2><p>{_describe(report)}</p>"
         f"{_render_figures(report)}{_render_links(values, has_receipts)}{_render_sample(report)}"
         f"{_render_contributors(report.contributors, has_receipts)}</section>"
     )
+
+
+def version_of(values: Mapping[str, Any]) -> str:
+    """Return a text that changes with the content of the section, as `static/end.js` makes it too."""
+    model = values.get("model")
+    return f"{values['end_version']}/{model['round'] if model else ''}" if values["end_version"] else ""
 
 
 def _describe(report: RunReport) -> str:
@@ -60,8 +66,9 @@ def _render_change(before: float | None, after: float | None) -> str:
 
 
 def _render_links(values: Mapping[str, Any], has_receipts: bool) -> str:
+    model = values.get("model")
     links = [
-        *([(str(values["model"]), "Download the model", "main")] if values.get("model") else ()),
+        *([("/model", f"Download the model ({format_bytes(model['size'])})", "main")] if model else ()),
         (f"/{REPORT_MARKDOWN}", "Report", ""),
         (f"/{REPORT_JSON}", "Report as JSON", ""),
         *([(f"/{COMMIT_FILE_NAME}", "Signed commits", "")] if has_receipts else ()),

@@ -12,7 +12,7 @@ from protocol.consensus.messages import Commit, Contribution, SignedMessage
 from protocol.identity import Identity
 from tests.node.small_run import PEERS, RUN_ID, SHAPES, stated
 
-HEADER = CommitFileHeader(RUN_ID, "diloco", SHAPES.hash())
+HEADER = CommitFileHeader(RUN_ID, "diloco", SHAPES.hash(), PEERS[5].peer_id)
 HOST, MARY, TOM, ZOE = PEERS[0], PEERS[1], PEERS[2], PEERS[3]
 GENESIS = genesis_head(RUN_ID)
 Given = Mapping[int, tuple[int, int]]  # number of the peer: tokens, age

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.receipts.commit_file import COMMIT_FILE_NAME, CommitFileHeader
+from node.receipts.commit_file import COMMIT_FILE_NAME, CommitFileHeader, read_header
 from node.receipts.commit_log import CommitLog
 from node.receipts.ledger import commit_verifier, read_ledger
 from protocol.errors import ReceiptError
@@ -105,3 +105,11 @@ def test_log_of_another_run_is_refused(tmp_path: Path) -> None:
     other = CommitFileHeader("cd" * 32, HEADER.codec, HEADER.shapes)
     with pytest.raises(ReceiptError, match="another run"):
         CommitLog.open(tmp_path / COMMIT_FILE_NAME, other)
+
+
+def test_header_survives_with_and_without_an_organiser(tmp_path: Path) -> None:
+    for organiser in ("", MARY.peer_id):
+        header = CommitFileHeader("cd" * 32, "streaming-diloco", bytes(32), organiser)
+        (tmp_path / "file").write_bytes(header.to_line())
+        with (tmp_path / "file").open("rb") as file:
+            assert read_header(file, tmp_path) == header

@@ -10,9 +10,9 @@ async function fetchEnd() {
   if (section) $("end").replaceWith(document.adoptNode(section));
 }
 async function showEnd() {
-  const isOver = Boolean(state.end_version);
-  page.dataset.over = isOver ? "yes" : "no";
-  if ($("end").dataset.version === state.end_version || endRequested) return;
+  const version = state.end_version ? `${state.end_version}/${state.model ? state.model.round : ""}` : "";
+  page.dataset.over = version ? "yes" : "no";
+  if ($("end").dataset.version === version || endRequested) return;
   endRequested = true;
   try {
     await fetchEnd();

@@ -2,7 +2,7 @@
 
 import re
 
-from node.dashboard.ending.end_section import MAX_SHOWN_CONTRIBUTORS, render_end
+from node.dashboard.ending.end_section import MAX_SHOWN_CONTRIBUTORS, render_end, version_of
 from node.dashboard.ending.host_report import build_host_report
 from node.dashboard.json_views import snapshot
 from tests.node.dashboard.ending.example_end import finished_run
@@ -12,14 +12,24 @@ from tests.node.receipts.example_commits import MARY
 STATE = apply_all(finished_run())
 REPORT = build_host_report(STATE)
 VALUES = snapshot(STATE, 1400.0)
+MODEL = {"round": 5, "size": 3_400_000, "is_final": True}
 
 
 def test_end_screen_shows_result_people_and_downloads() -> None:
-    page = render_end(REPORT, {**VALUES, "model": "/model"}, has_receipts=True)
+    page = render_end(REPORT, {**VALUES, "model": MODEL}, has_receipts=True)
     assert "prose-100m is complete" in page and "3 volunteers gave 900 tokens in 5 rounds" in page
     assert "5.162 \u2192</span> <b>1.562</b>" in page
-    assert 'href="/model"' in page and 'href="/report.md"' in page and 'href="/commits.log"' in page
+    assert (
+        'href="/model">Download the model (3.4 MB)' in page
+        and 'href="/report.md"' in page
+        and 'href="/commits.log"' in page
+    )
     assert f'href="/receipts/{MARY.peer_id}.json"' in page and "45.7%" in page
+
+
+def test_version_changes_with_the_model_and_with_every_event() -> None:
+    versions = [version_of(VALUES), version_of({**VALUES, "model": MODEL}), version_of({**VALUES, "end_version": "99"})]
+    assert len(set(versions)) == 3 and version_of({**VALUES, "end_version": ""}) == ""
 
 
 def test_text_of_others_is_escaped() -> None:
