@@ -95,7 +95,7 @@ def init(
     write_manifest(target, options, ask=sys.stdin.isatty() and not yes)
 
 
-@app.command(epilog="Example: murmur up configs/demo.toml --peers 4 --rounds 40")
+@app.command(epilog="Example: murmur up run.toml --peers 4 --rounds 40")
 @expand_flags
 def up(
     *,

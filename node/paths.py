@@ -14,7 +14,8 @@ from protocol.errors import CheckpointError, MissingFileError, UsageError
 from protocol.manifest import Manifest
 
 SWARMS_DIR = Path("runs")
-DEMO_MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
+IN_WHEEL, IN_SOURCE = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
+DEMO_MANIFEST = (IN_WHEEL if IN_WHEEL.is_dir() else IN_SOURCE) / "demo.toml"
 BOOTSTRAP_FILE = Path(__file__).with_name("bootstrap.toml")
 
 
