@@ -3,16 +3,18 @@
 # make test         what a change must pass: style, types, modules, real processes
 # make test-long    and what takes as long again: thousands of simulated swarms, real limited links
 # make proto        the code generated from protocol/murmur.proto
-# make image        the volunteer's image, by a Docker engine
+# make dist         the wheel and the sdist of a release, in dist/
+# make image        the volunteer's image, by a Docker engine: murmuration:VERSION and murmuration:latest
 # make image-check  builds it for real, with or without an engine, and uses it
 # make clean        removes what make built; runs/ stays
 
 PYTHON ?= python3
 BIN := .venv/bin
+VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 # Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check warmup modules processes test-long ordeals seeds links proto image image-check clean
+.PHONY: demo quick test check warmup modules processes test-long ordeals seeds links proto dist image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
@@ -51,8 +53,12 @@ proto: .venv/installed-for-tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \
 		--python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. protocol/murmur.proto
 
+dist: .venv/installed-for-tests
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
 image:
-	docker build -f docker/Dockerfile -t murmuration .
+	docker build -f docker/Dockerfile --build-arg VERSION=$(VERSION) -t murmuration:$(VERSION) -t murmuration:latest .
 
 image-check:
 	$(PYTHON) -m tests.docker.image_check

@@ -19,6 +19,16 @@ TOML_FAULTS: Final = (
     (re.compile(r".*set_int_max_str_digits.*"), "a number has thousands of digits"),
     (re.compile(r"Found invalid character '\\r'"), "a line ends in a carriage return alone"),
 )
+HUGGING_FACE_NAMES: Final = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "hidden",
+    "max_position_embeddings": "context",
+    "tie_word_embeddings": "tied",
+}  # of a config.json, and the keys of [model] that mean the same
 TOML_PLACE = re.compile(r"\s*\(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
 MAX_READ_CHARACTERS = 200
 BYTE_ORDER_MARK = "\ufeff"
@@ -120,6 +130,8 @@ def _as_toml(value: object) -> str:
 
 
 def _hint(keys: tuple[str, ...], kind: type[BaseModel]) -> str:
+    if keys[:-1] == ("model",) and keys[-1] in HUGGING_FACE_NAMES:
+        return f"the key here is {HUGGING_FACE_NAMES[keys[-1]]}"
     known = _known_keys(keys[:-1], kind)
     near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"

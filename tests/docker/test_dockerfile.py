@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import tomllib
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -101,3 +103,16 @@ def test_a_build_sees_only_what_the_wheel_is_made_of() -> None:
     assert rules[0] == "*"
     assert {"!node", "!optim", "!protocol", "!configs", "!pyproject.toml", "!constraints.txt", "!LICENSE"} < set(rules)
     assert all((ROOT / rule[1:]).exists() for rule in rules if rule[0] == "!")
+
+
+def test_the_image_names_its_version_after_every_package() -> None:
+    """A label of its own changes no layer of packages."""
+    names = [name for name, _ in stages(TEXT)[-1]]
+    assert "org.opencontainers.image.version=$VERSION" in last("LABEL") and last("ARG") == "VERSION="
+    assert names.index("LABEL") > max(index for index, name in enumerate(names) if name in ("COPY", "RUN"))
+
+
+def test_make_image_tags_the_version_and_latest() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    shown = subprocess.check_output(["make", "-n", "image"], cwd=ROOT, text=True)
+    assert f"-t murmuration:{version} -t murmuration:latest" in shown and f"VERSION={version}" in shown

@@ -19,6 +19,7 @@ from protocol.manifest import (
     manifest_of_values,
     parse_manifest,
 )
+from protocol.manifest_faults import HUGGING_FACE_NAMES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reference" / "manifest.md"
@@ -140,6 +141,7 @@ def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> N
     ("old", "new", "message"),
     [
         (b"layers", b"layrs", "unknown key model.layrs (line 7); did you mean layers?"),
+        (b"layers", b"num_hidden_layers", "unknown key model.num_hidden_layers (line 7); the key here is layers"),
         (b"[train]", b"[trian]", "unknown table trian (line 15); did you mean train?"),
         (b"[data]", b"[data]\nzzz = 1", "unknown key data.zzz (line 13); known here: source, path, split, "),
         (b"[train]", b"[zzzzzzz]\n[train]", "unknown table zzzzzzz (line 15); known here: run, model, data, "),
@@ -317,3 +319,13 @@ def test_reference_gives_the_defaults() -> None:
             assert value.is_required() == row.startswith("| **"), row
             if isinstance(value.default, int | float) and not isinstance(value.default, bool):
                 assert float(shown) == value.default, row
+
+
+def test_names_of_hugging_face_are_hinted_at_and_documented() -> None:
+    """They are the keys of a Llama's config.json, so people type them; they are no aliases."""
+    text = DOCUMENT.read_text()
+    for theirs, ours in HUGGING_FACE_NAMES.items():
+        row = next(line for line in text.splitlines() if f"`model.{ours}`" in line and line.startswith("|"))
+        assert f"Hugging Face: `{theirs}` |" in row
+        broken = GOOD.replace(b"[model]", f"[model]\n{theirs} = 4".encode())
+        assert fault(broken) == f"unknown key model.{theirs} (line 6); the key here is {ours}"
