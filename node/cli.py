@@ -311,7 +311,7 @@ def tokenize(
 
 @app.command(epilog="Example: murmur status runs/demo-1 --json")
 def status(
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="default: the newest run")] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="default: all running nodes")] = None,
     check: Annotated[bool, typer.Option("--check", help="exit with an error if no node answers")] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -1,7 +1,9 @@
 """`murmur status` and `murmur key`: the status and the peer ids of the nodes on this machine."""
 
 import asyncio
+import contextlib
 import json
+import shlex
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -10,19 +12,22 @@ from node.monitoring.logs import sanitize
 from node.monitoring.status import NodeStatus, fetch_status
 from node.paths import find_node_dirs, read_metrics_port, read_peer_id
 from node.run_dir import FINAL_STATUS, is_locked
+from node.running_nodes import running_dirs
 from protocol.errors import StorageError, UnreachableError, UsageError
 from protocol.identity import Identity
 
 STATUS_SECONDS = 5.0
+MANIFEST_FILE = "run.toml"
 
 
 def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[str]:
     """Return a line for each node, followed by its counted reasons, or one JSON object.
 
-    The JSON object maps node folders to status, `null` for a node that does not run. Raises UnreachableError if `check`
-    is set and no node runs.
+    Without a `path`, the nodes are all running ones of this user, or the last one if none runs. The JSON object maps
+    node folders to status, `null` for a node that does not run. Raises UnreachableError if `check` is set and no node
+    runs.
     """
-    folders = find_node_dirs(path)
+    folders = find_node_dirs(path) if path else running_dirs() or find_node_dirs(None)
     statuses = asyncio.run(_fetch_statuses(folders))
     if check and not any(statuses):
         raise UnreachableError(f"no node answers: {folders[0].name} {_describe_stopped(folders[0])}")
@@ -33,13 +38,30 @@ def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[
         }
         return [json.dumps(shown)]
     nodes = zip(folders, statuses, strict=True)
-    return [sanitize(line) for folder, status in nodes for line in _node_lines(folder, status)]
+    title = "" if path or any(statuses) or any(map(is_locked, folders)) else "no node runs now; the last one: "
+    label = _name if path else _shorten
+    return [
+        sanitize(f"{title}{line}") for folder, status in nodes for line in _node_lines(folder, label(folder), status)
+    ]
 
 
-def _node_lines(folder: Path, status: NodeStatus | None) -> list[str]:
+def _name(folder: Path) -> str:
+    return folder.name
+
+
+def _shorten(folder: Path) -> str:
+    """Return the folder as a person would type it here."""
+    with contextlib.suppress(ValueError):
+        return str(folder.relative_to(Path.cwd()))
+    with contextlib.suppress(ValueError, RuntimeError):
+        return f"~/{folder.relative_to(Path.home())}"
+    return str(folder)
+
+
+def _node_lines(folder: Path, label: str, status: NodeStatus | None) -> list[str]:
     if status is None:
-        return [f"{folder.name}: {_describe_stopped(folder)}"]
-    return [f"{folder.name}: {status.summary()}", *(f"    {reason}" for reason in status.reason_lines())]
+        return [f"{label}: {_describe_stopped(folder)}"]
+    return [f"{label}: {status.summary()}", *(f"    {reason}" for reason in status.reason_lines())]
 
 
 def key_line(folder: Path) -> str:
@@ -78,8 +100,20 @@ def _describe_stopped(folder: Path) -> str:
     try:
         last = NodeStatus.model_validate_json((folder / FINAL_STATUS).read_bytes())
     except (OSError, ValidationError):
-        return "does not run; start it with `murmur join`"
+        return f"does not run; start it with {_start_command(folder)}"
+    if last.is_done:
+        return f"does not run; when it ended: {last.describe_round()}, step {last.step}, the target was reached"
     if last.phase == "watching":
-        return f"does not run; when it ended: {last.describe_round()}; start it with `murmur host`"
+        command = f"`murmur host {shlex.quote(str(folder / MANIFEST_FILE))} --dir {shlex.quote(str(folder))}`"
+        return f"does not run; when it ended: {last.describe_round()}; start it with {command}"
     ended = f"{last.phase}: {last.reason}" if last.reason else last.phase
-    return f"does not run; when it ended: {last.describe_round()}, step {last.step}, {ended}"
+    ended = f"does not run; when it ended: {last.describe_round()}, step {last.step}, {ended}"
+    return f"{ended}; resume it with {_start_command(folder)}"
+
+
+def _start_command(folder: Path) -> str:
+    """Return the command that starts the node of a folder again."""
+    swarm = folder.parent
+    if folder.name.startswith("peer-") and (swarm / MANIFEST_FILE).exists():
+        return f"`murmur up --dir {shlex.quote(str(swarm))}`"
+    return f"`murmur join {shlex.quote(str(folder))}`" if (folder / MANIFEST_FILE).exists() else "`murmur join RUN`"

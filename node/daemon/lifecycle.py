@@ -23,6 +23,7 @@ from node.options import NodeOptions
 from node.process import handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.run_dir import RunDir
+from node.running_nodes import registered
 from node.workers import start_workers
 from protocol.errors import MurmurError, describe_error
 from protocol.tasks import cancel_and_wait
@@ -104,6 +105,7 @@ class Daemon:
             port = await stack.enter_async_context(serve_metrics(self._settings.metrics, node.metrics, node))
             enable_frequent_gc()
             self._folder.write_node_info(node.peer_id, await node.transport.addresses(), port)
+            stack.enter_context(registered(self._folder.path))
             logger.info("this node is %s in run %s", node.peer_id, self._settings.manifest.run.name)
             await stack.enter_async_context(self._beside(node))
             await self._take_part(node)

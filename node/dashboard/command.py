@@ -34,6 +34,7 @@ from node.paths import host_dir
 from node.process import handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically
 from node.run_dir import RunDir
+from node.running_nodes import registered
 from node.trainer.device import require_usable_device
 from protocol.errors import DataError
 from protocol.membership.rendezvous import Rendezvous
@@ -154,6 +155,7 @@ async def _host_and_observe(settings: NodeOptions, display: Display, address: Da
         port = await stack.enter_async_context(serve_metrics(settings.metrics, observer.metrics, status))
         enable_frequent_gc()
         folder.write_node_info(handle.peer_id, await handle.transport.addresses(), port)
+        stack.enter_context(registered(folder.path))
         if public:
             _announce_run(observer.rendezvous, handle, dashboard.event_log, address)
         await _run_until_stopped(observer, dashboard.watcher_task, display, status)
