@@ -21,6 +21,7 @@ from node.dashboard.service import (
     print_join_info,
     serve_dashboard,
 )
+from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program
 from node.join.public_runs import packaged_peers
@@ -36,7 +37,7 @@ from node.process_memory import enable_frequent_gc, trim_periodically
 from node.run_dir import RunDir
 from node.running_nodes import registered
 from node.trainer.device import require_usable_device
-from protocol.errors import DataError
+from protocol.errors import DataError, MissingFileError
 from protocol.membership.rendezvous import Rendezvous
 from protocol.signing import load_signed_manifest, peer_id_of
 from protocol.tasks import cancel_and_wait
@@ -112,8 +113,22 @@ def host(options: HostOptions) -> None:
     if options.train:
         require_usable_device(settings)
     with configure_logs(settings.log_json, settings.verbose) as display:
+        with display.activity("reading the text"):
+            _check_text(settings, options.train)
         host_run = _host_and_train if options.train else _host_and_observe
         asyncio.run(host_run(settings, display, address, options.public))
+
+
+def _check_text(settings: NodeOptions, is_needed: bool) -> None:
+    """Check the text before the network starts. Raises DataError or MissingFileError if this host trains."""
+    if not is_needed and is_on_hub(settings.manifest, settings.base):
+        return  # a host that watches downloads no text
+    try:
+        check_and_log_text(settings.manifest, settings.base)
+    except (DataError, MissingFileError) as error:
+        if is_needed:
+            raise
+        logger.info("data: this host only watches and does not have the text: %s", error)
 
 
 async def _host_and_train(settings: NodeOptions, display: Display, address: DashboardAddress, public: bool) -> None:

@@ -126,11 +126,15 @@ class Corpus:
 
     def require_vocabulary(self, limit: int) -> None:
         """Raise DataError if the model has fewer token ids than the text may contain."""
-        if self.vocabulary_size > limit:
-            raise DataError(
-                f"the text has {self.vocabulary_size} token ids, the model only {limit}; "
-                f"set model.vocabulary to at least {self.vocabulary_size}"
-            )
+        require_vocabulary(self.vocabulary_size, limit)
+
+
+def require_vocabulary(size: int, limit: int) -> None:
+    """Raise DataError if the model has fewer token ids than the text may contain."""
+    if size > limit:
+        raise DataError(
+            f"the text has {size} token ids, the model only {limit}; set model.vocabulary to at least {size}"
+        )
 
 
 def is_held_out(name: bytes, validation_share: float) -> bool:

@@ -6,6 +6,7 @@ validation text. This is the only source that reads from the network, unless the
 """
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +30,13 @@ _NO_TOKENS: Shard = np.empty(0, dtype=np.uint8)
 
 def open_huggingface(config: DataSection, base: Path, tokenizer: TextTokenizer) -> Corpus:
     """Open the folder `config.path` below `base` if it exists, else the data set of that name on the hub."""
-    stream = open_examples(config, base, tokenizer)
+    stream = open_examples(config, base, tokenizer, SkipLog())
     return Corpus(stream, stream.validation(), tokenizer.size, stream.skip_log)
 
 
-def open_examples(config: DataSection, base: Path, tokenizer: TextTokenizer) -> "ExampleStream":
+def open_examples(config: DataSection, base: Path, tokenizer: TextTokenizer, log: SkipLog) -> "ExampleStream":
     """Open the data set without reading its examples."""
-    return ExampleStream(_open_files(config, base), config, tokenizer)
+    return ExampleStream(_open_files(config, base), config, tokenizer, log)
 
 
 @dataclass
@@ -45,7 +46,7 @@ class ExampleStream:
     files: list[RowFile]
     config: DataSection
     tokenizer: TextTokenizer
-    skip_log: SkipLog = field(default_factory=SkipLog)
+    skip_log: SkipLog
     _unreadable: set[str] = field(default_factory=set)
 
     def windows(self, context: int, key: int, position: int) -> BlockStream:
@@ -127,8 +128,10 @@ def _open_files(config: DataSection, base: Path) -> list[RowFile]:
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # our own line is enough
     folder = base / config.path
+    if os.path.isfile(folder):  # unlike Path.is_file, it accepts any text
+        raise DataError(f"data.path {config.path!r} is a file; name the folder with the data set")
     try:
-        builder = datasets.load_dataset_builder(str(folder) if folder.exists() else config.path)
+        builder = datasets.load_dataset_builder(str(folder) if os.path.exists(folder) else config.path)
         if isinstance(builder.config, ParquetConfig):
             _read_only_the_column(builder, config)
         return _list_files(builder, config)

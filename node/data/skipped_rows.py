@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from node.monitoring.logs import sanitize
 from node.units import format_plural
 from protocol.errors import DataError
 
@@ -108,4 +109,4 @@ class RowPass:
 
 def _describe(file: str, place: str, fault: Fault) -> str:
     where = f"{file} {place}".strip()
-    return f"{where}: {fault.text}"[:MAX_FAULT_CHARACTERS]
+    return sanitize(f"{where}: {fault.text}")[:MAX_FAULT_CHARACTERS]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from node.data.corpus import Corpus
 from node.data.huggingface import open_huggingface
-from node.data.text_files import open_stdlib, open_text
+from node.data.text_files import build_corpus, find_files
 from node.data.token_shards import open_tokens
 from node.data.tokenizer import open_tokenizer, tokenizer_digest
 from protocol.errors import DataError, MurmurError, describe_error
@@ -43,8 +43,6 @@ def open_source(config: DataSection, base: Path) -> Corpus:
         digest = tokenizer_digest(config.tokenizer, base)
         return open_tokens(base / config.path, config.validation_share, digest)
     tokenizer = open_tokenizer(config.tokenizer, base)
-    if config.source == "python-stdlib":
-        return open_stdlib(tokenizer, config.validation_share)
-    if config.source == "text":
-        return open_text(config.path, base, tokenizer, config.validation_share)
-    return open_huggingface(config, base, tokenizer)
+    if config.source == "hf":
+        return open_huggingface(config, base, tokenizer)
+    return build_corpus(*find_files(config, base), tokenizer, config.validation_share)

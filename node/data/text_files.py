@@ -17,13 +17,19 @@ from node.data.corpus import Corpus, Shard, TokenArray, count_held_out, is_held_
 from node.data.skipped_rows import Fault, RowPass, SkipLog
 from node.data.tokenizer import TextTokenizer
 from protocol.errors import DataError, MissingFileError, describe_error
+from protocol.manifest import DataSection
 
 MAX_TEXT_BYTES = 2**30
 
 
-def open_text(pattern: str, base: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
-    """Open all files that match the glob `pattern`, relative to `base`, sorted by path."""
-    return build_corpus(*find_text_files(pattern, base), tokenizer, validation_share)
+def find_files(config: DataSection, base: Path) -> tuple[list[Path], Path]:
+    """Return the files of the source, sorted by path, and the folder that their names are relative to."""
+    return find_stdlib_files() if config.source == "python-stdlib" else find_text_files(config.path, base)
+
+
+def name_of(path: Path, root: Path) -> bytes:
+    """Return the name of a file, which decides whether it is held out."""
+    return path.relative_to(root).as_posix().encode(errors="surrogateescape")
 
 
 def find_text_files(pattern: str, base: Path) -> tuple[list[Path], Path]:
@@ -34,7 +40,7 @@ def find_text_files(pattern: str, base: Path) -> tuple[list[Path], Path]:
     root = Path(base.anchor or "/") if is_absolute else base
     relative = str(Path(pattern).relative_to("/")) if is_absolute else pattern
     try:
-        matches = sorted(root.glob(relative))
+        matches = sorted(root.glob(relative)) if relative != "." else [root]
         files = [path for path in matches if path.is_file()]
     except (ValueError, IndexError, NotImplementedError, RecursionError, OSError) as error:
         reason = describe_error(error).splitlines()[0]
@@ -43,26 +49,28 @@ def find_text_files(pattern: str, base: Path) -> tuple[list[Path], Path]:
         ) from error
     if not files:
         folder = next((path for path in matches if path.is_dir()), None)
-        found = f"; {folder.name or folder} is a folder, write for example {folder}/**/*.txt" if folder else ""
-        raise MissingFileError(
-            f"no file matches data.path {pattern!r} in {base}{found or '; name existing text files'}"
-        )
+        place = "" if is_absolute else f" in {base}"
+        found = f"; {folder} is a folder, write for example {folder}/**/*.txt" if folder else ""
+        advice = found or "; name existing text files"
+        raise MissingFileError(f"no file matches data.path {pattern!r}{place}{advice}")
     return files, root
 
 
 def build_corpus(files: Sequence[Path], root: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     """Encode `files` and split them; their names relative to `root` decide which are held out."""
     log = SkipLog()
-    encoded = dict(encode_files(files, tokenizer, RowPass(log)))
-    names = [path.relative_to(root).as_posix().encode() for path in encoded]
+    encoded = {
+        path: np.concatenate([tokenizer.encode(text), tokenizer.end]) for path, text in read_files(files, RowPass(log))
+    }
+    names = [name_of(path, root) for path in encoded]
     training, validation = _split_validation(list(encoded.values()), names, validation_share)
     if not len(training) or not len(validation):
         raise DataError(f"{files[0]} and the other files are empty; give files with text")
     return Corpus(training, validation, tokenizer.size, log)
 
 
-def encode_files(files: Sequence[Path], tokenizer: TextTokenizer, row_pass: RowPass) -> Iterator[tuple[Path, Shard]]:
-    """Yield the tokens of each file that can be used. Raises DataError if there are too few, or too much text."""
+def read_files(files: Sequence[Path], row_pass: RowPass) -> Iterator[tuple[Path, str]]:
+    """Yield the text of each file that can be used. Raises DataError if there are too few, or too much text."""
     total = sum(path.stat().st_size for path in files)
     if total > MAX_TEXT_BYTES:
         raise DataError(f"{total >> 20} MiB of text; above {MAX_TEXT_BYTES >> 20} MiB run `murmur tokenize` first")
@@ -78,7 +86,7 @@ def encode_files(files: Sequence[Path], tokenizer: TextTokenizer, row_pass: RowP
             row_pass.skip(str(path), "", fault)
             continue
         row_pass.keep()
-        yield path, np.concatenate([tokenizer.encode(text), tokenizer.end])
+        yield path, text
     row_pass.finish()
 
 
@@ -105,11 +113,6 @@ def choose_held_out(names: Sequence[bytes], validation_share: float) -> list[boo
 
 EXCLUDED_DIRS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 MAX_STDLIB_BYTES = 20_000_000
-
-
-def open_stdlib(tokenizer: TextTokenizer, validation_share: float) -> Corpus:
-    """Open the source files of the running Python's standard library."""
-    return build_corpus(*find_stdlib_files(), tokenizer, validation_share)
 
 
 def find_stdlib_files() -> tuple[list[Path], Path]:

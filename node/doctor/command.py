@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from node.data.check import check_text
 from node.doctor import machine
 from node.doctor.findings import Finding, finding_of_error, judge_clock
 from node.doctor.network import probe_network
@@ -27,6 +28,7 @@ from node.monitoring.logs import sanitize
 from node.paths import join_dir
 from node.units import format_count
 from protocol.errors import MurmurError
+from protocol.manifest import Manifest
 from protocol.transport.nat import listen_on_all_interfaces
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -60,6 +62,8 @@ def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], inse
         findings.append(machine.check_key(home / "key"))
     if invitation is not None and home is not None:
         findings += machine.check_memory_and_disk(invitation.manifest, home)
+    if invitation is not None and home is not None:
+        findings.append(_check_text(invitation.manifest, invitation.base or home / "data"))
     found = asyncio.run(probe_network(invitation, listen or listen_on_all_interfaces()))
     if not any(finding.check == "clock" for finding in found):
         found.append(_compare_host_clock(invitation.source if invitation else None))
@@ -71,6 +75,18 @@ def _run_finding(invitation: Invitation) -> Finding:
     signed = "signed" if invitation.organiser else "not signed"
     count = format_count(shape_table(manifest.model).numel)
     return Finding("run", "ok", f"{manifest.run.name}, {count} parameters, {manifest.method.recipe}, {signed}")
+
+
+def _check_text(manifest: Manifest, base: Path) -> Finding:
+    """Open the text of the run and read its beginning."""
+    try:
+        report = check_text(manifest, base)
+    except MurmurError as error:
+        return finding_of_error("data", error)
+    if report.unchecked or report.skipped:
+        found = "; ".join((report.describe(), *report.skipped[:1]))
+        return Finding("data", "warn", found, "repair the row, if it should count" if report.skipped else "")
+    return Finding("data", "ok", report.describe())
 
 
 def _compare_host_clock(source: str | None) -> Finding:

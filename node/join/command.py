@@ -44,6 +44,7 @@ def _join_run(run: str, flags: NodeFlags, display: Display, folder: Path | None,
     )
     with display.activity("loading PyTorch"), rare_garbage_collection():
         from node.daemon.lifecycle import run_node
+        from node.data.check import check_and_log_text
         from node.from_manifest import require_program
         from node.receipts.chain_recorder import record_chain
         from node.trainer.device import require_usable_device
@@ -51,6 +52,8 @@ def _join_run(run: str, flags: NodeFlags, display: Display, folder: Path | None,
     require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
     require_usable_device(settings)
     _verify_organiser(node_dir, invitation)
+    with display.activity("reading the text"):
+        check_and_log_text(manifest, settings.base)  # before this peer is announced
     finished = asyncio.run(run_node(settings, display, record_chain))
     display.close()
     if finished is not None:

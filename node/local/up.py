@@ -11,6 +11,7 @@ from rich.console import Console
 from node import paths
 from node.dashboard.event_log import EVENT_FILE_NAME
 from node.dashboard.service import DashboardAddress
+from node.data.check import check_text
 from node.flags import MachineFlags, to_arguments
 from node.from_manifest import build_program, require_program
 from node.local.kill_test import KillTest
@@ -92,6 +93,9 @@ def _run_swarm(config: SwarmConfig) -> int:
     with SwarmDisplay(Console(stderr=config.json, highlight=False), plain=config.json) as display:
         name, recipe = config.manifest.run.name, config.manifest.method.recipe
         display.print_line(f"{name}: {config.peers} peers in {config.folder}, recipe {recipe}")
+        text = check_text(config.manifest, config.folder)
+        for line in (text.describe(), *text.skipped):
+            display.print_line(f"data: {line}")
         kill_test = KillTest(config.peers) if config.drill else None
         try:
             result = asyncio.run(_run_peers(config, display, kill_test))

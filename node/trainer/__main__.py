@@ -57,6 +57,7 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
         from node.from_manifest import build_program
         from node.ipc.channel import ChannelClosed, Crashed, TrainerChannel, TrainerConfig
         from node.ipc.shared_memory import SharedLayout, SharedMemory
+        from node.monitoring.logs import sanitize
         from node.trainer.device import exit_code_of, is_out_of_memory
         from node.trainer.loop import Trainer
         from protocol.errors import DeviceError, MurmurError
@@ -84,7 +85,7 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
         frames = traceback.extract_tb(error.__traceback__)
         calls = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
         logger.info("calls before the crash: %s", calls)
-        channel.send(Crashed(reason=_describe_crash(error), exit_code=exit_code_of(error)))
+        channel.send(Crashed(reason=sanitize(_describe_crash(error)), exit_code=exit_code_of(error)))
         return 1
     finally:
         channel.close()
@@ -101,8 +102,9 @@ def _describe_crash(error: Exception) -> str:
 
 def _send_failed(channel: "TrainerChannel", error: "MurmurError") -> int:
     from node.ipc.channel import Failed
+    from node.monitoring.logs import sanitize
 
-    channel.send(Failed(reason=str(error), exit_code=error.exit_code))
+    channel.send(Failed(reason=sanitize(str(error)), exit_code=error.exit_code))
     return error.exit_code
 
 

@@ -12,6 +12,7 @@ from node.doctor.findings import Finding
 from protocol.identity import Identity
 from tests.node.small_run import MANIFEST
 
+RUN = MANIFEST.model_copy(update={"model": MANIFEST.model.model_copy(update={"vocabulary": 256})})  # bytes
 NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"  # no listener
 
 
@@ -26,7 +27,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path) -> str:
-    (folder / "run.toml").write_text(MANIFEST.to_toml())
+    (folder / "run.toml").write_text(RUN.to_toml())
     return str(folder / "run.toml")
 
 
@@ -48,10 +49,29 @@ def test_run_is_checked_and_exit_code_shows_the_result(
     run = written(tmp_path)
     code = doctor(run, tmp_path / "node", (), False, True)
     findings = {found["check"]: found for found in json.loads(capsys.readouterr().out)}
-    assert {"version", "device", "run", "key", "model", "memory", "disk", "clock", "ports"} == set(findings)
+    assert {"version", "device", "run", "key", "data", "model", "memory", "disk", "clock", "ports"} == set(findings)
     assert code == (1 if any(found["level"] == "fail" for found in findings.values()) else 0)
     assert not (tmp_path / "node").exists()
     assert doctor(run, tmp_path / "node", (), False, False) == code and "what to do" in capsys.readouterr().out
+
+
+def test_text_is_read_and_a_missing_one_is_a_failure(quick: None, tmp_path: Path) -> None:
+    run = written(tmp_path)
+
+    def data_finding() -> Finding:
+        return next(found for found in run_checks(run, tmp_path / "node", (), False) if found.check == "data")
+
+    assert data_finding() == Finding(
+        "data", "fail", f"no file matches data.path '*.txt' in {tmp_path}", "name existing text files"
+    )
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text("words to train on\n" * 10)
+    assert data_finding() == Finding(
+        "data", "ok", f'40 documents, 7.2k tokens; sample: "{("words to train on " * 4)[:57]}..."'
+    )
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    found = data_finding()
+    assert found.level == "warn" and "latin.txt: not UTF-8" in found.found
 
 
 def test_text_from_peers_does_not_control_the_terminal(
@@ -76,7 +96,7 @@ def test_unavailable_run_is_a_finding(quick: None, tmp_path: Path) -> None:
 
 
 def test_unknown_method_is_a_finding(quick: None, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(MANIFEST.to_toml().replace('recipe = "', 'recipe = "x'))
+    (tmp_path / "run.toml").write_text(RUN.to_toml().replace('recipe = "', 'recipe = "x'))
     assert doctor(str(tmp_path / "run.toml"), None, (), False, False) == 1
     last = run_checks(str(tmp_path / "run.toml"), None, (), False)[-1]
     assert (last.check, last.level) == ("run", "fail") and last.mend.startswith("did you mean")
@@ -102,8 +122,8 @@ def test_key_that_other_users_can_read_is_a_finding(quick: None, tmp_path: Path)
 
 
 def test_real_network_is_probed(tmp_path: Path) -> None:
-    run = MANIFEST.run.model_copy(update={"bootstrap": (NOWHERE,)})
-    (tmp_path / "run.toml").write_text(MANIFEST.model_copy(update={"run": run}).to_toml())
+    run = RUN.run.model_copy(update={"bootstrap": (NOWHERE,)})
+    (tmp_path / "run.toml").write_text(RUN.model_copy(update={"run": run}).to_toml())
     findings = {found.check: found for found in run_checks(str(tmp_path / "run.toml"), tmp_path / "node", (), False)}
     assert findings["peers"].level == "fail" and "cannot reach" in findings["peers"].found
     assert findings["ports"].level in ("ok", "warn")

@@ -19,11 +19,12 @@ from protocol.signing import sign_manifest
 from protocol.transport.nat import listen_on_all_interfaces
 from tests.node.small_run import MANIFEST
 
+RUN = MANIFEST.model_copy(update={"model": MANIFEST.model.model_copy(update={"vocabulary": 256})})  # bytes
 FLAGS = NodeFlags(device="cpu", name="me", threads=2, metrics=":0")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeOptions]:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NodeOptions]:
     settings: list[NodeOptions] = []
 
     async def run_node(given: NodeOptions, display: Display, beside: object) -> None:
@@ -31,15 +32,40 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[NodeOptions]:
 
     monkeypatch.setattr(lifecycle, "run_node", run_node)
     monkeypatch.setattr(command, "configure_logs", lambda as_json, verbose: Display(io.StringIO()))
+    write_text(tmp_path)
     return settings
+
+
+def write_text(folder: Path) -> None:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "text.txt").write_text("words to train on\n" * 500)
+
+
+def test_text_is_shown_before_the_node_starts(
+    started: list[NodeOptions], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.to_toml())
+    command.join_run(str(run), FLAGS, folder=tmp_path / "node")
+    assert started and 'data: 1 document, 9.0k tokens; sample: "words to train on words' in caplog.text
+
+
+def test_node_without_the_text_does_not_start(started: list[NodeOptions], tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.to_toml())
+    (tmp_path / "text.txt").unlink()
+    with pytest.raises(MissingFileError, match=r"no file matches data.path '\*.txt'"):
+        command.join_run(str(run), FLAGS, folder=tmp_path / "node")
+    assert not started
 
 
 def test_paths_are_resolved_and_node_listens_on_all_interfaces(started: list[NodeOptions], tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
-    run.write_text(MANIFEST.to_toml())
+    run.write_text(RUN.to_toml())
     command.join_run(str(run), FLAGS, folder=tmp_path / "a" / ".." / "b")
     command.join_run(str(run), replace(FLAGS, listen=["/ip4/127.0.0.1/tcp/1"]))
-    assert started[0].manifest == MANIFEST and started[0].base == tmp_path.resolve()
+    assert started[0].manifest == RUN and started[0].base == tmp_path.resolve()
     assert started[0].folder == tmp_path.resolve() / "b"
     assert started[0].listen == listen_on_all_interfaces() and started[1].listen == ("/ip4/127.0.0.1/tcp/1",)
     assert started[1].folder.is_absolute()
@@ -53,9 +79,9 @@ def test_missing_manifest_is_refused(started: list[NodeOptions], tmp_path: Path)
 
 def test_unknown_method_fails_before_the_folder_is_locked(started: list[NodeOptions], tmp_path: Path) -> None:
     """The organiser's key is not saved either."""
-    method = MANIFEST.method.model_copy(update={"recipe": "dilocco"})
+    method = RUN.method.model_copy(update={"recipe": "dilocco"})
     run = tmp_path / "run.toml"
-    run.write_bytes(sign_manifest(MANIFEST.model_copy(update={"method": method}), Identity.create()))
+    run.write_bytes(sign_manifest(RUN.model_copy(update={"method": method}), Identity.create()))
     with pytest.raises(ManifestError, match="did you mean 'diloco'"):
         command.join_run(str(run), FLAGS, folder=tmp_path / "node")
     assert not started and not (tmp_path / "node").exists()
@@ -72,8 +98,9 @@ def test_node_resumes_although_the_host_is_gone(
     with pytest.raises(UnreachableError):
         join_again()
     folder.mkdir()
-    (folder / "run.toml").write_text(MANIFEST.to_toml())
-    save_invitation(folder, Invitation(MANIFEST, Identity.create().peer_id, None, source=url))
+    write_text(folder / "data")
+    (folder / "run.toml").write_text(RUN.to_toml())
+    save_invitation(folder, Invitation(RUN, Identity.create().peer_id, None, source=url))
     join_again()
-    assert started[0].manifest == MANIFEST and started[0].folder == folder
+    assert started[0].manifest == RUN and started[0].folder == folder
     assert "continuing with the run that was joined from there before" in caplog.text

@@ -141,6 +141,14 @@ def test_unknown_method_fails_before_the_folder_is_locked(tmp_path: Path) -> Non
     assert not (tmp_path / "swarm").exists()
 
 
+def test_missing_text_is_named_before_a_peer_starts(tmp_path: Path) -> None:
+    text = TEST_RUN.read_text().replace('source = "python-stdlib"', 'source = "text"\npath = "none/*.txt"')
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(MissingFileError, match="no file matches data.path"):
+        up(UpOptions(run=tmp_path / "run.toml", folder=tmp_path / "swarm"))
+    assert not (tmp_path / "swarm" / "peer-0").exists()
+
+
 def test_missing_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         up(UpOptions(run=tmp_path / "nowhere.toml"))

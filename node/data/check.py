@@ -1,0 +1,254 @@
+"""Check the text of a run in a few seconds, before a peer is announced.
+
+The check opens the text as the trainer does, counts documents and tokens for READ_SECONDS, and decodes a sample. A data
+set of the hub is read in a child process (`python -m node.data.check`), because the library needs much memory,
+and the network may not answer.
+"""
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from node.data.batches import BatchReader, validation_batches
+from node.data.corpus import (
+    Shard,
+    TokenArray,
+    count_held_out,
+    is_held_out,
+    require_held_out_tokens,
+    require_training_tokens,
+    require_vocabulary,
+)
+from node.data.huggingface import open_examples
+from node.data.skipped_rows import RowPass, SkipLog
+from node.data.source import name_text_faults, open_source
+from node.data.text_files import find_files, name_of, read_files
+from node.data.tokenizer import TextTokenizer, open_tokenizer
+from node.monitoring.logs import sanitize
+from node.process import python_environment
+from node.units import format_count, format_plural
+from protocol.errors import DataError, MurmurError, error_with_code
+from protocol.manifest import DataSection, Manifest, parse_manifest
+
+logger = logging.getLogger(__name__)
+
+READ_SECONDS = 3.0
+CHILD_SECONDS = 60.0
+PIECE_CHARACTERS = 2**20
+SAMPLE_TOKENS = 64
+SAMPLE_CHARACTERS = 60
+DRAWN_WINDOWS = 64  # of shards, to find damaged ids
+VALIDATION_TOKENS = 65_536
+
+
+class TextReport(BaseModel):
+    """What the check found in a usable text."""
+
+    documents: int | None = None  # None: the source does not know them
+    tokens: int = 0
+    is_complete: bool = True  # False: there is more than was counted
+    sample: str = ""
+    skipped: tuple[str, ...] = ()  # lines about rows that cannot be used
+    unchecked: str = ""  # why the text was not read
+
+    def describe(self) -> str:
+        """Return the line for people."""
+        if self.unchecked:
+            return f"not checked: {self.unchecked}"
+        at_least = "" if self.is_complete else "at least "
+        documents = "" if self.documents is None else f"{at_least}{format_plural(self.documents, 'document')}, "
+        return f'{documents}{at_least}{format_count(self.tokens)} tokens; sample: "{self.sample}"'
+
+
+def check_text(manifest: Manifest, base: Path) -> TextReport:
+    """Open and read the text of a run; `base` is the folder of its paths.
+
+    Raises:
+        DataError, MissingFileError: The trainer could not use this text.
+    """
+    if manifest.data.source == "hf":
+        return _check_in_child(manifest, base)
+    return read_text(manifest, base)
+
+
+def check_and_log_text(manifest: Manifest, base: Path) -> None:
+    """Check the text, and log the result. Raises as `check_text`."""
+    report = check_text(manifest, base)
+    logger.info("data: %s", report.describe())
+    for line in report.skipped:
+        logger.warning("data: %s", line)
+
+
+def is_on_hub(manifest: Manifest, base: Path) -> bool:
+    """Return whether the text is downloaded while the run trains."""
+    return manifest.data.source == "hf" and not (base / manifest.data.path).exists()
+
+
+def read_text(manifest: Manifest, base: Path) -> TextReport:
+    """Check the text in this process."""
+    with name_text_faults(manifest.data):
+        if manifest.data.source == "tokens":
+            return _read_shards(manifest, base)
+        return _read_documents(manifest, base)
+
+
+def _read_shards(manifest: Manifest, base: Path) -> TextReport:
+    corpus, context = open_source(manifest.data, base), manifest.model.context
+    assert isinstance(corpus.training, TokenArray)
+    corpus.require_vocabulary(manifest.model.vocabulary)
+    validation_batches(corpus, context, VALIDATION_TOKENS)
+    windows = BatchReader(corpus, context, manifest.run.seed, "check").next_batch(DRAWN_WINDOWS)
+    tokenizer = open_tokenizer(manifest.data.tokenizer, base)
+    report = corpus.skip_log.take_report()
+    return TextReport(
+        tokens=len(corpus.training) + len(corpus.validation),
+        sample=_decode_sample(tokenizer, windows[0].tolist()),
+        skipped=report.lines if report else (),
+    )
+
+
+class _Piece(NamedTuple):
+    """A part of a document, so that a long one does not take long either."""
+
+    tokens: Shard
+    name: bytes  # of the document; decides whether it is held out
+    is_first: bool
+
+
+class _Count:
+    """Documents and tokens read so far."""
+
+    def __init__(self, validation_share: float) -> None:
+        self._validation_share = validation_share
+        self._first_tokens = 0
+        self._held_out_documents = 0
+        self._held_out_tokens = 0
+        self.documents = 0
+        self.tokens = 0
+        self.sample: Shard | None = None
+
+    def add(self, piece: _Piece) -> None:
+        """Count a piece of a document."""
+        length = len(piece.tokens)
+        self.documents += piece.is_first
+        self.tokens += length
+        if self.documents == 1:
+            self._first_tokens += length
+        if is_held_out(piece.name, self._validation_share):
+            self._held_out_documents += piece.is_first
+            self._held_out_tokens += length
+        if self.sample is None and length:
+            self.sample = piece.tokens[:SAMPLE_TOKENS]
+
+    def held_out_tokens(self, are_files: bool) -> int:
+        """Return the number of tokens that are held out; of files, some always are and some are not."""
+        if are_files and self.documents == 1:
+            return count_held_out(self.tokens, self._validation_share)
+        if are_files and self._held_out_documents in (0, self.documents):
+            return self._first_tokens
+        return self._held_out_tokens
+
+
+def _read_documents(manifest: Manifest, base: Path, clock: Callable[[], float] = time.monotonic) -> TextReport:
+    tokenizer, log = open_tokenizer(manifest.data.tokenizer, base), SkipLog()
+    count = _Count(manifest.data.validation_share)
+    require_vocabulary(tokenizer.size, manifest.model.vocabulary)
+    deadline, is_complete = math.inf, True
+    for piece in _pieces(manifest, base, tokenizer, log):
+        count.add(piece)
+        if count.tokens and deadline == math.inf:
+            deadline = clock() + READ_SECONDS  # opening a data set takes time of its own
+        elif clock() > deadline:
+            is_complete = False
+            break
+    if is_complete:
+        _require_windows(manifest, count)
+    report = log.take_report()
+    return TextReport(
+        documents=count.documents,
+        tokens=count.tokens,
+        is_complete=is_complete,
+        sample="" if count.sample is None else _decode_sample(tokenizer, count.sample.tolist()),
+        skipped=report.lines if report else (),
+    )
+
+
+def _pieces(manifest: Manifest, base: Path, tokenizer: TextTokenizer, log: SkipLog) -> Iterator[_Piece]:
+    for name, text in _documents(manifest.data, base, tokenizer, log):
+        for start in range(0, max(1, len(text)), PIECE_CHARACTERS):
+            yield _Piece(tokenizer.encode(text[start : start + PIECE_CHARACTERS]), name, is_first=start == 0)
+        yield _Piece(tokenizer.end, name, is_first=False)
+
+
+def _documents(config: DataSection, base: Path, tokenizer: TextTokenizer, log: SkipLog) -> Iterator[tuple[bytes, str]]:
+    if config.source == "hf":
+        yield from ((text.encode(), text) for text in open_examples(config, base, tokenizer, log).texts())
+        return
+    files, root = find_files(config, base)
+    yield from ((name_of(path, root), text) for path, text in read_files(files, RowPass(log)))
+
+
+def _require_windows(manifest: Manifest, count: _Count) -> None:
+    if not count.tokens:
+        raise DataError(f"the text {manifest.data.path!r} is empty; give files with text")
+    held_out = count.held_out_tokens(are_files=manifest.data.source != "hf")
+    require_training_tokens(count.tokens - held_out, manifest.model.context)
+    require_held_out_tokens(held_out, manifest.model.context)
+
+
+def _decode_sample(tokenizer: TextTokenizer, tokens: Sequence[int]) -> str:
+    """Return the beginning of the tokens' text as one line that a terminal may show."""
+    text = "".join(tokenizer.decode(iter(tokens[:SAMPLE_TOKENS])))
+    line = sanitize(" ".join(text.split()))
+    return line if len(line) <= SAMPLE_CHARACTERS else line[: SAMPLE_CHARACTERS - 3] + "..."
+
+
+class _ChildAnswer(BaseModel):
+    report: TextReport | None = None
+    error: str = ""
+    exit_code: int = 0
+
+
+def _check_in_child(manifest: Manifest, base: Path) -> TextReport:
+    request = json.dumps({"manifest": manifest.to_toml(), "base": str(base)})
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "node.data.check"],
+            input=request.encode(),
+            capture_output=True,
+            timeout=CHILD_SECONDS,
+            env=python_environment(),
+            check=False,
+        )
+        answer = _ChildAnswer.model_validate_json(child.stdout)
+    except subprocess.TimeoutExpired:
+        return TextReport(unchecked=f"the data set did not answer within {CHILD_SECONDS:.0f} s")
+    except ValidationError as error:
+        last_line = child.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(f"the data set {manifest.data.path!r} cannot be read: {last_line}; check it") from error
+    if answer.report is None:
+        raise error_with_code(answer.exit_code, answer.error)
+    return answer.report
+
+
+def main() -> None:
+    """Answer one request on standard input."""
+    request = json.load(sys.stdin)
+    manifest = parse_manifest(request["manifest"].encode(), "the manifest")
+    try:
+        answer = _ChildAnswer(report=read_text(manifest, Path(request["base"])))
+    except MurmurError as error:
+        answer = _ChildAnswer(error=str(error), exit_code=error.exit_code)
+    sys.stdout.write(answer.model_dump_json())
+
+
+if __name__ == "__main__":
+    main()
