@@ -57,7 +57,9 @@ class CommitFileHeader:
 
     def limits(self) -> ContributionLimits:
         """Return wide limits: the peers already checked their commits against the limits of the run."""
-        return ContributionLimits(self.codec, self.shapes, MAX_PARTS, MAX_TOKENS, MAX_BLOB_BYTES)
+        return ContributionLimits(
+            self.codec, self.shapes, MAX_PARTS, MAX_TOKENS, MAX_BLOB_BYTES, organiser=self.organiser
+        )
 
 
 @dataclass(frozen=True)

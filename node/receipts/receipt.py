@@ -22,7 +22,7 @@ from protocol.signing import DOMAIN, fingerprint
 MAX_RECEIPT_BYTES = 256 << 20
 MAX_SHOWN_NAME = 64
 COMPARED_FIELDS = (
-    "format", "run_rounds", "chain_digest", "run_tokens", "missing_tokens", "segments", "tokens", "rounds",
+    "format", "organiser", "run_rounds", "chain_digest", "run_tokens", "missing_tokens", "segments", "tokens", "rounds",
 )  # fmt: skip
 Hex32 = str
 
@@ -59,6 +59,7 @@ class ReceiptContent(ReceiptModel):
     format: str = "murmur receipt 1"
     run: str
     run_id: str
+    organiser: str = Field(description="the key that may steer the run; empty if there is none")
     peer: PeerId
     name: str
     tokens: int
@@ -116,6 +117,7 @@ def build_content(ledger: Ledger, run: str, peer: PeerId, name: str, issuer: Pee
     return ReceiptContent(
         run=run,
         run_id=ledger.header.run_id,
+        organiser=ledger.header.organiser,
         peer=peer,
         name=name,
         tokens=account.tokens,

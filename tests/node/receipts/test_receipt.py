@@ -12,11 +12,14 @@ from node.receipts.ledger import commit_reader, read_ledger
 from node.receipts.receipt import Receipt, ReceiptContent, issue_receipt, sign_content, verify_receipts
 from protocol import murmur_pb2 as wire
 from protocol.consensus.chain import extend_head
+from protocol.consensus.messages import Adoption, Commit, SignedMessage
 from protocol.errors import ReceiptError
 from protocol.identity import Identity
+from protocol.revisions import REVISION_KIND, Revision, encode_changes
 from protocol.signing import sign
 from tests.node.receipts.example_commits import (
     GENESIS,
+    HEADER,
     HOST,
     MARY,
     THREE_PEERS,
@@ -29,7 +32,9 @@ from tests.node.receipts.example_commits import (
     signed_commit,
     write_messages,
 )
-from tests.node.small_run import RUN_ID
+from tests.node.small_run import PEERS, RUN_ID, stated
+
+ORGANISER = PEERS[5]
 
 COMMITS = chain(THREE_PEERS)
 HEAD = head_after(COMMITS)
@@ -122,6 +127,7 @@ LIES = {
     "the final digest": (lambda receipt: changed(receipt, chain_digest="00" * 32), "differ in chain_digest"),
     "another run": (lambda receipt: changed(receipt, run_id="ab" * 32), "is for run abab"),
     "work of another peer": (lambda receipt: changed(receipt, peer=TOM.peer_id), "is another one"),
+    "another organiser": (lambda receipt: changed(receipt, organiser=TOM.peer_id), "differ in organiser"),
     "fewer rounds": (lambda receipt: changed(receipt, run_rounds=4), "leaves out|no contribution|differ"),
 }
 
@@ -202,3 +208,27 @@ def test_ledger_refuses_a_commit_of_another_chain(commits: Path) -> None:
     assert extend_head(ledger.head, chain([{1: (1, 0)}], HEAD)[0].body).round == HEAD.round + 1
     with pytest.raises(ReceiptError, match="do not follow"):
         ledger.add(stray[0])
+
+
+def steered(organiser: Identity) -> list[SignedMessage[Commit]]:
+    """Return a chain whose second commit adopts a revision."""
+    body = Revision(1, b"", 3, encode_changes({"target.rounds": 9}), 1.0)
+    revision = SignedMessage.of(sign(organiser, REVISION_KIND, RUN_ID, body.to_wire()), body)
+    first, second = COMMITS[:2]
+    adopting = dataclasses.replace(second.body, adoption=Adoption(revision.digest, (revision,)))
+    return [first, stated(HOST, adopting)]
+
+
+def test_commits_that_adopt_a_revision_of_the_organiser_verify(tmp_path: Path) -> None:
+    """Control: a revision that another key signed makes the commit invalid."""
+    assert HEADER.organiser == ORGANISER.peer_id
+    for organiser, is_valid in ((ORGANISER, True), (TOM, False)):
+        log = log_in(tmp_path / organiser.peer_id)
+        log.extend(GENESIS, steered(organiser))
+        receipt = receipt_of(log.path, MARY)
+        assert receipt.tokens == 210
+        if is_valid:
+            verify_receipts([receipt], log.path)
+        else:
+            with pytest.raises(ReceiptError, match="round 1 is not valid: a revision"):
+                verify_receipts([receipt], log.path)
