@@ -128,7 +128,7 @@ def _parse_content(kind: bytes, content: bytes) -> ChainHead | wire.Signed | Non
         if kind == COMMIT:
             return wire.Signed.FromString(content)
         return ChainHead.from_json(json.loads(content)) if kind == START else None
-    except (DecodeError, CheckpointError, ValueError, AttributeError):
+    except (DecodeError, CheckpointError, ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -6,7 +6,6 @@ which contribution, in which round it counts, and with how many tokens.
 """
 
 import base64
-import binascii
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,7 +195,7 @@ def verify_issuer(receipt: Receipt) -> None:
     """Raise ReceiptError unless the issuer signed exactly this receipt."""
     try:
         verify(receipt.issuer, receipt.signed_bytes(), base64.b64decode(receipt.signature, validate=True))
-    except (PeerFault, binascii.Error) as error:
+    except (PeerFault, ValueError) as error:  # base64 that is not ASCII is a ValueError
         raise ReceiptError(
             f"the receipt of {receipt.peer} is not what {receipt.issuer} signed: it was changed, or forged"
         ) from error
