@@ -13,15 +13,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from node.flags import MachineFlags, NodeFlags, expand_flags
 from node.process import INTERRUPTED, discard_output, prepare_standard_streams, rare_garbage_collection
 from protocol.errors import MurmurError, StorageError
 
+
+class PlainGroup(TyperGroup):
+    """The group of all commands; it describes a refused value in the words of the manifest's errors."""
+
+    def invoke(self, ctx: Any) -> object:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            faults = getattr(error.__cause__, "errors", None)  # those of pydantic, which typer uses for the types
+            if faults is not None:
+                from protocol.fault_words import describe_value
+
+                error.message = describe_value(faults(include_url=False)[0])
+            raise
+
+
 app = typer.Typer(
+    cls=PlainGroup,
     help="Train one language model together on machines anywhere on the internet.",
     no_args_is_help=True,
     add_completion=False,

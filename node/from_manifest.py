@@ -15,9 +15,11 @@ from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import TOPOLOGIES, Topology, make_topology
 from protocol.errors import ManifestError
+from protocol.fault_words import shorten
 from protocol.manifest import Manifest, TrainSection
 from protocol.manifest_faults import ManifestText
 
+MAX_ERROR_CHARACTERS = 1000  # of a method's error, which may quote a long value and name all recipes
 OPTION_IN_ERROR = re.compile(r"^(?P<part>\w+)(?:\.(?P<option>\w+)| '[^']*' has no option '(?P<unknown>\w+)')?")
 
 
@@ -26,7 +28,7 @@ def build_method(manifest: Manifest) -> Method:
     try:
         return compose(manifest.method.recipe, manifest.method.overrides())
     except OptimError as error:
-        raise ManifestError(f"method: {error}", _keys_of(error)) from error
+        raise ManifestError(f"method: {shorten(str(error), MAX_ERROR_CHARACTERS)}", _keys_of(error)) from error
 
 
 def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlanner:
@@ -39,7 +41,7 @@ def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlan
         program = RoundPlanner(method, shape_table(manifest.model).layout, manifest.round.parts)
         program.max_contribution_bytes  # noqa: B018  # lays out every kind of round
     except OptimError as error:
-        raise ManifestError(f"method: {error}", _keys_of(error)) from error
+        raise ManifestError(f"method: {shorten(str(error), MAX_ERROR_CHARACTERS)}", _keys_of(error)) from error
     return program
 
 

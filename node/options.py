@@ -27,6 +27,8 @@ Device = Literal["auto", "cpu", "cuda"]
 LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
 PORT = re.compile(r"^[0-9]{1,5}\Z")
+MIN_THREAD_LIMIT = 64
+THREADS_PER_CORE = 4  # more would only wait for each other
 OPTION_NAMES = {"peers": "--peer", "folder": "--dir", "base": "RUN"}  # whose field has another name
 Options = TypeVar("Options", bound="TrainerOptions")
 
@@ -41,11 +43,19 @@ class TrainerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Device = "auto"
-    threads: int | None = Field(default=None, ge=1, le=4096, description="None means as many as there are cores")
+    threads: int | None = Field(default=None, ge=1, description="None means as many as there are cores")
     memory: Annotated[int | None, BeforeValidator(_parse_memory)] = Field(
         default=None, ge=1, description="bytes that the trainer may use; None means no limit"
     )
     pause_when_busy: bool = Field(default=False, description="train only while other programs leave the device alone")
+
+    @field_validator("threads")
+    @classmethod
+    def _are_few(cls, threads: int | None) -> int | None:
+        cores = os.cpu_count() or 1
+        if threads is not None and threads > max(MIN_THREAD_LIMIT, THREADS_PER_CORE * cores):
+            raise ValueError(f"{threads} threads are too many for {cores} cores; leave the option out to use all cores")
+        return threads
 
     @property
     def thread_count(self) -> int:

@@ -43,7 +43,7 @@ class ManifestText:
 
     def place(self, keys: Sequence[str]) -> str:
         """Return `key.path (line 7)`; without the line if the text has no such key or table."""
-        path, line = shorten(".".join(keys)), self._line_of(keys)
+        path, line = shorten(".".join(key or '""' for key in keys)), self._line_of(keys)
         return f"{path} (line {line})" if line else path
 
     def fault(self, message: str) -> ManifestError:
@@ -113,11 +113,12 @@ def describe_invalid_values(error: ValidationError, kind: type[BaseModel], text:
         name = f"the table [{keys[0]}]" if len(keys) == 1 else ".".join(keys)
         return text.fault(f"{name} is missing; add it")
     message, value = describe_value(fault), fault["input"]
-    if isinstance(value, dict):  # a rule about several keys; its text begins with one of them
+    is_rule = fault["type"] == "value_error" and isinstance(value, dict)  # about several keys, one of which it names
+    if is_rule:
         first, _, rest = message.partition(" ")
         named = (*keys, *first.split("."))
         return text.fault_at(named, rest) if text.has(named) else text.fault_at(keys, message)
-    return text.fault_at(keys, f"{message}, got {shorten(_as_toml(value))}")
+    return text.fault_at(keys, f"{message}, got {'a table' if isinstance(value, dict) else shorten(_as_toml(value))}")
 
 
 def _is_table(value: object) -> bool:

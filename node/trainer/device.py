@@ -1,17 +1,22 @@
 """The device of a trainer and the limit on its memory."""
 
 import importlib.util
+import os
 import resource
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 
 from node.ipc.channel import DeviceUse
+from node.model import shape_table
 from node.model.memory_estimate import fit_microbatch
 from node.options import Device, NodeOptions
 from node.trainer.pause_when_busy import usage_meter_for
+from node.units import format_bytes, format_count
 from protocol.errors import DeviceError, MurmurError
 
+ANCHOR_BYTES_PER_PARAMETER = 8  # fp32, in two buffers
 UNUSED_MEMORY_BYTES = 256 << 20  # allocated but never touched, such as the stacks of threads
 
 
@@ -42,11 +47,32 @@ def measure_device_use(device: torch.device) -> DeviceUse | None:
 
 
 def require_usable_device(settings: NodeOptions) -> None:
-    """Raise DeviceError if the device is missing or the allowed memory too small, before anything starts."""
+    """Raise DeviceError if the device is missing or the memory too small, before anything starts."""
     device = choose_device(settings.device)
+    _require_memory(shape_table(settings.manifest.model).numel, total_memory())
     fit_microbatch(settings.manifest, settings.memory, device.type)
     if settings.pause_when_busy:
         usage_meter_for(device)
+
+
+def _require_memory(parameters: int, total_bytes: int) -> None:
+    """Raise DeviceError if even the two anchors do not fit into this machine's memory."""
+    needed = parameters * ANCHOR_BYTES_PER_PARAMETER
+    if needed > total_bytes:
+        raise DeviceError(
+            f"the model has {format_count(parameters)} parameters and needs at least {format_bytes(needed)}, but this "
+            f"machine has {format_bytes(total_bytes)} of memory; use a larger machine, or a smaller model"
+        )
+
+
+def total_memory() -> int:
+    """Return the bytes of this machine's memory and swap space."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):  # without /proc, the swap space is not known
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("SwapTotal:"):
+                return pages + int(line.split()[1]) * 1024
+    return pages
 
 
 def limit_memory(max_bytes: int | None, device: torch.device) -> None:

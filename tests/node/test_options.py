@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,10 @@ def test_defaults() -> None:
         ({"direct": "70000"}, "--direct: '70000' is not a port; use 0"),
         ({"direct": ""}, "--direct: '' is not a port; use 0"),
         ({"name": "a\x07b"}, r"--name: 'a\\x07b' has control characters, .*; remove them"),
-        ({"threads": 0}, "--threads: "),
+        ({"threads": 0}, "--threads: must be at least 1"),
+        ({"threads": 100_000}, "--threads: 100000 threads are too many for .* cores; leave"),
+        ({"folder": Path(os.fsdecode(b"caf\xe9"))}, r"--dir: the path 'caf\\udce9' is not UTF-8 text; use another"),
+        ({"name": os.fsdecode(b"caf\xe9")}, "--name: must be UTF-8 text"),
         ({"upload": 0.0}, "--upload: "),
         ({"colour": 1}, "--colour: "),
     ],
