@@ -165,7 +165,8 @@ def build_peer_processes(config: SwarmConfig) -> list[PeerProcess]:
     processes = []
     for index in range(config.peers):
         node_dir = paths.peer_dir(config.folder, index)
-        command = [sys.executable, "-m", "node.cli", "join", str(config.folder / "run.toml"), "--dir", str(node_dir)]
+        command = [sys.executable, "-P", "-m", "node.cli", "join", str(config.folder / "run.toml")]
+        command += ["--dir", str(node_dir)]
         command += ["--name", node_dir.name, *to_arguments(config.flags), "--listen", LISTEN_ON_LOOPBACK]
         processes.append(PeerProcess(node_dir.name, node_dir, command))
     return processes

@@ -16,7 +16,7 @@ from node.from_manifest import require_program
 from node.model import shape_table
 from node.options import parse_node_options
 from node.trainer.device import require_usable_device
-from protocol.errors import MurmurError
+from protocol.errors import DeviceError, MurmurError
 from protocol.identity import Identity
 from protocol.manifest import parse_manifest
 from protocol.signing import load_signed_manifest, sign_manifest
@@ -175,6 +175,8 @@ def outcome(path: Path, seed: int) -> str:
     try:
         start(path)
         line = "valid"
+    except DeviceError as error:  # a model larger than this machine
+        line = f"{path}: {error}"
     except MurmurError as error:
         line = str(error)
     except Exception as error:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 MURMUR = (sys.executable, "-P", "-m", "node.cli")
 PLANTED = ("random.py", "optim/__init__.py", "node/__init__.py")
+SAFE = ("env=python_environment()", "**python_environment()", '"-P"', '"-I"')  # one of these in every starter
 IMPORTS = "import random, optim, node"
 
 
@@ -36,6 +37,14 @@ def test_children_do_not_import_from_the_working_directory(planted: Path) -> Non
         command = [sys.executable, "-c", IMPORTS]
         subprocess.run(command, cwd=planted, env=environment, check=True, timeout=60, capture_output=True)
         assert (planted / "ran").exists() == ("PYTHONSAFEPATH" not in environment)
+
+
+@pytest.mark.parametrize("package", ["node", "protocol", "optim"])
+def test_every_python_process_has_a_safe_import_path(package: str) -> None:
+    starters = [path for path in (ROOT / package).rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
+    assert starters or package == "optim"
+    for path in starters:
+        assert any(sign in path.read_text(encoding="utf-8") for sign in SAFE), path
 
 
 def test_children_import_the_same_checkout(tmp_path: Path) -> None:
