@@ -6,7 +6,8 @@ one meaning: the manifest of a round is the base manifest with the changes of al
 order of their numbers.
 
 A change is one JSON object, for example {"target.rounds":200,"train.learning_rate":0.001}. `STEERABLE` lists its keys.
-All others (shapes, method, data, seed, the organiser's key) decide what the weights mean and stay as they are.
+All others stay as they are: shapes, method, data, seed and the organiser's key decide what the weights mean, and the
+intervals of gossip hold for every node at any moment, also for one that does not know the newest revision.
 """
 
 import json
@@ -34,7 +35,6 @@ STEERABLE: Final[Mapping[str, tuple[str, ...]]] = {
     "target": ("rounds", "tokens", "keepers"),
     "train": ("learning_rate", "warmup_steps", "decay_steps", "final_share", "weight_decay", "clip"),
     "round": ("grace", "leader_timeout", "exchange_timeout"),
-    "membership": ("heartbeat", "expiry"),
     "checkpoint": ("every_rounds", "keep"),
     "about": ("description", "organiser", "data", "licence", "url"),
 }

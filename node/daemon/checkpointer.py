@@ -37,7 +37,7 @@ from protocol.blobs.store import BlobStore
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit
 from protocol.errors import CheckpointError, MissingFileError, StorageError
-from protocol.manifest import RunId
+from protocol.manifest import CheckpointSection, RunId
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +162,7 @@ class CheckpointerOptions:
     directory: Path
     run_id: RunId
     shapes: ShapeTable
-    every_rounds: int
-    keep: int
+    schedule: CheckpointSection
     max_blob_bytes: int
 
 
@@ -195,6 +194,7 @@ class Checkpointer:
         errors: ErrorRecorder,
     ) -> None:
         self._options = options
+        self.schedule = options.schedule  # as the organiser's revisions have it
         self._store = store
         self._shared_memory = shared_memory
         self._trainer = trainer
@@ -256,7 +256,7 @@ class Checkpointer:
             await self.wait_until_saved()
 
     def _is_save_due(self, replicated: ReplicatedState) -> bool:
-        return replicated.chain.round % self._options.every_rounds == 0
+        return replicated.chain.round % self.schedule.every_rounds == 0
 
     async def wait_until_saved(self) -> None:
         """Wait until the running save, if any, is on disk or has failed with a line in the log."""
@@ -300,7 +300,7 @@ class Checkpointer:
             inner=inner,
             inner_meta=copied[0].meta if copied else {},
         )
-        checkpoint.save(self._options.directory, snapshot, self._options.shapes, self._options.keep)
+        checkpoint.save(self._options.directory, snapshot, self._options.shapes, self.schedule.keep)
 
 
 @dataclass(frozen=True)

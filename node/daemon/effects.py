@@ -117,8 +117,8 @@ class Effects:
             case TargetReached():
                 self.reached = action
                 self._inbox.end()
-            case LeaveRun():
-                self._inbox.leave()
+            case LeaveRun(is_extended):
+                self._inbox.leave(is_extended)
             case ReportPhase() | ReportRecovered() | ReportMissed() | ReportPace() | ReportCatchUp() | Rejected():
                 self._state.report(action)
 

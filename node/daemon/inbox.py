@@ -39,6 +39,7 @@ class Inbox:
         self._fault: BaseException | None = None
         self._ended = asyncio.Event()
         self._may_leave = asyncio.Event()
+        self.is_extended = False  # whether it leaves because the run goes on
 
     def attach(self, handler: EventHandler) -> None:
         self._handler = handler
@@ -68,8 +69,9 @@ class Inbox:
         """Record that the run is over."""
         self._ended.set()
 
-    def leave(self) -> None:
-        """Record that nobody needs this node any more."""
+    def leave(self, is_extended: bool = False) -> None:
+        """Record that nobody needs this node any more, or that the run goes on beyond its end."""
+        self.is_extended = is_extended
         self._may_leave.set()
 
     async def wait_until_ended(self) -> None:

@@ -39,12 +39,16 @@ Beside = Callable[[Node], AbstractAsyncContextManager[None]]  # runs next to the
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The end of a run that a node has seen; `is_ours` says whether this node has the final model."""
+    """The end of a run that a node has seen; `is_ours` says whether this node has the final model.
+
+    `is_extended`: the organiser has moved the target meanwhile.
+    """
 
     round: int
     tokens: int
     validation_loss: float | None
     is_ours: bool
+    is_extended: bool = False
 
 
 async def run_node(
@@ -62,7 +66,11 @@ async def run_node(
     """
     with locked_run_dir(settings) as folder:
         folder.copy_tokenizer(settings.manifest, settings.base)
-        return await Daemon(settings, folder, display, beside, stays).run()
+        while True:
+            finished = await Daemon(settings, folder, display, beside, stays).run()
+            if finished is None or not finished.is_extended:
+                return finished
+            logger.info("the organiser has extended the run; this node goes on")
 
 
 @contextmanager
@@ -136,7 +144,7 @@ class Daemon:
     async def _main(self, node: Node) -> None:
         """Take part until the target, and stay for as long as others need us."""
         await node.run_replicas()
-        if self._stays:
+        if self._stays and not node.is_extended:
             await self._stop.wait()
 
     async def _leave(self, node: Node, reason: str) -> None:
@@ -165,9 +173,8 @@ def _end_of(node: Node) -> FinishedRun | None:
     replica = next(iter(node.replicas.values()))
     if (reached := replica.effects.reached) is None:
         return None
-    return FinishedRun(
-        reached.head.round, reached.head.tokens, replica.swarm_view.newest_validation_loss(), reached.is_ours
-    )
+    loss, is_extended = replica.swarm_view.newest_validation_loss(), replica.inbox.is_extended
+    return FinishedRun(reached.head.round, reached.head.tokens, loss, reached.is_ours, is_extended)
 
 
 def _first_error(ended: Iterable[asyncio.Task[None]]) -> str:

@@ -192,9 +192,10 @@ class StateEffects:
 
     def _announce(self, commits: Sequence[Commit], outcome: ContributionOutcome) -> None:
         """Report the new head to people and peers."""
-        replicated = self._tools.replicated
+        tools, replicated = self._tools, self._tools.replicated
+        tools.checkpointer.schedule = tools.steering.manifest_at(replicated.chain.round).checkpoint
         self._status.record_rounds(replicated.chain.head, replicated.blob.digest, commits, outcome)
-        self._tools.swarm_view.announce_head(replicated.chain.head, replicated.blob.digest)
+        tools.swarm_view.announce_head(replicated.chain.head, replicated.blob.digest)
 
     async def _save(self, commits: Sequence[Commit]) -> None:
         """Retain the blobs that peers may request, and start to write a checkpoint."""

@@ -127,4 +127,5 @@ def peer_state(record: PeerRecord) -> PeerState:
         record.state_digest,
         is_trainer=record.role == "trainer",
         is_resting=record.resting,
+        revision=record.revision,
     )

@@ -53,9 +53,12 @@ class Departure:
         self._head, self._state, self._since = head, state, now
 
     def advance(self, now: float) -> list[ReportPhase | LeaveRun]:
-        """Return LeaveRun once, when nobody needs this peer any more; before that, report why it stays."""
+        """Return LeaveRun once, when nobody needs this peer or the run goes on; before that, report why it stays."""
         if self._head is None:
             return []
+        if not self._options.steering.is_target_reached:
+            self._head = self._deadline = None
+            return [ReportPhase("done", "the organiser has extended the run"), LeaveRun(is_extended=True)]
         self._observe(self._head, now)
         reason = self._reason_to_stay(self._head, now)
         if reason is None:
@@ -66,6 +69,11 @@ class Departure:
         self._reported = reason
         return [ReportPhase("done", f"the target is reached; waiting {reason}")]
 
+    @property
+    def _keepers(self) -> int:
+        """Return how many other machines must hold the final state."""
+        return self._options.steering.manifest_at(self._head.round if self._head else 0).target.keepers
+
     def next_deadline(self) -> float | None:
         """Return when the present wait ends."""
         return self._deadline
@@ -74,8 +82,10 @@ class Departure:
         options, late = self._options, self._count_late_trainers(head)
         if late and self._is_before(self._since + ARRIVAL_SECONDS, now):
             return f"for {late} other {'peer' if late == 1 else 'peers'}"
-        missing = options.keepers - len(self._holders)
-        if self._hosts_since and options.keepers:
+        if not options.steering.knows_all(self._snapshot) and self._is_before(self._since + ARRIVAL_SECONDS, now):
+            return "for the organiser's newest revision"
+        missing = self._keepers - len(self._holders)
+        if self._hosts_since and self._keepers:
             newest = max(self._hosts_since.values()) if missing > 0 else self._since
             seconds = MIN_HANDOVER_SECONDS + options.state_bytes / MIN_HANDOVER_BYTES_PER_SECOND
             if self._is_before(newest + seconds, now):
@@ -91,7 +101,7 @@ class Departure:
     def _observe(self, head: ChainHead, now: float) -> None:
         others = {peer: state for peer, state in self._snapshot.peers.items() if peer != self._peer_id}
         for peer, state in (*others.items(), *self._snapshot.left.items()):
-            if len(self._holders) < self._options.keepers and self._has_final_state(state, head):
+            if len(self._holders) < self._keepers and self._has_final_state(state, head):
                 self._holders.add(peer)
         hosts = [peer for peer, state in others.items() if state.is_keeper and not self._has_final_state(state, head)]
         self._hosts_since = {peer: self._hosts_since.get(peer, now) for peer in hosts[:MAX_WAITED_HOSTS]}

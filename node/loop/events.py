@@ -341,7 +341,9 @@ class TargetReached:
 
 @dataclass(frozen=True)
 class LeaveRun:
-    """Nobody needs this peer any more; after TargetReached."""
+    """Nobody needs this peer any more, or the organiser has extended the run; after TargetReached."""
+
+    is_extended: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ class LoopOptions:
         expiry: seconds for which a restarted peer waits for that number of trainers.
         has_contacts: whether the user named a peer to ask for the run.
         compares_states: whether all peers on one head must have the same state.
-        keepers: other machines that must hold the final state before this peer leaves.
         state_bytes: size of a state.
     """
 
@@ -45,5 +44,4 @@ class LoopOptions:
     expiry: float = 0.0
     has_contacts: bool = False
     compares_states: bool = True
-    keepers: int = 0
     state_bytes: int = 0

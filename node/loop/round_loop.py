@@ -204,7 +204,7 @@ class RoundLoop:
         is_new = self.chain.round == 0
         if is_new and self._options.has_contacts and not self._snapshot.peers.keys() - {self._peer_id}:
             return False
-        if is_new and (final := self._snapshot.final_head(self._peer_id, self.steering.is_final)):
+        if is_new and (final := self.steering.final_head(self._snapshot, self._peer_id)):
             self._stop()
             self._actions += [ReportPhase("done", "the run is over"), TargetReached(final, is_ours=False), LeaveRun()]
             return True

@@ -6,10 +6,12 @@ paused, or over, goes on. No round is made there that could adopt them. A peer t
 a round needs a majority, and the others go on as soon as they know the same revisions.
 """
 
+from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Adoption, Commit, Digest
 from protocol.consensus.revision_log import RevisionLog, SignedRevision
 from protocol.errors import LimitError, StaleError
+from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.revisions import REFERENCE_MANIFEST, RevisedManifest, Revision, manifest_of_round
 
@@ -75,6 +77,14 @@ class Steering:
         """Return whether the run is over at the head of any chain, as far as we know of revisions."""
         newest = self.log.newest(self._chain.head.revision)
         return self._revised(newest, head.round).is_target_reached(head.round, head.tokens)
+
+    def knows_all(self, snapshot: SwarmSnapshot) -> bool:
+        """Return whether we know the newest revision that each live peer announces."""
+        return all(state.revision in self.log for state in snapshot.peers.values())
+
+    def final_head(self, snapshot: SwarmSnapshot, peer_id: PeerId) -> ChainHead | None:
+        """Return the head at which the run is over for most other peers; None if we may lack a revision."""
+        return snapshot.final_head(peer_id, self.is_final) if self.knows_all(snapshot) else None
 
     @property
     def is_paused(self) -> bool:

@@ -20,12 +20,14 @@ class PeerState:
         state: the digest of its outer state; empty before it announces one.
         is_trainer: whether it trains.
         is_resting: whether its trainer is paused.
+        revision: the digest of the organiser's newest revision that it knows; empty if it knows none.
     """
 
     head: ChainHead | None
     state: Digest = b""
     is_trainer: bool = True
     is_resting: bool = False
+    revision: Digest = b""
 
     @property
     def is_keeper(self) -> bool:

@@ -81,7 +81,7 @@ class VirtualSwarm:
         self.fake_signer = FakeSigner(self.limits)
         initial = OuterState.initial(self.config.start_weights(), method)
         replicas = 1 if topology_class(method).has_shared_state else self.config.peers
-        target = TargetSection(tokens=self.config.target_tokens)
+        target = TargetSection(tokens=self.config.target_tokens, keepers=0)
         self.manifest_with_target = manifest.model_copy(update={"target": target})
         steering = unsteered(manifest)
         self.compute = SharedCompute(program, rate_by_round(steering, program), initial, replicas)

@@ -21,7 +21,6 @@ NEW_VALUES: dict[str, Any] = {
     "train.learning_rate": 1e-4, "train.warmup_steps": 5, "train.decay_steps": 900, "train.final_share": 0.2,
     "train.weight_decay": 0.0, "train.clip": 2.0,
     "round.grace": 3.0, "round.leader_timeout": 4.0, "round.exchange_timeout": 9.0,
-    "membership.heartbeat": 1.0, "membership.expiry": 8.0,
     "checkpoint.every_rounds": 4, "checkpoint.keep": 3,
     "about.description": "a run", "about.organiser": "Ada", "about.data": "text", "about.licence": "MIT",
     "about.url": "https://example.org/run",
@@ -52,7 +51,8 @@ def test_every_steerable_key_changes_its_value_and_no_other(key: str) -> None:
     "key",
     [
         "run.seed", "run.organiser_key", "run.name", "model.width", "data.path", "data.tokenizer", "method.recipe",
-        "train.batch_tokens", "train.beta1", "round.parts", "target", "train.", "run.min_peers", "", "paused.now",
+        "train.batch_tokens", "train.beta1", "membership.expiry", "round.parts", "target", "train.", "run.min_peers",
+        "", "paused.now",
     ],
 )  # fmt: skip
 def test_keys_that_decide_what_the_weights_mean_cannot_be_changed(key: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.round_loop import RoundLoop
+from node.loop.steering import Steering
 from protocol.consensus import messages
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
@@ -24,6 +25,7 @@ from protocol.consensus.state import RoundState
 from protocol.consensus.topology import Groups, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
+from protocol.manifest import Manifest
 from tests.simulation.disk import Disk
 from tests.simulation.seeded_run import FAULTS, SIZE_CONFLICT
 
@@ -190,6 +192,25 @@ def reports_all_groups(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoundLoop, "_advance", advanced)
 
 
+def uses_revisions_before_a_commit_adopts_them(patch: pytest.MonkeyPatch) -> None:
+    def manifest_at(self: Steering, round_number: int) -> Manifest:
+        return self._revised(self.log.newest(self._chain.head.revision), round_number).manifest
+
+    patch.setattr(Steering, "manifest_at", manifest_at)
+
+
+def follows_a_chain_without_its_revisions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Steering, "learn", lambda self, adoption: True)
+
+
+def makes_rounds_in_a_pause(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Steering, "is_paused", property(lambda self: False))
+
+
+def waits_for_a_commit_to_end_a_pause(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Steering, "is_paused", property(lambda self: self._views()[0].is_paused))
+
+
 FORK, STUCK = "two commits", "stuck"
 RELAPSES = ("relapse",)
 BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it shows soon
@@ -210,6 +231,10 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (forgets_what_it_sent, "applied", FAULTS),
     (reports_contributions_instead_of_parts, "is told, but", FAULTS),
     (reports_all_groups, "is told, but", FAULTS),
+    (uses_revisions_before_a_commit_adopts_them, "two manifests", FAULTS),
+    (follows_a_chain_without_its_revisions, "two manifests", FAULTS),
+    (makes_rounds_in_a_pause, "that is paused", FAULTS),
+    (waits_for_a_commit_to_end_a_pause, STUCK, FAULTS),
     (asks_only_a_majority_of_the_rest, FORK, ("strand",)),
     (waits_for_what_died_with_a_partner, STUCK, ("widow",)),
 ]

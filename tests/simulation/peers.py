@@ -87,7 +87,7 @@ class SimulatedPeer:
         self.actions: deque[Any] = deque()  # of the loop, on their way
         self.loop: RoundLoop
         self._life = 0  # how often it restarted
-        self._heartbeats = 0
+        self.heartbeats = 0
         self._build(genesis, None, ())
 
     @property
@@ -426,8 +426,8 @@ class SimulatedPeer:
         self.feed(HeadPublished())
 
     def send_heartbeat(self) -> None:
-        self._heartbeats += 1
-        if self._heartbeats % HEARTBEATS_PER_MEASUREMENT == 0:
+        self.heartbeats += 1
+        if self.heartbeats % HEARTBEATS_PER_MEASUREMENT == 0:
             self.swarm.measure_tables(self)
         self.gossip.broadcast()
         self.feed(SwarmChanged(self.gossip.snapshot()))

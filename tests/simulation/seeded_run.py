@@ -65,7 +65,7 @@ class SeededRun:
         self._chance = random.Random(f"faults {seed}")
         self._time_left = self.swarm.scenario.vote_memory - MARGIN
         self._plan()
-        if "steer" in self._faults or self._faults in (FAULTS, ISOLATING_FAULTS):
+        if self._faults in (FAULTS, ISOLATING_FAULTS):
             self.swarm.organiser.plan(seed)
 
     def _plan(self) -> None:

@@ -36,8 +36,7 @@ class CheckpointerSetup:
             directory=self.folder.checkpoints,
             run_id=RUN_ID,
             shapes=SHAPES,
-            every_rounds=MANIFEST.checkpoint.every_rounds,
-            keep=MANIFEST.checkpoint.keep,
+            schedule=MANIFEST.checkpoint,
             max_blob_bytes=room,
         )
         self.keeper = Checkpointer(options, self.store, self.arena, self, self, self.errors)

@@ -223,7 +223,9 @@ class RoundLoopSetup:
             "checkpointer": self.keeper, "revisions": FakeRevisionKeeper(),
             "downloads": Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
         }  # fmt: skip
-        fakes["steering"] = self.steering = Steering(manifest, self.replica.chain, RevisionLog())
+        target = manifest.target.model_copy(update={"keepers": 0})
+        steered = manifest.model_copy(update={"target": target})
+        fakes["steering"] = self.steering = Steering(steered, self.replica.chain, RevisionLog())
         tools = StateTools(method=METHOD, replicated=self.replica, **fakes)
         self.state_effects = StateEffects(self.inbox, cast(Any, self.standing), tools)
         self.loop = self._build_loop(manifest, has_contacts)

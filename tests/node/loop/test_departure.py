@@ -7,9 +7,13 @@ import pytest
 from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, Departure
 from node.loop.events import LeaveRun, LoopAction, ReportPhase
 from node.loop.options import LoopOptions, RoundOptions
-from node.loop.steering import unsteered
+from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.revision_log import RevisionLog
+from protocol.manifest import TargetSection
+from protocol.revisions import REFERENCE_MANIFEST
+from tests.node.loop.test_steering import signed_revision
 
 HEAD, EARLIER = ChainHead(8, b"h" * 32, 800), ChainHead(7, b"e" * 32, 700)
 STATE = b"s" * 32
@@ -21,10 +25,15 @@ WATCHER = PeerState(None, is_trainer=False)
 class Leaving:
     """A peer "me" that has reached the target at time 0, and the others that it sees."""
 
-    def __init__(self, others: dict[str, PeerState], *, has_restarted: bool = False, **options: Any) -> None:
+    def __init__(
+        self, others: dict[str, PeerState], *, has_restarted: bool = False, keepers: int = 1, **options: Any
+    ) -> None:
         round_options = RoundOptions("me", lambda number: None, None)  # type: ignore[arg-type, return-value]
-        values = {"keepers": 1, "expiry": 15.0, "has_contacts": True, "steering": unsteered(), **options}
-        self.departure = Departure(LoopOptions(round_options, **values))
+        target = TargetSection(rounds=HEAD.round, keepers=keepers)
+        self.log = RevisionLog()
+        steering = Steering(REFERENCE_MANIFEST.model_copy(update={"target": target}), Chain(HEAD), self.log)
+        values = {"expiry": 15.0, "has_contacts": True, **options}
+        self.departure = Departure(LoopOptions(round_options, steering, **values))
         self.now = 0.0
         self.see(others)
         self.departure.begin(HEAD, STATE, has_restarted, self.now)
@@ -144,3 +153,17 @@ def test_host_that_comes_late_gets_its_time() -> None:
 def test_a_reason_is_reported_once() -> None:
     peer = Leaving({"host": WATCHER})
     assert len(peer.departure.advance(0.0)) == 1 and peer.departure.advance(1.0) == []
+
+
+def test_peer_that_waits_after_the_target_goes_on_when_the_organiser_extends_the_run() -> None:
+    peer = Leaving({"a": LATE})
+    assert peer.reason() == "the target is reached; waiting for 1 other peer"
+    peer.log.add(signed_revision((), 0, target__rounds=20))
+    assert LeaveRun(is_extended=True) in peer.departure.advance(1.0)
+    assert peer.departure.advance(2.0) == [] and peer.departure.next_deadline() is None
+
+
+def test_peer_waits_a_while_for_a_revision_that_another_announces() -> None:
+    peer = Leaving({"a": PeerState(HEAD, STATE, revision=b"r" * 32)})
+    assert peer.reason() == "the target is reached; waiting for the organiser's newest revision"
+    assert peer.leaves_at() == ARRIVAL_SECONDS

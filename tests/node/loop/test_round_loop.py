@@ -64,13 +64,13 @@ STATE = Blob.of(b"state")
 class LoopUnderTest:
     """A loop, its clock, and all that it asked for."""
 
-    def __init__(self, target_rounds: int | None = None, **options: Any) -> None:
+    def __init__(self, target_rounds: int | None = None, keepers: int = 0, **options: Any) -> None:
         round_options = RoundOptions(ME, lambda number: SETTINGS, TERMS)
         pacing = Pacing(1.0, lambda number: 10, 1)
         session = RoundSession(round_options, lambda kind, body: sign(PEERS[1], kind, RUN_ID, body), pacing, None)
         self.chain = Chain.from_genesis(RUN_ID)
         self.contributions = ContributionTracker(PROGRAM)
-        manifest = MANIFEST.model_copy(update={"target": TargetSection(rounds=target_rounds)})
+        manifest = MANIFEST.model_copy(update={"target": TargetSection(rounds=target_rounds, keepers=keepers)})
         self.log = RevisionLog()
         options["steering"] = Steering(manifest, self.chain, self.log)
         self.loop = RoundLoop(LoopOptions(round_options, **options), self.chain, b"mine", self.contributions, session)

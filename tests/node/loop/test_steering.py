@@ -1,11 +1,13 @@
 """The manifest of a round: the chain decides which revisions hold, and only a halt may end by others."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from node.loop.steering import Steering
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages import Adoption, SignedMessage
@@ -18,6 +20,13 @@ from tests.node.small_run import RUN_ID, commit_of
 ORGANISER = Identity.create()
 
 
+def signed_revision(before: Sequence[SignedRevision], from_round: int, **values: Any) -> SignedRevision:
+    """Return a revision that continues these; `__` in a name stands for a dot."""
+    changes = encode_changes({key.replace("__", "."): value for key, value in values.items()})
+    body = Revision(len(before) + 1, before[-1].digest if before else b"", from_round, changes, 1.0)
+    return SignedMessage.of(sign(ORGANISER, REVISION_KIND, RUN_ID, body.to_wire()), body)
+
+
 class SteeredChain:
     """A chain of empty rounds, and the organiser's revisions that its peer knows."""
 
@@ -26,10 +35,7 @@ class SteeredChain:
         self.steering = Steering(REFERENCE_MANIFEST, self.chain, self.log)
 
     def sign(self, from_round: int, **values: Any) -> SignedRevision:
-        before = self.log.list_to(self.log.newest()) or ()
-        changes = encode_changes({key.replace("__", "."): value for key, value in values.items()})
-        body = Revision(len(before) + 1, before[-1].digest if before else b"", from_round, changes, 1.0)
-        revision = SignedMessage.of(sign(ORGANISER, REVISION_KIND, RUN_ID, body.to_wire()), body)
+        revision = signed_revision(self.log.list_to(self.log.newest()) or (), from_round, **values)
         self.log.add(revision)
         return revision
 
@@ -112,3 +118,15 @@ def test_revisions_of_a_commit_are_learned_and_unknown_ones_are_not_guessed() ->
     assert run.steering.learn(Adoption(second.digest)) is False
     assert run.steering.learn(Adoption(second.digest, (first, second))) and run.log.revisions == (first, second)
     assert run.steering.learn(Adoption(second.digest, (first, second))) and run.log.revisions == (first, second)
+
+
+def test_newcomer_does_not_take_a_run_for_over_before_it_knows_all_revisions() -> None:
+    run = SteeredChain()
+    run.sign(0, target__rounds=1)
+    head = replace(run.chain.head, round=1)
+    others = {name: PeerState(head, b"s" * 32) for name in "abc"}
+    assert run.steering.final_head(SwarmSnapshot(others), "me") == head
+    informed = {**others, "d": PeerState(head, b"s" * 32, revision=b"r" * 32)}
+    assert run.steering.final_head(SwarmSnapshot(informed), "me") is None
+    run.sign(0, target__rounds=9)
+    assert run.steering.final_head(SwarmSnapshot(others), "me") is None
