@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from protocol.errors import AlreadyRunningError, OtherRunError, PortTakenError, StorageError
+from protocol.errors import AlreadyRunningError, DataError, OtherRunError, PortTakenError, StorageError
 from protocol.manifest import Manifest, changed_keys, load_manifest
 from protocol.transport.local_sockets import retry_while_port_taken
 from protocol.transport.nat import find_common_port, is_port_free
@@ -76,11 +76,21 @@ class RunDir:
     def copy_tokenizer(self, manifest: Manifest, base: Path) -> None:
         """Copy the run's tokenizer, because `murmur export` and `murmur generate` know only this folder.
 
-        The trainer reports a missing tokenizer. `base` is the folder that the manifest's paths start from.
+        The trainer reports a tokenizer that cannot be read. `base` is the folder that the manifest's paths start from.
+
+        Raises:
+            DataError: The file is another one than the node has trained with, so the same ids would be other text.
         """
-        source = base / manifest.data.tokenizer
-        if manifest.data.tokenizer and source.is_file():
-            write_atomically(self.path / TOKENIZER, source.read_bytes())
+        if not manifest.data.tokenizer:
+            return
+        source, copy = base / manifest.data.tokenizer, self.path / TOKENIZER
+        try:
+            data = source.read_bytes()
+        except OSError:
+            return
+        if any(self.checkpoints.glob("*.round-*")) and copy.exists() and copy.read_bytes() != data:
+            raise DataError(f"{source} is not the tokenizer that this node has trained with; restore it from {copy}")
+        write_atomically(copy, data)
 
     def write_node_info(self, peer_id: str, addresses: tuple[str, ...], metrics_port: int) -> None:
         """Write where the running node can be reached, for `murmur status` and `murmur up`."""

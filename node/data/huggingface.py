@@ -121,7 +121,7 @@ def _open_files(config: DataSection, base: Path) -> list[RowFile]:
         from datasets.packaged_modules.parquet.parquet import ParquetConfig
     except ImportError as error:
         raise DataError(
-            "data.source = 'hf' needs the package datasets; in murmur's source: pip install -e '.[hf]'"
+            "data.source = 'hf' needs the package datasets; install it: pip install 'murmuration[hf]'"
         ) from error
     if not config.path:
         raise DataError("data.path is empty; set it to the folder or the name of a data set")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.run_dir import RunDir, is_locked, tokenizer_path, write_atomically
-from protocol.errors import AlreadyRunningError, OtherRunError, StorageError
+from protocol.errors import AlreadyRunningError, DataError, OtherRunError, StorageError
 from protocol.manifest import Manifest, load_manifest
 from tests.node.small_run import MANIFEST, manifest_of
 
@@ -69,6 +69,23 @@ def test_tokenizer_is_copied_to_the_folder(tmp_path: Path) -> None:
         (run / "words" / "tokenizer.json").write_text("{}")
         folder.copy_tokenizer(manifest, run)
         assert tokenizer_path(folder.path, manifest).read_text() == "{}"
+
+
+def test_tokenizer_of_a_node_that_has_trained_does_not_change(tmp_path: Path) -> None:
+    """The same ids would be other text. Before the first checkpoint a wrong file may still be replaced."""
+    values = MANIFEST.model_dump(mode="json", exclude_none=True)
+    values["data"]["tokenizer"] = "words.json"
+    manifest, source = Manifest.model_validate_json(json.dumps(values)), tmp_path / "words.json"
+    with RunDir(tmp_path / "node").lock(manifest) as folder:
+        for text in ("{}", "{ }"):
+            source.write_text(text)
+            folder.copy_tokenizer(manifest, tmp_path)
+        (folder.checkpoints / "0000000001.round-1").mkdir(parents=True)
+        folder.copy_tokenizer(manifest, tmp_path)
+        source.write_text("{}")
+        with pytest.raises(DataError, match="is not the tokenizer that this node has trained with; restore"):
+            folder.copy_tokenizer(manifest, tmp_path)
+        assert tokenizer_path(folder.path, manifest).read_text() == "{ }"
 
 
 def test_last_port_is_read_from_the_node_info(tmp_path: Path) -> None:
