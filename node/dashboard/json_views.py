@@ -59,7 +59,7 @@ def summary(state: RunState, now: float) -> Values:
         "status": word,
         "tone": tone,
         "reason": reason,
-        "warnings": find_warnings(state.trend),
+        "warnings": () if state.is_over else find_warnings(state.trend),
         "round": last.round + 1 if last else 0,
         "tokens": last.tokens if last else 0,
         "loss": last.loss if last else None,

@@ -33,7 +33,7 @@ from node.dashboard.events import (
     ValidationMeasured,
 )
 from node.dashboard.log_text import LEFT_POLITELY, LogText, describe_event
-from node.dashboard.run_state.contributors import Contributors, IncludedRound, mean_seconds
+from node.dashboard.run_state.contributors import Contributors, mean_seconds
 from node.dashboard.run_state.log_groups import LogLine, append_line
 from node.dashboard.run_state.loss_trend import LossTrend, trend_of
 from node.dashboard.run_state.outcome import progress_to_target
@@ -247,7 +247,7 @@ def _apply_committed(state: RunState, event: RoundCommitted) -> RunState:
         state,
         peers=peers,
         rows=state.rows.append(row),
-        contributors=state.contributors.add_round(IncludedRound(event.round, seconds, event.given)),
+        contributors=state.contributors.add_round(event.round, seconds, event.given),
         trend=state.trend.add_loss(row.loss),
     )
 

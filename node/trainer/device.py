@@ -1,6 +1,6 @@
 """The device of a trainer and the limit on its memory."""
 
-import importlib.util
+import importlib
 import os
 import resource
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -41,9 +41,19 @@ def measure_device_use(device: torch.device) -> DeviceUse | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    has_driver_package = importlib.util.find_spec("pynvml") is not None
-    share = torch.cuda.utilization(device) / 100 if has_driver_package else None
-    return DeviceUse(share=share, memory=total - free, memory_total=total)
+    return DeviceUse(share=_busy_share(device), memory=total - free, memory_total=total)
+
+
+def _busy_share(device: torch.device) -> float | None:
+    """Return the share of the last second in which the accelerator computed; None if the driver does not say."""
+    try:
+        driver = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        return min(1.0, torch.cuda.utilization(device) / 100)
+    except (RuntimeError, driver.NVMLError):
+        return None  # for example a part of an accelerator (MIG)
 
 
 def require_usable_device(settings: NodeOptions) -> None:

@@ -10,7 +10,7 @@ from node.dashboard.events import CommittedContribution
 from protocol.identity import PeerId
 
 MAX_CONTRIBUTORS = 4096  # beyond them, the one with the fewest tokens is forgotten
-MAX_REVERSIBLE = 128  # rounds; no peer's log holds more
+MAX_REVERSIBLE = 64  # rounds; no peer's log holds more
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +22,23 @@ class Contributed:
     seconds: float = 0.0
     size: int = 0
 
-    def plus(self, one: CommittedContribution, seconds: float, sign: int = 1) -> "Contributed":
+    def plus(self, tokens: int, size: int, seconds: float, sign: int = 1) -> "Contributed":
         """Return the sum with one more contribution; a `sign` of -1 takes it back."""
         return Contributed(
-            self.tokens + sign * one.tokens,
+            self.tokens + sign * tokens,
             self.rounds + sign,
             max(0.0, self.seconds + sign * seconds),
-            self.size + sign * one.size,
+            self.size + sign * size,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class IncludedRound:
+    """A round's duration, and peer, tokens and bytes of each contribution; the events themselves take more memory."""
+
     round: int
     seconds: float
-    given: tuple[CommittedContribution, ...]
+    given: tuple[tuple[PeerId, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ class Contributors:
     def of(self, peer: PeerId) -> Contributed:
         return self.by_peer.get(peer, Contributed())
 
-    def add_round(self, included: IncludedRound) -> "Contributors":
+    def add_round(self, number: int, seconds: float, given: Iterable[CommittedContribution]) -> "Contributors":
         """Return the sums with one more round."""
+        included = IncludedRound(number, seconds, tuple((one.peer, one.tokens, one.size) for one in given))
         sums = _add(self.by_peer, included, 1)
         while len(sums) > MAX_CONTRIBUTORS:
             del sums[min(sums, key=lambda peer: sums[peer].tokens)]
@@ -67,12 +70,11 @@ class Contributors:
 
 
 def _add(sums: Mapping[PeerId, Contributed], included: IncludedRound, sign: int) -> dict[PeerId, Contributed]:
-    changed = {one.peer: _of(sums, one.peer).plus(one, included.seconds, sign) for one in included.given}
+    changed = {
+        peer: sums.get(peer, Contributed()).plus(tokens, size, included.seconds, sign)
+        for peer, tokens, size in included.given
+    }
     return {**sums, **changed}
-
-
-def _of(sums: Mapping[PeerId, Contributed], peer: PeerId) -> Contributed:
-    return sums.get(peer, Contributed())
 
 
 def mean_seconds(durations: Iterable[float | None]) -> float:

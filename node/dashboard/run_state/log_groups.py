@@ -97,7 +97,7 @@ def _join_late(line: LogLine, group: LateRounds, event: RoundCommitted, names: M
 def _join_return(line: LogLine, group: Absences, event: PeerAppeared, names: Mapping[PeerId, str]) -> LogLine:
     label, away = peer_label(event.now.peer, {**names, event.now.peer: event.now.name}), event.at - group.changed_at
     often = f"; {_describe_often(group, event.at)}" if group.count > 1 else ""
-    text = f"{label} is back after {format_duration(away)}{often}"
+    text = f"{label} is back after {format_duration(max(1.0, away))}{often}"
     return replace(line, text=text, tone="ok", group=replace(group, changed_at=event.at))
 
 

@@ -5,7 +5,7 @@ import pytest
 from node.dashboard.events import ChainForked, PeerDeparted
 from node.dashboard.json_views import snapshot
 from node.dashboard.run_state import contributors as module
-from node.dashboard.run_state.contributors import Contributed, Contributors, IncludedRound
+from node.dashboard.run_state.contributors import Contributed, Contributors
 from tests.node.dashboard.example_events import NAMES, apply_all, committed, opening_events
 
 RUN = [*opening_events(), *map(committed, range(3)), committed(3, NAMES[:1])]
@@ -41,5 +41,5 @@ def test_contributors_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Contributors()
     for number, peer in enumerate(NAMES):
         given = tuple(one.model_copy(update={"tokens": 100 - number}) for one in committed(number, [peer]).given)
-        found = found.add_round(IncludedRound(number, 2.0, given))
+        found = found.add_round(number, 2.0, given)
     assert set(found.by_peer) == set(NAMES[:3])

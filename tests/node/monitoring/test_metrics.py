@@ -1,4 +1,5 @@
 import asyncio
+import re
 import signal
 import socket
 from pathlib import Path
@@ -156,3 +157,14 @@ def listening_addresses(port: int) -> set[str]:
             if state == "0A" and int(address.split(":")[1], 16) == port:
                 found.add(address.split(":")[0])
     return found
+
+
+async def test_documented_figures_of_training_exist_in_status_and_metrics() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "status.md").read_text()
+    table = page.split("## Figures of training")[1].split("## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", table, re.MULTILINE))
+    assert len(rows) == 7 and rows.keys() <= NodeStatus.model_fields.keys()
+    status = STATUS.model_copy(update=dict.fromkeys(rows, 0.5))
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(status)) as port:
+        values = samples((await get(port, "/metrics"))[2])
+    assert {name: values[name, ()] for name in rows.values()} == dict.fromkeys(rows.values(), 0.5)

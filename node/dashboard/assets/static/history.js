@@ -43,7 +43,8 @@ function showCharts() {
   put("bytes-unit", `${unit[1]}B`);
   const positive = (value) => value > 0 ? value / unit[0] : null;
   baseline = runningMean(shown.map((row) => positive(row.raw)), BASELINE_ROUNDS);
-  bytesPlot.show([x, shown.map((row) => positive(row.sent)), baseline],
+  const sent = shown.map((row) => positive(row.sent));
+  bytesPlot.show([x, smooth ? smoothed(sent, count) : sent, baseline],
     last ? `${digits((last.sent || last.message) / unit[0], 1)} ${unit[1]}B sent per peer, ${digits(last.raw / unit[0], 1)} by all-reduce` : "No round yet");
   $("chart-tools").hidden = shown.length < 2;
   for (const id of ["zoom-out", "zoom-all", "earlier", "later"]) $(id).disabled = !zoom;
