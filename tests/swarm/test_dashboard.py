@@ -18,6 +18,8 @@ import pytest
 from node.dashboard.event_log import read_events
 from node.local.peer_process import PeerProcess
 from node.options import LISTEN_ON_LOOPBACK
+from node.receipts.commit_file import COMMIT_FILE_NAME
+from node.receipts.ledger import commit_verifier, read_ledger
 from node.status_command import status_lines
 from protocol.identity import Identity
 from protocol.manifest import Manifest
@@ -126,6 +128,8 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
         rounds = scene.get("/api/v1/history").json()["round"]
         assert rounds == list(range(len(rounds))) and scene.state()["missing"] == 0
         indices = [event.kind for event in read_events(scene.host.folder / "events.jsonl")]
+        ledger = read_ledger(scene.host.folder / COMMIT_FILE_NAME, commit_verifier)
+        assert ledger.missing_rounds == 0 and ledger.head.round >= at_death + AWAY_ROUNDS
         assert indices.count("started") == 1 and indices.count("committed") >= at_death + AWAY_ROUNDS
 
         address = scene.swarm.peers[0].addresses()[0]
