@@ -69,10 +69,16 @@ clean:
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
+# On a terminal pip shows what it downloads.
+PIP_INSTALL = $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
+INSTALLING := installing the Python packages into .venv, once; after Ctrl-C, the same command continues
+
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@echo "$(INSTALLING)"
+	$(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
 .venv/installed-for-tests: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@echo "$(INSTALLING)"
+	$(PIP_INSTALL) -c constraints.txt -e '.[test]'
 	touch $@ .venv/installed

@@ -139,7 +139,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine until the run reaches its target."""
-    with rare_garbage_collection():
+    with _loading():
         from node.local.up import UpOptions
         from node.local.up import up as run_swarm
 
@@ -193,7 +193,7 @@ def host(
     flags: NodeFlags,
 ) -> None:
     """Host a run: a first peer for others to connect to, a web page, and the link to join."""
-    with rare_garbage_collection():
+    with _loading():
         from node.dashboard.command import HostOptions
         from node.dashboard.command import host as open_run
 
@@ -281,7 +281,8 @@ def export(
     from node.paths import find_trained_dir
 
     node = find_trained_dir(folder)
-    from node.model.export import export as export_model
+    with _loading():
+        from node.model.export import export as export_model
 
     with _say_when_interrupted(f"{out} is as it was before"):
         export_model(node, out)
@@ -303,7 +304,8 @@ def generate(
     from node.paths import find_trained_dir
 
     node = find_trained_dir(folder)
-    from node.model.generate import generate as generate_text
+    with _loading():
+        from node.model.generate import generate as generate_text
     from node.monitoring.logs import sanitize
 
     pieces = generate_text(node, prompt, tokens, temperature, top_k, seed)
@@ -410,14 +412,15 @@ def sim(
     ] = False,
 ) -> None:
     """Compare methods with virtual peers, real gradients and a virtual network."""
-    from node.simulation.command import SimulationOptions, simulate
+    with _loading():
+        from node.simulation.command import SimulationOptions, simulate
 
-    simulate(
-        SimulationOptions(
-            tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
-            tuple(option or ()), as_json, plot, compiled,
-        )
+    options = SimulationOptions(
+        tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
+        tuple(option or ()), as_json, plot, compiled,
     )  # fmt: skip
+    with _say_when_interrupted("nothing was written; run it again"):
+        simulate(options)
 
 
 @app.command(epilog="Example: murmur recipes sparseloco")
@@ -426,9 +429,20 @@ def recipes(
     as_json: JsonOption = False,
 ) -> None:
     """Show the training methods and their parts."""
-    from node.recipes_command import show_recipes
+    with _loading():
+        from node.recipes_command import show_recipes
 
-    show_recipes(name, as_json)
+    with _say_when_interrupted("nothing was written; run it again"):
+        show_recipes(name, as_json)
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Show on a terminal that modules are imported, which may take many seconds on a busy machine."""
+    from node.monitoring.activity import activity
+
+    with activity("loading PyTorch"), rare_garbage_collection():
+        yield
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from node.from_manifest import topology_class
 from node.ipc.shared_memory import locally_trained_names
 from node.model import shape_table
+from node.monitoring.activity import activity
+from node.monitoring.tables import choose_columns, describe_left_out, table_console
 from node.paths import demo_manifest
 from optim.compose import COMPONENTS, compose
 from optim.errors import OptimError
@@ -28,20 +29,22 @@ from protocol.errors import UsageError
 from protocol.manifest import load_manifest
 
 FLOAT_BYTES = 4
-TABLE_WIDTH = 240
 DEFAULT_PARTS = {"inner": "adamw", "signal": "pseudo-gradient", "aggregate": "mean", "adoption": "carry"}
 NEEDS = {
     "anchor": "all peers hold the same weights between rounds",
     "partner": "each peer has its own weights and exchanges with a few other peers per round",
     "fates": "a peer learns whether its contribution was included, and sends it again if not",
 }
-COLUMNS = ("name", "message", "topology", "aggregate", "update", "besides", "bits", "bytes", "needs", "paper")
+COLUMNS = ("name", "message", "topology", "aggregate", "update", "inner steps", "bits", "bytes", "needs", "paper")
+EXPENDABLE = ("paper", "needs", "bytes", "inner steps", "aggregate", "update", "topology")  # in a narrow terminal
+PADDING = 2
 
 
 def show_recipes(name: str | None, as_json: bool) -> None:
     """Print all recipes, or the one called `name`. Raises UsageError for an unknown recipe."""
     try:
-        rows = [describe_recipe(recipe) for recipe in ([name] if name else RECIPES)]
+        with activity("measuring the recipes"):
+            rows = [describe_recipe(recipe) for recipe in ([name] if name else RECIPES)]
     except OptimError as error:
         raise UsageError(str(error)) from error
     if as_json:
@@ -49,7 +52,8 @@ def show_recipes(name: str | None, as_json: bool) -> None:
     elif name:
         sys.stdout.write("\n".join(format_recipe(rows[0])) + "\n")
     else:
-        Console(width=TABLE_WIDTH).print(build_table(rows))
+        console = table_console()
+        console.print(build_table(rows, console.width))
 
 
 def describe_recipe(recipe: str) -> dict[str, Any]:
@@ -148,20 +152,24 @@ def formula_lines(part: object) -> list[str]:
     return "\n\n".join(text for text in documented.split("\n\n") if not text.startswith("Payload")).splitlines()
 
 
-def build_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table with one row per recipe; it omits default parts."""
+def build_table(rows: list[dict[str, Any]], width: int) -> Table:
+    """Return the table with one row per recipe, at most `width` cells wide; it omits default parts."""
+    cells = [_format_cells(row) for row in rows]
+    kept = choose_columns(COLUMNS, cells, EXPENDABLE, width, PADDING)
+    left_out = describe_left_out(COLUMNS, kept)
     omitted = ", ".join(DEFAULT_PARTS.values())
     caption = "\n".join(
         (
             f"bits per parameter and step; bytes per parameter besides weights and moments; omitted: {omitted}",
             *(f"{need}: {meaning}" for need, meaning in NEEDS.items()),
+            *([f"{left_out}; `murmur recipes NAME` shows one recipe in full"] if left_out else []),
         )
     )
     table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1), pad_edge=False)
-    for column in COLUMNS:
+    for column in (COLUMNS[index] for index in kept):
         table.add_column(column, no_wrap=True, justify="right" if column in ("bits", "bytes") else "left")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in _format_cells(row)))
+    for row_cells in cells:
+        table.add_row(*(Text(row_cells[index]) for index in kept))
     return table
 
 
@@ -169,9 +177,9 @@ def _format_cells(row: dict[str, Any]) -> tuple[str, ...]:
     shown = {part: "" if row[part] == kind else row[part] for part, kind in DEFAULT_PARTS.items()}
     residual = "+ residual" if row["feedback"] == "error" else ""
     message = " ".join(filter(None, (shown["signal"], _format_kinds(row["codec"]), residual)))
-    besides = ", ".join(filter(None, (shown["inner"], shown["adoption"])))
+    inner_steps = ", ".join(filter(None, (shown["inner"], shown["adoption"])))
     figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]))
-    parts = (row["topology"], shown["aggregate"], row["update"], besides)
+    parts = (row["topology"], shown["aggregate"], row["update"], inner_steps)
     return (row["name"], message, *parts, *figures, ", ".join(row["needs"]), row["paper"])
 
 

@@ -15,6 +15,7 @@ from node.monitoring.metrics import serve_metrics
 from node.options import LISTEN_ON_LOOPBACK, NodeOptions, parse_node_options
 from node.process import raise_fd_limit
 from node.run_dir import RunDir
+from node.running_nodes import registered
 from protocol.manifest import Manifest
 
 LOG_FILE = "log"
@@ -46,7 +47,8 @@ async def serve_swarm_page(
                 async with serve_metrics(settings.metrics, observer.metrics, status) as port:
                     addresses = tuple(await handle.transport.addresses())
                     run_dir.write_node_info(handle.peer_id, addresses, port)
-                    yield SwarmPage(dashboard, addresses[:1])
+                    with registered(folder):
+                        yield SwarmPage(dashboard, addresses[:1])
                 run_dir.write_final_status(status.status().model_dump_json())
 
 

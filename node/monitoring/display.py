@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TextIO
 
+from node.monitoring.activity import REDRAW_SECONDS, ticking
 from node.monitoring.peer_names import PeerNames
 from node.monitoring.status import StatusSource
 from node.monitoring.status_line import StatusLine, is_capable_terminal
 from node.monitoring.status_text import SEPARATOR, RemainingTime, fit_parts, progress_of, status_parts
-from node.units import format_clock
 
 logger = logging.getLogger(__name__)
 
-REDRAW_SECONDS = 1.0
 LOG_STATUS_SECONDS = 60.0  # without a terminal
 SLOW_SECONDS = 5.0  # an activity that takes longer is logged where there is no terminal
 
@@ -60,25 +59,17 @@ class Display:
     @contextmanager
     def activity(self, text: str) -> Iterator[None]:
         """Show what the command does in the body, and for how long already."""
-        done = threading.Event()
-        ticker = threading.Thread(target=self._show_activity, args=(text, done), daemon=True)
-        ticker.start()
+        if self._line:
+            with ticking(self._line, text):
+                yield
+            return
+        notice = threading.Timer(SLOW_SECONDS, logger.info, ("%s", text))
+        notice.daemon = True
+        notice.start()
         try:
             yield
         finally:
-            done.set()
-            ticker.join()
-
-    def _show_activity(self, text: str, done: threading.Event) -> None:
-        began, is_logged = time.monotonic(), False
-        while not done.is_set():
-            elapsed = time.monotonic() - began
-            if self._line:
-                self._line.show(f"{text} · {format_clock(elapsed)}" if elapsed >= REDRAW_SECONDS else text)
-            elif elapsed > SLOW_SECONDS and not is_logged:
-                is_logged = True
-                logger.info("%s", text)
-            done.wait(REDRAW_SECONDS)
+            notice.cancel()
 
     async def show_status(self, source: StatusSource) -> None:
         """Show the status of a node until cancelled."""

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from node.data import open_source
 from node.model import has_compiler
+from node.monitoring.tables import table_console
 from node.run_dir import write_atomically
 from node.simulation import plot, report
 from node.simulation.adversary import LIE_KINDS, Adversaries, LieKind
@@ -72,8 +73,8 @@ def _print_comparison(comparison: Comparison, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(comparison.to_json(), indent=1) + "\n")
         return
-    console = Console(width=report.TABLE_WIDTH)
-    console.print(report.build_table(comparison))
+    console = table_console()
+    console.print(report.build_table(comparison, console.width))
     console.print(report.format_logic_time(comparison))
 
 

@@ -3,23 +3,40 @@
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from node.monitoring.tables import choose_columns, describe_left_out
 from node.simulation.comparison import Comparison, RecipeResults, logic_time_fraction
 from node.units import format_bytes
 
-TABLE_WIDTH = 160  # a table cut to 80 columns is useless
+PADDING = 2
+EXPENDABLE = (
+    "bits/param/sync",
+    "rounds",
+    "compute",
+    "data parallel, same time",
+    "virtual s",
+    "sent per peer",
+)  # in a narrow terminal
 COLUMNS = (
     "recipe", "validation loss", "bits/param/step", "bits/param/sync", "sent per peer", "virtual s", "compute",
     "rounds", "data parallel, same time",
 )  # fmt: skip
 
 
-def build_table(comparison: Comparison) -> Table:
-    """Return the table; the last column is the loss of data parallel after the same virtual time."""
-    table = Table(box=SIMPLE_HEAD)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "recipe" else "right")
-    for recipe in comparison.recipes:
-        table.add_row(*_cells(recipe, comparison))
+def build_table(comparison: Comparison, width: int) -> Table:
+    """Return the table, at most `width` cells wide.
+
+    The last column is the loss of data parallel after the same virtual time.
+    """
+    cells = [_cells(recipe, comparison) for recipe in comparison.recipes]
+    kept = choose_columns(COLUMNS, cells, EXPENDABLE, width, PADDING)
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=describe_left_out(COLUMNS, kept) or None,
+        caption_justify="left",
+    )  # fmt: skip
+    for column in (COLUMNS[index] for index in kept):
+        table.add_column(column, no_wrap=True, justify="left" if column == "recipe" else "right")
+    for row in cells:
+        table.add_row(*(row[index] for index in kept))
     return table
 
 
@@ -27,7 +44,7 @@ def _cells(series: RecipeResults, comparison: Comparison) -> tuple[str, ...]:
     then = comparison.data_parallel_loss_at(series.mean("virtual_seconds"))
     return (
         series.name,
-        f"{series.loss:.4f} +- {series.loss_deviation:.4f}",
+        f"{series.loss:.4f} +- {series.loss_deviation:.4f}" if len(series.results) > 1 else f"{series.loss:.4f} -",
         f"{series.mean('bits_per_parameter_step'):.4g}",
         f"{series.mean('bits_per_parameter_sync'):.4g}",
         format_bytes(round(series.mean("sent_bytes"))),

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -52,12 +53,28 @@ def test_figures_of_a_comparison(comparison: Comparison) -> None:
 
 
 def test_table_has_a_row_for_each_recipe(comparison: Comparison) -> None:
-    console = Console(width=report.TABLE_WIDTH, file=io.StringIO(), record=True)
-    console.print(report.build_table(comparison))
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(report.build_table(comparison, 160))
     text = console.export_text()
     for name in ("diloco", "sparseloco", "data-parallel", "local", "bits/param/step"):
         assert name in text
     assert "of it in the round machines" in report.format_logic_time(comparison)
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_table_fits_the_terminal_and_names_the_columns_that_it_leaves_out(comparison: Comparison, width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(report.build_table(comparison, width))
+    text = console.export_text()
+    assert "data-parallel" in text and "validation loss" in text and "…" not in text
+    assert ("left out because the terminal is narrow" in " ".join(text.split())) == (width < 160)
+
+
+def test_single_seed_has_no_deviation(comparison: Comparison) -> None:
+    first = comparison.recipes[0]
+    single = Comparison((replace(first, results=first.results[:1]), *comparison.recipes[1:]))
+    cells = [report._cells(recipe, single)[1] for recipe in single.recipes[:2]]
+    assert cells[0] == f"{single.recipes[0].loss:.4f} -" and "+- 0." in cells[1]
 
 
 def test_charts_are_well_formed(comparison: Comparison) -> None:
