@@ -190,6 +190,9 @@ def host(
     public_url: Annotated[str | None, typer.Option(help="the page's public URL if it is behind a proxy")] = None,
     public: Annotated[bool, typer.Option("--public", help="announce the run for `murmur runs`")] = False,
     train: Annotated[bool, typer.Option("--train/--watch", help="train, or only observe")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="keep the newest model on disk and serve it (default: keep)")
+    ] = True,
     flags: NodeFlags,
 ) -> None:
     """Host a run: a first peer for others to connect to, a web page, and the link to join."""
@@ -198,7 +201,9 @@ def host(
         from node.dashboard.command import host as open_run
 
     open_run(
-        HostOptions(run=run, folder=folder, http=http, public_url=public_url, public=public, train=train, flags=flags)
+        HostOptions(
+            run=run, folder=folder, http=http, public_url=public_url, public=public, train=train, keep=keep, flags=flags
+        )
     )
 
 
@@ -285,8 +290,8 @@ def export(
         from node.model.export import export as export_model
 
     with _say_when_interrupted(f"{out} is as it was before"):
-        export_model(node, out)
-    typer.echo(f"the model is in {out}")
+        number = export_model(node, out)
+    typer.echo(f"the model of round {number} is in {out}")
 
 
 @app.command(epilog="Example: murmur generate runs/demo-1 --prompt 'def '")

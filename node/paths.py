@@ -7,6 +7,7 @@ runs/NAME-1/peer-0/      a node's folder, as node.run_dir describes it
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from node.run_dir import read_json_if_whole
@@ -114,6 +115,16 @@ def find_trained_dir(path: Path) -> Path:
 def find_newest_checkpoint(node_dir: Path) -> Path | None:
     """Return the newest checkpoint by its name (NUMBER.round-ROUND, see node.checkpoints.checkpoint)."""
     return max((node_dir / "checkpoints").glob("[0-9]*.round-*"), default=None)
+
+
+def find_newest_model(folders: Sequence[Path]) -> tuple[int, Path] | None:
+    """Return the round and the node's folder of the newest checkpoint; None if there is none."""
+    found = []
+    for folder in folders:
+        saved = find_newest_checkpoint(folder)
+        if saved is not None:
+            found.append((int(saved.name.rpartition("-")[2]), folder))
+    return max(found, default=None)
 
 
 def read_metrics_port(node_dir: Path) -> int | None:

@@ -153,7 +153,7 @@ class Peer:
         served: Any = SimpleNamespace(
             loop=self.loop, receiver=self._receiver, replicated=self._replica, quota=deliveries
         )
-        rounds = RoundsService({RUN_ID: served}, LoggedStatus())
+        rounds = RoundsService({RUN_ID: served}, {}, LoggedStatus())
         services = [
             lambda server: register_blob_service(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),

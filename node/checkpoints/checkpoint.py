@@ -110,6 +110,18 @@ def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkp
     return _load_newest_with(folder, run_id, shapes, build)
 
 
+def load_newest_chain(folder: Path, run_id: RunId, shapes: ShapeTable) -> Json | None:
+    """Return the chain's table of the newest checkpoint, without its vectors; None if there is no checkpoint.
+
+    Raises OtherRunError or CheckpointError, as `load_newest` does.
+    """
+
+    def build(_: Path, body: Json) -> Json:
+        return dict(body["chain"])
+
+    return _load_newest_with(folder, run_id, shapes, build)[0]
+
+
 def load_trained_weights(run_dir: Path) -> TrainedWeights:
     """Load the anchor of the newest whole checkpoint in a node's folder, and no other file of it."""
     manifest = load_manifest(run_dir / "run.toml")

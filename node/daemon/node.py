@@ -7,7 +7,7 @@ from functools import partial
 from importlib.metadata import version
 
 from node.daemon.replica import NodeParts, Replica
-from node.daemon.services import CarriersService, RoundsService, RunsService
+from node.daemon.services import CarriersService, RoundsService, RunsService, ServedChain
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
@@ -15,6 +15,7 @@ from node.run_dir import RunDir, reuse_last_port
 from node.steering.keeper import RevisionKeeper
 from node.workers import Workers
 from protocol.blobs.server import BlobService, CallerLimits, register_blob_service
+from protocol.blobs.store import BlobStore
 from protocol.blobs.store_group import StoreGroup
 from protocol.identity import Identity
 from protocol.manifest import Manifest, RunId
@@ -34,7 +35,7 @@ from protocol.transport.transport import AddServicer, Transport, caller
 
 
 class Node:
-    """One process in a run. It has one replica today; without any, it only watches.
+    """One process in a run. It has one replica today; without any, it watches, and may keep the newest state.
 
     All replicas share the directory of the node's own run (`options.manifest`): a pipeline peer's stages are runs
     within that run. Services find the replica by the run id of a request.
@@ -67,10 +68,11 @@ class Node:
         )
         self.revisions = RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
         self._stores = StoreGroup()
-        self._blob_service = BlobService(self._stores, caller, CallerLimits.at_rate(options.upload))
+        self.blob_service = BlobService(self._stores, caller, CallerLimits.at_rate(options.upload))
         self.metrics = Metrics()
         self.manifests: dict[RunId, Manifest] = {manifest.run_id: manifest}
         self.replicas: dict[RunId, Replica] = {}
+        self._chains: dict[RunId, ServedChain] = {}  # of the replicas, or that of a host's keeper
 
     async def add_replica(self, manifest: Manifest, run_dir: RunDir, workers: Workers) -> Replica:
         """Build a replica of a run from its folder. Call it before `open`. Raises MurmurError."""
@@ -80,19 +82,24 @@ class Node:
             transport=self.transport,
             directory=self.directory,
             revisions=self.revisions,
-            blob_service=self._blob_service,
+            blob_service=self.blob_service,
             metrics=self.metrics,
             workers=workers,
             rng=self._rng,
         )
         replica = await Replica.build(parts, manifest, run_dir)
         replica.status_reporter.add_source(self)
-        self._stores.add(replica.store)
+        self.add_chain(replica.run_id, ServedChain(replica.replicated, replica.steering), replica.store)
         self.metrics.add_store(replica.store)
         self.metrics.add_refusal_counter(replica.downloader)
         self.manifests[replica.run_id] = manifest
         self.replicas[replica.run_id] = replica
         return replica
+
+    def add_chain(self, run_id: RunId, chain: ServedChain, store: BlobStore) -> None:
+        """Serve a chain with its state, and the blobs of a store. Call it before `open`."""
+        self._chains[run_id] = chain
+        self._stores.add(store)
 
     async def open(self) -> None:
         """Join the network and announce the replicas. Raises TransportError."""
@@ -100,7 +107,7 @@ class Node:
         await self.transport.open(
             self._services(),
             listen=await reuse_last_port(self.run_dir, options.listen),
-            direct=options.direct if trains else None,
+            direct=options.direct if self._chains else None,
             relays=choose_relays(options.listen, options.contacts, find_own_ip()),
         )
         self.rendezvous = Rendezvous(self.identity, self.transport, self._clock, self.directory, self._rng)
@@ -121,14 +128,14 @@ class Node:
         always: list[AddServicer] = [
             self.directory.register, self.revisions.register, partial(add_RunsServicer_to_server, runs),
         ]  # fmt: skip
-        if not self.replicas:
+        if not self._chains:
             return always
-        rounds = RoundsService(self.replicas, self.directory)
-        for counter in (self._blob_service, rounds):
+        rounds = RoundsService(self.replicas, self._chains, self.directory)
+        for counter in (self.blob_service, rounds):
             self.metrics.add_refusal_counter(counter)
         return [
             *always,
-            partial(register_blob_service, self._blob_service),
+            partial(register_blob_service, self.blob_service),
             partial(add_CarriersServicer_to_server, CarriersService(self.replicas, self.directory)),
             partial(add_RoundsServicer_to_server, rounds),
         ]
@@ -171,7 +178,7 @@ class Node:
             "key_conflict": other.describe() if other else "",
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
-            "bytes_sent_by_kind": {"blobs": self._blob_service.total_bytes_served},
+            "bytes_sent_by_kind": {"blobs": self.blob_service.total_bytes_served},
             "direct_port": transport.direct_port,
             "paths": transport.bulk.describe_paths(),
             "bytes_fetched_by_path": dict(transport.bulk.bytes_received),

@@ -7,6 +7,7 @@ that agrees.
 """
 
 import asyncio
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class OuterState:
         return [vector.numpy().data for vector in vectors]
 
     @classmethod
-    def from_bytes(cls, raw: bytearray, numel: int, method: Method) -> "OuterState":
+    def from_bytes(cls, raw: bytearray | mmap.mmap, numel: int, method: Method) -> "OuterState":
         """Parse a state. Raises MalformedError for a wrong size or a value that is not finite."""
         names = method.slots
         if len(raw) != state_bytes(numel, method):

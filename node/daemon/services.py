@@ -11,12 +11,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import grpc
 
 from node.daemon.peer_rpc import MAX_BATCH_BYTES
+from node.loop.steering import Steering
 from protocol import manifest as run_manifest
+from protocol.blobs.blob import Blob
+from protocol.consensus.chain import Chain
 from protocol.consensus.messages import MAX_CONTRIBUTIONS
 from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT
 from protocol.errors import LimitError, PeerFault, StaleError, StorageError, TransportError, UnreachableError
@@ -42,6 +46,8 @@ from protocol.transport.transport import UNKNOWN_CALLER, caller
 
 if TYPE_CHECKING:
     from node.daemon.replica import Replica
+
+Served = TypeVar("Served")
 
 CONTRIBUTION_BYTES, PART_BYTES = 320, 48  # size of a signed one, rounded up
 MIN_CALL_BYTES = 1024  # least charge of a call
@@ -86,20 +92,41 @@ class RefusalRecorder(Protocol):
         """Count and log a refused call."""
 
 
+class ChainSource(Protocol):
+    """A chain, and the blob of the state at its head, None before there is one."""
+
+    @property
+    def chain(self) -> Chain: ...
+
+    @property
+    def blob(self) -> Blob | None: ...
+
+
+@dataclass(frozen=True)
+class ServedChain:
+    """A chain that this node serves, and the revisions of the manifest that it has adopted."""
+
+    source: ChainSource
+    steering: Steering
+
+
 class RoundsService(RoundsServicer):
-    """Serves the round RPCs of the replicas, found by the run id of a request.
+    """Serves the round RPCs of the replicas, and chains that may be a host's, found by the run id of a request.
 
     `refusals` counts calls above the quota by reason, without a log line for each.
     """
 
-    def __init__(self, replicas: Mapping[RunId, "Replica"], recorder: RefusalRecorder) -> None:
+    def __init__(
+        self, replicas: Mapping[RunId, "Replica"], chains: Mapping[RunId, ServedChain], recorder: RefusalRecorder
+    ) -> None:
         self._replicas = replicas
+        self._chains = chains
         self._recorder = recorder
         self.refusals: Counter[str] = Counter()
         self._quiet_until = float("-inf")
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
-        peer, replica = await self._admit(request, context, len(request.statements))
+        peer, replica = await self._admit(self._replicas, request, context, len(request.statements))
         try:
             sizes = [signed.ByteSize() for signed in request.statements]
             replica.quota.charge(peer, sizes, replica.loop.is_known(peer), time.monotonic())
@@ -109,17 +136,17 @@ class RoundsService(RoundsServicer):
         return DeliverReply(statements=replica.receiver.receive(peer, request.statements))
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
-        _, replica = await self._admit(request, context, 0)
-        chain = replica.replicated.chain
+        _, served = await self._admit(self._chains, request, context, 0)
+        chain, state = served.source.chain, served.source.blob
         commits = chain.commits_since(request.after_round) or ()
         return ChainReply(
             commits=_fit_in_reply([commit.signed for commit in commits]),
             round=chain.round,
             digest=chain.digest,
             chain_tokens=chain.tokens,
-            state=replica.replicated.blob.to_wire(),
+            state=state.to_wire() if state else None,
             revision=chain.head.revision,
-            revisions=[entry.signed for entry in replica.steering.adopted],
+            revisions=[entry.signed for entry in served.steering.adopted],
         )
 
     def _record_flood(self, fault: LimitError) -> None:
@@ -129,12 +156,12 @@ class RoundsService(RoundsServicer):
             logger.warning("refused a call above the quota: %s", fault)
 
     async def _admit(
-        self, request: DeliverRequest | ChainRequest, context: Any, message_count: int
-    ) -> tuple[PeerId, "Replica"]:
+        self, served: Mapping[RunId, Served], request: DeliverRequest | ChainRequest, context: Any, message_count: int
+    ) -> tuple[PeerId, Served]:
         peer = UNKNOWN_CALLER
         try:
             peer = caller(context)
-            replica = _find_replica(self._replicas, request.run, peer)
+            found = _find_run(served, request.run, peer)
             if message_count > MAX_MESSAGES_PER_CALL:
                 raise LimitError(
                     f"{peer} delivers {message_count} messages in one call; at most {MAX_MESSAGES_PER_CALL}"
@@ -142,7 +169,7 @@ class RoundsService(RoundsServicer):
         except PeerFault as fault:
             self._recorder.record_refusal(peer, fault)
             return await _abort(context, fault)
-        return peer, replica
+        return peer, found
 
 
 class CarriersService(CarriersServicer):
@@ -156,7 +183,7 @@ class CarriersService(CarriersServicer):
         peer = UNKNOWN_CALLER
         try:
             peer = caller(context)
-            replica = _find_replica(self._replicas, request.run, peer)
+            replica = _find_run(self._replicas, request.run, peer)
             await self._relay(replica, peer, request)
         except PeerFault as fault:
             self._recorder.record_refusal(peer, fault)
@@ -174,11 +201,11 @@ class CarriersService(CarriersServicer):
             raise
 
 
-def _find_replica(replicas: Mapping[RunId, "Replica"], run: bytes, peer: PeerId) -> "Replica":
-    replica = replicas.get(run.hex())
-    if replica is None:
+def _find_run(served: Mapping[RunId, Served], run: bytes, peer: PeerId) -> Served:
+    found = served.get(run.hex())
+    if found is None:
         raise StaleError(f"{peer} requests another run")
-    return replica
+    return found
 
 
 async def _abort(context: Any, fault: PeerFault) -> NoReturn:

@@ -25,6 +25,7 @@ from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program
 from node.join.public_runs import packaged_peers
+from node.keeper.state_keeper import StateKeeper
 from node.monitoring.display import Display
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.logs import configure_logs
@@ -46,11 +47,14 @@ from protocol.tasks import cancel_and_wait
 class ObserverStatus:
     """The answer of a host without a trainer to `murmur status`: the run as the host sees it."""
 
-    def __init__(self, node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics) -> None:
+    def __init__(
+        self, node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics, keeper: StateKeeper | None = None
+    ) -> None:
         manifest = node.manifest
         self._node = node
         self._event_log = dashboard.event_log
         self._metrics = metrics
+        self._keeper = keeper
         self._constant_fields = NodeStatus(
             peer_id=node.peer_id,
             run=manifest.run.name,
@@ -78,6 +82,7 @@ class ObserverStatus:
             "bytes_received": transport.bytes_received,
             "refusals": dict(self._metrics.refusals),
             "addresses": tuple(own.addresses) if own else (),
+            "reason": self._keeper.describe() if self._keeper else "",
         }
         return self._constant_fields.model_copy(update=seen)
 
@@ -95,6 +100,7 @@ class HostOptions:
     public_url: str | None = None
     public: bool = False
     train: bool = False
+    keep: bool = True
     flags: NodeFlags = NodeFlags()
 
 
@@ -115,8 +121,10 @@ def host(options: HostOptions) -> None:
     with configure_logs(settings.log_json, settings.verbose) as display:
         with display.activity("reading the text"):
             _check_text(settings, options.train)
-        host_run = _host_and_train if options.train else _host_and_observe
-        asyncio.run(host_run(settings, display, address, options.public))
+        if options.train:
+            asyncio.run(_host_and_train(settings, display, address, options.public))
+        else:
+            asyncio.run(_host_and_observe(settings, display, address, options))
 
 
 def _check_text(settings: NodeOptions, is_needed: bool) -> None:
@@ -144,7 +152,7 @@ async def _host_and_train(settings: NodeOptions, display: Display, address: Dash
                 _announce_run(node.rendezvous, handle, dashboard.event_log, address)
             yield
 
-    await run_node(settings, display, dashboard_of)
+    await run_node(settings, display, dashboard_of, stays=True)
 
 
 def _announce_run(
@@ -157,30 +165,35 @@ def _announce_run(
     logger.info("the run is announced; `murmur runs --peer ADDRESS` shows it")
 
 
-async def _host_and_observe(settings: NodeOptions, display: Display, address: DashboardAddress, public: bool) -> None:
+async def _host_and_observe(
+    settings: NodeOptions, display: Display, address: DashboardAddress, options: HostOptions
+) -> None:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(locked_run_dir(settings))
+        folder.copy_tokenizer(settings.manifest, settings.base)
         with display.activity("connecting to the network"):
-            observer = await stack.enter_async_context(open_observer_node(settings, folder))
+            opening = open_observer_node(settings, folder, keeps=options.keep)
+            observer, keeper = await stack.enter_async_context(opening)
         observer.directory.subscribe(display.names)
-        handle = node_handle(observer)
+        handle = node_handle(observer, has_model=options.keep)
         dashboard = await stack.enter_async_context(serve_dashboard(handle, folder, address))
         print_join_info(dashboard.page_url, handle.peer_id, address)
-        status = ObserverStatus(handle, dashboard, observer.metrics)
+        status = ObserverStatus(handle, dashboard, observer.metrics, keeper)
         port = await stack.enter_async_context(serve_metrics(settings.metrics, observer.metrics, status))
         enable_frequent_gc()
         folder.write_node_info(handle.peer_id, await handle.transport.addresses(), port)
         stack.enter_context(registered(folder.path))
-        if public:
+        if options.public:
             _announce_run(observer.rendezvous, handle, dashboard.event_log, address)
-        await _run_until_stopped(observer, dashboard.watcher_task, display, status)
+        keeping = [asyncio.create_task(keeper.run(), name="state keeper")] if keeper else []
+        await _run_until_stopped(observer, {dashboard.watcher_task, *keeping}, display, status)
         folder.write_final_status(status.status().model_dump_json())
     last = status.status()
     logger.info("the host has stopped after %s; the same command serves the run again", last.describe_round())
 
 
 async def _run_until_stopped(
-    observer: Node, watcher_task: asyncio.Task[None], display: Display, status: ObserverStatus
+    observer: Node, endless: set[asyncio.Task[None]], display: Display, status: ObserverStatus
 ) -> None:
     """Gossip until a signal comes or an endless task ends; then tell the other peers that this node leaves."""
     stop = asyncio.Event()
@@ -195,8 +208,9 @@ async def _run_until_stopped(
     shown = asyncio.create_task(display.show_status(status))
     try:
         async with gossiping(observer) as loops:
-            endless = {watcher_task, stopped, trimming, shown, *loops}
-            done, _ = await asyncio.wait(endless, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {*endless, stopped, trimming, shown, *loops}, return_when=asyncio.FIRST_COMPLETED
+            )
             for task in done:
                 await task
     finally:

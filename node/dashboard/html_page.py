@@ -58,6 +58,7 @@ def render_page(values: Values, join_line: str | None, version: str, end: str = 
         about=_render_about(values.get("about", {})),
         warnings=_render_warnings(values["warnings"]),
         sample=_render_sample(values["sample"]),
+        model=_render_model(values.get("model")),
     )
 
 
@@ -136,6 +137,14 @@ def _render_sample(sample: Values | None) -> str:
         f'<section id="sample"><h2>Text that the model writes after round {sample["round"]}</h2>'
         f"<pre><b>{escape(sample['prompt'])}</b>{escape(sample['text'])}</pre></section>"
     )
+
+
+def _render_model(model: Values | None) -> str:
+    if model is None:
+        return '<p id="model" class="model" hidden></p>'
+    which = "The final model" if model["is_final"] else "The model"
+    text = f"{which}, after round {model['round']:,} ({format_si(model['size'])}B)"
+    return f'<p id="model" class="model">{text}: <a href="/model">download</a></p>'
 
 
 def _render_join(line: str | None) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from node.daemon.node import Node
+from node.keeper.state_keeper import StateKeeper, build_keeper
 from node.options import NodeOptions
 from node.run_dir import RunDir
 from protocol.identity import Identity, PeerId
@@ -30,7 +31,7 @@ LEAVE_SECONDS = 3.0
 class NodeHandle:
     """The parts of a node that the dashboard uses; `is_trainer` means that the page shows the node as a peer.
 
-    `base` is the folder of the manifest.
+    `base` is the folder of the manifest. `has_model` means that the node's folder has checkpoints, or will have them.
     """
 
     manifest: Manifest
@@ -39,6 +40,7 @@ class NodeHandle:
     directory: PeerDirectory
     transport: Transport
     is_trainer: bool
+    has_model: bool = True
 
     @property
     def peer_id(self) -> PeerId:
@@ -48,7 +50,7 @@ class NodeHandle:
         return self.transport.channel(peer)
 
 
-def node_handle(node: Node) -> NodeHandle:
+def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
     return NodeHandle(
         node.options.manifest,
         node.options.base,
@@ -56,19 +58,23 @@ def node_handle(node: Node) -> NodeHandle:
         node.directory,
         node.transport,
         is_trainer=bool(node.replicas),
+        has_model=has_model,
     )
 
 
 @contextlib.asynccontextmanager
-async def open_observer_node(options: NodeOptions, run_dir: RunDir) -> AsyncIterator[Node]:
-    """Run a node without a replica inside the context; the caller holds the lock of `run_dir`.
+async def open_observer_node(
+    options: NodeOptions, run_dir: RunDir, *, keeps: bool
+) -> AsyncIterator[tuple[Node, StateKeeper | None]]:
+    """Run a node without a replica inside the context, with a keeper if it `keeps` the newest state.
 
-    Raises TransportError.
+    The caller holds the lock of `run_dir`. Raises TransportError, or an error of the kept state.
     """
     node = Node(options, run_dir, random.Random(os.urandom(16)))
+    keeper = build_keeper(node, run_dir) if keeps else None
     try:
         await node.open()
-        yield node
+        yield node, keeper
     finally:
         await node.transport.stop()
 

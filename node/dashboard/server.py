@@ -37,6 +37,8 @@ from node.dashboard.event_log import EventLog, encode_message, stream_messages
 from node.dashboard.html_page import STATIC_DIR, render_page
 from node.dashboard.json_views import MAX_POINTS, SERIES, history, run_status, series_points, snapshot
 from node.dashboard.state import timings_of_round
+from node.keeper.model_archive import ModelArchive, model_values
+from node.keeper.model_route import model_route
 from node.receipts.issuer import ReceiptIssuer
 from protocol.errors import LimitError
 
@@ -114,6 +116,7 @@ class DashboardData:
         public_url: the URL for other people if it differs from the browser's Host header.
         is_live: returns whether the watcher still runs.
         receipts: `None` for a replay, which cannot sign any.
+        model: `None` for a host that keeps no state.
     """
 
     event_log: EventLog
@@ -122,10 +125,11 @@ class DashboardData:
     clock: Callable[[], float] = time.time
     is_live: Callable[[], bool] = lambda: True
     receipts: ReceiptIssuer | None = None
+    model: ModelArchive | None = None
 
     def values(self) -> dict[str, Any]:
         """Return the snapshot of the current state."""
-        values = snapshot(self.event_log.state, self.clock())
+        values = {**snapshot(self.event_log.state, self.clock()), **model_values(self.model)}
         if self.signed_manifest is None:
             values |= {"status": "replay", "tone": "busy", "reason": "a recorded run, as its host saw it"}
         return values
@@ -211,6 +215,7 @@ def build_app(data: DashboardData) -> Starlette:
         Mount("/static", StaticFiles(directory=STATIC_DIR)),
         *report_routes(data.event_log),
         *(receipt_routes(data.receipts) if data.receipts else ()),
+        *([model_route(data.model)] if data.model else ()),
     ]
     return Starlette(routes=routes, middleware=[Middleware(SecurityHeadersMiddleware)])
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from node.dashboard.ending.host_report import ReportWriter
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from node.dashboard.events import LogOpened, RunAbout, RunFacts
+from node.dashboard.json_views import run_status
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.samples.sampler import Sampler
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import SwarmWatcher
+from node.keeper.model_archive import ModelArchive
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
 from node.receipts.chain_recorder import commit_file_header
@@ -151,15 +153,18 @@ async def serve_dashboard(
     listener = open_listener(address.host, address.port, "--http")
     event_log = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
     commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, commit_file_header(node.manifest))
-    watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log).run(), name="swarm watcher")
+    folders = (run_dir.path, *more_models)
+    model = ModelArchive(folders, node.manifest, partial(is_final_round, event_log)) if node.has_model else None
+    watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log, model).run(), name="swarm watcher")
     watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
-    sampler = Sampler((run_dir.path, *more_models), node.base, event_log)
+    sampler = Sampler(folders, node.base, event_log)
     sampling = asyncio.create_task(_sample_while_possible(sampler), name="sampler")
     data = DashboardData(
         event_log,
         ManifestPublisher(node).signed_text,
         address.public_url,
         is_live=lambda: not watcher.done(),
+        model=model,
         receipts=ReceiptIssuer(commit_log, facts.run, node.identity, lambda peer: event_log.state.name_of(peer)),
     )
     report_writer = ReportWriter(run_dir.path, event_log)
@@ -177,6 +182,12 @@ async def _sample_while_possible(sampler: Sampler) -> None:
     """Sample until cancelled, or until the event log cannot be written, which the watcher reports."""
     with contextlib.suppress(StorageError):
         await sampler.run()
+
+
+def is_final_round(event_log: EventLog, number: int) -> bool:
+    """Return whether a run that has reached its target ended with that round."""
+    state = event_log.state
+    return run_status(state)[0] == "done" and state.rows.last is not None and number > state.rows.last.round
 
 
 def print_join_info(page_url: str, organiser: PeerId, address: DashboardAddress) -> None:

@@ -28,6 +28,7 @@ from node.dashboard.json_views import peer_values, summary
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.round_timeline import RoundTimeline
 from node.from_manifest import build_method, topology_class
+from node.keeper.model_archive import ModelArchive, model_values
 from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_log import CommitLog
 from protocol.identity import PeerId
@@ -52,13 +53,17 @@ NEWS_PER_SECOND = 0.1  # after the burst; limits the growth of the event log to 
 class SwarmWatcher:
     """Compares the node's view of the swarm with the last one and records the difference.
 
-    `commit_log` keeps the proofs of the rounds, and is written before `event_log` names them.
+    `commit_log` keeps the proofs of the rounds, and is written before `event_log` names them. `model` is the archive
+    of the host's model, if it has one.
     """
 
-    def __init__(self, node: NodeHandle, event_log: EventLog, commit_log: CommitLog) -> None:
+    def __init__(
+        self, node: NodeHandle, event_log: EventLog, commit_log: CommitLog, model: ModelArchive | None = None
+    ) -> None:
         self._node = node
         self._event_log = event_log
         self._commit_log = commit_log
+        self._model = model
         limits = commit_file_header(node.manifest).limits()
         self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel)
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
@@ -202,7 +207,7 @@ class SwarmWatcher:
         state = self._event_log.state
         names = {report.peer for report in updated}
         peers = [peer_values(state, peer) for name, peer in state.peers.items() if name in names]
-        self._event_log.broadcast("now", {**summary(state, now), "moved": peers})
+        self._event_log.broadcast("now", {**summary(state, now), **model_values(self._model), "moved": peers})
 
     def on_membership_event(self, event: peer_table.MembershipEvent) -> None:
         """Remember why a peer left, for the next poll."""

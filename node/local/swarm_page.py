@@ -40,7 +40,7 @@ async def serve_swarm_page(
     raise_fd_limit()
     settings = observer_options(manifest, folder)
     with RunDir(folder).lock(manifest) as run_dir, _logging_to(folder / LOG_FILE):
-        async with open_observer_node(settings, run_dir) as observer:
+        async with open_observer_node(settings, run_dir, keeps=False) as (observer, _):
             handle = node_handle(observer)
             async with serve_dashboard(handle, run_dir, address, peer_folders) as dashboard, gossiping(observer):
                 status = ObserverStatus(handle, dashboard, observer.metrics)

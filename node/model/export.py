@@ -20,8 +20,8 @@ from node.monitoring.progress import ByteProgress
 Json = dict[str, Any]
 
 
-def export(run_dir: Path, out: Path) -> None:
-    """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face folder, `out`.
+def export(run_dir: Path, out: Path) -> int:
+    """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face folder, `out`; return its round.
 
     Raises:
         UsageError: `out` is not an empty folder.
@@ -30,6 +30,7 @@ def export(run_dir: Path, out: Path) -> None:
     """
     trained = load_trained_weights(run_dir)
     write_export(trained, open_node_tokenizer(run_dir, trained.manifest), out)
+    return trained.round
 
 
 def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path) -> None:

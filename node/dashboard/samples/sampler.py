@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS, SampleGenerated
 from node.dashboard.json_views import run_status
-from node.paths import find_newest_checkpoint
+from node.paths import find_newest_model
 from node.process import python_environment
 from protocol.errors import MurmurError
 
@@ -46,16 +46,6 @@ def is_sample_due(
     if newest_round is None or newest_round == sampled_round:
         return False
     return seconds_since_attempt >= (LAST_SAMPLE_SECONDS if is_over else SAMPLE_SECONDS)
-
-
-def find_newest_model(folders: Sequence[Path]) -> tuple[int, Path] | None:
-    """Return the round and the node's folder of the newest checkpoint; None if there is none."""
-    found = []
-    for folder in folders:
-        saved = find_newest_checkpoint(folder)
-        if saved is not None:
-            found.append((int(saved.name.rpartition("-")[2]), folder))
-    return max(found, default=None)
 
 
 class Sampler:

@@ -74,7 +74,7 @@ async def test_replicas_share_the_node_and_keep_their_own_state(node: Node) -> N
 async def test_blobs_of_all_replicas_are_served_and_each_prunes_its_own(node: Node) -> None:
     first, second = both(node)
     ours, theirs = first.store.put(b"ours"), second.store.put(b"theirs")
-    reader = node._blob_service._store
+    reader = node.blob_service._store
     assert [reader.blob(blob.digest) for blob in (ours, theirs)] == [ours, theirs]
     first.store.retain(())
     assert bytes(reader.read_piece(theirs.digest, 0)) == b"theirs"
@@ -87,7 +87,7 @@ async def test_blobs_of_all_replicas_are_served_and_each_prunes_its_own(node: No
 async def test_calls_find_the_replica_by_their_run(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "caller", lambda context: CALLER)
     server = grpc.aio.server()
-    add_RoundsServicer_to_server(RoundsService(node.replicas, node.directory), server)
+    add_RoundsServicer_to_server(RoundsService(node.replicas, node._chains, node.directory), server)
     responder = DialBackResponder(node.transport.remote_addresses)
     add_RunsServicer_to_server(RunsService(node.manifests, responder, node.directory), server)
     server.add_insecure_port(f"unix:{tmp_path}/s")

@@ -11,7 +11,7 @@ import pytest
 from node.daemon import peer_rpc, services
 from node.daemon.outer_state import ReplicatedState
 from node.daemon.peer_rpc import deliver, request_chain
-from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService
+from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService, ServedChain
 from node.loop.steering import unsteered
 from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
@@ -70,10 +70,8 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     replica, driver = replica_in(store), FakeLoop()
     await grown(replica, store, 3)
     fake: Any = driver
-    served: Any = SimpleNamespace(
-        loop=fake, receiver=fake, replicated=replica, steering=unsteered(), quota=InboundQuota(1, 5.0)
-    )
-    service = RoundsService({RUN_ID: served}, driver)
+    served: Any = SimpleNamespace(loop=fake, receiver=fake, quota=InboundQuota(1, 5.0))
+    service = RoundsService({RUN_ID: served}, {RUN_ID: ServedChain(replica, unsteered())}, driver)
     async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield RoundsServiceSetup(channel, replica, driver, service)
 

@@ -18,11 +18,11 @@ from node.dashboard.samples.sampler import (
     LAST_SAMPLE_SECONDS,
     SAMPLE_SECONDS,
     Sampler,
-    find_newest_model,
     generate_sample,
     is_sample_due,
 )
 from node.model import initial_weights, shape_table
+from node.paths import find_newest_model
 from protocol.errors import CheckpointError, MurmurError
 from protocol.manifest import DataSection, Manifest
 from tests.node.dashboard.example_events import FACTS, apply_all, opening_events

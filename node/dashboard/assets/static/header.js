@@ -28,6 +28,17 @@ function showSummary() {
   put("in_time", s.expected ? `${s.in_time} of ${s.expected} in time` : "no round yet");
   document.title = s.loss == null ? s.run : `${digits(s.loss, 3)} · ${s.run}`;
   showWarnings(s.warnings);
+  showModel(s.model);
+}
+function showModel(model) {
+  const line = $("model");
+  line.hidden = !model;
+  if (!model) return;
+  const text = `${model.is_final ? "The final model" : "The model"}, after round ${digits(model.round, 0)} (${si(model.size)}B): `;
+  if (line.firstChild && line.firstChild.textContent === text) return;
+  const link = make("a", "", "download");
+  link.href = "/model";
+  line.replaceChildren(text, link);
 }
 function showWarnings(sentences) {
   const box = $("warnings"), shownText = [...box.children].map((line) => line.textContent);

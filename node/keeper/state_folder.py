@@ -1,0 +1,100 @@
+"""Keep one state of a run in a node's folder: as a blob for other peers, and as a checkpoint for people.
+
+The blob stays on disk, and the checkpoint is written from a mapping of it, so that a host with little memory can keep
+a large model.
+"""
+
+import mmap
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from node.checkpoints import checkpoint
+from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.outer_state import OuterState, state_bytes
+from node.daemon.replica import max_store_bytes
+from node.model import shape_table
+from node.run_dir import RunDir
+from optim.round_plan import RoundPlanner
+from protocol.blobs.blob import Blob
+from protocol.blobs.storage import disk_errors
+from protocol.blobs.store import BlobStore
+from protocol.consensus.chain import ChainHead
+from protocol.errors import MalformedError
+from protocol.manifest import Manifest
+
+STATE_KEY = "state"  # in the chain's table of a checkpoint: the digest of the state
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A state and the head of its chain."""
+
+    head: ChainHead
+    blob: Blob
+
+
+class StateFolder:
+    """The blobs and the checkpoints of a node that does not train."""
+
+    def __init__(self, run_dir: RunDir, manifest: Manifest, planner: RoundPlanner) -> None:
+        self._run_dir = run_dir
+        self._manifest = manifest
+        self._planner = planner
+        self._shapes = shape_table(manifest.model)
+        self.state_bytes = state_bytes(planner.numel, planner.method)
+        self.store = BlobStore(run_dir.blobs, max_store_bytes(planner))  # all of it on disk
+
+    def load(self) -> KeptState | None:
+        """Return the state of the newest checkpoint. Raises CheckpointError or OtherRunError."""
+        saved = checkpoint.load_newest_chain(self._run_dir.checkpoints, self._manifest.run_id, self._shapes)
+        if saved is None:
+            return None
+        head, name = ChainHead.from_json(saved["head"]), saved.get(STATE_KEY)
+        if isinstance(name, str) and self.store.has(bytes.fromhex(name)):
+            return KeptState(head, self.store.blob(bytes.fromhex(name)))
+        return self._restore_blob()
+
+    def _restore_blob(self) -> KeptState | None:
+        """Make the blob of a checkpoint that has none: the node trained before, or the blob was removed."""
+        saved, _ = checkpoint.load_newest(self._run_dir.checkpoints, self._manifest.run_id, self._shapes)
+        if saved is None:
+            return None
+        blob = self.store.put(*OuterState(saved.anchor, saved.outer).byte_views())
+        return KeptState(ChainHead.from_json(saved.chain["head"]), blob)
+
+    def save(self, kept: KeptState) -> None:
+        """Write a checkpoint of a state whose blob is complete.
+
+        Raises:
+            MalformedError: The state is not finite or not of this run.
+            StorageError: The disk is full or fails; the checkpoint before it is kept.
+        """
+        state, head = self._map_state(kept.blob), kept.head
+        saved = Checkpoint(
+            run_id=self._manifest.run_id,
+            shapes=self._shapes.hash(),
+            round=head.round,
+            digest=head.digest,
+            chain={"head": head.to_json(), "offer": None, STATE_KEY: kept.blob.name},
+            anchor=state.anchor,
+            outer=dict(state.slots),
+            inner={},
+            inner_meta={},
+        )
+        checkpoint.save(self._run_dir.checkpoints, saved, self._shapes, self._manifest.checkpoint.keep)
+
+    def retain(self, *digests: bytes) -> None:
+        """Remove all other blobs, except those that are being fetched."""
+        self.store.retain(digests)
+
+    def requested(self, digests: Collection[bytes]) -> set[bytes]:
+        """Return those of the digests that are here."""
+        return {digest for digest in digests if self.store.has(digest)}
+
+    def _map_state(self, blob: Blob) -> OuterState:
+        path = self.store.path(blob.digest)
+        with disk_errors(path), path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # lives as long as the tensors
+        if len(mapped) != self.state_bytes:
+            raise MalformedError(f"the state has {len(mapped)} bytes instead of {self.state_bytes}")
+        return OuterState.from_bytes(mapped, self._planner.numel, self._planner.method)

@@ -1,0 +1,235 @@
+"""Keep the newest state of a run on a host that does not train, and serve it to peers that come back.
+
+The keeper fetches the state that most trainers report, checks it against that digest, and saves it as a checkpoint. It
+fetches the final state at once, and others so rarely that they cost a small part of its link. Its peer record names the
+state that it holds: newcomers, and peers that return after all others have left, take it from here.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from node.daemon.chain_sync import ChainReader, heads_along
+from node.daemon.node import Node
+from node.daemon.replica import contribution_limits
+from node.daemon.services import ServedChain
+from node.daemon.swarm_view import peer_state
+from node.from_manifest import build_program, topology_class
+from node.keeper.choice import ChoiceRules, StateOffer, choose_state
+from node.keeper.state_folder import KeptState, StateFolder
+from node.loop.steering import Steering
+from node.loop.swarm_snapshot import SwarmSnapshot
+from node.run_dir import RunDir
+from node.units import format_bytes
+from protocol.blobs.blob import Blob
+from protocol.blobs.download import Downloader
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
+from protocol.consensus.messages import Adoption, Commit, SignedMessage
+from protocol.consensus.revision_log import RevisionLog
+from protocol.errors import PeerFault, StaleError, StorageError, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest import Manifest
+from protocol.membership.directory import PeerDirectory
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+LINK_SHARE = 0.05  # of the time that downloads may take
+MIN_PAUSE_SECONDS = 30.0  # between two downloads of a run that goes on
+RETRY_SECONDS = 1.0  # after a failure; the state may have been replaced by a newer one
+DISK_RETRY_SECONDS = 60.0
+MIN_FETCH_SECONDS = 60.0  # for a download, plus its size / MIN_BYTES_PER_SECOND
+MIN_BYTES_PER_SECOND = 125_000
+MAX_CHAIN_SOURCES = 3
+MAX_CHAIN_COMMITS = 4 * MAX_KEPT_COMMITS  # of one peer, with those after the state
+
+
+class RecentRequests(Protocol):
+    def recently_requested(self) -> Collection[bytes]:
+        """Return the blobs that peers are downloading from us."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeeperParts:
+    """The parts of the node that the keeper uses; `reader` requests the commits that lead to a state."""
+
+    directory: PeerDirectory
+    downloader: Downloader
+    reader: ChainReader
+    requests: RecentRequests
+    revisions: RevisionLog
+
+
+class StateKeeper:
+    """Keeps the newest state of one run. `chain` and `blob` are those that it holds; `blob` is None before the first.
+
+    `error` is the reason why the newest state is not kept, empty if it is.
+    """
+
+    def __init__(self, manifest: Manifest, folder: StateFolder, parts: KeeperParts, has_one_state: bool) -> None:
+        self.chain = Chain.from_genesis(manifest.run_id)
+        self.steering = Steering(manifest, self.chain, parts.revisions)
+        self.blob: Blob | None = None
+        self.error = ""
+        self.store = folder.store
+        self._folder = folder
+        self._parts = parts
+        self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
+        self._next_fetch_at = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the final state is held."""
+        return self.blob is not None and self.steering.is_final(self.chain.head)
+
+    def describe(self) -> str:
+        """Return one line that says which state is held, or why none is."""
+        if self.error:
+            return f"the newest state is not kept: {self.error}"
+        if self.blob is None:
+            return "no state of the run is held yet"
+        return f"holding the {'final ' if self.is_complete else ''}state of round {self.chain.round}"
+
+    def restore(self) -> None:
+        """Read the state that an earlier process kept. Raises CheckpointError or OtherRunError."""
+        kept = self._folder.load()
+        if kept is not None:
+            self.blob = kept.blob
+            self.chain.switch_to(kept.head)
+            logger.info("holding the state of round %d", kept.head.round)
+
+    async def run(self) -> None:
+        """Keep the newest state until cancelled."""
+        self._announce()
+        while True:
+            offer = self._due_offer(time.monotonic())
+            if offer is not None:
+                await self._keep(offer)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _due_offer(self, now: float) -> StateOffer | None:
+        """Return the state to fetch now: the final one at once, another one after the pause."""
+        records = self._parts.directory.live()
+        snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in records.items()})
+        offer = choose_state(self._rules, snapshot, self.chain.head if self.blob else None)
+        if offer is None or (now < self._next_fetch_at and not self.steering.is_final(offer.head)):
+            return None
+        return offer
+
+    async def _keep(self, offer: StateOffer) -> None:
+        """Fetch and save a state; on a failure, say why and try again later."""
+        began = time.monotonic()
+        try:
+            blob = await self._fetch(offer)
+            head, commits = await self._fetch_chain(offer)
+            kept = KeptState(head, blob)
+            await asyncio.to_thread(self._folder.save, kept)
+        except StorageError as error:
+            self._fail(str(error))
+            self._announce()  # without a state: peers must not wait for us
+            await asyncio.sleep(DISK_RETRY_SECONDS)
+        except (UnreachableError, PeerFault) as error:
+            logger.info("cannot keep the state of round %d: %s", offer.head.round, error)
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            self._adopt(kept, commits)
+            seconds = time.monotonic() - began
+            self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
+
+    async def _fetch(self, offer: StateOffer) -> Blob:
+        """Download the state; what an earlier try or process has left of it is used."""
+        blob = Blob(offer.state, self._folder.state_bytes)
+        seconds = MIN_FETCH_SECONDS + blob.size / MIN_BYTES_PER_SECOND
+        self._retain(blob)
+
+        def holders() -> list[PeerId]:
+            live = self._parts.directory.live()
+            return [peer for peer in offer.holders if peer in live]
+
+        await self._parts.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
+        return blob
+
+    async def _fetch_chain(self, offer: StateOffer) -> tuple[ChainHead, tuple[SignedMessage[Commit], ...]]:
+        """Return the head with its revision, and the commits that show returning peers what became of their work."""
+        live = self._parts.directory.live()
+        for peer in [peer for peer in offer.holders if peer in live][:MAX_CHAIN_SOURCES]:
+            try:
+                return await self._read_chain(peer, offer.head)
+            except (UnreachableError, PeerFault) as error:
+                logger.info("%s does not show the chain to round %d: %s", peer, offer.head.round, error)
+        return replace(offer.head, revision=self.chain.head.revision), ()
+
+    async def _read_chain(self, peer: PeerId, head: ChainHead) -> tuple[ChainHead, tuple[SignedMessage[Commit], ...]]:
+        """Read the last commits of a peer's chain. Raises PeerFault unless they lead to `head`."""
+        start, reader = max(0, head.round - MAX_KEPT_COMMITS), self._parts.reader
+        found: list[SignedMessage[Commit]] = []
+        while not found or found[-1].body.round < head.round - 1:
+            reply, commits = await reader.read(peer, start + len(found))
+            if not commits and not found and start < head.round - 1:
+                start = head.round - 1  # it started not long ago and knows only the last commits
+                continue
+            if not commits or len(found) > MAX_CHAIN_COMMITS:
+                raise StaleError("its log does not reach back far enough")
+            found += commits
+        found = [commit for commit in found if commit.body.round < head.round]
+        bodies = [commit.body for commit in found]
+        reached = heads_along(ChainHead(bodies[0].round, bodies[0].base, 0), bodies)[-1]
+        if reached.digest != head.digest:
+            raise StaleError("its chain leads elsewhere")
+        self.steering.learn(Adoption(reached.revision, reader.open_revisions(reply)))
+        return replace(head, revision=reached.revision), tuple(found)
+
+    def _adopt(self, kept: KeptState, commits: tuple[SignedMessage[Commit], ...]) -> None:
+        self.chain.switch_to(kept.head, commits)
+        self.blob, self.error = kept.blob, ""
+        self._announce()
+        self._retain(kept.blob)
+        final = "the final state, " if self.is_complete else "the state "
+        logger.info("holding %sof round %d (%s)", final, kept.head.round, format_bytes(kept.blob.size))
+
+    def _retain(self, wanted: Blob) -> None:
+        """Keep the state that we hold, the wanted one, and those that peers are downloading."""
+        requested = self._folder.requested(self._parts.requests.recently_requested())
+        held = {self.blob.digest} if self.blob else set()
+        self._folder.retain(*requested, *held, wanted.digest)
+
+    def _fail(self, reason: str) -> None:
+        if reason != self.error:
+            logger.error("the newest state of the run is not kept: %s", reason)
+        self.error = reason
+
+    def _announce(self) -> None:
+        """Publish the state that we hold; before the first, the start of the chain shows that we keep states."""
+        head, state = self.chain.head, self.blob.digest if self.blob else b""
+        if self.error:
+            head, state = ChainHead(0, b"", 0), b""
+        self._parts.directory.publish(
+            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
+        )
+
+
+def build_keeper(node: Node, run_dir: RunDir) -> StateKeeper:
+    """Build the keeper of a node that does not train, with the state that an earlier process kept.
+
+    Call it before the node opens. Raises ManifestError, CheckpointError, OtherRunError or StorageError.
+    """
+    manifest = node.options.manifest
+    planner = build_program(manifest)
+    folder = StateFolder(run_dir, manifest, planner)
+    limits = contribution_limits(manifest, planner)
+    parts = KeeperParts(
+        directory=node.directory,
+        downloader=Downloader(folder.store, node.transport.bulk, random.Random(os.urandom(16))),
+        reader=ChainReader(manifest.run_id, limits, node.transport.channel),
+        requests=node.blob_service,
+        revisions=node.revisions.log,
+    )
+    keeper = StateKeeper(manifest, folder, parts, topology_class(planner.method).has_shared_state)
+    keeper.restore()
+    node.add_chain(manifest.run_id, ServedChain(keeper, keeper.steering), folder.store)
+    return keeper
