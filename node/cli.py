@@ -277,20 +277,33 @@ def replay(
     serve_replay(event_file, http)
 
 
-@app.command(epilog="Example: murmur export runs/demo-1 model")
+@app.command(epilog="Examples: murmur export runs/demo-1 model; murmur export https://run.example.org/run.toml model")
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="DIR|RUN", help="directory of `murmur join`, `up` or `host`; or a RUN of `murmur join`"),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory")],
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="MULTIADDR", help="of a RUN: connect to this peer first (repeatable)")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
 ) -> None:
-    """Export the newest checkpoint as a Hugging Face model directory."""
+    """Export the newest model as a Hugging Face directory: that of a node's directory, or that of a run's peers."""
     from node.paths import find_trained_dir
 
-    node = find_trained_dir(folder)
-    with _loading():
-        from node.model.export import export as export_model
-
     with _say_when_interrupted(f"{out} is as it was before"):
-        number = export_model(node, out)
+        if "://" in source or Path(source).is_file():
+            with _loading():
+                from node.keeper.fetch_model import fetch_model
+
+            number = fetch_model(source, out, peers=tuple(peer or ()), insecure=insecure)
+        else:
+            node = find_trained_dir(Path(source))
+            with _loading():
+                from node.model.export import export as export_model
+
+            number = export_model(node, out)
     typer.echo(f"the model of round {number} is in {out}")
 
 

@@ -39,6 +39,13 @@ def fill_folder(out: Path) -> Iterator[Path]:
             raise
 
 
+def require_free(out: Path) -> None:
+    """Raise UsageError unless `out` is a new or an empty folder; before work that would be lost."""
+    with _blame_storage(out):
+        if os.path.lexists(out) and not (out.is_dir() and not _entries(out)):
+            raise UsageError(f"{out} exists and is not an empty folder; name a new one")
+
+
 def _entries(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != OF_THE_FILE_SYSTEM]
 

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from node.flags import NodeFlags
+from node.join.finished_run import describe_end
 from node.join.invitation import Invitation
 from node.join.joined_folder import check_pin, open_or_recall, save_invitation
 from node.monitoring.display import Display
@@ -17,9 +16,6 @@ from node.process import rare_garbage_collection
 from node.units import format_count
 from protocol.manifest import load_manifest
 from protocol.signing import fingerprint
-
-if TYPE_CHECKING:
-    from node.daemon.lifecycle import FinishedRun
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +55,6 @@ def _join_run(run: str, flags: NodeFlags, display: Display, folder: Path | None,
     if finished is not None:
         for line in describe_end(finished, run, node_dir):
             print(line, flush=True)
-
-
-def describe_end(finished: "FinishedRun", run: str, node_dir: Path) -> list[str]:
-    """Return the last lines of `murmur join RUN` for a run that has reached its target."""
-    validation = finished.validation_loss
-    loss = "" if validation is None else f", validation loss {validation:.3f}"
-    source = shlex.quote(str(node_dir) if finished.is_ours else run)
-    return [
-        f"the run is over: round {finished.round:,}, {finished.tokens:,} tokens{loss}",
-        f"to get the model: murmur export {source} OUT",
-    ]
 
 
 def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:

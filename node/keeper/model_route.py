@@ -41,7 +41,12 @@ def model_route(archive: ModelArchive) -> Route:
     """Return the route of a host that has the model of the run."""
     slots = DownloadSlots(MAX_DOWNLOADS)
 
-    async def model(_: Request) -> Response:
+    async def model(request: Request) -> Response:
+        if request.method == "HEAD":  # whether there is a model; making the archive takes long
+            newest = archive.newest()
+            return Response(
+                status_code=200 if newest else 404, headers=_headers(archive, newest.round) if newest else {}
+            )
         _require_slot(slots)
         try:
             made = await archive.open()
@@ -50,12 +55,16 @@ def model_route(archive: ModelArchive) -> Route:
         if made is None:
             raise HTTPException(404, "this host has no state of the run yet; try again after its first round")
         _require_slot(slots)
-        headers = {"etag": f'"{archive.run_id[:16]}-{made.round}"', "murmur-round": str(made.round)}
+        headers = _headers(archive, made.round)
         response = ModelResponse(made.path, headers=headers, media_type="application/x-tar", filename=made.path.name)
         response.slots = slots
         return response
 
     return Route(PATH, model)
+
+
+def _headers(archive: ModelArchive, number: int) -> dict[str, str]:
+    return {"etag": f'"{archive.run_id[:16]}-{number}"', "murmur-round": str(number)}
 
 
 def _require_slot(slots: DownloadSlots) -> None:

@@ -23,6 +23,15 @@ from protocol.errors import MalformedError
 from protocol.manifest import Manifest
 
 STATE_KEY = "state"  # in the chain's table of a checkpoint: the digest of the state
+VALIDATION_KEY = "validation"  # the newest validation: round and loss
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The newest validation loss of a run, as its peers report it; round 0 means that there is none."""
+
+    round: int = 0
+    loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class KeptState:
 
     head: ChainHead
     blob: Blob
+    validation: Validation = Validation()
 
 
 class StateFolder:
@@ -51,7 +61,8 @@ class StateFolder:
             return None
         head, name = ChainHead.from_json(saved["head"]), saved.get(STATE_KEY)
         if isinstance(name, str) and self.store.has(bytes.fromhex(name)):
-            return KeptState(head, self.store.blob(bytes.fromhex(name)))
+            round_number, loss = saved.get(VALIDATION_KEY) or (0, 0.0)
+            return KeptState(head, self.store.blob(bytes.fromhex(name)), Validation(int(round_number), float(loss)))
         return self._restore_blob()
 
     def _restore_blob(self) -> KeptState | None:
@@ -69,13 +80,18 @@ class StateFolder:
             MalformedError: The state is not finite or not of this run.
             StorageError: The disk is full or fails; the checkpoint before it is kept.
         """
-        state, head = self._map_state(kept.blob), kept.head
+        state, head = self.map_state(kept.blob), kept.head
         saved = Checkpoint(
             run_id=self._manifest.run_id,
             shapes=self._shapes.hash(),
             round=head.round,
             digest=head.digest,
-            chain={"head": head.to_json(), "offer": None, STATE_KEY: kept.blob.name},
+            chain={
+                "head": head.to_json(),
+                "offer": None,
+                STATE_KEY: kept.blob.name,
+                VALIDATION_KEY: [kept.validation.round, kept.validation.loss],
+            },
             anchor=state.anchor,
             outer=dict(state.slots),
             inner={},
@@ -91,7 +107,11 @@ class StateFolder:
         """Return those of the digests that are here."""
         return {digest for digest in digests if self.store.has(digest)}
 
-    def _map_state(self, blob: Blob) -> OuterState:
+    def map_state(self, blob: Blob) -> OuterState:
+        """Return a state whose blob is complete; its vectors stay on disk until they are read.
+
+        Raises MalformedError if it is not finite or not of this run.
+        """
         path = self.store.path(blob.digest)
         with disk_errors(path), path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # lives as long as the tensors

@@ -21,7 +21,8 @@ from node.daemon.services import ServedChain
 from node.daemon.swarm_view import peer_state
 from node.from_manifest import build_program, topology_class
 from node.keeper.choice import ChoiceRules, StateOffer, choose_state
-from node.keeper.state_folder import KeptState, StateFolder
+from node.keeper.state_folder import KeptState, StateFolder, Validation
+from node.loop.catch_up import MAX_VANISHED_STATES
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.run_dir import RunDir
@@ -31,7 +32,7 @@ from protocol.blobs.download import Downloader
 from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
 from protocol.consensus.messages import Adoption, Commit, SignedMessage
 from protocol.consensus.revision_log import RevisionLog
-from protocol.errors import PeerFault, StaleError, StorageError, UnreachableError
+from protocol.errors import GoneError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
@@ -39,6 +40,7 @@ from protocol.membership.directory import PeerDirectory
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+CHOICE_SECONDS = 0.2
 LINK_SHARE = 0.05  # of the time that downloads may take
 MIN_PAUSE_SECONDS = 30.0  # between two downloads of a run that goes on
 RETRY_SECONDS = 1.0  # after a failure; the state may have been replaced by a newer one
@@ -77,10 +79,16 @@ class StateKeeper:
         self.blob: Blob | None = None
         self.error = ""
         self.store = folder.store
-        self._folder = folder
+        self.folder = folder
         self._parts = parts
         self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
+        self._validation = Validation()
+
+    @property
+    def bytes_received(self) -> int:
+        """Return the bytes of states received by this process."""
+        return self._parts.downloader.bytes_received
 
     @property
     def is_complete(self) -> bool:
@@ -97,16 +105,18 @@ class StateKeeper:
 
     def restore(self) -> None:
         """Read the state that an earlier process kept. Raises CheckpointError or OtherRunError."""
-        kept = self._folder.load()
+        kept = self.folder.load()
         if kept is not None:
-            self.blob = kept.blob
+            self.blob, self._validation = kept.blob, kept.validation
             self.chain.switch_to(kept.head)
             logger.info("holding the state of round %d", kept.head.round)
 
     async def run(self) -> None:
         """Keep the newest state until cancelled."""
         self._announce()
+        self._publish_validation()
         while True:
+            self._note_validation()
             offer = self._due_offer(time.monotonic())
             if offer is not None:
                 await self._keep(offer)
@@ -114,12 +124,44 @@ class StateKeeper:
 
     def _due_offer(self, now: float) -> StateOffer | None:
         """Return the state to fetch now: the final one at once, another one after the pause."""
-        records = self._parts.directory.live()
-        snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in records.items()})
-        offer = choose_state(self._rules, snapshot, self.chain.head if self.blob else None)
+        offer = self._choose()
         if offer is None or (now < self._next_fetch_at and not self.steering.is_final(offer.head)):
             return None
         return offer
+
+    def _choose(self) -> StateOffer | None:
+        records = self._parts.directory.live()
+        snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in records.items()})
+        return choose_state(self._rules, snapshot, self.chain.head if self.blob else None)
+
+    def _note_validation(self) -> None:
+        """Repeat the newest validation loss in our record, for those who come when no trainer is left."""
+        records = self._parts.directory.live().values()
+        newest = max(records, key=lambda record: record.validation_round, default=None)
+        if newest is not None and newest.validation_round > self._validation.round:
+            self._validation = Validation(newest.validation_round, newest.validation_loss)
+            self._publish_validation()
+
+    def _publish_validation(self) -> None:
+        self._parts.directory.publish(validation_round=self._validation.round, validation_loss=self._validation.loss)
+
+    async def fetch_newest(self, find_seconds: float) -> KeptState:
+        """Fetch the newest state once, without keeping it as a host does.
+
+        Raises UnreachableError if no peer that holds a state is found in time, or the state cannot be fetched.
+        """
+        began = time.monotonic()
+        while (offer := self._choose()) is None:
+            if time.monotonic() - began > find_seconds:
+                raise UnreachableError("no peer or host of the run that holds its state answers; try again later")
+            await asyncio.sleep(CHOICE_SECONDS)
+        for _ in range(MAX_VANISHED_STATES):
+            try:
+                return KeptState(offer.head, await self._fetch(offer), self._validation)
+            except GoneError:  # the peers have a newer one
+                await asyncio.sleep(CHOICE_SECONDS)
+                offer = self._choose() or offer
+        raise UnreachableError("the state of the run changes faster than it can be fetched; try again later")
 
     async def _keep(self, offer: StateOffer) -> None:
         """Fetch and save a state; on a failure, say why and try again later."""
@@ -127,8 +169,8 @@ class StateKeeper:
         try:
             blob = await self._fetch(offer)
             head, commits = await self._fetch_chain(offer)
-            kept = KeptState(head, blob)
-            await asyncio.to_thread(self._folder.save, kept)
+            kept = KeptState(head, blob, self._validation)
+            await asyncio.to_thread(self.folder.save, kept)
         except StorageError as error:
             self._fail(str(error))
             self._announce()  # without a state: peers must not wait for us
@@ -143,7 +185,7 @@ class StateKeeper:
 
     async def _fetch(self, offer: StateOffer) -> Blob:
         """Download the state; what an earlier try or process has left of it is used."""
-        blob = Blob(offer.state, self._folder.state_bytes)
+        blob = Blob(offer.state, self.folder.state_bytes)
         seconds = MIN_FETCH_SECONDS + blob.size / MIN_BYTES_PER_SECOND
         self._retain(blob)
 
@@ -194,9 +236,9 @@ class StateKeeper:
 
     def _retain(self, wanted: Blob) -> None:
         """Keep the state that we hold, the wanted one, and those that peers are downloading."""
-        requested = self._folder.requested(self._parts.requests.recently_requested())
+        requested = self.folder.requested(self._parts.requests.recently_requested())
         held = {self.blob.digest} if self.blob else set()
-        self._folder.retain(*requested, *held, wanted.digest)
+        self.folder.retain(*requested, *held, wanted.digest)
 
     def _fail(self, reason: str) -> None:
         if reason != self.error:

@@ -112,6 +112,7 @@ class FakeNodeHandle:
     """The handle of a node in a run without other peers."""
 
     is_trainer: bool
+    has_model = False
     manifest = MANIFEST
     identity = PEERS[0]
     base = Path()

@@ -1,0 +1,99 @@
+"""`murmur export RUN OUT`: fetch the newest state of a run from its peers or its host, and write the model.
+
+The state is found and checked as a host does it (`node.keeper.state_keeper`). The commits and the peers of the run are
+not needed any more once it is here, so the node is a temporary one, with a key of its own.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from node.checkpoints.checkpoint import TrainedWeights
+from node.checkpoints.new_folder import require_free
+from node.daemon.node import Node
+from node.dashboard.observer_node import gossiping
+from node.data.tokenizer import TextTokenizer, open_tokenizer
+from node.flags import NodeFlags
+from node.join.invitation import Invitation, open_invitation
+from node.keeper.state_folder import KeptState
+from node.keeper.state_keeper import StateKeeper, build_keeper
+from node.model.export import write_export
+from node.monitoring.logs import configure_logs
+from node.monitoring.progress import ByteProgress
+from node.options import NodeOptions, parse_node_options
+from node.process import raise_fd_limit
+from node.run_dir import RunDir
+from protocol.errors import MissingFileError
+from protocol.tasks import cancel_and_wait
+
+logger = logging.getLogger(__name__)
+
+FIND_SECONDS = 45.0
+PROGRESS_SECONDS = 0.3
+
+
+def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool) -> int:
+    """Write the newest model of a run, named as for `murmur join`, as a Hugging Face folder; return its round.
+
+    Raises MurmurError, in particular UnreachableError if nobody who holds the state answers.
+    """
+    configure_logs()
+    logging.getLogger().setLevel(logging.WARNING)
+    require_free(out)
+    raise_fd_limit()
+    invitation = open_invitation(run, insecure)
+    tokenizer = _open_tokenizer(invitation, run)
+    with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
+        options = parse_node_options(
+            NodeFlags(),
+            manifest=invitation.manifest,
+            base=invitation.base or Path(folder),
+            folder=Path(folder),
+            more_peers=(*peers, *invitation.peers),
+        )
+        trained = asyncio.run(_fetch_weights(options))
+        write_export(trained, tokenizer, out)
+    return trained.round
+
+
+def _open_tokenizer(invitation: Invitation, run: str) -> TextTokenizer:
+    """Open the run's tokenizer. Peers do not send it, so a run from a URL or a link must use bytes."""
+    file = invitation.manifest.data.tokenizer
+    if file and invitation.base is None:
+        raise MissingFileError(
+            f"the run has its own tokenizer ({file[:80]}), which peers do not send; download the model from the run's "
+            f"page, or put run.toml next to the tokenizer and give that file instead of {run}"
+        )
+    return open_tokenizer(file, invitation.base or Path())
+
+
+async def _fetch_weights(options: NodeOptions) -> TrainedWeights:
+    run_dir = RunDir(options.folder)
+    node = Node(options, run_dir, random.Random(os.urandom(16)))
+    keeper = build_keeper(node, run_dir)
+    try:
+        await node.open()
+        async with gossiping(node):
+            kept = await _fetch_with_progress(keeper)
+    finally:
+        await node.transport.stop()
+    state = await asyncio.to_thread(keeper.folder.map_state, kept.blob)
+    return TrainedWeights(options.manifest, kept.head.round, state.anchor.clone())
+
+
+async def _fetch_with_progress(keeper: StateKeeper) -> KeptState:
+    with ByteProgress("fetching the state", keeper.folder.state_bytes) as progress:
+        fetching = asyncio.create_task(keeper.fetch_newest(FIND_SECONDS))
+        shown = 0
+        try:
+            while not (await asyncio.wait({fetching}, timeout=PROGRESS_SECONDS))[0]:
+                received = min(keeper.bytes_received, keeper.folder.state_bytes)
+                progress.advance(received - shown)
+                shown = received
+            return fetching.result()
+        finally:
+            await cancel_and_wait((fetching,))
