@@ -277,7 +277,7 @@ def replay(
     serve_replay(event_file, http)
 
 
-@app.command(epilog="Examples: murmur export runs/demo-1 model; murmur export https://run.example.org/run.toml model")
+@app.command(epilog="Example: murmur export runs/demo-1 model, or murmur export https://run.example.org/run.toml model")
 def export(
     source: Annotated[
         str,

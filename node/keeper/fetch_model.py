@@ -42,7 +42,8 @@ def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool) ->
     Raises MurmurError, in particular UnreachableError if nobody who holds the state answers.
     """
     configure_logs()
-    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("node").setLevel(logging.WARNING)  # peers that come and go concern a node that stays
+    logging.getLogger("protocol").setLevel(logging.WARNING)
     require_free(out)
     raise_fd_limit()
     invitation = open_invitation(run, insecure)
