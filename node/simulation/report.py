@@ -8,14 +8,9 @@ from node.simulation.comparison import Comparison, RecipeResults, logic_time_fra
 from node.units import format_bytes
 
 PADDING = 2
-EXPENDABLE = (
-    "bits/param/sync",
-    "rounds",
-    "compute",
-    "data parallel, same time",
-    "virtual s",
-    "sent per peer",
-)  # in a narrow terminal
+EXPENDABLE = (  # in a narrow terminal
+    "bits/param/sync", "rounds", "compute", "data parallel, same time", "virtual s", "sent per peer", "bits/param/step",
+)  # fmt: skip
 COLUMNS = (
     "recipe", "validation loss", "bits/param/step", "bits/param/sync", "sent per peer", "virtual s", "compute",
     "rounds", "data parallel, same time",
