@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from node.dashboard.ending.end_section import render_end
-from node.dashboard.ending.host_report import build_host_report
+from node.dashboard.ending.host_report import CurrentReport
 from node.dashboard.ending.routes import receipt_routes, report_routes
 from node.dashboard.event_log import EventLog, encode_message, stream_messages
 from node.dashboard.html_page import STATIC_DIR, render_page
@@ -176,12 +176,11 @@ class EventStreamResponse(StreamingResponse):
 
 def build_app(data: DashboardData) -> Starlette:
     """Return the web application."""
-    collector = SwarmCollector(data.values)
+    collector, report = SwarmCollector(data.values), CurrentReport(data.event_log)
 
     async def index(request: Request) -> Response:
-        values, state = data.values(), data.event_log.state
-        report = build_host_report(state) if state.is_over else None
-        end = render_end(report, values, has_receipts=data.receipts is not None)
+        values = data.values()
+        end = render_end(report.get_if_over(), values, has_receipts=data.receipts is not None)
         return HTMLResponse(render_page(values, data.join_line(request), version("murmuration"), end))
 
     async def manifest(_: Request) -> Response:
@@ -213,7 +212,7 @@ def build_app(data: DashboardData) -> Starlette:
         Route("/metrics", metrics),
         Route("/healthz", health),
         Mount("/static", StaticFiles(directory=STATIC_DIR)),
-        *report_routes(data.event_log),
+        *report_routes(report),
         *(receipt_routes(data.receipts) if data.receipts else ()),
         *([model_route(data.model)] if data.model else ()),
     ]

@@ -57,6 +57,26 @@ def _count_contributors(state: RunState) -> tuple[ContributorReport, ...]:
     )
 
 
+class CurrentReport:
+    """The report of the newest state; it is built once per event, because it reads all rounds."""
+
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
+        self._index = -1
+        self._report = build_host_report(RunState())
+
+    def get(self) -> RunReport:
+        """Return the report of the run so far."""
+        state = self._event_log.state
+        if state.index != self._index:
+            self._index, self._report = state.index, build_host_report(state)
+        return self._report
+
+    def get_if_over(self) -> RunReport | None:
+        """Return the report of a finished run; `None` while it goes on."""
+        return self.get() if self._event_log.state.is_over else None
+
+
 class ReportWriter:
     """Keeps report.json and report.md of a finished run up to date in the host's folder."""
 

@@ -5,8 +5,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from node.dashboard.ending.host_report import build_host_report
-from node.dashboard.event_log import EventLog
+from node.dashboard.ending.host_report import CurrentReport
 from node.receipts.command import receipt_file_name
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.issuer import ReceiptIssuer
@@ -39,15 +38,16 @@ def receipt_routes(issuer: ReceiptIssuer) -> list[Route]:
     ]
 
 
-def report_routes(event_log: EventLog) -> list[Route]:
+def report_routes(report: CurrentReport) -> list[Route]:
     """Return the routes of the report, which is that of the run so far before its end."""
 
     async def report_json(_: Request) -> Response:
-        return JSONResponse(build_host_report(event_log.state).model_dump(mode="json"))
+        return JSONResponse(report.get().model_dump(mode="json"))
 
     async def report_markdown(_: Request) -> Response:
-        text = build_host_report(event_log.state).markdown()
-        return Response(text, media_type="text/markdown; charset=utf-8", headers=attachment(REPORT_MARKDOWN))
+        return Response(
+            report.get().markdown(), media_type="text/markdown; charset=utf-8", headers=attachment(REPORT_MARKDOWN)
+        )
 
     return [Route(f"/{REPORT_JSON}", report_json), Route(f"/{REPORT_MARKDOWN}", report_markdown)]
 
