@@ -56,7 +56,8 @@ class TextReport(BaseModel):
     tokens: int = 0
     is_complete: bool = True  # False: there is more than was counted
     sample: str = ""
-    skipped: tuple[str, ...] = ()  # lines about rows that cannot be used
+    skipped_rows: int = 0
+    skipped: tuple[str, ...] = ()  # a line for each file with rows that cannot be used
     unchecked: str = ""  # why the text was not read
 
     def describe(self) -> str:
@@ -64,8 +65,10 @@ class TextReport(BaseModel):
         if self.unchecked:
             return f"not checked: {self.unchecked}"
         at_least = "" if self.is_complete else "at least "
-        documents = "" if self.documents is None else f"{at_least}{format_plural(self.documents, 'document')}, "
-        return f'{documents}{at_least}{format_count(self.tokens)} tokens; sample: "{self.sample}"'
+        noun = "document" if self.documents == 1 else "documents"
+        documents = "" if self.documents is None else f"{at_least}{self.documents:,} {noun}, "
+        skipped = f", skipped {format_plural(self.skipped_rows, 'row')}" if self.skipped_rows else ""
+        return f'{documents}{at_least}{format_count(self.tokens)} tokens{skipped}; sample: "{self.sample}"'
 
 
 def check_text(manifest: Manifest, base: Path) -> TextReport:
@@ -80,11 +83,11 @@ def check_text(manifest: Manifest, base: Path) -> TextReport:
 
 
 def check_and_log_text(manifest: Manifest, base: Path) -> None:
-    """Check the text, and log the result. Raises as `check_text`."""
-    report = check_text(manifest, base)
-    logger.info("data: %s", report.describe())
-    for line in report.skipped:
-        logger.warning("data: %s", line)
+    """Check the text, and log the result. Raises as `check_text`.
+
+    The trainer names the rows that cannot be used.
+    """
+    logger.info("data: %s", check_text(manifest, base).describe())
 
 
 def is_on_hub(manifest: Manifest, base: Path) -> bool:
@@ -111,6 +114,7 @@ def _read_shards(manifest: Manifest, base: Path) -> TextReport:
     return TextReport(
         tokens=len(corpus.training) + len(corpus.validation),
         sample=_decode_sample(tokenizer, windows[0].tolist()),
+        skipped_rows=sum(report.counts.values()) if report else 0,
         skipped=report.lines if report else (),
     )
 
@@ -177,6 +181,7 @@ def _read_documents(manifest: Manifest, base: Path, clock: Callable[[], float] =
         tokens=count.tokens,
         is_complete=is_complete,
         sample="" if count.sample is None else _decode_sample(tokenizer, count.sample.tolist()),
+        skipped_rows=sum(report.counts.values()) if report else 0,
         skipped=report.lines if report else (),
     )
 

@@ -123,6 +123,7 @@ def test_data_set_is_checked_in_a_child_process(tmp_path: Path, monkeypatch: pyt
     write_rows(tmp_path / "set/a.jsonl", [*({"text": f"row {index} of a set"} for index in range(200)), {"text": None}])
     report = check_text(run_with(source="hf", path="set", validation_share=0.2), tmp_path)
     assert report.documents == 200 and report.is_complete and "a.jsonl row 201: no text" in report.skipped[0]
+    assert report.describe().startswith("200 documents, 3.1k tokens, skipped 1 row; sample: ")
     with pytest.raises(DataError, match="set data.column: text"):
         check_text(run_with(source="hf", path="set", column="body"), tmp_path)
     monkeypatch.setattr(check, "CHILD_SECONDS", 0.01)
