@@ -144,6 +144,20 @@ async def test_page_of_each_moment_is_sound_in_light_and_dark_narrow_and_wide() 
                         await require_sound(window, width)
 
 
+async def test_facts_of_the_script_are_those_of_the_server() -> None:
+    async with open_browser() as browser, served_page(EventLog(None, opening()), now()) as url:
+        async with open_window(browser, url) as window:
+            shown = await window.page.inner_html("#about")
+            assert "Ada Lovelace" in shown and window.faults == []
+            hostile = {**ABOUT.model_dump(), "description": HOSTILE, "url": "javascript:alert(1)"}
+            await window.page.evaluate("showAbout", hostile)
+            assert await window.text("#about p") == HOSTILE and await window.page.locator("#about a").count() == 0
+        page = await browser.new_page(java_script_enabled=False)
+        await page.goto(url)
+        assert await page.inner_html("#about") == shown
+        await page.close()
+
+
 async def test_no_axes_and_no_slider_before_the_first_round() -> None:
     event_log = EventLog(None, opening())
     async with open_browser() as browser, served_page(event_log, now()) as url, open_window(browser, url) as window:

@@ -18,6 +18,7 @@ function begin(snapshot) {
   if (newest) showLanes(snapshot.timeline);
   showMine();
   showSample(snapshot.sample);
+  if (snapshot.about) showAbout(snapshot.about);
   showEnd();
 }
 const HANDLERS = {
