@@ -38,10 +38,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return write_file(path, encode_tensors(tensors, metadata or {}))
 
 
-def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
-    """Write a new file (mode 0600); it is on disk when this returns. Raises FileExistsError."""
+def write_file(path: Path, chunks: Iterable[bytes], mode: int = 0o600) -> FileDigest:
+    """Write a new file of this mode, less the umask; it is on disk when this returns. Raises FileExistsError."""
     digest, size = hashlib.sha256(), 0
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)

@@ -5,7 +5,6 @@ without the settings that training ignored. Nothing loads the folder without con
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from node.model.model_card import model_card
 from node.monitoring.progress import ByteProgress
 
 Json = dict[str, Any]
+READABLE = 0o644
 
 
 def export(run_dir: Path, out: Path) -> int:
@@ -48,14 +48,10 @@ def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path) -
         "config.json": _to_json(family.hugging_face_config(manifest.model) | ids),
     }
     with fill_folder(out) as folder, ByteProgress("exporting", 4 * trained.anchor.numel()) as progress:
-        _write(folder / "model.safetensors", progress.count(encode_tensors(named, {"format": "pt"})))
+        chunks = progress.count(encode_tensors(named, {"format": "pt"}))
+        write_file(folder / "model.safetensors", chunks, READABLE)
         for name, text in texts.items():
-            _write(folder / name, [text.encode()])
-
-
-def _write(path: Path, chunks: Iterable[bytes]) -> None:
-    write_file(path, chunks)
-    path.chmod(0o644)
+            write_file(folder / name, [text.encode()], READABLE)
 
 
 def _tokenizer_config(context: int, tokenizer: TextTokenizer) -> Json:

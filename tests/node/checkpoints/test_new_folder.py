@@ -1,6 +1,7 @@
 """A folder for a person is filled wherever that person may write, and is never left half full."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,10 +61,31 @@ def test_own_folder_in_a_parent_of_someone_else(tmp_path: Path) -> None:
         "except PermissionError: print('no rename')\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "mine")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", program, str(tmp_path / "mine")], capture_output=True, text=True, timeout=60
     )
     assert (ran.stdout, ran.stderr) == ("no rename\n", "")
     assert names(tmp_path / "mine") == ["data"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a file system")
+@pytest.mark.slow
+def test_mount_point(tmp_path: Path) -> None:
+    """The control: a rename onto it, which the kernel refuses."""
+    (tmp_path / "mount").mkdir()
+    program = (
+        "import pathlib, sys; from node.checkpoints.new_folder import fill_folder; out = pathlib.Path(sys.argv[1])\n"
+        "(out.parent / 'whole').mkdir()\n"
+        "try: (out.parent / 'whole').rename(out)\n"
+        "except OSError as error: print(error.strerror)\n"
+        "with fill_folder(out) as folder: (folder / 'data').write_text('whole')\n"
+        "print(*(path.name for path in out.iterdir()))\n"
+    )
+    mount = 'mount -t tmpfs tmpfs "$0" && exec "$1" -P -c "$2" "$0"'
+    command = ["unshare", "-m", "--propagation", "private", "sh", "-c", mount, str(tmp_path / "mount"), sys.executable]
+    ran = subprocess.run([*command, program], capture_output=True, text=True, timeout=60)
+    if "unshare" in ran.stderr or "mount" in ran.stderr:
+        pytest.skip(ran.stderr)
+    assert (ran.stdout.splitlines(), ran.stderr) == (["Device or resource busy", "data"], "")
 
 
 def test_folder_with_anything_in_it_is_left_alone(tmp_path: Path) -> None:
@@ -114,5 +136,5 @@ def test_killed_process_leaves_a_mark(tmp_path: Path) -> None:
         "with fill_folder(pathlib.Path(sys.argv[1])) as folder:\n"
         "    (folder / 'data').write_text('half'); os.kill(os.getpid(), 9)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path / "out")], timeout=60, check=False)
     assert ran.returncode == -9 and names(tmp_path / "out") == [INCOMPLETE, "data"]

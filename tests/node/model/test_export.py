@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from node.checkpoints.checkpoint import Checkpoint, save
+from node.checkpoints.tensor_file import write_file
 from node.data.byte_tokenizer import byte_tokenizer_json
 from node.model import build_model, shape_table
+from node.model import export as module
 from node.model.export import export
 from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
 from protocol.manifest import Manifest
@@ -150,11 +153,12 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     node_folder(tmp_path / "node", manifest())
     (tmp_path / "mine").mkdir()
 
-    def full(path: Path, mode: int) -> None:
+    def full(path: Path, *content: Any) -> None:
         if path.name == "tokenizer.json":
             raise OSError(28, "No space left on device")
+        write_file(path, *content)
 
-    monkeypatch.setattr(Path, "chmod", full)
+    monkeypatch.setattr(module, "write_file", full)
     for out in (tmp_path / "mine", tmp_path / "deep" / "out"):
         with pytest.raises(StorageError, match="No space left on device; free some space"):
             export(tmp_path / "node", out)
@@ -165,13 +169,12 @@ def test_config_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Without it nothing loads the folder, so a killed export does not look whole."""
     node_folder(tmp_path / "node", manifest())
     written: list[str] = []
-    chmod = Path.chmod
 
-    def note(path: Path, mode: int) -> None:
+    def note(path: Path, *content: Any) -> None:
         written.append(path.name)
-        chmod(path, mode)
+        write_file(path, *content)
 
-    monkeypatch.setattr(Path, "chmod", note)
+    monkeypatch.setattr(module, "write_file", note)
     export(tmp_path / "node", tmp_path / "out")
     assert len(written) == 6 and written[-1] == "config.json"
     (tmp_path / "out" / "config.json").unlink()
