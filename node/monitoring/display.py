@@ -73,7 +73,7 @@ class Display:
 
     async def show_status(self, source: StatusSource) -> None:
         """Show the status of a node until cancelled."""
-        remaining, phase = RemainingTime(), ""
+        remaining, phase, logs_status = RemainingTime(), "", self._line is None
         logged_at = phase_began = time.monotonic()
         while True:
             status, now = source.status(), time.monotonic()
@@ -82,7 +82,7 @@ class Display:
             parts = status_parts(status, remaining.estimate(now, progress_of(status)), now - phase_began)
             if self._line:
                 self._line.show(fit_parts(parts, self._line.width))
-            elif now - logged_at >= LOG_STATUS_SECONDS:
+            elif logs_status and now - logged_at >= LOG_STATUS_SECONDS:
                 logged_at = now
                 logger.info("%s", SEPARATOR.join(part.text for part in parts))
             await asyncio.sleep(REDRAW_SECONDS)

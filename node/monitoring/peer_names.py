@@ -7,6 +7,7 @@ from protocol.membership.peer_table import MembershipEvent, PeerLeft
 
 MAX_NAMES = 4096
 MAX_SHOWN_CHARACTERS = 24
+DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 PEER_ID = re.compile(r"(?P<route>/p2p/)?\b(?P<peer>12D3KooW[1-9A-HJ-NP-Za-km-z]{44})\b")
 
 
@@ -39,5 +40,6 @@ class PeerNames:
         return f"{name} ({short})" if name else short
 
     def replace_ids(self, text: str) -> str:
-        """Replace each peer id in a text by its label, and drop those at the end of addresses."""
-        return PEER_ID.sub(lambda found: "" if found["route"] else self.label(found["peer"]), text)
+        """Replace each peer id in a text by its label, and drop those at the end of addresses; shorten digests."""
+        named = PEER_ID.sub(lambda found: "" if found["route"] else self.label(found["peer"]), text)
+        return DIGEST.sub(r"\1..", named)

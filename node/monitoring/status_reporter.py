@@ -223,7 +223,9 @@ class StatusReporter:
     def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None:
         """Count an error that needs no action, and log its line."""
         self._metrics.record_recovered(reason)
-        logger.log(logging.DEBUG if reason in DETAILS else logging.WARNING, "%s: %s", reason, line)
+        # A trainer that is told to stop does not finish its work.
+        is_detail = reason in DETAILS or (reason == "trainer late" and self._status.phase == "leaving")
+        logger.log(logging.DEBUG if is_detail else logging.WARNING, "%s: %s", reason, line)
 
     def record_applied(self, applied: AppliedContributions, step_scale: float) -> None:
         """Count and log the contributions of a round, and the fraction of a full outer step."""
@@ -332,7 +334,8 @@ class StatusReporter:
     def set_pace(self, text: str) -> None:
         """Set why this peer makes fewer steps than planned; empty if it makes all."""
         if text != self._status.pace:
-            logger.info("%s", text or "all steps per round: this machine is as fast as the others")
+            level = logging.DEBUG if text and self._status.pace else logging.INFO  # the figure changes often
+            logger.log(level, "%s", text or "all steps per round: this machine is as fast as the others")
             self._update(pace=text)
 
     def record_early_submit(self) -> None:

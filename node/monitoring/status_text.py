@@ -111,6 +111,7 @@ def _trouble_parts(status: NodeStatus) -> list[Part]:
     elif status.last_included_round is None and not status.absence and not status.trainer_trouble:
         reason = ""  # it has only begun
     else:
-        reason = contributing.removeprefix("no: ").removeprefix("no, ")
-    unsaved = [Part(1, f"not saved: {status.unsaved}")] if status.unsaved else []
-    return [*([Part(1, f"not contributing: {reason}")] if reason else []), *unsaved]
+        reason = contributing.removeprefix("no: ").removeprefix("no, ").partition(";")[0]
+    pace = [Part(6, status.pace.partition(":")[0])] if status.pace else []
+    unsaved = [Part(0, f"not saved: {status.unsaved}")] if status.unsaved else []
+    return [*pace, *([Part(0, f"not contributing: {reason}")] if reason else []), *unsaved]

@@ -119,7 +119,7 @@ def _remove_stale(link: Path) -> None:
         link.unlink()
         return
     if target.name.startswith(PREFIX):
-        logger.info("removing the sockets that an earlier process left in %s", target)
+        logger.debug("removing the sockets that an earlier process left in %s", target)
         shutil.rmtree(target, ignore_errors=True)
     os.close(lock)
     link.unlink()

@@ -22,6 +22,13 @@ def test_addresses_keep_their_host_and_lose_the_id() -> None:
     )
 
 
+def test_digests_are_shortened() -> None:
+    assert (
+        PeerNames().replace_ids(f"blob {'be1ab856' * 8} is gone, be1ab856 stays")
+        == "blob be1ab856.. is gone, be1ab856 stays"
+    )
+
+
 def test_new_name_replaces_the_old_one_and_is_cut() -> None:
     names = PeerNames()
     names.on_membership_event(PeerJoined(MARY, PeerRecord(name="mary")))

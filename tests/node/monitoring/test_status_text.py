@@ -52,6 +52,9 @@ def test_line_of_a_node_that_does_not_train(changes: dict[str, Any], expected: s
 
 def test_trouble_is_on_the_line() -> None:
     assert "not contributing: paused, others use it" in line(paused="others use it")
+    alone = line(100, alone=True)
+    assert alone.endswith("not contributing: no other training peer can be reached · 0:42 left") and "step" not in alone
+    assert "10 of 40 steps per round" in line(pace="10 of 40 steps per round: this machine is slower")
     assert line(40, key_conflict="another node uses this node's key").startswith("another node uses this node's key")
     assert "not saved: disk full" in line(unsaved="disk full")
     assert "not contributing" not in line(last_included_round=None), "it has only begun"
