@@ -95,6 +95,7 @@ class NodeOptions(MachineOptions):
     )
     verbose: bool = False
     log_json: bool = False
+    stays: bool = Field(default=False, description="serve the final state after the target, until the node is stopped")
 
     @field_validator("base", "folder")
     @classmethod

@@ -52,7 +52,7 @@ class FinishedRun:
 
 
 async def run_node(
-    settings: NodeOptions, display: Display, beside: Beside = lambda node: nullcontext(), *, stays: bool = False
+    settings: NodeOptions, display: Display, beside: Beside = lambda node: nullcontext()
 ) -> FinishedRun | None:
     """Run a node until its target, SIGINT or SIGTERM; a second signal ends the process at once.
 
@@ -60,14 +60,13 @@ async def run_node(
         settings: the options of the node.
         display: shows the status and the log lines.
         beside: entered once the node is on the network.
-        stays: whether to serve the final state and `beside` until a signal, after the target too.
 
     Returns the end of the run if it has reached its target, None after a signal before that.
     """
     with locked_run_dir(settings) as folder:
         folder.copy_tokenizer(settings.manifest, settings.base)
         while True:
-            finished = await Daemon(settings, folder, display, beside, stays).run()
+            finished = await Daemon(settings, folder, display, beside).run()
             if finished is None or not finished.is_extended:
                 return finished
             logger.info("the organiser has extended the run; this node goes on")
@@ -85,14 +84,11 @@ def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
 class Daemon:
     """Runs one node in this process, from its start to its shutdown."""
 
-    def __init__(
-        self, settings: NodeOptions, folder: RunDir, display: Display, beside: Beside, stays: bool = False
-    ) -> None:
+    def __init__(self, settings: NodeOptions, folder: RunDir, display: Display, beside: Beside) -> None:
         self._settings = settings
         self._folder = folder
         self._display = display
         self._beside = beside
-        self._stays = stays
         self._stop = asyncio.Event()
 
     async def run(self) -> FinishedRun | None:
@@ -144,8 +140,6 @@ class Daemon:
     async def _main(self, node: Node) -> None:
         """Take part until the target, and stay for as long as others need us."""
         await node.run_replicas()
-        if self._stays and not node.is_extended:
-            await self._stop.wait()
 
     async def _leave(self, node: Node, reason: str) -> None:
         """Leave the run and stop; `reason` is the error that ended the node, empty after a signal."""

@@ -148,11 +148,6 @@ class Node:
         finally:
             await cancel_and_wait(running)
 
-    @property
-    def is_extended(self) -> bool:
-        """Return whether a replica has ended at a target that the organiser has moved since."""
-        return any(replica.inbox.is_extended for replica in self.replicas.values())
-
     async def finish(self) -> None:
         """Stop the trainers and save; the network stays open. May be repeated."""
         await asyncio.gather(*(replica.finish() for replica in self.replicas.values()))

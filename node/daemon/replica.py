@@ -211,6 +211,7 @@ class Replica:
                 has_contacts=self._node.has_contacts,
                 compares_states=topology_class(self._planner.method).has_shared_state,
                 state_bytes=self._state_bytes,
+                stays=self._node.options.stays,
             ),
             self.replicated.chain,
             self.replicated.blob.digest,

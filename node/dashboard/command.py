@@ -152,7 +152,7 @@ async def _host_and_train(settings: NodeOptions, display: Display, address: Dash
                 _announce_run(node.rendezvous, handle, dashboard.event_log, address)
             yield
 
-    await run_node(settings, display, dashboard_of, stays=True)
+    await run_node(settings.model_copy(update={"stays": True}), display, dashboard_of)
 
 
 def _announce_run(

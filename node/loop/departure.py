@@ -61,6 +61,8 @@ class Departure:
             return [ReportPhase("done", "the organiser has extended the run"), LeaveRun(is_extended=True)]
         self._observe(self._head, now)
         reason = self._reason_to_stay(self._head, now)
+        if reason is None and self._options.stays:
+            reason = "until this host is stopped"
         if reason is None:
             self._head = self._deadline = None
             return [ReportPhase("done", "the target is reached"), LeaveRun()]

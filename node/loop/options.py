@@ -36,6 +36,7 @@ class LoopOptions:
         has_contacts: whether the user named a peer to ask for the run.
         compares_states: whether all peers on one head must have the same state.
         state_bytes: size of a state.
+        stays: whether this peer serves the final state until it is stopped, as a host does.
     """
 
     round: RoundOptions
@@ -45,3 +46,4 @@ class LoopOptions:
     has_contacts: bool = False
     compares_states: bool = True
     state_bytes: int = 0
+    stays: bool = False

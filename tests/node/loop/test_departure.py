@@ -150,6 +150,12 @@ def test_host_that_comes_late_gets_its_time() -> None:
     assert peer.leaves_at() == KEEPING_SECONDS - 1.0 + MIN_HANDOVER_SECONDS
 
 
+def test_host_that_trains_serves_the_final_state_until_it_is_stopped() -> None:
+    host = Leaving({"a": FINAL}, stays=True)
+    assert host.reason() == "the target is reached; waiting until this host is stopped"
+    assert host.departure.next_deadline() is None
+
+
 def test_a_reason_is_reported_once() -> None:
     peer = Leaving({"host": WATCHER})
     assert len(peer.departure.advance(0.0)) == 1 and peer.departure.advance(1.0) == []

@@ -1,0 +1,50 @@
+"""What `murmur join` prints about a run that is over."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx2
+import pytest
+
+from node.daemon.lifecycle import FinishedRun
+from node.join.finished_run import describe_end, find_model_url
+
+URL = "https://run.example.org/run.toml"
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(httpx2, "head", lambda url, timeout: SimpleNamespace(status_code=status))
+
+
+def test_newcomer_is_told_the_end_and_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, 200)
+    assert describe_end(FinishedRun(66, 3_631_104, 1.25, is_ours=False), URL, Path("/node")) == [
+        "the run is over: round 66, 3,631,104 tokens, validation loss 1.250",
+        "model: https://run.example.org/model",
+        f"to get the model as a folder: murmur export {URL} OUT",
+    ]
+
+
+def test_peer_with_the_model_exports_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, 404)
+    assert describe_end(FinishedRun(8, 80, None, is_ours=True), URL, Path("/my node")) == [
+        "the run is over: round 8, 80 tokens",
+        "to get the model as a folder: murmur export '/my node' OUT",
+    ]
+
+
+def test_no_page_is_asked_for_a_file_or_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(url: str, timeout: float) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(httpx2, "head", cast(Any, refuse))
+    assert find_model_url("run.toml") is find_model_url("murmur://00@/ip4/192.0.2.1/tcp/1/p2p/Q") is None
+
+
+def test_host_that_does_not_answer_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(url: str, timeout: float) -> None:
+        raise httpx2.ConnectError("refused")
+
+    monkeypatch.setattr(httpx2, "head", cast(Any, fail))
+    assert find_model_url(URL) is None
