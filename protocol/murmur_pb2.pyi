@@ -416,11 +416,13 @@ class RevisionsRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
 
 class RevisionsReply(_message.Message):
-    __slots__ = ("revisions", "round", "round_seconds")
+    __slots__ = ("revisions", "round", "round_seconds", "adopted")
     REVISIONS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     revisions: _containers.RepeatedCompositeFieldContainer[Signed]
     round: int
     round_seconds: float
-    def __init__(self, revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., round_seconds: _Optional[float] = ...) -> None: ...
+    adopted: bytes
+    def __init__(self, revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., round_seconds: _Optional[float] = ..., adopted: _Optional[bytes] = ...) -> None: ...

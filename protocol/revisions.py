@@ -144,10 +144,15 @@ def revise(manifest: Manifest, values: Mapping[str, Value]) -> Manifest:
     return Manifest.model_validate_json(json.dumps(tables))
 
 
+def describe_changes(revision: Revision) -> str:
+    """Return the number and changes of a revision for people, such as `3: target.rounds = 200`."""
+    changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in revision.values.items())
+    return f"{revision.number}: {changes}"
+
+
 def describe_revision(revision: Revision) -> str:
     """Return a revision on one line for people, such as `3: target.rounds = 200, from round 57`."""
-    changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in revision.values.items())
-    return f"{revision.number}: {changes}, from round {revision.from_round}"
+    return f"{describe_changes(revision)}, from round {revision.from_round}"
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,8 @@ class Replica:
         self._build_effects()
         self.status_reporter.add_source(self)
         self.status_reporter.set_head(self.replicated.chain.head, self.replicated.blob.digest)
+        self.status_reporter.set_revisions(self.steering.revisions_in_force, self.replicated.chain.round)
+        node.revisions.adopted = self.replicated.chain.head.revision
 
     def _restore(self) -> None:
         """Restore the state and the pending contribution from the newest checkpoint."""
@@ -355,14 +357,10 @@ class Replica:
         return [*self.blob_relay.held_digests(), *self.loop.session.left_out]
 
     def status_fields(self) -> Mapping[str, object]:
-        target, in_force = (
-            self.steering.manifest_at(self.replicated.chain.round).target,
-            self.steering.revisions_in_force,
-        )
+        target = self.steering.manifest_at(self.replicated.chain.round).target
         return {
             "target_rounds": target.rounds,
             "target_tokens": target.tokens,
-            "revision": max((revision.number for revision in in_force), default=0),
             "revisions": self._node.revisions.describe(),
             "bytes_carried": self.blob_relay.bytes_relayed,
             "bytes_received_by_kind": {"blobs": self.downloader.bytes_received},

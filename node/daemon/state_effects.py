@@ -194,12 +194,13 @@ class StateEffects:
         """Report the new head to people and peers."""
         tools, replicated = self._tools, self._tools.replicated
         tools.checkpointer.schedule = tools.steering.manifest_at(replicated.chain.round).checkpoint
+        self._status.set_revisions(tools.steering.revisions_in_force, replicated.chain.round)
         self._status.record_rounds(replicated.chain.head, replicated.blob.digest, commits, outcome)
         tools.swarm_view.announce_head(replicated.chain.head, replicated.blob.digest)
 
     async def _save(self, commits: Sequence[Commit]) -> None:
         """Retain the blobs that peers may request, and start to write a checkpoint."""
-        self._tools.revisions.save_new()
+        self._tools.revisions.adopt(self._tools.replicated.chain.head.revision)
         tools, contributions = self._tools, self._tools.trainer.contributions
         await tools.checkpointer.retain_state(tools.replicated.blob)
         async with tools.trainer.submit_lock:

@@ -31,6 +31,7 @@ from protocol.consensus.events import RejectReason
 from protocol.consensus.messages import AppliedContributions, Commit, Digest
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
+from protocol.revisions import Revision, describe_changes
 
 
 class MissReason(NamedTuple):
@@ -102,6 +103,7 @@ class StatusReporter:
         self._round_seconds: deque[float] = deque(maxlen=RECENT_ROUND_COUNT)  # durations of the last rounds
         self._metrics = metrics
         self._sources: list[LiveFields] = []
+        self._revision_count = 0
         self._validation_since_round = 0  # older validations are of a chain that we left
         self._is_submitted = False  # whether a contribution of ours has no outcome yet
         self._reject_reason: RejectReason | None = None  # why the open round rejected it
@@ -219,6 +221,13 @@ class StatusReporter:
             round=head.round, chain_tokens=head.tokens, digest=head.digest.hex(), state_digest=state.hex(),
             last_included_round=included,
         )  # fmt: skip
+
+    def set_revisions(self, in_force: Sequence[Revision], round_number: int) -> None:
+        """Set the organiser's revisions that hold for this round, and log those that did not hold before."""
+        for revision in in_force[self._revision_count :]:
+            logger.info("from round %d on, the organiser's revision %s", round_number, describe_changes(revision))
+        self._revision_count = len(in_force)
+        self._update(revision=max((revision.number for revision in in_force), default=0))
 
     def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None:
         """Count an error that needs no action, and log its line."""

@@ -17,6 +17,7 @@ from protocol.manifest import Manifest
 from protocol.membership.peer_table import PeerTable
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.murmur_pb2_grpc import MembershipStub
+from protocol.revisions import NO_REVISION, Digest
 from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class RunContact:
     manifest: Manifest
     transport: Transport
     log: RevisionLog = field(default_factory=RevisionLog)
+    adopted: Digest = NO_REVISION  # by the chain of the most advanced peer that has one
+    adopted_at: int = -1
     round: int = 0
     tokens: int = 0
     round_seconds: float = 0.0
@@ -80,6 +83,11 @@ class RunContact:
     def _run(self) -> bytes:
         return bytes.fromhex(self.manifest.run_id)
 
+    @property
+    def revisions(self) -> tuple[SignedRevision, ...]:
+        """Return the list of revisions that the run follows, oldest first."""
+        return self.log.list_to(self.log.newest(self.adopted)) or ()
+
     async def publish(self, revisions: Sequence[SignedRevision]) -> int:
         """Hand revisions to all reached peers; return how many answered."""
         return sum(await asyncio.gather(*(self._exchange(peer, revisions) for peer in self.peers)))
@@ -93,6 +101,8 @@ class RunContact:
         except (UnreachableError, PeerFault) as error:
             logger.warning("%s does not take part: %s", peer, error)
             return False
+        if reply.adopted in self.log and reply.adopted and reply.round > self.adopted_at:
+            self.adopted, self.adopted_at = reply.adopted, reply.round
         self.round = max(self.round, reply.round)
         self.round_seconds = max(self.round_seconds, reply.round_seconds)
         return True

@@ -73,7 +73,7 @@ async def _steer(
         from_round = choose_round(options, contact, before)
         values |= changes_of(options.action, from_round)
         revision = _sign(contact, identity, from_round, values)
-        reached = await contact.publish([*(contact.log.list_to(revision.body.previous) or ()), revision])
+        reached = await contact.publish([*contact.revisions, revision])
         if not reached:
             raise UnreachableError("no peer took the revision; try again")
         _print_published(revision.body, _state_of_values(before), reached, options.json)
@@ -131,7 +131,7 @@ def choose_round(options: SteerOptions, contact: RunContact, state: RevisedManif
 def _sign(
     contact: RunContact, identity: Identity, from_round: int, values: Mapping[str, Value]
 ) -> SignedMessage[Revision]:
-    entries = contact.log.list_to(contact.log.newest()) or ()
+    entries = contact.revisions
     if len(entries) >= MAX_REVISIONS:
         raise UsageError(f"a run has at most {MAX_REVISIONS} revisions")
     previous = entries[-1].digest if entries else NO_REVISION
@@ -140,7 +140,7 @@ def _sign(
 
 
 def _state_of(contact: RunContact, round_number: int) -> RevisedManifest:
-    entries = contact.log.list_to(contact.log.newest()) or ()
+    entries = contact.revisions
     return manifest_of_round(contact.manifest, (entry.body for entry in entries), round_number)
 
 
@@ -165,7 +165,7 @@ def _show(value: object) -> str:
 
 
 def _print_list(contact: RunContact, as_json: bool) -> None:
-    entries = [entry.body for entry in contact.log.list_to(contact.log.newest()) or ()]
+    entries = [entry.body for entry in contact.revisions]
     if as_json:
         sys.stdout.write(json.dumps([revision_row(entry) for entry in entries], indent=1) + "\n")
         return

@@ -27,7 +27,7 @@ from protocol.membership.gossip_interface import abort_call
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import PeerRecord, RevisionsReply, RevisionsRequest, Signed
 from protocol.murmur_pb2_grpc import SteeringServicer, SteeringStub, add_SteeringServicer_to_server
-from protocol.revisions import describe_revision
+from protocol.revisions import NO_REVISION, Digest, describe_revision
 from protocol.transport.rate_limit import TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
 
@@ -73,6 +73,7 @@ class RevisionKeeper(SteeringServicer):
     def __init__(self, manifest: Manifest, path: Path, directory: PeerDirectory, channel: ChannelTo) -> None:
         self.log = RevisionLog()
         self.clock = RoundClock()
+        self.adopted: Digest = NO_REVISION
         self._run_id = manifest.run_id
         self._organiser = manifest.run.organiser_key
         self._path = path
@@ -110,9 +111,14 @@ class RevisionKeeper(SteeringServicer):
 
     def _publish(self) -> None:
         if self.log.revisions:
-            self._directory.publish(urgent=True, revision=self.log.newest())
+            self._directory.publish(urgent=True, revision=self.log.newest(self.adopted))
 
-    def save_new(self) -> None:
+    def adopt(self, revision: Digest) -> None:
+        """Take note of the newest revision that our chain has adopted, and save those that it brought."""
+        self.adopted = revision
+        self._save_new()
+
+    def _save_new(self) -> None:
         """Save and announce revisions that were added to the log since the last call."""
         if len(self.log.revisions) == self._saved_count:
             return
@@ -139,7 +145,7 @@ class RevisionKeeper(SteeringServicer):
             if learned:
                 for revision in learned:
                     logger.info("the organiser's revision %s", describe_revision(revision.body))
-                self.save_new()
+                self._save_new()
                 for listener in self._listeners:
                     listener.on_revisions_changed()
 
@@ -161,6 +167,7 @@ class RevisionKeeper(SteeringServicer):
             revisions=[entry.signed for entry in self.log.revisions],
             round=self.clock.round,
             round_seconds=self.clock.seconds,
+            adopted=self.adopted,
         )
 
     def _admit(self, peer: PeerId, request: RevisionsRequest) -> None:

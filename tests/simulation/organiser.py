@@ -60,7 +60,9 @@ class Organiser:
         self, changes: Mapping[str, Value], number: int, chance: random.Random, follows: int | None = None
     ) -> None:
         """Sign a revision after the newest one, or after the first `follows`, and hand it to some peers."""
-        before = self.log.list_to(self.log.newest()) or ()
+        heads = [peer.chain.head for peer in self._swarm.alive()]
+        adopted = max(heads, key=lambda head: head.tokens).revision if heads else b""
+        before = self.log.list_to(self.log.newest(adopted)) or ()
         before = before if follows is None else before[:follows]
         previous, now = before[-1].digest if before else b"", self._swarm.network.now
         revision = Revision(len(before) + 1, previous, number, encode_changes(changes), now)
