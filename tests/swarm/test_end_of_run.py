@@ -66,6 +66,8 @@ def test_end_screen_report_and_receipts_of_a_real_run(tmp_path: Path) -> None:
             with browser_page(viewport={"width": 1400, "height": 1000}) as page:
                 page.goto(scene.base)
                 page.wait_for_selector("#end tbody tr")
+                page.wait_for_selector("#end a[href='/model']", timeout=60_000)
+                page.wait_for_selector("#end pre", timeout=60_000)
                 assert "is complete" in page.text_content("#end h2") and page.locator("#end tbody tr").count() == 3
                 page.screenshot(path=screenshots(tmp_path) / "end-of-a-real-run.png", full_page=True)
                 assert page.faults == []
