@@ -144,6 +144,7 @@ class Daemon:
     async def _leave(self, node: Node, reason: str) -> None:
         """Leave the run and stop; `reason` is the error that ended the node, empty after a signal."""
         node.set_leaving(reason)
+        node.publish_progress()  # the last record has the last validation loss
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await node.directory.leave()

@@ -340,7 +340,7 @@ class Replica:
             case PauseChanged():
                 directory.publish(urgent=True, resting=bool(message.reason))
             case AnchorApplied() if self.swarm_view.is_our_turn_to_evaluate(message.round):
-                self._background.spawn(self.trainer.request_evaluation())
+                self.trainer.request_evaluation()
 
     def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerLeft):

@@ -106,6 +106,7 @@ class TrainerLink:
         self._revision_sent = False
         self._is_resting = False
         self._pump: asyncio.Task[None] | None = None
+        self._evaluation: asyncio.Task[bool] | None = None  # the newest request of one
         self.submit_lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet
 
     @property
@@ -143,6 +144,8 @@ class TrainerLink:
             self._errors.record_recovered(
                 "trainer late", f"the trainer stops before it has applied round {round_number}"
             )
+        if self._evaluation is not None:  # of the run's last round, perhaps, which nobody else measures
+            await asyncio.wait({self._evaluation})
         await self._process.stop()
         if self._pump is not None:
             await asyncio.wait({self._pump}, timeout=LAST_APPLY_ANCHOR_SECONDS)
@@ -195,9 +198,10 @@ class TrainerLink:
     def _has_applied(self, round_number: int) -> bool:
         return self._applied_round >= round_number or not self._running
 
-    async def request_evaluation(self) -> None:
-        """Request the validation loss of the newest anchor; the answer goes to the listener."""
-        await self._process.send(Evaluate(round=self._round))
+    def request_evaluation(self) -> None:
+        """Request the validation loss of the newest anchor; the answer goes to the listener, also before a stop."""
+        send = self._process.send(Evaluate(round=self._round))
+        self._evaluation = asyncio.create_task(send, name="request of an evaluation")
 
     async def request_early_submit(self) -> None:
         """Request the contribution to the current round before all its steps are made."""

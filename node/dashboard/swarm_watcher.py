@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 
 from node.dashboard.chain_follower import MAX_SHOWN_LOSS, ChainFollower, find_diverged
 from node.dashboard.event_log import EventLog
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
 RATE_WINDOW_SECONDS = 2.0  # over which a peer's send rate is measured
 MAX_KEPT_DIVERGED = 256
+MAX_KEPT_PARTING = 64
 MAX_TOKENS_PER_SECOND = 1e15  # sums over the peers' claims must stay finite
 MAX_SHOWN_PEERS = 1024  # a later peer is shown when one of these leaves
 SHARED_BUCKET = ""  # all unknown peers share one token bucket: keys are free, and the event log is never truncated
@@ -69,6 +71,7 @@ class SwarmWatcher:
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}
+        self._parting_records: dict[PeerId, PeerRecord] = {}  # the last ones of the trainers that left last
         self._timeline = RoundTimeline()
         self._byte_rates: dict[PeerId, ByteRate] = {}
         self._receive_rates: dict[PeerId, ByteRate] = {}
@@ -112,6 +115,7 @@ class SwarmWatcher:
             self._event_log.record(event)
             if isinstance(event, ChainForked):  # the other chain's rounds of these numbers are measured again
                 self._newest_validation = min(self._newest_validation, event.round)
+                self._parting_records.clear()
 
     def poll(self, now: float) -> None:
         """Record the changes since the last poll."""
@@ -171,17 +175,19 @@ class SwarmWatcher:
         for round_number, lanes in self._timeline.pop_finished(now, known):
             self._event_log.record(RoundTimed(at=now, round=round_number, lanes=lanes))
         trainers = self._trainers(now)
-        for peer, record in trainers.items():
-            if record.validation_round > self._newest_validation and record.validation_round <= known + 1:
-                self._newest_validation = record.validation_round
-                measured = ValidationMeasured(
-                    at=now, peer=peer, round=self._newest_validation, loss=min(record.validation_loss, MAX_SHOWN_LOSS)
-                )
-                self._event_log.record(measured)
+        self._record_validation({**self._parting_records, **trainers}, now)
         for diverged in find_diverged(trainers) if self._has_one_state else ():
             if diverged not in self._diverged and self._news_bucket.try_take(SHARED_BUCKET, now):
                 self._diverged.append(diverged)
                 self._event_log.record(PeerDiverged(at=now, peer=diverged[0], round=_clamp_count(diverged[1])))
+
+    def _record_validation(self, records: Mapping[PeerId, PeerRecord], now: float) -> None:
+        """Record the newest validation loss of a known round; that of the last round may come with a goodbye."""
+        for peer, record in records.items():
+            if self._newest_validation < record.validation_round <= self._known_round + 1:
+                self._newest_validation = record.validation_round
+                loss = min(record.validation_loss, MAX_SHOWN_LOSS)
+                self._event_log.record(ValidationMeasured(at=now, peer=peer, round=record.validation_round, loss=loss))
 
     def _record_visibility(self, now: float) -> None:
         """Record that the swarm is lost after a record's lifetime without a trainer, or found again.
@@ -213,6 +219,10 @@ class SwarmWatcher:
         """Remember why a peer left, for the next poll."""
         if isinstance(event, peer_table.PeerLeft):
             self._leave_reasons[event.peer] = event.reason
+            if event.record is not None and event.record.role == "trainer":
+                self._parting_records[event.peer] = event.record
+                if len(self._parting_records) > MAX_KEPT_PARTING:
+                    del self._parting_records[next(iter(self._parting_records))]
         elif isinstance(event, peer_table.PeerJoined):
             self._leave_reasons.pop(event.peer, None)
 

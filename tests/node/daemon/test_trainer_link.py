@@ -383,5 +383,6 @@ async def test_what_made_the_trainer_fail_is_raised(world: TrainerLinkSetup) -> 
 async def test_progress_is_passed_on_and_evaluation_is_of_the_newest_anchor(world: TrainerLinkSetup) -> None:
     await world.begin(4)
     await world.say(TrainerProgress(step=1, tokens=8, loss=2.0, tokens_per_second=1.0, seconds={}))
-    await world.link.request_evaluation()
-    assert world.process.heard == [Evaluate(round=4)]
+    world.link.request_evaluation()
+    await world.link.stop(4)
+    assert world.process.heard == [Evaluate(round=4)], "the trainer measures before it stops"

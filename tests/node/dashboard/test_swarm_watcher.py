@@ -176,6 +176,22 @@ async def test_validation_on_the_chain_after_a_fork_is_recorded() -> None:
     assert "measured" in scene.kinds() and row is not None and (row.round, row.validation_loss) == (3, 2.5)
 
 
+def test_validation_in_a_goodbye_is_recorded_once_its_round_is_known() -> None:
+    """The last round's loss is often ready when its peer leaves. Control: without the goodbye nobody knows it."""
+    scene = Scene()
+    for number in range(5):
+        scene.event_log.record(committed(number))
+    last = record(validation_round=6, validation_loss=2.0)
+    scene.watcher.on_membership_event(PeerLeft(ADA, "left", last))
+    scene.watcher.poll(1.0)
+    assert "measured" not in scene.kinds()
+    scene.event_log.record(committed(5))
+    for now in (2.0, 3.0):
+        scene.watcher.poll(now)
+    row = scene.event_log.state.rows.last
+    assert scene.kinds().count("measured") == 1 and row is not None and (row.round, row.validation_loss) == (5, 2.0)
+
+
 def test_diverged_peer_is_recorded_once() -> None:
     scene = Scene()
     states = {ADA: b"x", BOB: b"x", PEERS[3].peer_id: b"y"}
