@@ -21,6 +21,11 @@ def murmur(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def last_measured_round(scene: DashboardProcess) -> int:
+    points = scene.get("/api/v1/history?series=validation").json()["points"]
+    return int(points[-1][0]) if points else -1
+
+
 def test_end_screen_report_and_receipts_of_a_real_run(tmp_path: Path) -> None:
     manifest = manifest_with(
         run={"min_peers": 2},
@@ -37,6 +42,7 @@ def test_end_screen_report_and_receipts_of_a_real_run(tmp_path: Path) -> None:
             scene.wait_for_round(4, 90)
             swarm.peers[2].kill()
             swarm.wait_until(lambda: bool(scene.state()["end_version"]), "the run is over", 120)
+            swarm.wait_until(lambda: last_measured_round(scene) == ROUNDS - 1, "the last round is measured", 60)
             folder = scene.host.folder
             swarm.wait_until(lambda: (folder / "report.md").exists(), "the host has written its report")
             report = RunReport.model_validate(scene.get("/report.json").json())
