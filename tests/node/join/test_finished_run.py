@@ -8,7 +8,9 @@ import httpx2
 import pytest
 
 from node.daemon.lifecycle import FinishedRun
-from node.join.finished_run import describe_end, find_model_url
+from node.join.finished_run import describe_end, describe_own_part, find_on_host
+from node.run_dir import RunDir
+from tests.node.receipts.example_commits import GENESIS, HOST, MARY, THREE_PEERS, chain, log_in
 
 URL = "https://run.example.org/run.toml"
 
@@ -39,7 +41,8 @@ def test_no_page_is_asked_for_a_file_or_a_link(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("asked")
 
     monkeypatch.setattr(httpx2, "head", cast(Any, refuse))
-    assert find_model_url("run.toml") is find_model_url("murmur://00@/ip4/192.0.2.1/tcp/1/p2p/Q") is None
+    link = "murmur://00@/ip4/192.0.2.1/tcp/1/p2p/Q"
+    assert find_on_host("run.toml", "/model") is find_on_host(link, "/model") is None
 
 
 def test_host_that_does_not_answer_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,4 +50,20 @@ def test_host_that_does_not_answer_is_not_named(monkeypatch: pytest.MonkeyPatch)
         raise httpx2.ConnectError("refused")
 
     monkeypatch.setattr(httpx2, "head", cast(Any, fail))
-    assert find_model_url(URL) is None
+    assert find_on_host(URL, "/model") is None
+
+
+def test_volunteer_is_told_its_part_and_its_receipt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Control: a node without counted work says nothing about it."""
+    log_in(tmp_path).extend(GENESIS, chain(THREE_PEERS))
+    for peer, part in ((MARY, ["your part: 411 tokens in 4 rounds (45.7%); thank you"]), (HOST, [])):
+        RunDir(tmp_path).write_node_info(peer.peer_id, (), 1)
+        for status, receipt in (
+            (200, f"https://run.example.org/receipts/{peer.peer_id}.json"),
+            (404, f"murmur receipt {tmp_path} {peer.peer_id}"),
+        ):
+            answering(monkeypatch, status)
+            assert describe_own_part(URL, tmp_path) == [*part, *([f"your receipt: {receipt}"] if part else [])]
+    (tmp_path / "commits.log").write_text("junk")
+    assert "not known" in describe_own_part(URL, tmp_path)[0]
+    assert describe_own_part(URL, tmp_path / "nothing") == []
