@@ -7,6 +7,7 @@ tokens around each text, dropout. They are removed here, because each of them wo
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from node.data.corpus import Shard, TokenIds
 from node.run_dir import tokenizer_path
 from protocol.errors import DataError, MissingFileError
 from protocol.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 PAD_TOKENS = ("<|pad|>", "<|padding|>", "<pad>", "[PAD]")
@@ -57,6 +60,8 @@ class FileTokenizer:
         data = _read_tokenizer_file(path)
         self._path = path
         self._text, self._tokenizer = _load_without_settings(data, path)
+        self._tried: set[str] = set()
+        self._may_lose_text = _drops_unknown_characters(json.loads(self._text))
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not self._vocabulary:
             raise DataError(f"the tokenizer {path} has no tokens; name another")
@@ -77,8 +82,9 @@ class FileTokenizer:
     def encode(self, text: str) -> Shard:
         """Return the token ids of `text` alone; a lone surrogate becomes a question mark."""
         whole = text.encode(errors="replace").decode()
-        with _blame(self._path, "cannot encode the text"):
-            return self._array(self._tokenizer.encode(whole, add_special_tokens=False).ids)
+        if self._may_lose_text:
+            self._warn_of_lost_text(whole)
+        return self._array(self._encode(whole))
 
     def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield text once its tokens are complete.
@@ -98,6 +104,25 @@ class FileTokenizer:
     def to_json(self) -> str:
         """Return the content of the file without the settings that would change the text."""
         return self._text
+
+    def _encode(self, text: str) -> list[int]:
+        with _blame(self._path, "cannot encode the text"):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _warn_of_lost_text(self, text: str) -> None:
+        """Warn once of a character that gives no token; each is tried once."""
+        new = set(text) - self._tried
+        self._tried |= new
+        nothing = (self._encode(""), self._encode(" "))
+        lost = sorted(char for char in new if not char.isspace() and self._encode(char) in nothing)
+        if lost:
+            logger.warning(
+                "the tokenizer %s has no token for %r, and no unknown token: it leaves such characters out; "
+                "name one with an unknown token or with bytes",
+                self._path,
+                lost[0],
+            )
+            self._may_lose_text = False
 
     def _find(self, names: Sequence[str]) -> list[SpecialToken]:
         """Return the first of `names` in the vocabulary, or none."""
@@ -165,6 +190,14 @@ def _remove_settings(text: str) -> str:
     if isinstance(values.get("model"), dict) and "dropout" in values["model"]:
         values["model"]["dropout"] = None
     return json.dumps(values, ensure_ascii=False)
+
+
+def _drops_unknown_characters(values: dict[str, Any]) -> bool:
+    """Return whether the tokenizer leaves out characters without a token; the other kinds refuse such a text."""
+    model = values["model"]
+    is_complete = model.get("unk_token") is not None or model.get("byte_fallback")
+    splits = json.dumps([values.get("normalizer"), values.get("pre_tokenizer")])
+    return "merges" in model and not is_complete and '"ByteLevel"' not in splits
 
 
 @contextmanager

@@ -172,6 +172,31 @@ def test_a_tokenizer_without_an_unknown_token_is_blamed(tmp_path: Path) -> None:
         FileTokenizer(path).encode("a b")
 
 
+LETTERS = byte_level(
+    added_tokens=[],
+    pre_tokenizer={"type": "WhitespaceSplit"},
+    decoder=None,
+    model={"type": "BPE", "unk_token": None, "vocab": {"a": 0, "c": 1, "?": 2, "ac": 3}, "merges": [["a", "c"]]},
+)
+
+
+def test_text_that_a_tokenizer_would_drop_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """BPE without an unknown token leaves out what it does not know, and says nothing."""
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(LETTERS))
+    tokenizer = FileTokenizer(path)
+    assert tokenizer.encode("ac a\nc ?").tolist() == [3, 0, 1, 2] and not caplog.records
+    assert tokenizer.encode("ac\u4e16a").tolist() == tokenizer.encode("acxa").tolist() == [3, 0]
+    (record,) = caplog.records
+    assert "t.json has no token for '\u4e16', and no unknown token: it leaves such characters out" in record.message
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_complete_tokenizers_lose_nothing(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    FileTokenizer(write(tmp_path, name)).encode("\u00e9\u4e16\U0001f426 x")
+    assert not caplog.records
+
+
 def test_a_place_without_a_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingFileError, match="is a folder; name the tokenizer.json in it"):
         FileTokenizer(tmp_path)
