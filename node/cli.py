@@ -3,40 +3,21 @@
 Exit codes are those of `protocol.errors` (see docs/reference/exit-codes.md), and 130 after Ctrl-C.
 """
 
-import contextlib
-import errno
 import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
+from node.commands.guard import PlainGroup, run_guarded
 from node.flags import MachineFlags, NodeFlags, expand_flags
-from node.process import INTERRUPTED, discard_output, prepare_standard_streams, rare_garbage_collection
-from protocol.errors import MurmurError, StorageError
-
-
-class PlainGroup(TyperGroup):
-    """The group of all commands; it describes a refused value in the words of the manifest's errors."""
-
-    def invoke(self, ctx: Any) -> object:
-        try:
-            return super().invoke(ctx)
-        except typer.BadParameter as error:
-            faults = getattr(error.__cause__, "errors", None)  # those of pydantic, which typer uses for the types
-            if faults is not None:
-                from protocol.fault_words import describe_value
-
-                error.message = describe_value(faults(include_url=False)[0])
-            raise
-
+from node.process import prepare_standard_streams, rare_garbage_collection
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -50,7 +31,6 @@ app = typer.Typer(
     "a run; `murmur status` shows what the nodes do; `murmur export DIR model` exports the model.",
 )
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_SEED = 2**63 - 1  # torch takes no larger one
 MAX_COUNT = 2**24
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
@@ -478,47 +458,9 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch requests huge pages, which halve the cost of new tensors
     os.environ["PYTHONSAFEPATH"] = "1"  # processes that libraries start must not import from the working directory
     prepare_standard_streams()
-    code = _run_guarded(app)
+    code = run_guarded(app)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late interrupt would only change the exit code
     sys.exit(code)
-
-
-def _run_guarded(command: Callable[[], object]) -> int:
-    """Run a command; returns its exit code."""
-    from node.monitoring.logs import sanitize
-
-    try:
-        code = _run_command(command)
-        sys.stdout.flush()
-        return code
-    except MurmurError as error:
-        _print_error(sanitize(str(error)))
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output is gone, as in `murmur recipes | head -1`
-        discard_output(sys.stdout)
-        return 1
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        discard_output(sys.stdout)
-        _print_error(f"cannot write {error.filename or 'the output'}: {error.strerror}; free some space")
-        return StorageError.exit_code
-
-
-def _run_command(command: Callable[[], object]) -> int:
-    try:
-        command()
-    except SystemExit as ended:  # typer ends every command with it
-        return ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
-    return 0
-
-
-def _print_error(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads standard error any more
-        sys.stderr.write(f"murmur: {text}\n")
-        sys.stderr.flush()
 
 
 if __name__ == "__main__":

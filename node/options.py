@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from node.units import ALL_INTERFACES, parse_host_port, parse_rate, parse_size
+from node.units import ALL_INTERFACES, multiaddress_fault, parse_host_port, parse_rate, parse_size
 from protocol.errors import UsageError
-from protocol.fault_words import describe_value
+from protocol.fault_words import describe_value, shorten
 from protocol.manifest import Manifest
 from protocol.transport.nat import listen_on_all_interfaces
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Device = Literal["auto", "cpu", "cuda"]
 LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]+(/[^/\s]+)*$")
 PORT = re.compile(r"^[0-9]{1,5}\Z")
 MIN_THREAD_LIMIT = 64
 THREADS_PER_CORE = 4  # more would only wait for each other
@@ -126,10 +125,8 @@ class NodeOptions(MachineOptions):
     @classmethod
     def _are_multiaddresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
-            if not MULTIADDRESS.match(address):
-                raise ValueError(
-                    f"{address!r} is not a multiaddress; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3..."
-                )
+            if fault := multiaddress_fault(address):
+                raise ValueError(f"{shorten(ascii(address))} {fault}")
         return addresses
 
     @field_validator("peers")

@@ -1,12 +1,20 @@
 """Read amounts and addresses from a command line, and format them for people."""
 
+import ipaddress
 import math
 import re
+from typing import Final
 
-from protocol.errors import UsageError
+from protocol.errors import MalformedError, UsageError
+from protocol.signing import peer_id_of
 
 ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
 ALL_INTERFACES = ("0.0.0.0", "::")
+
+MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]{1,253}(/[^/\s]{1,64})*\Z")
+PORTS = re.compile(r"/(?:tcp|udp)/([^/]{0,6})")
+IpKind = type[ipaddress.IPv4Address | ipaddress.IPv6Address]
+IP_KINDS: Final[dict[str, IpKind]] = {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}
 
 SIZE = re.compile(r"^\s*(?P<number>\d{1,9}(\.\d{1,6})?)\s*(?P<unit>B|[kKMGT]B|[KMGT]iB|[kKMGT])?\s*$")
 POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -42,6 +50,31 @@ def parse_rate(text: str | None, option: str) -> float:
     if rate < MIN_RATE:
         raise UsageError(f"{option}: {text[:40]!r} is too slow to take part; allow at least 256kbit")
     return rate
+
+
+def multiaddress_fault(address: str) -> str | None:
+    """Return what is wrong with a multiaddress that a user typed; `None` if nothing is."""
+    if not MULTIADDRESS.match(address):
+        return "is not a multiaddress; write it like /ip4/203.0.113.7/tcp/4001/p2p/12D3..."
+    _, kind, host, *_ = address.split("/")
+    if kind in IP_KINDS and not _is_ip_address(host, IP_KINDS[kind]):
+        return f"has no address of {kind} behind /{kind}/; correct it"
+    if any(not port.isascii() or not port.isdigit() or int(port) > 65535 for port in PORTS.findall(address)):
+        return "has no port behind /tcp/ or /udp/; use 0 to 65535"
+    if "/p2p/" in address:
+        try:
+            peer_id_of(address)
+        except MalformedError:
+            return "does not end in a peer id; append the one that `murmur key` prints there"
+    return None
+
+
+def _is_ip_address(host: str, kind: IpKind) -> bool:
+    try:
+        kind(host)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_host_port(address: str, option: str) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from protocol.errors import DataError
+from protocol.fault_words import describe_value
 from protocol.identity import PeerId
 
 MAX_EVENT_BYTES = 1 << 20
@@ -240,5 +241,5 @@ def read_event(line: bytes, origin: str) -> LoggedEvent:
     try:
         return _LOGGED_EVENT.validate_json(line)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        raise DataError(f"{origin} is not an event of `murmur host`: {fault['msg']}; name another file") from error
+        fault = describe_value(error.errors(include_url=False)[0])
+        raise DataError(f"{origin} is not an event of `murmur host`: {fault}; name another file") from error

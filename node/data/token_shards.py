@@ -20,6 +20,7 @@ from node.data.corpus import Corpus, Shard, TokenArray, count_held_out
 from node.data.tokenizer import FileTokenizer, token_dtype
 from node.monitoring.progress import ByteProgress
 from protocol.errors import DataError, MissingFileError, UsageError
+from protocol.fault_words import describe_value
 
 HEADER_FILE = "header.json"
 SHARD_TOKENS = 2**27
@@ -108,7 +109,7 @@ def _read_header(path: Path) -> ShardsHeader:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in fault["loc"])
-        raise DataError(f"{path}: {place}: {fault['msg']}; run `murmur tokenize` again") from error
+        raise DataError(f"{path}: {place}: {describe_value(fault)}; run `murmur tokenize` again") from error
 
 
 def _map_shard(path: Path, kind: str, tokens: int) -> Shard:

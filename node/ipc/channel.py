@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Typ
 from node.data.skipped_rows import SkipReason
 from node.options import TrainerOptions
 from protocol.errors import MalformedError
+from protocol.fault_words import describe_faults
 from protocol.manifest import TrainSection
 
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024
@@ -351,4 +352,4 @@ def _parse_message(adapter: TypeAdapter[M], body: bytes) -> M:
     try:
         return adapter.validate_json(body)
     except ValidationError as error:
-        raise MalformedError(f"not a message of the channel: {error.errors(include_url=False)[0]['msg']}") from error
+        raise MalformedError(f"not a message of the channel: {describe_faults(error)}") from error

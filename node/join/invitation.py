@@ -24,8 +24,8 @@ from urllib.parse import SplitResult
 
 from node.daemon.peer_rpc import await_reply
 from node.join.http_download import download, split_url
+from node.units import multiaddress_fault
 from protocol.errors import (
-    MalformedError,
     ManifestError,
     MissingFileError,
     OrganiserError,
@@ -43,7 +43,6 @@ from protocol.signing import (
     SignedManifest,
     load_signed_manifest,
     open_signed_manifest,
-    peer_id_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -153,10 +152,8 @@ def _open_link(link: str) -> Invitation:
             "write it like murmur://RUN_ID@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW...; see `murmur join -h`"
         )
     run_id, address = found["run"], found["address"]
-    try:
-        peer_id_of(address)
-    except MalformedError as error:
-        raise UsageError(f"{address} does not end in /p2p/ and a peer id; copy the whole link") from error
+    if fault := multiaddress_fault(address) or (None if "/p2p/" in address else "does not end in /p2p/ and a peer id"):
+        raise UsageError(f"{address} {fault}; copy the whole link")
     logger.info("asking %s for the run", address)
     text = asyncio.run(_request_manifest(run_id, address))
     manifest = _read_with_version_hint(lambda: SignedManifest(parse_manifest(text, link), None)).manifest

@@ -27,7 +27,9 @@ from optim.method import Method
 from optim.options import OptionValue
 from optim.recipes import OptionTable, OptionTables
 from protocol.errors import UsageError
+from protocol.fault_words import shorten
 from protocol.manifest import Manifest
+from protocol.manifest_faults import describe_toml_fault
 from protocol.signing import load_signed_manifest
 
 DEFAULT_STEPS = 200
@@ -140,9 +142,12 @@ def parse_overrides(texts: Sequence[str]) -> OptionTables:
 def _parse_value(option: str, text: str) -> OptionValue:
     try:
         value: OptionValue = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        if text.lstrip().startswith(("{", "[")):
-            raise UsageError(f"--set {option!r}: not a TOML value: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"--set {shorten(option)}: nested too deeply") from error
+    except ValueError as error:
+        if not isinstance(error, tomllib.TOMLDecodeError) or text.lstrip().startswith(("{", "[")):
+            fault = describe_toml_fault(error)
+            raise UsageError(f"--set {shorten(repr(option))}: not a TOML value: {fault}") from error
         return text
     return value if isinstance(value, bool | int | float | str | dict | list) else text
 

@@ -1,3 +1,4 @@
+import errno
 import re
 import resource
 import subprocess
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import node.cli
+from node.commands.guard import run_guarded
 from node.flags import NodeFlags
 from protocol import errors
 
@@ -17,7 +19,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
-LIGHT = {"node", "node.cli", "node.flags", "node.process", "protocol", "protocol.errors"}
+LIGHT = {
+    *("node", "node.cli", "node.commands", "node.commands.guard", "node.flags", "node.process"),
+    *("protocol", "protocol.errors"),
+}
 
 
 def murmur(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -85,7 +90,13 @@ def test_version() -> None:
         (("status", "nowhere"), 4, "nowhere is not a directory; name the --dir of `murmur join` or `murmur up`"),
         (("export", "nowhere", "out"), 4, "nowhere is not a directory; name the --dir"),
         (("generate", ".", "--prompt", "x"), 8, "no checkpoint in .; name the --dir"),
-        (("up", "bad.toml"), 3, "bad.toml: unknown key modl (line 2); did you mean model?"),
+        (("up", "bad.toml"), 3, "bad.toml: unknown table modl (line 2); did you mean model?"),
+        (("key", "/etc/passwd"), 2, "/etc/passwd is not a directory; name a node's folder"),
+        (("status", "x" * 5000), 4, "cannot use xxxxxxxxxxxxx"),
+        (("join", "ftp://x/y"), 2, "ftp://x/y is not a run; give a file, an http(s) URL or murmur://"),
+        (("join", "murmur://abc@x"), 2, "write it like murmur://RUN_ID@/ip4/"),
+        (("join", "http://localhost:99999/run.toml"), 2, "http://localhost:99999/run.toml is not a URL (the port must"),
+        (("sim", "frugal", "--set", "codec.k=" + "9" * 5000), 2, "--set 'codec.k=99999"),
     ],
 )
 def test_user_error_is_one_line_and_an_exit_code(tmp_path: Path, words: tuple[str, ...], code: int, text: str) -> None:
@@ -104,6 +115,34 @@ def test_usage_errors_exit_with_two(words: tuple[str, ...]) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("up", "--peers", "x"), "Error: Invalid value for '--peers': must be a whole number"),
+        (("up", "--peers", "0"), "Error: Invalid value for '--peers': must be at least 1"),
+        (("generate", ".", "--prompt", "x", "--temperature", "nan"), "'--temperature': must be at least 0"),
+        (("generate", ".", "--prompt", "x", "--seed", str(2**63)), f"'--seed': must be at most {2**63 - 1}"),
+        (("up", "--device", "tpu"), "Error: Invalid value for '--device': 'tpu' is not one of"),
+    ],
+)
+def test_refused_values_are_described_in_our_words(words: tuple[str, ...], text: str) -> None:
+    """Control: the library's own words begin with `Input should`."""
+    last = murmur(*words).stderr.splitlines()[-1]
+    assert text in last and "Input" not in last and "Value error" not in last
+
+
+def test_path_without_permission_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Control: an error of the operating system that names no file is a fault of our own."""
+
+    def fail(name: str | None) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    assert run_guarded(lambda: fail("/root/x")) == errors.MissingFileError.exit_code
+    assert capsys.readouterr().err == "murmur: cannot use /root/x: Permission denied; name another file or folder\n"
+    with pytest.raises(PermissionError):
+        run_guarded(lambda: fail(None))
+
+
 @pytest.mark.parametrize("kind", errors.MurmurError.__subclasses__())
 def test_every_error_has_a_line_and_an_exit_code(
     kind: type[errors.MurmurError], capsys: pytest.CaptureFixture[str]
@@ -111,7 +150,7 @@ def test_every_error_has_a_line_and_an_exit_code(
     def fail() -> None:
         raise kind("mend this")
 
-    assert node.cli._run_guarded(fail) == kind.exit_code
+    assert run_guarded(fail) == kind.exit_code
     assert capsys.readouterr().err == "murmur: mend this\n"
 
 
@@ -121,7 +160,7 @@ def test_text_from_peers_does_not_control_the_terminal(capsys: pytest.CaptureFix
     def fail() -> None:
         raise errors.UnreachableError(said)
 
-    node.cli._run_guarded(fail)
+    run_guarded(fail)
     assert capsys.readouterr().err == "murmur: refused (x\ufffdmurmur: forged\ufffd[2J)\n"
     assert not said.isprintable(), "the control: it would"
 

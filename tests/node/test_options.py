@@ -9,7 +9,7 @@ from protocol.errors import UsageError
 from protocol.manifest import load_manifest
 
 MANIFEST = load_manifest(Path(__file__).parents[2] / "configs" / "test.toml")
-PEER = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWTest"
+PEER = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 
 
 def make_options(**changes: object) -> NodeOptions:
@@ -33,6 +33,11 @@ def test_defaults() -> None:
     [
         ({"peers": ("203.0.113.7:4001",)}, "--peer: '203.0.113.7:4001' is not a multiaddress"),
         ({"peers": ("/ip4/203.0.113.7/tcp/4001",)}, "--peer: .* append /p2p/"),
+        ({"peers": ("/ip4/203.0.113.7/tcp/4001/p2p/abc",)}, "--peer: .* does not end in a peer id; append the one"),
+        ({"peers": (PEER.replace("4001", "99999"),)}, "--peer: .* has no port behind /tcp/ or /udp/; use 0 to 65535"),
+        ({"peers": (PEER.replace("203.0", "999.0"),)}, "--peer: .* has no address of ip4 behind /ip4/; correct it"),
+        ({"listen": ("/ip6/zz/tcp/0",)}, "--listen: '/ip6/zz/tcp/0' has no address of ip6"),
+        ({"listen": ("/ip4/127.0.0.1/tcp/",)}, "--listen: '/ip4/127.0.0.1/tcp/' is not a multiaddress"),
         ({"listen": ("0.0.0.0",)}, "--listen: '0.0.0.0' is not a multiaddress"),
         ({"device": "tpu"}, "--device: "),
         ({"metrics": "0.0.0.0:70000"}, "--metrics: .* is not an address"),

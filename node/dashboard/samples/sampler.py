@@ -19,6 +19,7 @@ from node.dashboard.json_views import run_status
 from node.paths import find_newest_model
 from node.process import python_environment
 from protocol.errors import MurmurError
+from protocol.fault_words import describe_faults
 
 logger = logging.getLogger(__name__)
 
@@ -131,4 +132,4 @@ async def generate_sample(folder: Path, base: Path, prompt: str | None, seconds:
     try:
         return Sample.model_validate_json(output)
     except ValidationError as error:
-        raise MurmurError(f"the process printed no sample: {error.errors(include_url=False)[0]['msg']}") from error
+        raise MurmurError(f"the process printed no sample: {describe_faults(error)}") from error

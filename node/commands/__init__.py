@@ -1,0 +1,1 @@
+"""The command line of `murmur`, apart from the commands themselves."""
