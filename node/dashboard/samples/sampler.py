@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS, SampleGenerated
-from node.dashboard.json_views import run_status
 from node.paths import find_newest_model
 from node.process import python_environment
 from protocol.errors import MurmurError
@@ -25,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 SAMPLE_SECONDS = 300.0  # between two samples
+YOUNG_SAMPLE_SECONDS = 30.0  # the same while the model has trained twice as long since, and changes quickly
 LAST_SAMPLE_SECONDS = 15.0  # the same once the run has reached its target
 DEADLINE_SECONDS = 120.0  # for one sample
 MODULE = "node.dashboard.samples"
@@ -46,7 +46,10 @@ def is_sample_due(
     """Return whether to sample now. `None` means that there is no model, or no sample yet."""
     if newest_round is None or newest_round == sampled_round:
         return False
-    return seconds_since_attempt >= (LAST_SAMPLE_SECONDS if is_over else SAMPLE_SECONDS)
+    if is_over:
+        return seconds_since_attempt >= LAST_SAMPLE_SECONDS
+    is_young = sampled_round is not None and newest_round >= 2 * sampled_round
+    return seconds_since_attempt >= (YOUNG_SAMPLE_SECONDS if is_young else SAMPLE_SECONDS)
 
 
 class Sampler:
@@ -76,7 +79,7 @@ class Sampler:
         """Record a sample if one is due."""
         state, model = self._event_log.state, find_newest_model(self._folders)
         sampled = state.sample.round if state.sample else None
-        since, is_over = self._clock() - self._attempted_at, run_status(state)[0] == "done"
+        since, is_over = self._clock() - self._attempted_at, state.is_over
         if is_sample_due(model[0] if model else None, sampled, since, is_over):
             await self.sample_now()
 

@@ -17,6 +17,7 @@ from node.dashboard.samples.prompt import FIXED_PROMPT, choose_prompt, first_wor
 from node.dashboard.samples.sampler import (
     LAST_SAMPLE_SECONDS,
     SAMPLE_SECONDS,
+    YOUNG_SAMPLE_SECONDS,
     Sampler,
     generate_sample,
     is_sample_due,
@@ -50,9 +51,11 @@ def write_node(folder: Path, rounds: int) -> Path:
 
 def test_sample_is_due_for_a_new_model_after_a_while() -> None:
     assert is_sample_due(1, None, math.inf, is_over=False)
-    assert is_sample_due(9, 3, SAMPLE_SECONDS, is_over=False)
-    assert not is_sample_due(9, 3, SAMPLE_SECONDS - 1, is_over=False)
-    assert is_sample_due(9, 3, LAST_SAMPLE_SECONDS, is_over=True)
+    assert is_sample_due(9, 7, SAMPLE_SECONDS, is_over=False)
+    assert not is_sample_due(9, 7, SAMPLE_SECONDS - 1, is_over=False)
+    assert is_sample_due(14, 7, YOUNG_SAMPLE_SECONDS, is_over=False), "a young model changes quickly"
+    assert not is_sample_due(14, 7, YOUNG_SAMPLE_SECONDS - 1, is_over=False)
+    assert is_sample_due(9, 7, LAST_SAMPLE_SECONDS, is_over=True)
     assert not is_sample_due(9, 9, math.inf, is_over=True), "the model has not changed"
     assert not is_sample_due(None, None, math.inf, is_over=False), "there is no model"
 
