@@ -25,6 +25,7 @@ def registered(folder: Path) -> Iterator[None]:
     try:
         entry = _entry_of(folder.resolve())
         entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_vanished(entry.parent)
         write_atomically(entry, os.fsencode(folder.resolve()))
     except (OSError, StorageError, UsageError) as error:
         logger.debug("`murmur status` will need the folder of this node, because it cannot be noted: %s", error)
@@ -52,6 +53,14 @@ def running_dirs() -> list[Path]:
             else:
                 entry.unlink(missing_ok=True)
     return sorted(found)
+
+
+def _remove_vanished(registry: Path) -> None:
+    """Remove the entries of folders that no longer exist, so that killed nodes do not fill the registry."""
+    for entry in registry.glob("[!.]*"):
+        with contextlib.suppress(OSError):
+            if not Path(os.fsdecode(entry.read_bytes())).exists():
+                entry.unlink(missing_ok=True)
 
 
 def _entry_of(folder: Path) -> Path:

@@ -168,6 +168,16 @@ def test_without_a_running_node_the_last_one_and_its_command_are_shown(home: Pat
         status_lines(None, False, check=True)
 
 
+def test_next_node_removes_the_entries_of_folders_that_are_gone(home: Path) -> None:
+    (home / "gone").mkdir()
+    with registered(home / "gone"):
+        shutil.copytree(home / "state/murmur/running", home / "entries")
+    shutil.copytree(home / "entries", home / "state/murmur/running", dirs_exist_ok=True)
+    (home / "gone").rmdir()
+    with registered(home / "here"):
+        assert len(list((home / "state/murmur/running").iterdir())) == 1
+
+
 def test_node_runs_though_it_cannot_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
