@@ -198,7 +198,7 @@ def _documents(config: DataSection, base: Path, tokenizer: TextTokenizer, log: S
         yield from ((text.encode(), text) for text in open_examples(config, base, tokenizer, log).texts())
         return
     files, root = find_files(config, base)
-    yield from ((name_of(path, root), text) for path, text in read_files(files, RowPass(log)))
+    yield from ((name_of(path, root), text) for path, text in read_files(files, RowPass(log, judged_from=None)))
 
 
 def _require_windows(manifest: Manifest, count: _Count) -> None:

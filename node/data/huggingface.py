@@ -16,7 +16,7 @@ import numpy as np
 
 from node.data.corpus import Corpus, Shard, TokenArray, is_held_out
 from node.data.row_files import JSON_LINES_NAME, JsonLinesFile, LibraryFile, RowFile, first_line, read_rows
-from node.data.skipped_rows import Fault, RowPass, SkipLog
+from node.data.skipped_rows import Fault, RowPass, SkipLog, TooManyFaultsError
 from node.data.tokenizer import TextTokenizer
 from node.data.window_blocks import BlockStream, Document, Place
 from protocol.errors import DataError, MissingFileError
@@ -91,23 +91,39 @@ class ExampleStream:
 
     def _texts(self, files: list[RowFile], start: Place) -> Iterator[tuple[Place, str]]:
         """Yield the usable rows from `start` to the end of the epoch, each with the place of the next row."""
-        row_pass = RowPass(self.skip_log)
+        epoch_pass = RowPass(self.skip_log)
         for index in range(start.file, len(files)):
-            for number, row in read_rows(files[index], start.row if index == start.file else 0):
+            first = start.row if index == start.file else 0
+            for number, text in self._texts_of_file(files[index], first, epoch_pass):
+                yield Place(start.epoch, index, number + 1), text
+        if start.file == start.row == 0:
+            epoch_pass.finish()
+
+    def _texts_of_file(self, file: RowFile, first: int, epoch_pass: RowPass) -> Iterator[tuple[int, str]]:
+        """Yield the usable rows of a file. Of many files, one with too many faults counts as unreadable as a whole."""
+        has_many = len(self.files) >= FILES_PER_FAULT
+        row_pass = RowPass(self.skip_log) if has_many else epoch_pass
+        try:
+            for number, row in read_rows(file, first):
                 if isinstance(row, Fault):
-                    self._skip(row_pass, files[index], number, row)
+                    row_pass.skip(file.name, f"row {number + 1}", row)
+                    if row.reason == "unreadable file":
+                        self._count_unreadable(file, f"{file.name} row {number + 1}: {row.text}")
                     continue
                 row_pass.keep()
-                yield Place(start.epoch, index, number + 1), row
-        row_pass.finish()
+                yield number, row
+            if has_many and first == 0:
+                row_pass.finish()
+        except TooManyFaultsError as error:
+            if not has_many:
+                raise
+            self._count_unreadable(file, str(error))
 
-    def _skip(self, row_pass: RowPass, file: RowFile, number: int, fault: Fault) -> None:
-        row_pass.skip(file.name, f"row {number + 1}", fault)
-        if fault.reason == "unreadable file":
-            self._unreadable.add(file.name)
-            if len(self._unreadable) * FILES_PER_FAULT > len(self.files):
-                count = f"{len(self._unreadable)} of {len(self.files)} files"
-                raise DataError(f"{file.name} row {number + 1}: {fault.text}; {count} are unreadable, repair the file")
+    def _count_unreadable(self, file: RowFile, reason: str) -> None:
+        self._unreadable.add(file.name)
+        if len(self._unreadable) * FILES_PER_FAULT > len(self.files):
+            count = f"{len(self._unreadable)} of {len(self.files)} files"
+            raise DataError(f"{reason}; {count} are unreadable, repair or remove them")
 
 
 def _shuffle(files: list[RowFile], key: int, epoch: int) -> list[RowFile]:

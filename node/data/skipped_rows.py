@@ -1,8 +1,8 @@
 """Rows of a text source that cannot be used: skipped, counted by reason, and named once for each file.
 
 A row is an example of a data set, a text file, or a window of token ids. In one pass over the text, one row in
-ROWS_PER_FAULT may be unusable, rounded up; above that share the pass raises DataError, from MIN_JUDGED_ROWS rows on and
-again at the end of the pass.
+ROWS_PER_FAULT may be unusable, rounded up; above that share the pass raises TooManyFaultsError, from MIN_JUDGED_ROWS
+rows on and again at the end of the pass.
 """
 
 import collections
@@ -28,6 +28,10 @@ ROWS_PER_FAULT = 20
 MIN_JUDGED_ROWS = 100
 MAX_NAMED_FILES = 100
 MAX_FAULT_CHARACTERS = 200
+
+
+class TooManyFaultsError(DataError):
+    """A pass has too many unusable rows."""
 
 
 class Fault(NamedTuple):
@@ -71,10 +75,14 @@ class SkipLog:
 
 
 class RowPass:
-    """One pass over a source, which judges the share of unusable rows."""
+    """One pass over a source, which judges the share of unusable rows.
 
-    def __init__(self, log: SkipLog) -> None:
+    A pass that is read to its end in any case is judged only there (`judged_from` is None).
+    """
+
+    def __init__(self, log: SkipLog, judged_from: int | None = MIN_JUDGED_ROWS) -> None:
         self._log = log
+        self._judged_from = judged_from
         self._first = ""  # description of the first unusable row
         self.rows = 0
         self.skipped = 0
@@ -84,24 +92,24 @@ class RowPass:
         self.rows += rows
 
     def skip(self, file: str, place: str, fault: Fault) -> None:
-        """Count an unusable row. Raises DataError if too many are."""
+        """Count an unusable row. Raises TooManyFaultsError."""
         self.rows += 1
         self.skipped += 1
         self._first = self._first or _describe(file, place, fault)
         self._log.record(file, place, fault)
-        if self.rows >= MIN_JUDGED_ROWS:
+        if self._judged_from is not None and self.rows >= self._judged_from:
             self._judge()
 
     def finish(self) -> None:
-        """Judge the pass at its end. Raises DataError if no row or too few rows are usable."""
+        """Judge a whole pass at its end. Raises TooManyFaultsError if no row or too few rows are usable."""
         if self.skipped and self.skipped == self.rows:
-            raise DataError(self._first)
+            raise TooManyFaultsError(self._first)
         self._judge()
 
     def _judge(self) -> None:
         if self.skipped > -(-self.rows // ROWS_PER_FAULT):
             count = format_plural(self.rows, "row")
-            raise DataError(
+            raise TooManyFaultsError(
                 f"{self.skipped} of {count} of the text cannot be used, above {1 / ROWS_PER_FAULT:.0%}; "
                 f"the first: {self._first}"
             )

@@ -59,9 +59,8 @@ def find_text_files(pattern: str, base: Path) -> tuple[list[Path], Path]:
 def build_corpus(files: Sequence[Path], root: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
     """Encode `files` and split them; their names relative to `root` decide which are held out."""
     log = SkipLog()
-    encoded = {
-        path: np.concatenate([tokenizer.encode(text), tokenizer.end]) for path, text in read_files(files, RowPass(log))
-    }
+    texts = read_files(files, RowPass(log, judged_from=None))
+    encoded = {path: np.concatenate([tokenizer.encode(text), tokenizer.end]) for path, text in texts}
     names = [name_of(path, root) for path in encoded]
     training, validation = _split_validation(list(encoded.values()), names, validation_share)
     if not len(training) or not len(validation):

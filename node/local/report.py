@@ -16,7 +16,7 @@ from torch import Tensor
 
 from node.checkpoints.checkpoint import load_trained_weights
 from node.data.batches import validation_batches
-from node.data.source import open_source
+from node.data.source import name_text_faults, open_source
 from node.local.swarm_summary import PeerTotals, compute_share
 from node.model import build_model, initial_weights
 from node.model.export import export
@@ -196,7 +196,8 @@ def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
 @torch.inference_mode()
 def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[float]:
     """Return the mean loss over the held-out text, in nats per token, for each flat vector of weights."""
-    batches = validation_batches(open_source(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
+    with name_text_faults(manifest.data):
+        batches = validation_batches(open_source(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
     model = build_model(manifest.model)
     losses = []
     for flat in weights:

@@ -12,7 +12,7 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from node.data import open_source
+from node.data import name_text_faults, open_source
 from node.model import has_compiler
 from node.monitoring.tables import table_console
 from node.run_dir import write_atomically
@@ -61,8 +61,12 @@ def simulate(options: SimulationOptions) -> None:
     """Run the comparison and print it. Raises MurmurError."""
     config = build_config(options)
     methods = compose_methods(options.recipes, config.manifest, parse_overrides(options.overrides))
-    corpus = open_source(config.manifest.data, config.base)
+    with name_text_faults(config.manifest.data):
+        corpus = open_source(config.manifest.data, config.base)
     corpus.require_vocabulary(config.manifest.model.vocabulary)
+    skipped = corpus.skip_log.take_report()
+    for line in skipped.lines if skipped else ():
+        sys.stderr.write(f"data: {line}\n")
     points = PLOT_POINTS if options.plot else 1
     with _progress_bar(count_steps(config, len(methods), options.seeds)) as on_step:
         comparison = compare(config, methods, corpus, options.seeds, points, on_step)

@@ -9,6 +9,7 @@ import pytest
 
 from node.data import BatchReader, open_source, validation_batches
 from node.data import row_files as row_files_module
+from node.data.huggingface import ExampleStream
 from node.data.row_files import Row, read_rows
 from node.data.skipped_rows import Fault
 from protocol.errors import DataError
@@ -120,6 +121,30 @@ def test_one_unreadable_file_of_many_is_skipped(tmp_path: Path) -> None:
     write_parquet(tmp_path / "set/08.parquet", other=["x", "y"])
     with pytest.raises(DataError, match="2 of 20 files are unreadable"):
         read_epoch(tmp_path)
+
+
+def test_one_file_of_many_with_too_many_faults_is_given_up(tmp_path: Path) -> None:
+    """The order of the files, which differs by peer, must not decide whether a run ends."""
+    for index in range(20):
+        write_rows(tmp_path / f"set/{index:02}.jsonl", GOOD)
+    write_rows(tmp_path / "set/00.jsonl", [{"text": None}] * 1000)
+    corpus = open_source(hf_config(), tmp_path)
+    for peer in "abcdefghij":
+        BatchReader(corpus, 16, 0, peer).next_batch(4)
+    report = corpus.skip_log.take_report()
+    assert report is not None and report.counts["null"] < 3000, "the rest of the file is not read"
+    write_rows(tmp_path / "set/01.jsonl", [{"text": None}] * 1000)
+    with pytest.raises(DataError, match=r"100 of 100 rows .*; 2 of 20 files are unreadable"):
+        read_epoch(tmp_path)
+
+
+def test_unusable_rows_at_the_end_of_an_epoch_do_not_end_a_restart(tmp_path: Path) -> None:
+    """A pass from the middle of an epoch is too short to be judged at its end."""
+    write_rows(tmp_path / "set/a.jsonl", [*GOOD, {"text": None}, {"text": None}])
+    corpus = open_source(hf_config(), tmp_path)
+    position = len(GOOD) * 2**32  # the last good row is read
+    assert isinstance(corpus.training, ExampleStream)
+    assert BatchReader(corpus, 16, 0, "p", position).next_batch(4).shape == (4, 17)
 
 
 class BreakingFile:
