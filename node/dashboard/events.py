@@ -167,6 +167,27 @@ class SampleGenerated(EventModel):
     text: str = Field(max_length=MAX_SAMPLE_CHARACTERS)
 
 
+class RevisionReport(EventModel):
+    """A revision of the manifest by the organiser; `holds_from` is None while no commit has adopted it."""
+
+    number: Count
+    from_round: Count
+    changes: dict[str, bool | int | float | str | None]
+    time: Amount
+    holds_from: Count | None = None
+
+
+class RunSteered(EventModel):
+    """The organiser's revisions, and the facts of the run with those that are in force; `news` is the log line."""
+
+    kind: Literal["steered"] = "steered"
+    at: float
+    facts: RunFacts
+    revisions: tuple[RevisionReport, ...]
+    is_paused: bool = False
+    news: str = ""
+
+
 class PeerDiverged(EventModel):
     """A peer's state differs from that of the other peers at the same chain head."""
 
@@ -222,6 +243,7 @@ LoggedEvent = (
     | RoundTimed
     | ValidationMeasured
     | SampleGenerated
+    | RunSteered
     | PeerDiverged
     | ChainForked
     | RoundsMissing

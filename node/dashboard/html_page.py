@@ -16,6 +16,7 @@ from node.dashboard.ending.end_section import EMPTY_SECTION
 from node.dashboard.log_text import short_id
 from node.dashboard.page.formats import UNKNOWN_TEXT, choose_unit, format_duration, format_number, format_si
 from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
+from node.dashboard.page.steering import render_revisions
 
 ASSETS_DIR = Path(__file__).parent / "assets"
 STATIC_DIR = ASSETS_DIR / "static"
@@ -59,6 +60,7 @@ def render_page(values: Values, join_line: str | None, version: str, end: str = 
         warnings=_render_warnings(values["warnings"]),
         sample=_render_sample(values["sample"]),
         model=_render_model(values.get("model")),
+        steering=render_revisions(values["revisions"]),
     )
 
 

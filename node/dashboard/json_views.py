@@ -8,6 +8,7 @@ from node.dashboard.log_text import Tone, short_id
 from node.dashboard.run_state.log_groups import LogLine
 from node.dashboard.run_state.loss_trend import find_warnings
 from node.dashboard.run_state.round_history import RoundSummary
+from node.dashboard.run_state.steering import revision_values
 from node.dashboard.state import UNSEEN_SINCE_RESTART, PeerHistory, RunState, timings_of_round
 from node.units import format_bytes
 from protocol.signing import fingerprint
@@ -42,6 +43,7 @@ def snapshot(state: RunState, now: float) -> Values:
         "timeline": {"round": round_number, "lanes": [lane.model_dump() for lane in lanes]},
         "timelines": [timed.round for timed in state.timelines],
         "sample": state.sample.model_dump(exclude={"kind"}) if state.sample else None,
+        "revisions": [revision_values(report) for report in state.steered.revisions] if state.steered else [],
     }
 
 
@@ -95,6 +97,8 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
         return ("looking", "busy", looking) if len(rows) else ("waiting", "warn", "no peers yet")
     if facts and not len(rows) and present < facts.min_peers:
         return "waiting", "warn", f"{present} of {facts.min_peers} peers are here"
+    if state.steered is not None and state.steered.is_paused:
+        return "paused", "busy", f"paused by the organiser since round {rows.last.round + 1 if rows.last else 0}"
     if not len(rows):
         return "warming up", "busy", "the first round is under way"
     return "training", "ok", ""

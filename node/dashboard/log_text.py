@@ -13,6 +13,7 @@ from node.dashboard.events import (
     PeerDiverged,
     RoundCommitted,
     RoundsMissing,
+    RunSteered,
     SwarmFound,
     SwarmLost,
 )
@@ -50,6 +51,8 @@ def describe_event(event: DashboardEvent, names: Mapping[PeerId, str]) -> LogTex
             return LogText(f"the swarm switched to another chain from round {event.round} on", "bad")
         case RoundsMissing():
             return LogText(f"no peer's log holds rounds {event.first} to {event.last} any more", "warn")
+        case RunSteered() if event.news:
+            return LogText(f"the organiser: {event.news}", "busy")
         case SwarmLost():
             return LogText("the host no longer sees any peer of the run", "bad")
         case SwarmFound():

@@ -9,7 +9,7 @@ import contextlib
 import os
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -18,6 +18,7 @@ from node.daemon.node import Node
 from node.keeper.state_keeper import StateKeeper, build_keeper
 from node.options import NodeOptions
 from node.run_dir import RunDir
+from protocol.consensus.revision_log import RevisionLog
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
@@ -41,6 +42,7 @@ class NodeHandle:
     transport: Transport
     is_trainer: bool
     has_model: bool = True
+    revisions: RevisionLog = field(default_factory=RevisionLog)
 
     @property
     def peer_id(self) -> PeerId:
@@ -59,6 +61,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         node.transport,
         is_trainer=bool(node.replicas),
         has_model=has_model,
+        revisions=node.revisions.log,
     )
 
 

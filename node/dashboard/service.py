@@ -12,9 +12,10 @@ from pathlib import Path
 
 from node.dashboard.ending.host_report import ReportWriter
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
-from node.dashboard.events import LogOpened, RunAbout, RunFacts
+from node.dashboard.events import LogOpened
 from node.dashboard.json_views import run_status
 from node.dashboard.observer_node import NodeHandle
+from node.dashboard.run_state.facts import run_facts
 from node.dashboard.samples.sampler import Sampler
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.state import RunState
@@ -30,7 +31,6 @@ from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, StorageError, TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
-from protocol.manifest import DataSection, Manifest
 from protocol.membership.dht_storage import Announcement
 from protocol.membership.run_registry import make_run_announcement
 from protocol.murmur_pb2 import PublicRun
@@ -71,29 +71,6 @@ class DashboardAddress:
         """Return the URL for other people, without a trailing slash; `bound_port` is the port that is served."""
         host = find_own_ip() if self.host in ALL_INTERFACES else self.host
         return self.public_url or f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
-
-
-def run_facts(manifest: Manifest, organiser: PeerId) -> RunFacts:
-    """Return the constant facts of the manifest's run."""
-    return RunFacts(
-        run=manifest.run.name,
-        run_id=manifest.run_id,
-        recipe=manifest.method.recipe,
-        parameters=shape_table(manifest.model).numel,
-        batch_tokens=manifest.train.batch_tokens,
-        min_peers=manifest.run.min_peers,
-        target_rounds=manifest.target.rounds,
-        target_tokens=manifest.target.tokens,
-        organiser=organiser,
-        expiry=manifest.membership.expiry,
-        about=RunAbout(**manifest.about.model_dump(), source=describe_source(manifest.data)),
-    )
-
-
-def describe_source(data: DataSection) -> str:
-    """Return the data set's name; of a path on some machine, only the end."""
-    name = Path(data.path).name if data.source != "hf" else data.path
-    return f"{data.source}: {name}" if name else data.source
 
 
 class ManifestPublisher:

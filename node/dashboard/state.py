@@ -27,6 +27,7 @@ from node.dashboard.events import (
     RoundsMissing,
     RoundTimed,
     RunFacts,
+    RunSteered,
     SampleGenerated,
     SwarmFound,
     SwarmLost,
@@ -87,6 +88,7 @@ class RunState:
     contributors: Contributors = Contributors()
     trend: LossTrend = LossTrend()
     sample: SampleGenerated | None = None
+    steered: RunSteered | None = None
     lost_since: float | None = None
     missing_rounds: int = 0
     past_names: Mapping[PeerId, str] = field(default_factory=dict)
@@ -181,6 +183,8 @@ def _apply_logged(state: RunState, event: DashboardEvent) -> RunState:
             return replace(state, missing_rounds=state.missing_rounds + event.last - event.first + 1)
         case SampleGenerated():
             return replace(state, sample=event)
+        case RunSteered():
+            return replace(state, steered=event, facts=event.facts)
         case SwarmLost():
             return replace(state, lost_since=event.at)
         case SwarmFound():

@@ -21,6 +21,7 @@ from node.dashboard.events import (
     PeersUpdated,
     Reach,
     RoundTimed,
+    RunSteered,
     SwarmFound,
     SwarmLost,
     ValidationMeasured,
@@ -28,6 +29,14 @@ from node.dashboard.events import (
 from node.dashboard.json_views import peer_values, summary
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.round_timeline import RoundTimeline
+from node.dashboard.run_state.facts import run_facts
+from node.dashboard.run_state.steering import (
+    AdoptionRecord,
+    build_reports,
+    describe_news,
+    is_news,
+    manifest_at_head,
+)
 from node.from_manifest import build_method, topology_class
 from node.keeper.model_archive import ModelArchive, model_values
 from node.receipts.chain_recorder import commit_file_header
@@ -76,6 +85,7 @@ class SwarmWatcher:
         self._byte_rates: dict[PeerId, ByteRate] = {}
         self._receive_rates: dict[PeerId, ByteRate] = {}
         self._diverged: deque[tuple[PeerId, int]] = deque(maxlen=MAX_KEPT_DIVERGED)
+        self._adoptions = AdoptionRecord()
         self._newest_validation = 0
         self._news_bucket = TokenBuckets(NEWS_BURST, NEWS_PER_SECOND)
         self._nobody_seen_since: float | None = None
@@ -111,6 +121,7 @@ class SwarmWatcher:
         if not steps:
             return
         self._commit_log.extend(steps[0].before, [step.signed for step in steps])
+        self._adoptions.record([step.commit for step in steps])
         for event in self._chain_follower.build_events(self._event_log.state, steps, now):
             self._event_log.record(event)
             if isinstance(event, ChainForked):  # the other chain's rounds of these numbers are measured again
@@ -128,6 +139,7 @@ class SwarmWatcher:
         if moved:
             self._event_log.record(PeersUpdated(at=now, peers=tuple(moved)))
         self._record_rounds(now)
+        self._record_steering(now)
         self._record_visibility(now)
         self._broadcast_summary(moved, now)
 
@@ -188,6 +200,20 @@ class SwarmWatcher:
                 self._newest_validation = record.validation_round
                 loss = min(record.validation_loss, MAX_SHOWN_LOSS)
                 self._event_log.record(ValidationMeasured(at=now, peer=peer, round=record.validation_round, loss=loss))
+
+    def _record_steering(self, now: float) -> None:
+        """Record new revisions of the organiser, and those that have begun to hold."""
+        log, state = self._node.revisions, self._event_log.state
+        revisions = log.list_to(log.newest(self._adoptions.newest)) or ()
+        if not revisions or state.facts is None:
+            return
+        reports = build_reports(revisions, self._adoptions, state.steered)
+        revised = manifest_at_head(self._node.manifest, revisions, reports, self._known_round + 1)
+        facts = run_facts(self._node.manifest, state.facts.organiser, revised.manifest)
+        news = describe_news(revisions, reports, state.steered)
+        steered = RunSteered(at=now, facts=facts, revisions=reports, is_paused=revised.is_paused, news=news)
+        if is_news(facts, steered, state.facts, state.steered):
+            self._event_log.record(steered)
 
     def _record_visibility(self, now: float) -> None:
         """Record that the swarm is lost after a record's lifetime without a trainer, or found again.

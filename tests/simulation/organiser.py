@@ -43,7 +43,13 @@ class Organiser:
             kind, number = chance.choice(["settings", "settings", "pause", "conflict"]), chance.randint(0, 3)
             time = chance.uniform(0.0, 12.0)
             self._later(time, kind, number, chance)
-        self._swarm.network.schedule(LAST_PUBLICATION, lambda: self._hand_out(1.0, chance))
+        self._swarm.network.schedule(LAST_PUBLICATION, lambda: self._settle(chance))
+
+    def _settle(self, chance: random.Random) -> None:
+        """Let a run go on that is still paused, because the commits chose another list, and tell all."""
+        if any(peer.steering.is_paused for peer in self._swarm.alive()):
+            self._revise({"paused": False}, 0, chance)
+        self._hand_out(1.0, chance)
 
     def _later(self, time: float, kind: str, number: int, chance: random.Random) -> None:
         schedule = self._swarm.network.schedule

@@ -10,16 +10,17 @@ import httpx2
 import pytest
 
 from node.dashboard.observer_node import NodeHandle
+from node.dashboard.run_state.facts import run_facts
 from node.dashboard.service import (
     MAX_BOOTSTRAP_ADDRESSES,
     DashboardAddress,
     ManifestPublisher,
-    run_facts,
     serve_dashboard,
     sort_reachable_first,
 )
 from node.dashboard.swarm_watcher import SwarmWatcher
 from node.run_dir import RunDir
+from protocol.consensus.revision_log import RevisionLog
 from protocol.errors import StorageError, TransportError, UsageError
 from protocol.signing import open_signed_manifest
 from tests.node.small_run import MANIFEST, PEERS
@@ -113,6 +114,7 @@ class FakeNodeHandle:
 
     is_trainer: bool
     has_model = False
+    revisions = RevisionLog()
     manifest = MANIFEST
     identity = PEERS[0]
     base = Path()

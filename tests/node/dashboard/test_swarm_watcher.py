@@ -20,6 +20,8 @@ from node.dashboard.swarm_watcher import (
 )
 from node.receipts.commit_file import CommitFileHeader
 from protocol.consensus.chain import genesis_head
+from protocol.consensus.messages import NOTHING_ADOPTED
+from protocol.consensus.revision_log import RevisionLog
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
@@ -50,6 +52,7 @@ class FakeNodeHandle:
     is_trainer: bool = False
     manifest: Manifest = MANIFEST
     peer_id: str = ME
+    revisions: RevisionLog = field(default_factory=RevisionLog)
 
     def channel(self, peer: str) -> None:
         raise AssertionError("nobody is asked here")
@@ -161,7 +164,8 @@ async def test_validation_on_the_chain_after_a_fork_is_recorded() -> None:
     assert "measured" in scene.kinds()
 
     async def fetch_steps(*_: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(before=None, signed=None)]
+        commit = SimpleNamespace(adoption=NOTHING_ADOPTED, round=3)
+        return [SimpleNamespace(before=None, signed=None, commit=commit)]
 
     follower = SimpleNamespace(
         find_trusted_head=lambda *_: (None, []),
