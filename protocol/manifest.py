@@ -100,6 +100,16 @@ class RunSection(Section):
     bootstrap: tuple[str, ...] = Field(default=(), description="multiaddresses with /p2p/ of peers to ask first")
     organiser_key: str = Field(default="", description="peer id of the key that may steer the run; empty: nobody may")
 
+    @field_validator("bootstrap")
+    @classmethod
+    def _name_their_peers(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            try:
+                public_key(address.rpartition("/p2p/")[2])
+            except MalformedError as error:
+                raise ValueError(f"{shorten(address)} does not end in /p2p/ and a peer id; append them") from error
+        return addresses
+
     @field_validator("organiser_key")
     @classmethod
     def _is_peer_id(cls, key: str) -> str:

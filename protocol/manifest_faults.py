@@ -118,6 +118,8 @@ def describe_invalid_values(error: ValidationError, kind: type[BaseModel], text:
         first, _, rest = message.partition(" ")
         named = (*keys, *first.split("."))
         return text.fault_at(named, rest) if text.has(named) else text.fault_at(keys, message)
+    if fault["type"] == "value_error" and isinstance(value, list | tuple):
+        return text.fault_at(keys, message)  # it names the entry
     return text.fault_at(keys, f"{message}, got {'a table' if isinstance(value, dict) else shorten(_as_toml(value))}")
 
 

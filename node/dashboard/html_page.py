@@ -27,7 +27,7 @@ Values = Mapping[str, Any]
 
 @cache
 def _load_template() -> Template:
-    return Template((ASSETS_DIR / "index.html").read_text())
+    return Template((ASSETS_DIR / "index.html").read_text(encoding="utf-8"))
 
 
 def render_page(values: Values, join_line: str | None, version: str, end: str = EMPTY_SECTION) -> str:

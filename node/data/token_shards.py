@@ -74,7 +74,7 @@ def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> int:
             others = " and the other files hold" if len(files) > 1 else " holds"
             raise DataError(f"{files[0]}{others} no text; name files with text")
         header = ShardsHeader(dtype=kind, vocabulary=encoder.size, tokenizer=encoder.digest, shards=tuple(shards))
-        (folder / HEADER_FILE).write_text(header.model_dump_json(indent=1) + "\n")
+        (folder / HEADER_FILE).write_text(header.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return tokens
 
 

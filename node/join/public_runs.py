@@ -81,7 +81,7 @@ def peers_to_query(named: Sequence[str]) -> dict[PeerId, tuple[str, ...]]:
 
 def packaged_peers() -> tuple[str, ...]:
     """Return the addresses of the public peers that come with the package."""
-    return tuple(tomllib.loads(bootstrap_file().read_text())["peers"])
+    return tuple(tomllib.loads(bootstrap_file().read_text(encoding="utf-8"))["peers"])
 
 
 async def search_runs(peers: dict[PeerId, tuple[str, ...]]) -> tuple[AnnouncedRuns, int]:

@@ -181,7 +181,7 @@ def save_addresses(path: Path, addresses: Mapping[PeerId, Sequence[str]]) -> Non
     text = json.dumps([address for listed in addresses.values() for address in listed], indent=0)
     temporary = path.with_suffix(".new")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         logger.warning("cannot save the addresses of peers in %s: %s", path, error)

@@ -105,3 +105,24 @@ def test_port_of_a_torn_file_is_unknown(home: Path, content: str) -> None:
     assert paths.read_metrics_port(folder) == 4321
     (folder / "node.json").write_text(content)
     assert paths.read_metrics_port(folder) is None and paths.read_peer_id(folder) is None
+
+
+def test_user_without_a_home_directory_must_name_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Control: with one, or with XDG_STATE_HOME, there is a default folder."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert paths.state_home().name == "murmur"
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UsageError, match="this user has no home directory; set HOME or XDG_STATE_HOME, or name the --dir"
+    ):
+        paths.state_home()
+    assert paths.joined_dirs() == []
+    with pytest.raises(UsageError, match="no node has run here yet"):
+        paths.find_node_dirs(None)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert paths.state_home() == tmp_path / "murmur"

@@ -118,7 +118,9 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
     plain = parse_manifest(GOOD, "").run_id
     assert re.fullmatch("[0-9a-f]{64}", plain)
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4  # few\nvocabulary = 256"), "").run_id == plain
-    assert parse_manifest(GOOD.replace(b'"demo"', b'"demo"\nbootstrap = ["/dns/a/tcp/1/p2p/x"]'), "").run_id == plain
+    peer = Identity.create().peer_id.encode()
+    contact = b'"demo"\nbootstrap = ["/dns/a/tcp/1/p2p/' + peer + b'"]'
+    assert parse_manifest(GOOD.replace(b'"demo"', contact), "").run_id == plain
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 5"), "").run_id != plain
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'llama'"), "").run_id == plain
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'other'"), "").run_id != plain
@@ -181,6 +183,11 @@ def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> N
         ),
         (b"", "\ufeff".encode(), "not valid TOML: it begins with a byte order mark; save it as UTF-8 without one"),
         (b'[data]\nsource = "python-stdlib"\n', b"", "the table [data] is missing; add it"),
+        (
+            b'"demo"',
+            b'"demo"\nbootstrap = ["/dns/a/tcp/1"]',
+            "run.bootstrap (line 4): /dns/a/tcp/1 does not end in",
+        ),
         (b"[run]", b"\xff", "not valid TOML: byte 1 is not UTF-8 text"),
     ],
 )

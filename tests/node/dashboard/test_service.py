@@ -79,7 +79,7 @@ async def test_manifest_names_the_host_first_and_some_peers() -> None:
     known = {peer: (f"/ip4/127.0.0.1/tcp/2/p2p/{peer}", f"/ip4/192.0.2.2/tcp/2/p2p/{peer}") for peer in OTHERS}
     transport = FakeTransport((loopback, public))
     publisher = make_publisher(
-        transport, known | {f"{number}": (f"/ip4/192.0.2.9/tcp/{number}",) for number in range(1, 20)}
+        transport, known | {f"{number}": (f"/ip4/192.0.2.9/tcp/{number}/p2p/{OTHERS[0]}",) for number in range(1, 20)}
     )
     signed = open_signed_manifest(await publisher.signed_text(), "here")
     assert signed.organiser == ME and signed.manifest.run_id == MANIFEST.run_id

@@ -1,6 +1,7 @@
 """The sources of a run that `murmur join` accepts and refuses."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -153,3 +154,36 @@ def test_downloaded_manifest_must_not_name_local_files(path: str) -> None:
         with pytest.raises(OrganiserError):
             require_paths_inside(manifest)
     require_paths_inside(data(path="corpus/*.txt", tokenizer="tokenizer.json"))
+
+
+def test_manifest_is_read_from_a_pipe_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths start in the working directory. Control: a pipe that is opened twice is empty the second time."""
+    monkeypatch.chdir(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for text, organiser in (
+        (MANIFEST.to_toml().encode(), None),
+        (sign_manifest(MANIFEST, ORGANISER), ORGANISER.peer_id),
+    ):
+        writer = threading.Thread(target=pipe.write_bytes, args=(text,))
+        writer.start()
+        assert open_invitation(str(pipe), False) == Invitation(MANIFEST, organiser, tmp_path)
+        writer.join()
+
+
+@pytest.mark.parametrize("run", ["x" * 5000, "murmur " + "y" * 300, "a\0b"])
+def test_name_that_no_file_can_have_is_a_missing_file(run: str) -> None:
+    with pytest.raises(MissingFileError, match="cannot read the manifest .*; name an existing file"):
+        open_invitation(run, False)
+
+
+@pytest.mark.parametrize("run", ["ftp://x/y", "murmur://abc@x", "http://a..b/run.toml", "http://[::1/run.toml"])
+def test_usage_errors_come_before_a_request_is_logged(run: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Control: a request that can be made is logged."""
+    caplog.set_level("INFO")
+    with pytest.raises(UsageError):
+        open_invitation(run, False)
+    assert not caplog.records
+    with pytest.raises(UnreachableError):
+        open_invitation("http://127.0.0.1:9/run.toml", False)
+    assert "http://127.0.0.1:9/run.toml" in caplog.text
