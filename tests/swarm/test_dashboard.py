@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,12 @@ class DashboardProcess:
         values: dict[str, Any] = self.get("/api/v1/state").json()
         return values
 
-    def join(self, run: str, folder: str, name: str = "") -> PeerProcess:
+    def join(self, run: str, folder: str, name: str = "", peers: Sequence[str] = ()) -> PeerProcess:
         home = self.swarm.run.parent / folder
         words = [sys.executable, "-m", "node.cli", "join", run, "--dir", str(home), "--name", name]
         command = [*words, "--listen", LISTEN_ON_LOOPBACK, "--device", "cpu", "--threads", "1"]
         self.swarm.peers.append(PeerProcess(folder, home, command))
-        self.swarm.peers[-1].start(())
+        self.swarm.peers[-1].start(peers)
         return self.swarm.peers[-1]
 
     def wait_for_round(self, number: int, seconds: float = 60.0) -> None:
