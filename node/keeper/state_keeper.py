@@ -271,6 +271,7 @@ def build_keeper(node: Node, run_dir: RunDir) -> StateKeeper:
         requests=node.blob_service,
         revisions=node.revisions.log,
     )
+    node.metrics.add_refusal_counter(parts.downloader)
     keeper = StateKeeper(manifest, folder, parts, topology_class(planner.method).has_shared_state)
     keeper.restore()
     node.add_chain(manifest.run_id, ServedChain(keeper, keeper.steering), folder.store)
