@@ -19,7 +19,7 @@ from node.dashboard.events import ChainForked, CommittedContribution, LoggedEven
 from node.dashboard.state import RunState
 from node.loop.catch_up import best_head
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.chain import MAX_KEPT_COMMITS, ChainHead, genesis_head
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, genesis_head
 from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
@@ -49,10 +49,20 @@ class ChainStep:
 
 
 class ChainFollower:
-    """Follows the trusted chain: `find_trusted_head` picks the next head, `fetch_events` brings the events up to it."""
+    """Follows the trusted chain: `find_trusted_head` picks the next head, `fetch_steps` the commits up to it.
 
-    def __init__(self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo) -> None:
+    `local_chains` are those of peers in this process, which are not asked over the network.
+    """
+
+    def __init__(
+        self,
+        run_id: RunId,
+        limits: ContributionLimits,
+        channel: ChannelTo,
+        local_chains: Mapping[PeerId, Chain] | None = None,
+    ) -> None:
         self._run_id = run_id
+        self._local_chains = local_chains or {}
         self._reader = ChainReader(run_id, limits, channel)
         self._last_fetch_at: float | None = None
         self._failed_at: dict[PeerId, float] = {}  # when a peer last failed to prove its head
@@ -103,6 +113,8 @@ class ChainFollower:
 
     async def _fetch_commits(self, peer: PeerId, start: int, target: ChainHead) -> list[SignedMessage[Commit]]:
         """Return the commits from round `start` up to the target; none if the peer's log does not hold `start`."""
+        if (own := self._local_chains.get(peer)) is not None:
+            return list(own.commits_since(start) or ())[: target.round - start]
         found: list[SignedMessage[Commit]] = []
         for _ in range(MAX_REQUESTS):
             if start + len(found) >= target.round:

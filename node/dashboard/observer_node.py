@@ -18,6 +18,7 @@ from node.daemon.node import Node
 from node.keeper.state_keeper import StateKeeper, build_keeper
 from node.options import NodeOptions
 from node.run_dir import RunDir
+from protocol.consensus.chain import Chain
 from protocol.consensus.revision_log import RevisionLog
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
@@ -32,7 +33,8 @@ LEAVE_SECONDS = 3.0
 class NodeHandle:
     """The parts of a node that the dashboard uses; `is_trainer` means that the page shows the node as a peer.
 
-    `base` is the folder of the manifest. `has_model` means that the node's folder has checkpoints, or will have them.
+    `base` is the folder of the manifest, and `own_chain` the chain of a node that trains. `has_model` means that the
+    node's folder has checkpoints, or will have them.
     """
 
     manifest: Manifest
@@ -43,6 +45,7 @@ class NodeHandle:
     is_trainer: bool
     has_model: bool = True
     revisions: RevisionLog = field(default_factory=RevisionLog)
+    own_chain: Chain | None = None
 
     @property
     def peer_id(self) -> PeerId:
@@ -62,6 +65,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         is_trainer=bool(node.replicas),
         has_model=has_model,
         revisions=node.revisions.log,
+        own_chain=next((replica.replicated.chain for replica in node.replicas.values()), None),
     )
 
 

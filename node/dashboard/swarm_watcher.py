@@ -76,7 +76,8 @@ class SwarmWatcher:
         self._commit_log = commit_log
         self._model = model
         limits = commit_file_header(node.manifest).limits()
-        self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel)
+        own = {node.peer_id: node.own_chain} if node.own_chain else {}
+        self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel, own)
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}

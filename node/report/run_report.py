@@ -96,10 +96,10 @@ class RunReport(ReportModel):
         return "".join(parts)
 
     def _contributor_table(self) -> str:
-        head = "| name | tokens | share | rounds | hours | sent | peer |\n|---|---:|---:|---:|---:|---:|---|\n"
+        head = "| name | tokens | share | rounds | time | sent | peer |\n|---|---:|---:|---:|---:|---:|---|\n"
         return head + "".join(
             f"| {escape_markdown(one.name)} | {one.tokens:,} | {one.share:.1%} | {one.rounds:,} "
-            f"| {one.seconds / 3600:,.1f} | {format_bytes(one.size)} | `{one.peer}` |\n"
+            f"| {format_seconds(one.seconds)} | {format_bytes(one.size)} | `{one.peer}` |\n"
             for one in self.contributors
         )
 

@@ -20,6 +20,7 @@ from tests.node.small_run import PEERS, RUN_ID, SHAPES, commit_of
 
 LIMITS = ContributionLimits("diloco", SHAPES.hash(), MAX_PARTS, 1 << 40, 1 << 40)
 NAMES = [identity.peer_id for identity in PEERS]
+ME = NAMES[0]
 
 
 class FakeChainPeer:
@@ -157,6 +158,15 @@ async def test_absurdly_high_head_costs_no_memory(network: Network) -> None:
     network[NAMES[1]] = log
     target = ChainHead(2**60, log.chain.digest, 2**40)
     assert await make_follower().fetch_steps(genesis_head(RUN_ID), target, [NAMES[1]], 1.0) == []
+
+
+async def test_host_that_trains_alone_follows_its_own_chain(network: Network) -> None:
+    """Control: a host cannot ask itself over the network."""
+    own = FakeChainPeer().grow(5)
+    follower = ChainFollower(RUN_ID, LIMITS, lambda peer: grpc.aio.insecure_channel("unix:nowhere"), {ME: own.chain})
+    assert rounds(await fetch_new_events(follower, {ME: own}, apply_all([OPENED]))) == list(range(5))
+    own.silent, network[ME] = True, own
+    assert await fetch_new_events(make_follower(), network, apply_all([OPENED])) == []
 
 
 async def test_commits_off_the_trusted_head_are_rejected_and_another_peer_is_asked(network: Network) -> None:

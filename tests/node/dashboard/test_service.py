@@ -113,6 +113,7 @@ class FakeNodeHandle:
     """The handle of a node in a run without other peers."""
 
     is_trainer: bool
+    own_chain = None
     has_model = False
     revisions = RevisionLog()
     manifest = MANIFEST

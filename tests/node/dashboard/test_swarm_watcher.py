@@ -53,6 +53,7 @@ class FakeNodeHandle:
     manifest: Manifest = MANIFEST
     peer_id: str = ME
     revisions: RevisionLog = field(default_factory=RevisionLog)
+    own_chain: None = None
 
     def channel(self, peer: str) -> None:
         raise AssertionError("nobody is asked here")

@@ -36,7 +36,7 @@ def test_terminal_and_markdown_have_the_same_figures() -> None:
     assert lines[1] == "validation loss  5.162 -> 1.250 nats per token"
     assert "| tokens | 1,000 in 3 rounds, 288 s |" in page
     assert "| validation loss | 5.162 -> 1.250 nats per token |" in page
-    assert "| mary | 750 | 75.0% | 3 | 2.0 | 4.2 MB |" in page
+    assert "| mary | 750 | 75.0% | 3 | 2.0 h | 4.2 MB |" in page
 
 
 def test_text_of_others_controls_neither_terminal_nor_page() -> None:
