@@ -118,9 +118,13 @@ class RunState:
 
     @property
     def have_all_left(self) -> bool:
-        """Return whether there were trainers and each of them said goodbye."""
-        known = [peer for peer in self.peers.values() if peer.report.role == "trainer"]
-        return bool(known) and all(peer.has_left_politely for peer in known)
+        """Return whether there were trainers, all are gone, and the last of them said goodbye."""
+        moments = [peer.gone_at for peer in self.peers.values() if peer.report.role == "trainer"]
+        known = [moment for moment in moments if moment is not None]
+        if not known or len(known) < len(moments):
+            return False
+        last = [peer for peer in self.peers.values() if peer.report.role == "trainer" and peer.gone_at == max(known)]
+        return all(peer.has_left_politely for peer in last)
 
 
 def apply_event(state: RunState, event: DashboardEvent) -> RunState:

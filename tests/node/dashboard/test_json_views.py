@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from node.dashboard.events import ChainForked, HostRestarted, PeerDeparted, PeersUpdated, SwarmLost, ValidationMeasured
+from node.dashboard.events import (
+    ChainForked,
+    HostRestarted,
+    LoggedEvent,
+    PeerDeparted,
+    PeersUpdated,
+    SwarmLost,
+    ValidationMeasured,
+)
 from node.dashboard.json_views import SERIES, history, run_status, series_points, snapshot, summary, thin_out
 from node.dashboard.server import SwarmCollector
 from node.dashboard.state import RunState
@@ -56,6 +64,8 @@ def test_run_whose_peers_all_said_goodbye_is_not_out_of_sight() -> None:
     silent = apply_all([*RUN, goodbyes[0], PeerDeparted(at=1.0, peer=NAMES[1], reason="expired"), SwarmLost(at=2.0)])
     assert run_status(silent)[:2] == ("out of sight", "bad")  # control
     assert words(silent) == {NAMES[0]: "left", NAMES[1]: "gone"}
+    crashed_before: list[LoggedEvent] = [joined(NAMES[2]), PeerDeparted(at=0.5, peer=NAMES[2], reason="expired")]
+    assert run_status(apply_all([*RUN, *crashed_before, *goodbyes]))[0] == "empty"
 
 
 def words(state: RunState) -> dict[str, str]:

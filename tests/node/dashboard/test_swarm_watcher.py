@@ -143,6 +143,19 @@ def test_swarm_is_lost_after_a_while_and_only_if_it_was_seen() -> None:
     assert scene.event_log.state.lost_since is None
 
 
+@pytest.mark.parametrize(("reason", "is_lost"), [("left", False), ("expired", True)])
+def test_swarm_whose_last_peer_said_goodbye_is_not_lost(reason: str, is_lost: bool) -> None:
+    scene = Scene()
+    scene.directory.records = {ADA: record()}
+    scene.watcher.poll(1.0)
+    scene.event_log.record(committed(0))
+    scene.directory.records = {}
+    scene.directory.callbacks[0](PeerLeft(ADA, reason))
+    scene.watcher.poll(2.0)
+    scene.watcher.poll(3.0 + MANIFEST.membership.expiry)
+    assert (scene.event_log.state.lost_since is not None) == is_lost
+
+
 def test_validation_is_recorded_once_and_after_its_round() -> None:
     scene = Scene()
     scene.directory.records = {ADA: record(validation_round=1, validation_loss=2.5)}
