@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -73,6 +74,7 @@ class Watchdog:
 logger = logging.getLogger(__name__)
 MAX_CRASHES_IN_A_ROW = 5
 MAX_EQUAL_CRASHES = 2
+UNCAUGHT_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)")  # the last line of Python's traceback
 MIN_RESTART_DELAY_SECONDS = 0.1
 MAX_RESTART_DELAY_SECONDS = 5.0
 STOP_SECONDS = 20.0
@@ -238,10 +240,11 @@ class TrainerProcess:
     def _record_crash(self, cause: str) -> None:
         self.crash_count += 1
         self._crashes_in_a_row += 1
-        crash, self._crash = self._crash, None
+        last_line = self._stderr_tail[-1] if self._stderr_tail else "no output"
+        crash, self._crash = self._crash or crash_of_stderr(last_line), None
         if crash is not None:
+            last_line = crash.reason
             self._give_up_if_repeated(crash)
-        last_line = crash.reason if crash else self._stderr_tail[-1] if self._stderr_tail else "no output"
         self.not_running_reason = f"the trainer died ({cause}) and is restarting"
         logger.warning("the trainer died (%s), death %d: %s", cause, self.crash_count, last_line)
         if self._crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
@@ -251,15 +254,15 @@ class TrainerProcess:
             )
 
     def _give_up_if_repeated(self, crash: Crashed) -> None:
-        """Raise the error of a trainer that crashes again before it made a step."""
+        """Raise the error of a trainer that crashes again before it made a step.
+
+        Faults of a device may pass, for example if another program frees its memory.
+        """
         self._crash_reasons.append(crash.reason)
-        if self._crash_reasons.count(crash.reason) < MAX_EQUAL_CRASHES:
-            return
         is_of_device = crash.exit_code == errors.DeviceError.exit_code
-        advice = "try --device cpu or a smaller --memory" if is_of_device else "report it with your manifest"
-        raise errors.error_with_code(
-            crash.exit_code, f"the trainer cannot make a step, it crashes each time: {crash.reason}; {advice}"
-        )
+        if not is_of_device and self._crash_reasons.count(crash.reason) >= MAX_EQUAL_CRASHES:
+            text = f"the trainer cannot make a step, it crashes each time: {crash.reason}; report it with your manifest"
+            raise errors.error_with_code(crash.exit_code, text)
 
     def _restart_delay(self) -> float:
         return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._crashes_in_a_row - 1)))
@@ -342,6 +345,12 @@ class _Run:
     def kill(self) -> None:
         if self.process.returncode is None:
             self.process.kill()
+
+
+def crash_of_stderr(last_line: str) -> Crashed | None:
+    """Return the error with which Python ended a trainer that could not send it, for example while it imported."""
+    is_error = UNCAUGHT_ERROR.match(last_line)
+    return Crashed(reason=last_line, exit_code=MurmurError.exit_code) if is_error else None
 
 
 def _describe_exit(code: int) -> str:
