@@ -136,7 +136,7 @@ def _check_text(settings: NodeOptions, is_needed: bool) -> None:
     except (DataError, MissingFileError) as error:
         if is_needed:
             raise
-        logger.info("data: this host only watches and does not have the text: %s", error)
+        logger.info("data: this host does not train and does not have the text: %s", error)
 
 
 async def _host_and_train(settings: NodeOptions, display: Display, address: DashboardAddress, public: bool) -> None:

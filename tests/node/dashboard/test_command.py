@@ -66,7 +66,7 @@ def test_host_that_watches_says_whether_it_has_the_text(
 ) -> None:
     caplog.set_level("INFO")
     start(write_run(tmp_path), train=False)
-    assert "this host only watches and does not have the text: no file matches" in caplog.text
+    assert "this host does not train and does not have the text: no file matches" in caplog.text
     (tmp_path / "text.txt").write_text("words to train on\n" * 500)
     start(write_run(tmp_path), train=False)
     assert "data: 1 document, 9.0k tokens" in caplog.text and served == 2 * ["_host_and_observe"]

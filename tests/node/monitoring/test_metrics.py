@@ -61,6 +61,7 @@ async def test_scrape_returns_counters_and_current_status() -> None:
     metrics.record_round("included")
     metrics.record_round("missed")
     metrics.record_refusal("forged")
+    metrics.record_skipped_rows({"null": 2, "too long": 1})
     metrics.add_store(FourBlobs())
     async with serve_metrics(LOOPBACK, metrics, current) as port:
         code, head, body = await get(port, "/metrics")
@@ -73,6 +74,7 @@ async def test_scrape_returns_counters_and_current_status() -> None:
     assert values["murmur_rounds_total", ("missed",)] == 1
     assert values["murmur_refusals_total", ("forged",)] == 1
     assert values["murmur_hurries_total", ()] == 1
+    assert values["murmur_data_skipped_total", ("null",)] == 2
     assert values["murmur_blobs", ()] == 4
     assert values["murmur_blob_bytes", ()] == 4096
     assert values["murmur_tokens_total", ()] == 5000
