@@ -187,6 +187,7 @@ def _remove_settings(text: str) -> str:
     if not isinstance(values, dict):
         raise ValueError("it holds no JSON object")
     values |= {"truncation": None, "padding": None, "post_processor": None}
+    values.setdefault("added_tokens", [])  # transformers needs the list; the library does not
     if isinstance(values.get("model"), dict) and "dropout" in values["model"]:
         values["model"]["dropout"] = None
     return json.dumps(values, ensure_ascii=False)

@@ -133,6 +133,7 @@ ODD: dict[str, Json] = {
     "word twice": word_twice(),
     "pad": byte_level(added_tokens=[added(256, "[PAD]"), added(257, "<eos>")]),
     "no end": byte_level(added_tokens=[]),
+    "no list of added tokens": {key: value for key, value in byte_level().items() if key != "added_tokens"},
 }
 
 
