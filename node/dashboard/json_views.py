@@ -87,7 +87,8 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
     """Return the status word of the run, its colour, and one line that says why."""
     facts, rows, present = state.facts, state.rows, len(state.trainers)
     if state.is_over:
-        return "done", "ok", "the run has reached its target"
+        stopped, reached = "the organiser has stopped the run", "the run has reached its target"
+        return "done", "ok", stopped if state.was_stopped else reached
     if state.have_all_left:
         return "empty", "busy", "all peers have left; `murmur join` continues the run"
     if state.lost_since is not None:

@@ -37,7 +37,7 @@ from node.dashboard.log_text import LEFT_POLITELY, LogText, describe_event
 from node.dashboard.run_state.contributors import Contributors, mean_seconds
 from node.dashboard.run_state.log_groups import LogLine, append_line
 from node.dashboard.run_state.loss_trend import LossTrend, trend_of
-from node.dashboard.run_state.outcome import progress_to_target
+from node.dashboard.run_state.outcome import progress_to_target, was_stopped
 from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
 from protocol.identity import PeerId
 
@@ -115,6 +115,11 @@ class RunState:
     def is_over(self) -> bool:
         """Return whether the run has reached its target."""
         return self.progress == 1.0
+
+    @property
+    def was_stopped(self) -> bool:
+        """Return whether the run is over because its organiser stopped it."""
+        return self.is_over and was_stopped(self.steered)
 
     @property
     def have_all_left(self) -> bool:

@@ -21,9 +21,10 @@ def render_end(report: RunReport | None, values: Mapping[str, Any], has_receipts
     """Return the section; it is hidden while the run goes on, for which `report` is `None`."""
     if report is None:
         return EMPTY_SECTION
+    ending = "has ended" if report.outcome == "stopped" else "is complete"
     return (
         f'<section id="end" class="end" data-version="{escape(version_of(values))}">'
-        f"<h2>{escape(report.run)} is complete</h2><p>{_describe(report)}</p>"
+        f"<h2>{escape(report.run)} {ending}</h2><p>{_describe(report)}</p>"
         f"{_render_figures(report)}{_render_links(values, has_receipts)}{_render_sample(report)}"
         f"{_render_contributors(report.contributors, has_receipts)}</section>"
     )

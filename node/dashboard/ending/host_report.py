@@ -25,7 +25,7 @@ def build_host_report(state: RunState) -> RunReport:
         run=facts.run if facts else "",
         run_id=facts.run_id if facts else "",
         recipe=facts.recipe if facts else "",
-        outcome="done" if state.is_over else "running",
+        outcome="stopped" if state.was_stopped else "done" if state.is_over else "running",
         parameters=facts.parameters if facts else 0,
         tokens=last.tokens if last else 0,
         rounds=last.round + 1 if last else 0,

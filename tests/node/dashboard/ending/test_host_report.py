@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 
 from node.dashboard.ending import host_report as module
+from node.dashboard.ending.end_section import render_end
 from node.dashboard.ending.host_report import ReportWriter, build_host_report
 from node.dashboard.event_log import EventLog
-from node.dashboard.events import ChainForked, PeerDeparted
+from node.dashboard.events import ChainForked, PeerDeparted, RevisionReport, RunSteered
 from node.dashboard.json_views import run_status, snapshot
 from node.dashboard.state import MAX_GONE_PEERS
 from node.report.run_report import RunReport
 from protocol.identity import Identity
 from tests.node.dashboard.ending.example_end import ROUNDS, SAMPLE, finished_run, first_rounds, last_events
-from tests.node.dashboard.example_events import apply_all, joined
+from tests.node.dashboard.example_events import OPENED, apply_all, joined
 from tests.node.receipts.example_commits import GENESIS, MARY, THREE_PEERS, chain, log_in
 
 
@@ -97,3 +98,27 @@ def test_contributors_that_left_long_ago_keep_their_names() -> None:
     assert MARY.peer_id not in state.peers and strangers[0] not in state.peers
     assert build_host_report(state).contributors[0].name == "mary"
     assert state.name_of(strangers[0]) == "" and set(state.past_names) == {MARY.peer_id}
+
+
+def steered(number: int, target: int | None, from_round: int, holds_from: int | None, facts_target: int) -> RunSteered:
+    report = RevisionReport(
+        number=number, from_round=from_round, changes={"target.rounds": target}, time=1.0, holds_from=holds_from
+    )
+    facts = OPENED.facts.model_copy(update={"target_rounds": facts_target, "target_tokens": None})
+    return RunSteered(at=1400.0, facts=facts, revisions=(report,))
+
+
+def test_run_that_its_organiser_stopped_has_an_end_screen_and_can_go_on() -> None:
+    before = first_rounds(3, target=100)
+    stop = steered(1, 3, from_round=3, holds_from=3, facts_target=3)
+    state = apply_all([*before, stop])
+    report = build_host_report(state)
+    assert report.outcome == "stopped" and "organiser has stopped" in run_status(state)[2]
+    assert "The organiser has stopped the run." in report.markdown()
+    assert "has ended" in render_end(report, snapshot(state, 1.0), has_receipts=False)
+    extended = apply_all([steered(2, 200, from_round=3, holds_from=3, facts_target=200)], state)
+    assert not extended.is_over and build_host_report(extended).outcome == "running"
+    shortened = apply_all([*before, steered(1, 3, from_round=1, holds_from=1, facts_target=3)])
+    assert build_host_report(shortened).outcome == "done", "a target that is set ahead of time is a target"
+    waiting = apply_all([*before, steered(1, 3, from_round=3, holds_from=None, facts_target=100)])
+    assert build_host_report(waiting).outcome == "running"
