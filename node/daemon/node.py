@@ -81,7 +81,7 @@ class Node:
             identity=self.identity,
             transport=self.transport,
             directory=self.directory,
-            revisions=self.revisions,
+            revisions=self._keeper_of(manifest, run_dir),
             blob_service=self.blob_service,
             metrics=self.metrics,
             workers=workers,
@@ -100,6 +100,12 @@ class Node:
         """Serve a chain with its state, and the blobs of a store. Call it before `open`."""
         self._chains[run_id] = chain
         self._stores.add(store)
+
+    def _keeper_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionKeeper:
+        """Return the keeper of a run's revisions: the node's, or one of its own for a run within the node's run."""
+        if manifest.run_id == self.directory.run_id:
+            return self.revisions
+        return RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
 
     async def open(self) -> None:
         """Join the network and announce the replicas. Raises TransportError."""

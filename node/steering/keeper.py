@@ -88,7 +88,8 @@ class RevisionKeeper(SteeringServicer):
 
     def _load(self) -> None:
         """Load the revisions of the last start; peers send those again that are damaged."""
-        for text in read_json_if_whole(self._path).get("revisions", ()):
+        texts = read_json_if_whole(self._path).get("revisions")
+        for text in texts if isinstance(texts, list) else ():
             try:
                 self.log.add(self._open(Signed.FromString(base64.b64decode(text))))
             except (PeerFault, ValueError, TypeError) as error:
