@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from protocol.errors import AlreadyRunningError, DataError, OtherRunError, PortTakenError, StorageError
 from protocol.manifest import Manifest, changed_keys, load_manifest
+from protocol.revisions import steerable_keys
 from protocol.transport.local_sockets import retry_while_port_taken
 from protocol.transport.nat import find_common_port, is_port_free
 
@@ -126,9 +127,25 @@ def _describe_other_run(folder: Path, present: Manifest, wanted: Manifest) -> st
     more = f" and {len(changed) - MAX_SHOWN_CHANGES} more" if len(changed) > MAX_SHOWN_CHANGES else ""
     return (
         f"{folder} belongs to the run {present.run.name} ({present.run_id[:12]}), not to {wanted.run.name} "
-        f"({wanted.run_id[:12]}); different: {shown}{more}. For the new run choose another --dir; to continue the old "
-        f"one, `murmur join {folder}`; to change some keys of a run that goes on, `murmur steer`"
+        f"({wanted.run_id[:12]}); different: {shown}{more}; "
+        + "; ".join(
+            filter(None, (_how_to_steer(present, changed), _how_to_continue(folder), "or choose another --dir"))
+        )
     )
+
+
+def _how_to_steer(present: Manifest, changed: Sequence[str]) -> str:
+    """Return the way to change these keys of the run that goes on, if there is one."""
+    keys = {change.partition(" ")[0] for change in changed}
+    can_steer = present.run.organiser_key and keys <= set(steerable_keys())
+    return "its organiser can change that while it runs (`murmur steer`)" if can_steer else ""
+
+
+def _how_to_continue(folder: Path) -> str:
+    if (folder / "events.jsonl").exists():  # of a host, which takes the manifest that it is given
+        return ""
+    command = "join" if (folder / "key").exists() else "up --dir"
+    return f"continue the old run with `murmur {command} {folder}`"
 
 
 def read_json_if_whole(path: Path) -> dict[str, Any]:

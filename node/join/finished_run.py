@@ -4,8 +4,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx2
-
+from node.join.http_download import is_served
 from node.paths import read_peer_id
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.ledger import commit_reader, read_ledger
@@ -57,7 +56,4 @@ def find_on_host(run: str, path: str) -> str | None:
     if not run.startswith(("http://", "https://")) or not run.endswith(MANIFEST_PATH):
         return None
     url = f"{run.removesuffix(MANIFEST_PATH)}{path}"
-    try:
-        return url if httpx2.head(url, timeout=PAGE_SECONDS).status_code == 200 else None
-    except (httpx2.HTTPError, httpx2.InvalidURL):
-        return None
+    return url if is_served(url, PAGE_SECONDS) else None

@@ -61,16 +61,29 @@ def download(url: str, max_bytes: int, seconds: float) -> bytes:
         ) from error
 
 
+def is_served(url: str, seconds: float) -> bool:
+    """Return whether the web server has a file at the URL."""
+    answer = _head(url, seconds)
+    return answer is not None and answer.status_code == 200
+
+
 def fetch_server_time(url: str, seconds: float) -> float | None:
     """Return the time of the web server, in seconds since the epoch; `None` if it does not say."""
+    answer = _head(url, seconds)
+    try:
+        return None if answer is None else parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (KeyError, ValueError):
+        return None
 
-    async def fetch() -> str:
+
+def _head(url: str, seconds: float) -> httpx2.Response | None:
+    async def fetch() -> httpx2.Response:
         async with asyncio.timeout(seconds), _open_client(url, seconds) as client:
-            return str((await client.head(url)).headers["date"])
+            return await client.head(url)
 
     try:
-        return parsedate_to_datetime(asyncio.run(fetch())).timestamp()
-    except (KeyError, UnreachableError, *REFUSED_BY_NETWORK):
+        return asyncio.run(fetch())
+    except (UnreachableError, *REFUSED_BY_NETWORK):
         return None
 
 

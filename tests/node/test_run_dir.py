@@ -11,6 +11,8 @@ from protocol.errors import AlreadyRunningError, DataError, OtherRunError, Stora
 from protocol.manifest import Manifest, load_manifest
 from tests.node.small_run import MANIFEST, manifest_of
 
+PEER = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
+
 
 def count_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
@@ -36,7 +38,7 @@ def test_second_node_or_run_in_a_folder_is_refused_and_leaves_nothing_open(tmp_p
         with pytest.raises(AlreadyRunningError, match="another node runs"):
             lock_once(second)
         assert count_descriptors() == while_locked, "the refused node must close its file"
-    with pytest.raises(OtherRunError, match=r"belongs to the run small .*different: target.rounds none -> 5. For the"):
+    with pytest.raises(OtherRunError, match=r"belongs to the run small .*different: target.rounds none -> 5; continue"):
         lock_once(second, manifest_of("rounds = 5"))
     assert count_descriptors() == before, "the lock must be released"
     lock_once(first)
@@ -136,3 +138,29 @@ def test_failed_write_leaves_the_old_content_and_no_temporary_file(
     with pytest.raises(StorageError, match="No space left on device; free some"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("files", "key", "advice"),
+    [
+        (("key",), "", "continue the old run with `murmur join {folder}`; or choose another --dir"),
+        ((), "", "continue the old run with `murmur up --dir {folder}`; or choose another --dir"),
+        (("key", "events.jsonl"), "", "-> 5; or choose another --dir"),
+        (("key",), PEER, "-> 5; its organiser can change that while it runs (`murmur steer`); continue the old run"),
+    ],
+)
+def test_folder_of_another_run_offers_the_way_on(tmp_path: Path, files: tuple[str, ...], key: str, advice: str) -> None:
+    """Control: a key that nobody can steer is not said to be steerable."""
+    run = MANIFEST.run.model_copy(update={"organiser_key": key})
+    present = MANIFEST.model_copy(update={"run": run})
+    lock_once(RunDir(tmp_path), present)
+    for name in files:
+        (tmp_path / name).touch()
+    target = MANIFEST.target.model_copy(update={"rounds": 5})
+    with pytest.raises(OtherRunError) as caught:
+        lock_once(RunDir(tmp_path), present.model_copy(update={"target": target}))
+    assert advice.format(folder=tmp_path) in str(caught.value)
+    model = MANIFEST.model.model_copy(update={"layers": 3})
+    with pytest.raises(OtherRunError) as caught:
+        lock_once(RunDir(tmp_path), present.model_copy(update={"model": model}))
+    assert "steer" not in str(caught.value)

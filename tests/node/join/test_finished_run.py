@@ -1,13 +1,11 @@
 """What `murmur join` prints about a run that is over."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
-import httpx2
 import pytest
 
 from node.daemon.lifecycle import FinishedRun
+from node.join import finished_run
 from node.join.finished_run import describe_end, describe_own_part, find_on_host
 from node.run_dir import RunDir
 from tests.node.receipts.example_commits import GENESIS, HOST, MARY, THREE_PEERS, chain, log_in
@@ -16,7 +14,7 @@ URL = "https://run.example.org/run.toml"
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr(httpx2, "head", lambda url, timeout: SimpleNamespace(status_code=status))
+    monkeypatch.setattr(finished_run, "is_served", lambda url, seconds: status == 200)
 
 
 def test_newcomer_is_told_the_end_and_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,20 +35,16 @@ def test_peer_with_the_model_exports_its_own_folder(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_page_is_asked_for_a_file_or_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(url: str, timeout: float) -> None:
+    def refuse(url: str, seconds: float) -> bool:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(httpx2, "head", cast(Any, refuse))
+    monkeypatch.setattr(finished_run, "is_served", refuse)
     link = "murmur://00@/ip4/192.0.2.1/tcp/1/p2p/Q"
     assert find_on_host("run.toml", "/model") is find_on_host(link, "/model") is None
 
 
-def test_host_that_does_not_answer_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(url: str, timeout: float) -> None:
-        raise httpx2.ConnectError("refused")
-
-    monkeypatch.setattr(httpx2, "head", cast(Any, fail))
-    assert find_on_host(URL, "/model") is None
+def test_host_that_does_not_answer_is_not_named() -> None:
+    assert find_on_host("http://127.0.0.1:9/run.toml", "/model") is None
 
 
 def test_volunteer_is_told_its_part_and_its_receipt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import time
 import httpx2
 import pytest
 
-from node.join.http_download import describe_network_error, download, fetch_server_time, split_url
+from node.join.http_download import describe_network_error, download, fetch_server_time, is_served, split_url
 from node.join.invitation import normalize_run
 from protocol.errors import UnreachableError, UsageError
 from tests.node.join.test_invitation import fixed_response_server
@@ -45,7 +45,7 @@ def test_environment_that_the_client_refuses_is_named(
     with pytest.raises(UnreachableError, match=text) as caught:
         download(NOBODY, 100, 5.0)
     assert str(caught.value).isprintable()
-    assert fetch_server_time(NOBODY, 5.0) is None
+    assert fetch_server_time(NOBODY, 5.0) is None and not is_served(NOBODY, 5.0)
 
 
 def test_control_client_alone_raises_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,4 +93,5 @@ def test_cause_of_a_failed_connection_is_told() -> None:
 def test_time_of_a_server_is_read() -> None:
     with fixed_response_server(b"") as url:
         served = fetch_server_time(url, 5.0)
+        assert not is_served(url, 5.0), "this server does not answer HEAD"
     assert served is not None and abs(served - time.time()) < 60
