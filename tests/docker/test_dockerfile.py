@@ -112,6 +112,7 @@ def test_the_image_names_its_version_after_every_package() -> None:
     assert names.index("LABEL") > max(index for index, name in enumerate(names) if name in ("COPY", "RUN"))
 
 
+@pytest.mark.slow
 def test_make_image_tags_the_version_and_latest() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     shown = subprocess.check_output(["make", "-n", "image"], cwd=ROOT, text=True)

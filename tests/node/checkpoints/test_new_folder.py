@@ -130,6 +130,7 @@ def test_two_processes_do_not_fill_one_folder(tmp_path: Path) -> None:
     assert names(tmp_path / "out") == ["data"]
 
 
+@pytest.mark.slow
 def test_killed_process_leaves_a_mark(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys; from node.checkpoints.new_folder import fill_folder\n"
