@@ -12,6 +12,7 @@ import pytest
 
 from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData, build_app
+from node.keeper.model_archive import ModelArchive
 from node.monitoring.http_server import open_listener, serve
 
 WINDOWS = [(scheme, width) for scheme in ("light", "dark") for width in (400, 1400)]
@@ -69,13 +70,13 @@ async def open_window(browser: Any, url: str, scheme: str = "light", width: int 
 
 
 @contextlib.asynccontextmanager
-async def served_page(event_log: EventLog, now: float) -> AsyncIterator[str]:
+async def served_page(event_log: EventLog, now: float, model: ModelArchive | None = None) -> AsyncIterator[str]:
     """Serve the page of an event log at a fixed time; yields its URL."""
 
     async def manifest() -> bytes:
         return b""
 
-    data = DashboardData(event_log, manifest, clock=lambda: now)
+    data = DashboardData(event_log, manifest, clock=lambda: now, model=model)
     async with serve(build_app(data), open_listener("127.0.0.1", 0, "--http"), 64) as port:
         yield f"http://127.0.0.1:{port}/"
 
