@@ -117,6 +117,7 @@ class Node:
             relays=choose_relays(options.listen, options.contacts, find_own_ip()),
         )
         self.rendezvous = Rendezvous(self.identity, self.transport, self._clock, self.directory, self._rng)
+        self.directory.subscribe(self.rendezvous)
         for counter in (self.directory, self.transport, self.rendezvous):
             self.metrics.add_refusal_counter(counter)
         self.directory.publish(

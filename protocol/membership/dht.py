@@ -143,6 +143,15 @@ class DhtNode:
             return False
         return True
 
+    def forget_peer(self, peer: PeerId) -> None:
+        """Make no more calls to a peer until it is pinged, or calls us."""
+        if self._node is None:
+            return
+        table = self._node.protocol.routing_table
+        uid = table.get(peer_id=PeerID.from_base58(peer))
+        if uid is not None:
+            del table[uid]
+
     async def _connect(self, peer: PeerId, addresses: Sequence[str]) -> None:
         async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
             for address in addresses:

@@ -18,7 +18,7 @@ from protocol.membership import dht
 from protocol.membership.clock import SwarmClock
 from protocol.membership.dht import DHT_ERRORS, DhtNode
 from protocol.membership.dht_storage import Announcement, make_announcement, parse_announcement, run_topic
-from protocol.membership.peer_table import MAX_ADDRESSES
+from protocol.membership.peer_table import MAX_ADDRESSES, MembershipEvent, PeerLeft
 from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,11 @@ class Rendezvous:
         self._make_run_announcement = make_announcement
         self._extra_peers = extra_peers
         self._wake.set()
+
+    def on_membership_event(self, event: MembershipEvent) -> None:
+        """Call no peer that said goodbye."""
+        if isinstance(event, PeerLeft) and event.reason == "left":
+            self._dht.forget_peer(event.peer)
 
     def _on_restart(self) -> None:
         self._has_restarted = True

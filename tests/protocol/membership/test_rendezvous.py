@@ -20,6 +20,7 @@ from protocol.membership.dht import DhtNode
 from protocol.membership.dht_storage import EXPIRATION_OFFSET_SECONDS, KIND, LIFETIME_SECONDS, Announcement, run_topic
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.peer_table import PeerLeft
 from protocol.membership.rendezvous import Rendezvous
 from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC, make_run_announcement, parse_public_run
 from protocol.murmur_pb2 import PeerRecord, PublicRun
@@ -83,6 +84,18 @@ async def join(start_transport: Start, tmp_path: Path) -> AsyncIterator[Join]:
     yield start
     for peer in peers:
         await peer.stop()
+
+
+@pytest.mark.parametrize("reason", ["left", "expired"])
+async def test_dht_calls_no_peer_that_said_goodbye(join: Join, reason: str) -> None:
+    first = await join("first")
+    other = await join("other", first)
+    await until(lambda: other.transport.peer_id in first.found)
+    first.task.cancel()  # it calls nobody by itself from now on
+    first.rendezvous.on_membership_event(PeerLeft(other.transport.peer_id, reason, None))
+    table = first.rendezvous._dht._node and first.rendezvous._dht._node.protocol.routing_table
+    known = table.get(peer_id=PeerID.from_base58(other.transport.peer_id)) is not None
+    assert known == (reason == "expired"), "the control: a peer that vanished is called again"
 
 
 async def test_peers_that_share_only_a_seed_find_each_other(join: Join) -> None:
