@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 
 from node.data.corpus import Corpus, Shard, TokenArray, is_held_out
-from node.data.row_files import JSON_LINES_NAME, JsonLinesFile, LibraryFile, RowFile, first_line, read_rows
+from node.data.row_files import (
+    TEXT_NAME,
+    LibraryFile,
+    LinesFile,
+    RowFile,
+    first_line,
+    has_json_lines,
+    parse_json_row,
+    parse_text_row,
+    read_rows,
+)
 from node.data.skipped_rows import Fault, RowPass, SkipLog, TooManyFaultsError
 from node.data.tokenizer import TextTokenizer
 from node.data.window_blocks import BlockStream, Document, Place
@@ -24,6 +34,7 @@ from protocol.manifest import DataSection
 
 VALIDATION_TOKENS = 2**17
 VALIDATION_EXAMPLES = 50_000  # searched for held-out text
+TEXT_COLUMN = "text"  # the only column of text files
 FILES_PER_FAULT = 20  # one in so many files may be unreadable
 _NO_TOKENS: Shard = np.empty(0, dtype=np.uint8)
 
@@ -173,8 +184,11 @@ def _read_only_the_column(builder: Any, config: DataSection) -> None:
 def _list_files(builder: Any, config: DataSection) -> list[RowFile]:
     """Return the files of the split, each with its reader."""
     names = [str(name) for name in (builder.config.data_files or {}).get(config.split, ())]
-    if names and all(JSON_LINES_NAME.search(name) for name in names):
-        return [JsonLinesFile(name, config.column) for name in names]
+    asked = names[:1] if names and "://" in names[0] else names  # each answer of the hub takes a moment
+    if asked and all(has_json_lines(name) for name in asked):
+        return [LinesFile(name, config.column, parse_json_row) for name in names]
+    if names and all(TEXT_NAME.search(name) for name in names) and config.column == TEXT_COLUMN:
+        return [LinesFile(name, config.column, parse_text_row) for name in names]
     examples = builder.as_streaming_dataset(split=config.split)
     count = examples.num_shards
     if len(names) != count:

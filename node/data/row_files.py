@@ -1,13 +1,15 @@
-"""Read the rows of one file of a data set: JSON lines by ourselves, every other format through `datasets`.
+"""Read the rows of one file of a data set: lines by ourselves, every other format through `datasets`.
 
-A file of JSON lines is read line by line, so a damaged line costs that line only. The library reads blocks of rows; if
-one fails, the rest of its file is skipped. A file on the network is read again from the row where it broke off.
+A file of JSON lines or of text is read line by line, so a damaged line costs that line only. The library reads blocks
+of rows; if one fails, the rest of its file is skipped. A file on the network is read again from the row where it broke
+off.
 """
 
 import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
@@ -17,6 +19,10 @@ from protocol.errors import DataError, describe_error
 MAX_ROW_BYTES = 2**26
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0, 60.0, 60.0)  # together below the trainer's watchdog
 JSON_LINES_NAME = re.compile(r"\.(jsonl|ndjson)(\.(gz|bz2|xz))?$", re.IGNORECASE)
+JSON_NAME = re.compile(r"\.json(\.(gz|bz2|xz))?$", re.IGNORECASE)
+TEXT_NAME = re.compile(r"\.txt(\.(gz|bz2|xz))?$", re.IGNORECASE)
+MAX_FIRST_LINE_BYTES = 2**20
+_TOO_LONG = Fault("too long", f"the row is longer than {MAX_ROW_BYTES >> 20} MiB")
 Row = tuple[int, str | Fault]  # number in the file, and the text or the reason why there is none
 
 
@@ -32,20 +38,39 @@ class RowFile(Protocol):
 
 
 @dataclass(frozen=True)
-class JsonLinesFile:
-    """A file with one JSON object in each line, local or on the hub, perhaps compressed."""
+class LinesFile:
+    """A file with one row in each line, local or on the hub, perhaps compressed."""
 
     name: str
     column: str
+    parse: Callable[[bytes, str], str | Fault]
 
     def rows(self, first: int) -> Iterator[Row]:
         """Yield the rows from number `first` on."""
-        import fsspec  # comes with `datasets`
-
-        with fsspec.open(self.name, "rb", compression="infer") as file:
+        with _open_file(self.name) as file:
             for number, line in enumerate(_read_lines(file)):
                 if number >= first and (line is None or line.strip()):
-                    yield number, parse_json_row(line, self.column)
+                    yield number, _TOO_LONG if line is None else self.parse(line, self.column)
+
+
+def _open_file(name: str) -> AbstractContextManager[BinaryIO]:
+    import fsspec  # comes with `datasets`
+
+    opened: AbstractContextManager[BinaryIO] = fsspec.open(name, "rb", compression="infer")
+    return opened
+
+
+def has_json_lines(name: str) -> bool:
+    """Return whether a file has a JSON object in each line. The name decides, and for `.json` the first line."""
+    if JSON_LINES_NAME.search(name):
+        return True
+    if not JSON_NAME.search(name):
+        return False
+    with _open_file(name) as file:
+        try:
+            return isinstance(json.loads(file.readline(MAX_FIRST_LINE_BYTES)), dict)
+        except (ValueError, RecursionError):
+            return False  # one JSON value over several lines; the library reads it
 
 
 def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
@@ -59,10 +84,8 @@ def _read_lines(file: BinaryIO) -> Iterator[bytes | None]:
         yield None
 
 
-def parse_json_row(line: bytes | None, column: str) -> str | Fault:
-    """Return the text of a line, or why it has none."""
-    if line is None:
-        return Fault("too long", f"the row is longer than {MAX_ROW_BYTES >> 20} MiB")
+def parse_json_row(line: bytes, column: str) -> str | Fault:
+    """Return the text of a line of JSON, or why it has none."""
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -72,6 +95,14 @@ def parse_json_row(line: bytes | None, column: str) -> str | Fault:
     if not isinstance(values, dict):
         return Fault("malformed row", "not a JSON object")
     return find_text(values, column)
+
+
+def parse_text_row(line: bytes, column: str) -> str | Fault:
+    """Return a line of a text file, which has no columns, or why it is none."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        return Fault("bad UTF-8", f"not UTF-8 (byte {error.start})")
 
 
 def find_text(values: dict[str, Any], column: str) -> str | Fault:
@@ -84,7 +115,7 @@ def find_text(values: dict[str, Any], column: str) -> str | Fault:
     if not isinstance(text, str):
         return Fault("not text", f"no text in {column!r}, it is of type {type(text).__name__}; set data.column")
     if len(text) > MAX_ROW_BYTES:
-        return Fault("too long", f"the row is longer than {MAX_ROW_BYTES >> 20} MiB")
+        return _TOO_LONG
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -51,7 +51,8 @@ def text_files(folder: Path, rng: random.Random) -> DataSection:
 
 
 def json_lines(folder: Path, rng: random.Random) -> DataSection:
-    for name in ("a.jsonl", "b.jsonl")[: rng.choice((1, 2))]:
+    ending = rng.choice(("jsonl", "json", "txt"))
+    for name in (f"a.{ending}", f"b.{ending}")[: rng.choice((1, 2))]:
         rows = [json.dumps({"text": f"row {row} with some words", "n": row}) for row in range(rng.choice((5, 300)))]
         (folder / name).write_text("\n".join(rows))
     return DataSection(source="hf", path=str(folder), validation_share=0.2)

@@ -96,6 +96,25 @@ def test_few_rows_may_have_one_fault(tmp_path: Path) -> None:
         open_source(hf_config(), tmp_path)
 
 
+def test_json_files_with_a_row_in_each_line_lose_only_the_bad_line(tmp_path: Path) -> None:
+    write_rows(tmp_path / "set/a.json", [*GOOD, FAULTS["malformed row"]])
+    assert set(read_epoch(tmp_path)[0]) == {"malformed row"}
+
+
+def test_json_file_with_one_list_is_read_by_the_library(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/a.json").write_text(json.dumps(GOOD, indent=1))
+    assert read_epoch(tmp_path) == ({}, ())
+
+
+def test_text_files_of_a_set_lose_only_the_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    lines = [f"line {index} of some words\n".encode() for index in range(500)]
+    (tmp_path / "set/a.txt").write_bytes(b"".join([*lines, b"caf\xe9\n", *lines]))
+    counts, named = read_epoch(tmp_path)
+    assert set(counts) == {"bad UTF-8"} and "a.txt row 501: not UTF-8 (byte 3)" in named[0]
+
+
 def write_parquet(file: Path, **columns: list[object]) -> None:
     import pyarrow
     import pyarrow.parquet
