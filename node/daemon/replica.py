@@ -322,7 +322,7 @@ class Replica:
 
     async def _finish(self) -> None:
         self.effects.stop()
-        await self.trainer.stop(self.replicated.chain.round)
+        await self.trainer.stop(self.replicated.chain.round, evaluates=self.effects.reached is not None)
         if self.effects.reached is None or self.effects.reached.is_ours:
             await self.checkpointer.save_now(self.replicated, self._contributions)
         await self.outbox.stop()
@@ -340,7 +340,8 @@ class Replica:
             case PauseChanged():
                 directory.publish(urgent=True, resting=bool(message.reason))
             case AnchorApplied() if self.swarm_view.is_our_turn_to_evaluate(message.round):
-                self.trainer.request_evaluation()
+                self.trainer.expect_evaluation()
+                self._background.spawn(self.trainer.request_evaluation())
 
     def on_membership_event(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerLeft):

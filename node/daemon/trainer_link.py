@@ -9,6 +9,7 @@ its death and its Ready; the answer to Ready has everything.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,7 @@ from protocol.manifest import TrainSection
 
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
+EVALUATION_SECONDS = 60.0  # for the validation loss of the run's last round
 
 
 class TrainerListener(Protocol):
@@ -106,7 +108,7 @@ class TrainerLink:
         self._revision_sent = False
         self._is_resting = False
         self._pump: asyncio.Task[None] | None = None
-        self._evaluation: asyncio.Task[bool] | None = None  # the newest request of one
+        self._is_evaluating = False
         self.submit_lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet
 
     @property
@@ -138,14 +140,17 @@ class TrainerLink:
         assert self._pump is not None
         await asyncio.shield(self._pump)
 
-    async def stop(self, round_number: int) -> None:
-        """Let the trainer apply that round and write a last snapshot, and stop it."""
+    async def stop(self, round_number: int, *, evaluates: bool = False) -> None:
+        """Let the trainer apply that round and write a last snapshot, and stop it.
+
+        `evaluates`: a requested validation loss is awaited, because that of the last round has nobody else to measure.
+        """
         if not await self.wait_until_applied(round_number, LAST_APPLY_ANCHOR_SECONDS):
             self._errors.record_recovered(
                 "trainer late", f"the trainer stops before it has applied round {round_number}"
             )
-        if self._evaluation is not None:  # of the run's last round, perhaps, which nobody else measures
-            await asyncio.wait({self._evaluation})
+        if evaluates:
+            await self._wait_until_evaluated()
         await self._process.stop()
         if self._pump is not None:
             await asyncio.wait({self._pump}, timeout=LAST_APPLY_ANCHOR_SECONDS)
@@ -198,10 +203,23 @@ class TrainerLink:
     def _has_applied(self, round_number: int) -> bool:
         return self._applied_round >= round_number or not self._running
 
-    def request_evaluation(self) -> None:
-        """Request the validation loss of the newest anchor; the answer goes to the listener, also before a stop."""
-        send = self._process.send(Evaluate(round=self._round))
-        self._evaluation = asyncio.create_task(send, name="request of an evaluation")
+    def expect_evaluation(self) -> None:
+        """Note that the validation loss of the newest anchor is about to be requested."""
+        self._is_evaluating = True
+
+    async def request_evaluation(self) -> None:
+        """Request the validation loss of the newest anchor; the answer goes to the listener."""
+        await self._process.send(Evaluate(round=self._round))
+
+    async def _wait_until_evaluated(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EVALUATION_SECONDS), self._changed:
+                await self._changed.wait_for(lambda: not (self._is_evaluating and self._running))
+
+    async def _on_evaluated(self) -> None:
+        async with self._changed:
+            self._is_evaluating = False
+            self._changed.notify_all()
 
     async def request_early_submit(self) -> None:
         """Request the contribution to the current round before all its steps are made."""
@@ -216,13 +234,16 @@ class TrainerLink:
                     await self._on_contribution(message)
                 case AnchorApplied():
                     await self._on_anchor_applied(message.round)
-                case TrainerProgress() | Evaluated() | PauseChanged() | TrainerWarning() | RowsSkipped():
+                case Evaluated():
+                    await self._on_evaluated()
+                case TrainerProgress() | PauseChanged() | TrainerWarning() | RowsSkipped():
                     pass
             self._listener.on_trainer_message(message)
 
     async def _on_ready(self, ready: Ready) -> None:
         """Update a trainer that (re)started and may have missed an anchor or an outcome."""
         self._ready_crash_count = self._process.crash_count
+        await self._on_evaluated()  # a trainer that was restarted does not know of the request
         self._outstanding = ready.outstanding
         self._resent_round = ready.outstanding
         if self._is_resting:

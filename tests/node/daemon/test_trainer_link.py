@@ -15,6 +15,7 @@ from node.ipc.channel import (
     ApplyAnchor,
     ContributionHeader,
     Evaluate,
+    Evaluated,
     FromTrainer,
     Ready,
     RevisedOutcome,
@@ -383,6 +384,28 @@ async def test_what_made_the_trainer_fail_is_raised(world: TrainerLinkSetup) -> 
 async def test_progress_is_passed_on_and_evaluation_is_of_the_newest_anchor(world: TrainerLinkSetup) -> None:
     await world.begin(4)
     await world.say(TrainerProgress(step=1, tokens=8, loss=2.0, tokens_per_second=1.0, seconds={}))
-    world.link.request_evaluation()
-    await world.link.stop(4)
-    assert world.process.heard == [Evaluate(round=4)], "the trainer measures before it stops"
+    await world.link.request_evaluation()
+    assert world.process.heard == [Evaluate(round=4)]
+
+
+async def test_trainer_measures_the_last_round_before_it_stops(world: TrainerLinkSetup) -> None:
+    await world.begin(4)
+    world.link.expect_evaluation()
+    stopping = asyncio.create_task(world.link.stop(4, evaluates=True))
+    done, _ = await asyncio.wait({stopping}, timeout=0.05)
+    assert not done and not world.process.stopped
+    await world.say(Evaluated(round=4, loss=2.0, tokens=8))
+    await asyncio.wait_for(stopping, 10)
+    assert world.process.stopped
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+async def test_stop_does_not_wait_for_long(
+    evaluates: bool, world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that a person stops does not wait at all, and a trainer that never answers is not waited for."""
+    monkeypatch.setattr(trainer_link, "EVALUATION_SECONDS", 0.05)
+    await world.begin(4)
+    world.link.expect_evaluation()
+    await asyncio.wait_for(world.link.stop(4, evaluates=evaluates), 10)
+    assert world.process.stopped
