@@ -90,7 +90,7 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
         stopped, reached = "the organiser has stopped the run", "the run has reached its target"
         return "done", "ok", stopped if state.was_stopped else reached
     if state.have_all_left:
-        return "empty", "busy", "all peers have left; `murmur join` continues the run"
+        return "empty", "busy", "all peers have left; murmur join continues the run"
     if state.lost_since is not None:
         return "out of sight", "bad", "the host sees no peer of the run; training may continue without it"
     if not present:

@@ -56,7 +56,7 @@ def _describe_divergence(trend: LossTrend) -> str:
     if any(not math.isfinite(loss) or loss > UNBOUNDED_LOSS for loss in trend.newest[-1:]):
         return (
             "The training loss is no longer a usable number: the run has diverged; "
-            "lower the learning rate (`murmur steer`), and see in the table of peers whose gradient norm is out of "
+            "lower the learning rate (murmur steer), and see in the table of peers whose gradient norm is out of "
             "line."
         )
     is_above = trend.first is not None and all(loss > trend.first for loss in trend.newest)
@@ -64,7 +64,7 @@ def _describe_divergence(trend: LossTrend) -> str:
         return ""
     return (
         f"The training loss, {trend.newest[-1]:.3f}, is above that of the first round, {trend.first:.3f}: the run "
-        "diverges; lower the learning rate (`murmur steer`), and see in the table of peers whose gradient norm is out "
+        "diverges; lower the learning rate (murmur steer), and see in the table of peers whose gradient norm is out "
         "of line."
     )
 
@@ -78,5 +78,5 @@ def _describe_rise(trend: LossTrend) -> str:
     return (
         f"The validation loss has risen from {best:.3f} after round {best_round} to {newest:.3f} after round "
         f"{newest_round}: if the training loss still falls, the model learns the text by heart and needs more text; "
-        "if not, lower the learning rate (`murmur steer`)."
+        "if not, lower the learning rate (murmur steer)."
     )

@@ -23,7 +23,7 @@ def test_validation_loss_that_rises_for_long_is_a_warning() -> None:
     rising = [4.0, 2.88, 3.0, 3.3, 3.6, 4.0, 4.65]
     (sentence,) = find_warnings(trend([4.0, 2.0], rising))
     assert "from 2.880 after round 10 to 4.650 after round 35" in sentence and sentence.endswith(
-        "learning rate (`murmur steer`)."
+        "learning rate (murmur steer)."
     )
     assert not find_warnings(trend([4.0, 2.0], rising[:-1])), "one measurement fewer"
     assert not find_warnings(trend([4.0, 2.0], [2.88, *(2.9 for _ in range(9))])), "within three percent"

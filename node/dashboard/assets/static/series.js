@@ -4,7 +4,8 @@
 const BASELINE_ROUNDS = 32;  // over which the all-reduce baseline is averaged, because peers and steps vary by round
 
 function smoothed(values, count) {
-  // Returns the mean of the known values at most `count` / 2 places away, so that the line does not lag.
+  // Returns the mean of the known values at most `count` / 2 places away, so that the line does not lag. At the start,
+  // where the loss falls steeply, as many values are taken after as before.
   const half = Math.floor(count / 2), sums = [0], counts = [0];
   for (const value of values) {
     sums.push(sums[sums.length - 1] + (value ?? 0));
@@ -12,7 +13,7 @@ function smoothed(values, count) {
   }
   return values.map((value, index) => {
     if (value == null) return null;
-    const low = Math.max(0, index - half), high = Math.min(values.length, index + half + 1);
+    const reach = Math.min(half, index), low = index - reach, high = Math.min(values.length, index + reach + 1);
     return (sums[high] - sums[low]) / (counts[high] - counts[low]);
   });
 }
