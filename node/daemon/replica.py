@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -113,10 +112,12 @@ class Replica:
     async def build(cls, node: NodeParts, manifest: Manifest, run_dir: RunDir) -> "Replica":
         """Build a replica from its folder. Raises MurmurError."""
         planner = build_program(manifest)
-        began = time.monotonic()
-        await node.workers.compute(warm_up, planner.method)
-        if time.monotonic() - began > SLOW_COMPILE_SECONDS:
-            logger.info("compiled the kernels of this run, once for this machine")
+        text = "compiling the kernels of this run, once for this machine; it may take a minute"
+        notice = asyncio.get_running_loop().call_later(SLOW_COMPILE_SECONDS, logger.info, text)
+        try:
+            await node.workers.compute(warm_up, planner.method)
+        finally:
+            notice.cancel()
         return cls(node, manifest, run_dir, planner)
 
     def __init__(self, node: NodeParts, manifest: Manifest, run_dir: RunDir, planner: RoundPlanner) -> None:

@@ -370,7 +370,7 @@ class PeerDirectory(MembershipServicer):
     def _observe_own_key(self, signed: Signed) -> None:
         """Look for another process in a record of our key, and let that process know of us."""
         record = open_signed(signed, self.run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
-        if self._key_conflict.observe(record, time.monotonic()):
+        if record.expires > self._clock.now() and self._key_conflict.observe(record, time.monotonic()):
             self.publish(urgent=True, other_start=self._key_conflict.echo)
 
     def _learn_peer(self, peer: PeerId, record: PeerRecord) -> None:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 RANDOM_BITS = 22
 RECENT_SECONDS = 60.0  # after its last record the other node counts as gone
+MAX_PROCESSES = 16  # that are remembered
 YIELD_SECONDS = 10.0  # from the proof until the later node stops
 
 
@@ -48,17 +49,18 @@ class KeyConflict:
     def __init__(self, start: int) -> None:
         self._start = start
         self.echo = 0  # the start id of the last foreign record, for our own record
-        self._newest_sequence = 0
+        self._sequences: dict[int, int] = {}  # the newest one of each other process
         self._proved: PeerRecord | None = None  # the newest record of a process that runs now
         self._proved_since = self._seen_at = 0.0
         self._is_reported = False
 
     def observe(self, record: PeerRecord, now: float) -> bool:
         """Take in a verified record of our key; return whether `echo` has changed."""
-        is_known = record.start == self.echo and record.sequence <= self._newest_sequence
-        if record.start == self._start or is_known:
-            return False
-        self._newest_sequence = record.sequence
+        if record.start == self._start or record.sequence <= self._sequences.get(record.start, 0):
+            return False  # our own, or repeated: no sign of life
+        self._sequences[record.start] = record.sequence
+        if len(self._sequences) > MAX_PROCESSES:
+            del self._sequences[min(self._sequences)]
         has_proof = record.other_start == self._start
         if has_proof and self.other(now) is None:
             self._proved_since = now

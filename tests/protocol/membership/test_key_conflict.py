@@ -54,6 +54,14 @@ def test_conflict_ends_when_the_other_node_is_silent() -> None:
     assert conflict.other(RECENT_SECONDS) and not conflict.other(RECENT_SECONDS + 1)
 
 
+def test_repeated_records_of_several_processes_are_no_sign_of_life() -> None:
+    conflict = KeyConflict(FIRST)
+    for now in range(int(RECENT_SECONDS) + 2):
+        conflict.observe(record(SECOND, 1, echo=FIRST), now)
+        conflict.observe(record(THIRD, 1), now)
+    assert conflict.other(RECENT_SECONDS + 1) is None
+
+
 def test_both_are_warned_once(caplog: pytest.LogCaptureFixture) -> None:
     conflict = KeyConflict(FIRST)
     conflict.observe(record(SECOND, 1, echo=FIRST), 0.0)
