@@ -12,6 +12,7 @@ from node.daemon.lifecycle import locked_run_dir, run_node
 from node.daemon.node import Node
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.observer_node import NodeHandle, gossiping, node_handle, open_observer_node
+from node.dashboard.run_state.steering import revision_values
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.service import (
     MAX_CONNECTIONS,
@@ -21,6 +22,7 @@ from node.dashboard.service import (
     print_join_info,
     serve_dashboard,
 )
+from node.dashboard.state import RunState
 from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program
@@ -76,6 +78,7 @@ class ObserverStatus:
             "chain_tokens": last.tokens if last else 0,
             "digest": last.digest if last else "",
             "loss": last.loss if last else None,
+            **_steered_fields(state),
             "peers": len(state.trainers),
             "key_conflict": other.describe() if other else "",
             "bytes_sent": transport.bytes_sent,
@@ -85,6 +88,21 @@ class ObserverStatus:
             "reason": self._keeper.describe() if self._keeper else "",
         }
         return self._constant_fields.model_copy(update=seen)
+
+
+def _steered_fields(state: RunState) -> dict[str, object]:
+    """Return the target in force and the organiser's revisions, as the page shows them."""
+    if state.facts is None:
+        return {}
+    reports = state.steered.revisions if state.steered else ()
+    next_round = state.rows.last.round + 1 if state.rows.last else 0
+    in_force = [one.number for one in reports if one.holds_from is not None and one.holds_from <= next_round]
+    return {
+        "target_rounds": state.facts.target_rounds,
+        "target_tokens": state.facts.target_tokens,
+        "revision": max(in_force, default=0),
+        "revisions": tuple(str(revision_values(report)["text"]) for report in reports),
+    }
 
 
 logger = logging.getLogger(__name__)
@@ -121,6 +139,8 @@ def host(options: HostOptions) -> None:
     with configure_logs(settings.log_json, settings.verbose) as display:
         with display.activity("reading the text"):
             _check_text(settings, options.train)
+        if not manifest.run.organiser_key:
+            logger.info("nobody can steer this run: its manifest has no run.organiser_key, which `murmur init` writes")
         if options.train:
             asyncio.run(_host_and_train(settings, display, address, options.public))
         else:

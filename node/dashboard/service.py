@@ -192,7 +192,7 @@ async def build_announcement(node: NodeHandle, state: RunState, address: Dashboa
 
     `now` is in swarm time. Raises TransportError while this node's addresses cannot be read.
     """
-    manifest, last = node.manifest, state.rows.last
+    manifest, last, facts = node.manifest, state.rows.last, state.facts
     run = PublicRun(
         run=bytes.fromhex(manifest.run_id),
         name=manifest.run.name,
@@ -200,9 +200,9 @@ async def build_announcement(node: NodeHandle, state: RunState, address: Dashboa
         parameters=shape_table(manifest.model).numel,
         peers=len(state.trainers),
         round=last.round + 1 if last else 0,
-        target_rounds=manifest.target.rounds or 0,
+        target_rounds=(facts.target_rounds if facts else None) or 0,
         tokens=last.tokens if last else 0,
-        target_tokens=manifest.target.tokens or 0,
+        target_tokens=(facts.target_tokens if facts else None) or 0,
         link=join_link(manifest.run_id, sort_reachable_first(await node.transport.addresses()), address),
     )
     return make_run_announcement(node.identity, run, now)

@@ -13,6 +13,7 @@ from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
 
+RETURN_SECONDS = 10.0  # for a peer that is back to hear whether the organiser has extended the run
 ARRIVAL_SECONDS = 20.0  # for trainers that are about to reach the target
 KEEPING_SECONDS = 24 * 3600.0  # for a machine to come that takes the state
 MIN_HANDOVER_SECONDS = 60.0  # for a host to fetch the state, plus its size / MIN_HANDOVER_BYTES_PER_SECOND
@@ -32,6 +33,7 @@ class Departure:
         self._state: Digest = b""
         self._since = 0.0
         self._patience = 0.0
+        self._hears_until = 0.0
         self._holders: set[PeerId] = set()  # other machines with the final state; counted up to `keepers`
         self._hosts_since: dict[PeerId, float] = {}  # hosts that lack the final state, and since when we know them
         self._deadline: float | None = None
@@ -51,6 +53,8 @@ class Departure:
         is_alone = options.min_peers == 1 and not options.has_contacts and not self._has_met_others
         self._patience = 0.0 if is_alone else options.expiry if has_restarted else KEEPING_SECONDS
         self._head, self._state, self._since = head, state, now
+        is_steered = bool(options.steering.base.run.organiser_key)
+        self._hears_until = now + RETURN_SECONDS if has_restarted and is_steered and not is_alone else now
 
     def advance(self, now: float) -> list[ReportPhase | LeaveRun]:
         """Return LeaveRun once, when nobody needs this peer or the run goes on; before that, report why it stays."""
@@ -84,6 +88,8 @@ class Departure:
         options, late = self._options, self._count_late_trainers(head)
         if late and self._is_before(self._since + ARRIVAL_SECONDS, now):
             return f"for {late} other {'peer' if late == 1 else 'peers'}"
+        if self._is_before(self._hears_until, now):
+            return "to hear whether the organiser has extended the run"
         if not options.steering.knows_all(self._snapshot) and self._is_before(self._since + ARRIVAL_SECONDS, now):
             return "for the organiser's newest revision"
         missing = self._keepers - len(self._holders)

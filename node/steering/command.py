@@ -15,6 +15,7 @@ from node.join.invitation import open_invitation
 from node.paths import find_node_dirs, organiser_key_path
 from node.run_dir import read_json_if_whole
 from node.steering.client import RunContact, contact_run
+from node.units import format_plural
 from protocol.consensus.messages import SignedMessage
 from protocol.errors import MissingFileError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
@@ -172,7 +173,7 @@ def _print_list(contact: RunContact, as_json: bool) -> None:
     for entry in entries:
         written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(entry.time))
         print(f"revision {describe_revision(entry)} ({written})")
-    print(f"{len(entries)} revisions; the run is at round {contact.round}")
+    print(f"{format_plural(len(entries), 'revision')}; the run is at round {contact.round}")
 
 
 def revision_row(revision: Revision) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, Departure
+from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, RETURN_SECONDS, Departure
 from node.loop.events import LeaveRun, LoopAction, ReportPhase
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.steering import Steering
@@ -26,12 +26,15 @@ class Leaving:
     """A peer "me" that has reached the target at time 0, and the others that it sees."""
 
     def __init__(
-        self, others: dict[str, PeerState], *, has_restarted: bool = False, keepers: int = 1, **options: Any
-    ) -> None:
+        self, others: dict[str, PeerState], *, has_restarted: bool = False, keepers: int = 1,
+        organiser_key: str = "", **options: Any,
+    ) -> None:  # fmt: skip
         round_options = RoundOptions("me", lambda number: None, None)  # type: ignore[arg-type, return-value]
         target = TargetSection(rounds=HEAD.round, keepers=keepers)
         self.log = RevisionLog()
-        steering = Steering(REFERENCE_MANIFEST.model_copy(update={"target": target}), Chain(HEAD), self.log)
+        run = REFERENCE_MANIFEST.run.model_copy(update={"organiser_key": organiser_key})
+        manifest = REFERENCE_MANIFEST.model_copy(update={"target": target, "run": run})
+        steering = Steering(manifest, Chain(HEAD), self.log)
         values = {"expiry": 15.0, "has_contacts": True, **options}
         self.departure = Departure(LoopOptions(round_options, steering, **values))
         self.now = 0.0
@@ -167,6 +170,12 @@ def test_peer_that_waits_after_the_target_goes_on_when_the_organiser_extends_the
     peer.log.add(signed_revision((), 0, target__rounds=20))
     assert LeaveRun(is_extended=True) in peer.departure.advance(1.0)
     assert peer.departure.advance(2.0) == [] and peer.departure.next_deadline() is None
+
+
+def test_peer_that_returns_to_a_steered_run_waits_to_hear_of_an_extension() -> None:
+    assert Leaving({"a": FINAL}, has_restarted=True).leaves_at() == 0.0
+    assert Leaving({"a": FINAL}, has_restarted=True, organiser_key="12D3").leaves_at() == RETURN_SECONDS
+    assert Leaving({"a": FINAL}, organiser_key="12D3").leaves_at() == 0.0, "it has heard all along"
 
 
 def test_peer_waits_a_while_for_a_revision_that_another_announces() -> None:
