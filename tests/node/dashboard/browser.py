@@ -64,7 +64,7 @@ async def open_window(browser: Any, url: str, scheme: str = "light", width: int 
     window.page.on("pageerror", lambda error: window.faults.append(str(error)))
     window.page.on("console", lambda line: window.faults.append(line.text) if line.type == "error" else None)
     await window.page.goto(url)
-    await window.wait_until("state !== null && lossPlot && !document.querySelector('.no-script')")
+    await window.wait_until("page.dataset.ready === 'yes'")
     yield window
     await window.page.close()
 

@@ -127,6 +127,7 @@ async function start() {
   const isLive = page.dataset.live === "yes";
   if (isLive) setInterval(watchHost, 1000);
   while (!await firstLook()) await new Promise((done) => setTimeout(done, 3000));
+  page.dataset.ready = "yes";  // state and history are on the page
   if (state.end_version) showView("given");
   if (isLive) listen();
 }
