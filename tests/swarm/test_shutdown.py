@@ -45,6 +45,7 @@ SHUTDOWN_LINE = "Shutting down. Press Ctrl-C again to exit immediately."
 SIGNAL_CASES = {
     "SIGTERM": ([signal.SIGTERM], 0),
     "SIGINT": ([signal.SIGINT], 0),
+    "SIGHUP": ([signal.SIGHUP], 0),  # the terminal was closed
     "two SIGINT": ([signal.SIGINT, signal.SIGINT], 130),
     "SIGKILL": ([signal.SIGKILL], -signal.SIGKILL),
 }
@@ -108,7 +109,7 @@ def test_nothing_is_left_of_a_node(swarm: ProcessSwarm, way: str) -> None:
     swarm.wait_until(lambda: peer.returncode is not None, "it ends", AWAY_SECONDS)
     assert peer.returncode == code, swarm.describe()
     wait_for(lambda: not traces.remaining(), traces.remaining)
-    if way in ("SIGTERM", "SIGINT"):
+    if way in ("SIGTERM", "SIGINT", "SIGHUP"):
         assert not folder.exists()
         assert saved is not None and find_newest_checkpoint(peer.folder) != saved, (
             "a checkpoint is written on the way out"
