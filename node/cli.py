@@ -3,19 +3,19 @@
 Exit codes are those of `protocol.errors` (see docs/reference/exit-codes.md), and 130 after Ctrl-C.
 """
 
-import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from node.commands import models
 from node.commands.guard import PlainGroup, run_guarded
+from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
+from node.commands.waiting import loading
 from node.flags import MachineFlags, NodeFlags, expand_flags
 from node.process import prepare_standard_streams, rare_garbage_collection
 
@@ -30,10 +30,6 @@ app = typer.Typer(
     epilog="Examples: `murmur up` trains a small model with three peers on this machine; `murmur join run.toml` joins "
     "a run; `murmur status` shows what the nodes do; `murmur export DIR model` exports the model.",
 )
-
-MAX_SEED = 2**63 - 1  # torch takes no larger one
-MAX_COUNT = 2**24
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
 
 
 def _print_version(is_requested: bool) -> None:
@@ -119,7 +115,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Train with several peers on this machine until the run reaches its target."""
-    with _loading():
+    with loading():
         from node.local.up import UpOptions
         from node.local.up import up as run_swarm
 
@@ -176,7 +172,7 @@ def host(
     flags: NodeFlags,
 ) -> None:
     """Host a run: a first peer for others to connect to, a web page, and the link to join."""
-    with _loading():
+    with loading():
         from node.dashboard.command import HostOptions
         from node.dashboard.command import host as open_run
 
@@ -257,76 +253,6 @@ def replay(
     serve_replay(event_file, http)
 
 
-@app.command(epilog="Example: murmur export runs/demo-1 model, or murmur export https://run.example.org/run.toml model")
-def export(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="DIR|RUN", help="directory of `murmur join`, `up` or `host`; or a RUN of `murmur join`"),
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory")],
-    peer: Annotated[
-        list[str] | None, typer.Option(metavar="MULTIADDR", help="of a RUN: connect to this peer first (repeatable)")
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
-) -> None:
-    """Export the newest model as a Hugging Face directory: that of a node's directory, or that of a run's peers."""
-    from node.paths import find_trained_dir
-
-    with _say_when_interrupted(f"{out} is as it was before"):
-        if "://" in source or Path(source).is_file():
-            with _loading():
-                from node.keeper.fetch_model import fetch_model
-
-            number = fetch_model(source, out, peers=tuple(peer or ()), insecure=insecure)
-        else:
-            node = find_trained_dir(Path(source))
-            with _loading():
-                from node.model.export import export as export_model
-
-            number = export_model(node, out)
-    typer.echo(f"the model of round {number} is in {out}")
-
-
-@app.command(epilog="Example: murmur generate runs/demo-1 --prompt 'def '")
-def generate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
-    prompt: Annotated[str, typer.Option(help="the beginning of the text")],
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="number of tokens to generate")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
-) -> None:
-    """Continue a text with the newest checkpoint."""
-    from node.paths import find_trained_dir
-
-    node = find_trained_dir(folder)
-    with _loading():
-        from node.model.generate import generate as generate_text
-    from node.monitoring.logs import sanitize
-
-    pieces = generate_text(node, prompt, tokens, temperature, top_k, seed)
-    for piece in itertools.chain((sanitize(prompt, "\n\t"),), pieces):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-
-
-@app.command(epilog="Example: murmur tokenize tokenizer.json shards corpus/*.txt")
-def tokenize(
-    tokenizer: Annotated[Path, typer.Argument(metavar="TOKENIZER", help="a Hugging Face tokenizer.json")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory for the shards")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="UTF-8 text files")],
-) -> None:
-    """Convert text files to token shards for the data source `tokens`."""
-    from node.data.token_shards import tokenize_files
-
-    with _say_when_interrupted(f"{out} and your files are as they were before"):
-        count = tokenize_files(tokenizer, files, out)
-    typer.echo(f"the shards are in {out}: {count:,} tokens")
-
-
 @app.command(epilog="Example: murmur status runs/demo-1 --json")
 def status(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="default: all running nodes")] = None,
@@ -378,79 +304,8 @@ def key(
     typer.echo(key_line(folder))
 
 
-@app.command(epilog="Example: murmur sim diloco sparseloco --peers 8 --steps 200 --bandwidth 20")
-def sim(
-    recipe: Annotated[list[str], typer.Argument(metavar="RECIPE", help="names from `murmur recipes`")],
-    peers: Annotated[int, typer.Option(min=1, max=1000, help="number of virtual peers")] = 8,
-    steps: Annotated[int | None, typer.Option(min=1, help="inner steps per peer (default: 200)")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of all peers together, instead of --steps")] = None,
-    speeds: Annotated[
-        str, typer.Option(help="inner steps per second: one value, or one per peer (comma-separated)")
-    ] = "1",
-    bandwidth: Annotated[str, typer.Option(metavar="MBIT", help="Mbit/s per link: one value, or one per peer")] = "100",
-    latency: Annotated[float, typer.Option(metavar="MS", min=0.0, help="one-way latency in ms")] = 50.0,
-    churn: Annotated[
-        float, typer.Option(metavar="SHARE", min=0.0, max=0.45, help="fraction of the peers that die in each round")
-    ] = 0.0,
-    liars: Annotated[
-        str | None,
-        typer.Option(metavar="F:KIND", help="fraction of peers that lie, and how: sign-flip, scale10, zero or random"),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="runs per recipe")] = 3,
-    run: Annotated[
-        Path | None, typer.Option(help="take model, data, training and deadlines from this manifest")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PART.OPTION=VALUE", help="set a recipe option (repeatable)")
-    ] = None,
-    as_json: JsonOption = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="plot the loss against bytes and time")] = None,
-    compiled: Annotated[
-        bool, typer.Option("--compiled", help="compile the model in bf16 (needs a C++ compiler); for long runs")
-    ] = False,
-) -> None:
-    """Compare methods with virtual peers, real gradients and a virtual network."""
-    with _loading():
-        from node.simulation.command import SimulationOptions, simulate
-
-    options = SimulationOptions(
-        tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
-        tuple(option or ()), as_json, plot, compiled,
-    )  # fmt: skip
-    with _say_when_interrupted("nothing was written; run it again"):
-        simulate(options)
-
-
-@app.command(epilog="Example: murmur recipes sparseloco")
-def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="one recipe in full")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show the training methods and their parts."""
-    with _loading():
-        from node.recipes_command import show_recipes
-
-    with _say_when_interrupted("nothing was written; run it again"):
-        show_recipes(name, as_json)
-
-
-@contextmanager
-def _loading() -> Iterator[None]:
-    """Show on a terminal that modules are imported, which may take many seconds on a busy machine."""
-    from node.monitoring.activity import activity
-
-    with activity("loading PyTorch"), rare_garbage_collection():
-        yield
-
-
-@contextmanager
-def _say_when_interrupted(state: str) -> Iterator[None]:
-    """Say after Ctrl-C in which state a command leaves what it worked on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"murmur: stopped; {state}", err=True)
-        raise
+for command, example in models.COMMANDS:
+    app.command(epilog=example)(command)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
 LIGHT = {
     *("node", "node.cli", "node.commands", "node.commands.guard", "node.flags", "node.process"),
+    *("node.commands.models", "node.commands.options", "node.commands.waiting"),
     *("protocol", "protocol.errors"),
 }
 

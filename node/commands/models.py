@@ -1,0 +1,141 @@
+"""The commands that need no network: export, generate, tokenize, sim and recipes. Heavy modules are imported inside."""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
+from node.commands.waiting import loading, say_when_interrupted
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="DIR|RUN", help="directory of `murmur join`, `up` or `host`; or a RUN of `murmur join`"),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory")],
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="MULTIADDR", help="of a RUN: connect to this peer first (repeatable)")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+) -> None:
+    """Export the newest model as a Hugging Face directory: that of a node's directory, or that of a run's peers."""
+    from node.paths import find_trained_dir
+
+    with say_when_interrupted(f"{out} is as it was before"):
+        if "://" in source or Path(source).is_file():
+            with loading():
+                from node.keeper.fetch_model import fetch_model
+
+            number = fetch_model(source, out, peers=tuple(peer or ()), insecure=insecure)
+        else:
+            node = find_trained_dir(Path(source))
+            with loading():
+                from node.model.export import export as export_model
+
+            number = export_model(node, out)
+    typer.echo(f"the model of round {number} is in {out}")
+
+
+def generate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
+    prompt: Annotated[str, typer.Option(help="the beginning of the text")],
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="number of tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
+) -> None:
+    """Continue a text with the newest checkpoint."""
+    from node.paths import find_trained_dir
+
+    node = find_trained_dir(folder)
+    with loading():
+        from node.model.generate import generate as generate_text
+    from node.monitoring.logs import sanitize
+
+    pieces = generate_text(node, prompt, tokens, temperature, top_k, seed)
+    for piece in itertools.chain((sanitize(prompt, "\n\t"),), pieces):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def tokenize(
+    tokenizer: Annotated[Path, typer.Argument(metavar="TOKENIZER", help="a Hugging Face tokenizer.json")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory for the shards")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="UTF-8 text files")],
+) -> None:
+    """Convert text files to token shards for the data source `tokens`."""
+    from node.data.token_shards import tokenize_files
+
+    with say_when_interrupted(f"{out} and your files are as they were before"):
+        count = tokenize_files(tokenizer, files, out)
+    typer.echo(f"the shards are in {out}: {count:,} tokens")
+
+
+def sim(
+    recipe: Annotated[list[str], typer.Argument(metavar="RECIPE", help="names from `murmur recipes`")],
+    peers: Annotated[int, typer.Option(min=1, max=1000, help="number of virtual peers")] = 8,
+    steps: Annotated[int | None, typer.Option(min=1, help="inner steps per peer (default: 200)")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of all peers together, instead of --steps")] = None,
+    speeds: Annotated[
+        str, typer.Option(help="inner steps per second: one value, or one per peer (comma-separated)")
+    ] = "1",
+    bandwidth: Annotated[str, typer.Option(metavar="MBIT", help="Mbit/s per link: one value, or one per peer")] = "100",
+    latency: Annotated[float, typer.Option(metavar="MS", min=0.0, help="one-way latency in ms")] = 50.0,
+    churn: Annotated[
+        float, typer.Option(metavar="SHARE", min=0.0, max=0.45, help="fraction of the peers that die in each round")
+    ] = 0.0,
+    liars: Annotated[
+        str | None,
+        typer.Option(metavar="F:KIND", help="fraction of peers that lie, and how: sign-flip, scale10, zero or random"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="runs per recipe")] = 3,
+    run: Annotated[
+        Path | None, typer.Option(help="take model, data, training and deadlines from this manifest")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PART.OPTION=VALUE", help="set a recipe option (repeatable)")
+    ] = None,
+    as_json: JsonOption = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="plot the loss against bytes and time")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="compile the model in bf16 (needs a C++ compiler); for long runs")
+    ] = False,
+) -> None:
+    """Compare methods with virtual peers, real gradients and a virtual network."""
+    with loading():
+        from node.simulation.command import SimulationOptions, simulate
+
+    options = SimulationOptions(
+        tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
+        tuple(option or ()), as_json, plot, compiled,
+    )  # fmt: skip
+    with say_when_interrupted("nothing was written; run it again"):
+        simulate(options)
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="one recipe in full")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the training methods and their parts."""
+    with loading():
+        from node.recipes_command import show_recipes
+
+    with say_when_interrupted("nothing was written; run it again"):
+        show_recipes(name, as_json)
+
+
+COMMANDS = (
+    (export, "Example: murmur export runs/demo-1 model, or murmur export https://run.example.org/run.toml model"),
+    (generate, "Example: murmur generate runs/demo-1 --prompt 'def '"),
+    (tokenize, "Example: murmur tokenize tokenizer.json shards corpus/*.txt"),
+    (sim, "Example: murmur sim diloco sparseloco --peers 8 --steps 200 --bandwidth 20"),
+    (recipes, "Example: murmur recipes sparseloco"),
+)  # each with its example
