@@ -151,10 +151,13 @@ class LocalSwarm:
                 self._tokens_before = status.chain_tokens
 
     def _summary(self) -> SwarmSummary:
+        known = next((peer.status for peer in self._peers if peer.status), None)
         target = self._manifest.target
+        rounds = known.target_rounds if known else target.rounds  # the organiser may have moved it
+        tokens = known.target_tokens if known else target.tokens
         elapsed = time.monotonic() - self._started_at
         peers = tuple(peer.summary() for peer in self._peers)
-        return SwarmSummary(self._manifest.run.name, target.rounds, target.tokens, elapsed, peers)
+        return SwarmSummary(self._manifest.run.name, rounds, tokens, elapsed, peers)
 
     def _result(self) -> SwarmResult:
         return SwarmResult(

@@ -68,10 +68,11 @@ class Steering:
 
     @property
     def is_target_reached(self) -> bool:
-        """Return whether the run is over at our head."""
+        """Return whether the run is over at our head; a run that is paused and stays so can be ended by any peer."""
         head = self._chain.head
         adopted, known = self._views()
-        return adopted.is_target_reached(head.round, head.tokens) and known.is_target_reached(head.round, head.tokens)
+        is_certain = adopted.is_target_reached(head.round, head.tokens) or (adopted.is_paused and known.is_paused)
+        return is_certain and known.is_target_reached(head.round, head.tokens)
 
     def is_final(self, head: ChainHead) -> bool:
         """Return whether the run is over at the head of any chain, as far as we know of revisions."""

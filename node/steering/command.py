@@ -119,12 +119,15 @@ def changes_of(action: Action | None, from_round: int) -> dict[str, Value]:
 
 def choose_round(options: SteerOptions, contact: RunContact, state: RevisedManifest) -> int:
     """Return the round from which the revision holds: the given one, or one that leaves time to spread it."""
+    is_halted = state.is_paused or state.is_target_reached(contact.round, contact.tokens)
     if options.from_round is not None:
         if options.from_round > MAX_ROUND:
             raise UsageError(f"--from-round is at most {MAX_ROUND}")
+        if is_halted and options.from_round > contact.round:
+            raise UsageError(f"the run makes no rounds after round {contact.round}; leave --from-round out")
         return options.from_round
-    if state.is_paused or state.is_target_reached(contact.round, contact.tokens):
-        return contact.round  # no round is made before it
+    if is_halted:
+        return contact.round
     spread = SPREAD_HEARTBEATS * state.manifest.membership.heartbeat
     return contact.round + MARGIN_ROUNDS + (math.ceil(spread / contact.round_seconds) if contact.round_seconds else 0)
 

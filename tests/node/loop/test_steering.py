@@ -101,6 +101,18 @@ def test_a_pause_begins_with_its_adoption_and_ends_when_a_peer_hears_of_it() -> 
     assert not run.steering.is_paused and run.steering.adopted[-1].body.number == 2
 
 
+def test_a_paused_run_can_be_stopped_though_no_commit_adopts_the_stop() -> None:
+    run = SteeredChain()
+    run.sign(0, paused=True)
+    run.decide()
+    run.sign(1, target__rounds=1)
+    assert run.steering.is_target_reached
+    run.sign(1, paused=False)
+    assert not run.steering.is_target_reached, "the next commit adopts it, and all end there"
+    run.decide()
+    assert run.steering.is_target_reached
+
+
 @pytest.mark.parametrize("from_round", [1, 2])
 def test_a_run_that_is_over_goes_on_with_a_new_target(from_round: int) -> None:
     run = SteeredChain()

@@ -67,6 +67,13 @@ def test_default_round_leaves_time_for_all_peers_to_hear(seconds: float, paused:
     assert choose_round(SteerOptions(run="run.toml", from_round=3), contact, RevisedManifest(manifest)) == 3
 
 
+def test_a_halted_run_takes_no_later_round() -> None:
+    contact: Any = SimpleNamespace(round=10, tokens=0, round_seconds=1.0)
+    options = SteerOptions(run="run.toml", action="resume", from_round=11)
+    with pytest.raises(UsageError, match="makes no rounds after round 10"):
+        choose_round(options, contact, RevisedManifest(MANIFEST, is_paused=True))
+
+
 def test_clock_measures_rounds_by_the_most_advanced_peer() -> None:
     clock = RoundClock()
     for number, now in ((5, 0.0), (5, 3.0), (7, 8.0), (6, 9.0), (8, 12.0)):
