@@ -33,7 +33,7 @@ def parsed(*words: str) -> NodeFlags:
 
 def test_every_flag_is_checked_by_an_option_of_its_name() -> None:
     assert fields(MachineFlags) == set(MachineOptions.model_fields)
-    assert fields(NodeFlags) == set(NodeOptions.model_fields) - {"manifest", "base", "folder"}
+    assert fields(NodeFlags) == set(NodeOptions.model_fields) - {"manifest", "base", "folder", "stays"}
     assert set(TrainerOptions.model_fields) <= fields(MachineFlags)
 
 
