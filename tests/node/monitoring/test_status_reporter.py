@@ -335,3 +335,54 @@ def test_refusals_are_counted_and_logged(reporter: StatusReporter, caplog: pytes
     assert caplog.messages == [
         "refused what them sent (forged): not theirs", "late: them", "leader silent: this round"
     ]  # fmt: skip
+
+
+def head_after(rounds: int) -> ChainHead:
+    return ChainHead(rounds, bytes([rounds]) * 32, 100 * rounds)
+
+
+def test_peer_that_is_back_says_in_one_line_what_became_of_its_work(caplog: pytest.LogCaptureFixture) -> None:
+    me = NodeStatus(peer_id=PEERS[1].peer_id, run="demo", run_id="0")
+    reporter = StatusReporter(me, Metrics())
+    caplog.set_level(logging.INFO)
+    reporter.set_head(head_after(30), bytes(32))
+    reporter.set_phase("catching up", "others are ahead")
+    caplog.clear()
+    skipped = [commit_of(ChainHead(number, bytes(32), 0), {1: Blob.of(b"x")}).body for number in range(39, 42)]
+    message = ContributionHeader(round=28, sizes=(4,), tokens=100, steps=5, loss=3.0)
+    reporter.record_revised([SettledContribution(StoredContribution(message, ()), 28, "excluded", "included")])
+    reporter.record_rounds(head_after(42), bytes(32), skipped, "included")
+    assert not caplog.messages, "the rounds have no lines of their own"
+    reporter.set_phase("training")
+    assert caplog.messages == [
+        "back after 12 rounds: 1 contribution included in round 40, 1 given back; later ones carry their work"
+    ]
+
+
+def test_one_round_that_is_replayed_has_its_usual_line(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter.set_head(head_after(30), bytes(32))
+    reporter.set_phase("training")
+    caplog.set_level(logging.INFO)
+    reporter.set_phase("catching up", "others are ahead")
+    reporter.record_rounds(head_after(31), bytes(32), commits(1), "none")
+    reporter.set_phase("training")
+    assert caplog.messages == ["round 31: 1 contribution, ours not among them (catching up)"]
+
+
+def test_round_is_one_line_with_the_newest_validation_once(
+    reporter: StatusReporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter.set_phase("training")
+    reporter.set_head(head_after(2), bytes(32))
+    reporter.on_trainer_message(Evaluated(round=2, loss=2.5, tokens=10))
+    caplog.set_level(logging.INFO)
+    for rounds in (3, 4):
+        reporter.set_phase("exchanging")
+        reporter.record_applied(AppliedContributions.of(()), 1.0)
+        reporter.record_rounds(head_after(rounds), bytes(32), commits(1), "included")
+        reporter.set_phase("training")
+    assert caplog.messages == [
+        "round 3: 1 contribution, ours included, validation 2.500", "round 4: 1 contribution, ours included",
+    ]  # fmt: skip
