@@ -14,6 +14,7 @@ from node.options import parse_node_options
 from node.paths import join_dir
 from node.process import rare_garbage_collection
 from node.units import format_count
+from protocol.errors import DataError, MissingFileError
 from protocol.manifest import load_manifest
 from protocol.signing import fingerprint
 
@@ -42,15 +43,23 @@ def _join_run(run: str, flags: NodeFlags, display: Display, folder: Path | None,
         from node.daemon.lifecycle import run_node
         from node.data.check import check_and_log_text
         from node.from_manifest import require_program
+        from node.join.run_end import find_end
         from node.receipts.chain_recorder import record_chain
         from node.trainer.device import require_usable_device
 
     require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
     require_usable_device(settings)
     _verify_organiser(node_dir, invitation)
-    with display.activity("reading the text"):
-        check_and_log_text(manifest, settings.base)  # before this peer is announced
-    finished = asyncio.run(run_node(settings, display, record_chain))
+    try:
+        with display.activity("reading the text"):
+            check_and_log_text(manifest, settings.base)  # before this peer is announced
+    except (DataError, MissingFileError):
+        with display.activity("asking whether the run is over"):
+            finished = asyncio.run(find_end(settings))
+        if finished is None:
+            raise
+    else:
+        finished = asyncio.run(run_node(settings, display, record_chain))
     display.close()
     if finished is not None:
         for line in describe_end(finished, run, node_dir):

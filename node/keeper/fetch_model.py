@@ -19,12 +19,14 @@ from node.dashboard.observer_node import gossiping
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags
 from node.join.invitation import Invitation, open_invitation
+from node.join.joined_folder import check_pin
 from node.keeper.state_folder import KeptState
 from node.keeper.state_keeper import StateKeeper, build_keeper
 from node.model.export import write_export
 from node.monitoring.logs import configure_logs
 from node.monitoring.progress import ByteProgress
 from node.options import NodeOptions, parse_node_options
+from node.paths import join_dir
 from node.process import raise_fd_limit
 from node.run_dir import RunDir
 from protocol.errors import MissingFileError
@@ -47,6 +49,7 @@ def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool) ->
     require_free(out)
     raise_fd_limit()
     invitation = open_invitation(run, insecure)
+    check_pin(join_dir(invitation.manifest), invitation)
     tokenizer = _open_tokenizer(invitation, run)
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         options = parse_node_options(

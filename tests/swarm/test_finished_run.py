@@ -5,7 +5,7 @@ import io
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx2
@@ -21,12 +21,14 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 ROUNDS = 5
 END_SECONDS = 60.0
+EVERYWHERE = {"source": "python-stdlib", "path": ""}
+LOCAL = {"source": "text", "path": "corpus.txt"}  # next to the manifest, and nowhere else
 
 
-def short_run(**run: int) -> Manifest:
+def short_run(min_peers: int = 1, data: Mapping[str, str] = EVERYWHERE) -> Manifest:
     return manifest_with(
-        run={"min_peers": 1, **run},
-        data={"source": "python-stdlib", "path": ""},
+        run={"min_peers": min_peers},
+        data=data,
         method={"schedule": {"inner_steps": 20}},
         target={"rounds": ROUNDS},
     )
@@ -97,8 +99,8 @@ def restarted(peer: PeerProcess) -> PeerProcess:
 
 def test_last_peer_stays_until_a_host_holds_the_final_state(tmp_path: Path) -> None:
     """A host that keeps nothing does not release it; one that does, does."""
-    with hosted_run(tmp_path, short_run(), "--no-keep") as scene:
-        ada = scene.join(f"{scene.base}/run.toml", "ada")
+    with hosted_run(tmp_path, short_run(data=LOCAL), "--no-keep") as scene:
+        ada = scene.join(str(scene.swarm.run), "ada", peers=scene.host.addresses()[:1])
         waiting = "waiting until 1 other machine holds the final model"
         scene.swarm.wait_until(lambda: waiting in scene.swarm.log(ada), "it waits", 120)
         [status] = scene.swarm.poll(ada)
@@ -106,6 +108,8 @@ def test_last_peer_stays_until_a_host_holds_the_final_state(tmp_path: Path) -> N
         assert scene.get("/model").status_code == 404 and scene.state()["model"] is None
         late = scene.join(str(scene.swarm.run), "late-by-file", peers=ada.addresses()[:1])
         assert "the run is over" in wait_for_end(scene, late)
+        without_text = scene.join(f"{scene.base}/run.toml", "without-text")
+        assert "the run is over" in wait_for_end(scene, without_text)
         assert ada.is_running, "who came too late holds nothing"
 
         scene.host.kill()
