@@ -100,6 +100,7 @@ def restarted(peer: PeerProcess) -> PeerProcess:
 def test_last_peer_stays_until_a_host_holds_the_final_state(tmp_path: Path) -> None:
     """A host that keeps nothing does not release it; one that does, does."""
     with hosted_run(tmp_path, short_run(data=LOCAL), "--no-keep") as scene:
+        scene.swarm.wait_until(lambda: bool(scene.host.addresses()), "the host has an address")
         ada = scene.join(str(scene.swarm.run), "ada", peers=scene.host.addresses()[:1])
         waiting = "waiting until 1 other machine holds the final model"
         scene.swarm.wait_until(lambda: waiting in scene.swarm.log(ada), "it waits", 120)
