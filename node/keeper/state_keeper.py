@@ -32,7 +32,7 @@ from protocol.blobs.download import Downloader
 from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
 from protocol.consensus.messages import Adoption, Commit, SignedMessage
 from protocol.consensus.revision_log import RevisionLog
-from protocol.errors import GoneError, PeerFault, StaleError, StorageError, UnreachableError
+from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
@@ -175,7 +175,7 @@ class StateKeeper:
             self._fail(str(error))
             self._announce()  # without a state: peers must not wait for us
             await asyncio.sleep(DISK_RETRY_SECONDS)
-        except (UnreachableError, PeerFault) as error:
+        except (UnreachableError, PeerFault, MissingFileError) as error:
             logger.info("cannot keep the state of round %d: %s", offer.head.round, error)
             await asyncio.sleep(RETRY_SECONDS)
         else:

@@ -13,6 +13,7 @@ from node.daemon.outer_state import ReplicatedState
 from node.daemon.peer_rpc import deliver, request_chain
 from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService, ServedChain
 from node.loop.steering import unsteered
+from protocol.consensus.chain import Chain
 from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -129,6 +130,17 @@ async def test_a_member_says_far_more_but_not_any_amount(world: RoundsServiceSet
     with pytest.raises(LimitError, match="more than a leader"):
         for _ in range(20):
             await deliver(RUN_ID, FixedChannels(world.channel), THEM, whole, 5.0)
+
+
+async def test_a_host_serves_a_chain_but_takes_no_messages(tmp_path: Path, world: RoundsServiceSetup) -> None:
+    genesis = Chain.from_genesis(RUN_ID)
+    empty: Any = SimpleNamespace(chain=genesis, blob=None)  # before its first state
+    service = RoundsService({}, {RUN_ID: ServedChain(empty, unsteered())}, world.driver)
+    async with serve_locally(tmp_path / "h", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
+        reply = await request_chain(RUN_ID, lambda peer: channel, THEM, 0)
+        assert (reply.round, reply.digest, reply.state.size) == (0, genesis.digest, 0)
+        with pytest.raises(LimitError, match="another run"):
+            await deliver(RUN_ID, FixedChannels(channel), THEM, [Signed(kind="x")], 5.0)
 
 
 async def test_the_chain_with_its_head_and_state(world: RoundsServiceSetup) -> None:
