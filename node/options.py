@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from node.paths import is_utf8
 from node.units import ALL_INTERFACES, multiaddress_fault, parse_host_port, parse_rate, parse_size
 from protocol.errors import UsageError
 from protocol.fault_words import describe_value, shorten
@@ -98,11 +99,9 @@ class NodeOptions(MachineOptions):
 
     @field_validator("base", "folder")
     @classmethod
-    def _is_utf8(cls, path: Path) -> Path:
-        try:
-            str(path).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the path {ascii(str(path))} is not UTF-8 text; use another folder") from error
+    def _is_text(cls, path: Path) -> Path:
+        if not is_utf8(path):
+            raise ValueError(f"the path {ascii(str(path))} is not UTF-8 text; use another folder")
         return path
 
     @field_validator("name")

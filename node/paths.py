@@ -35,6 +35,15 @@ def state_home() -> Path:
         raise UsageError("this user has no home directory; set HOME or XDG_STATE_HOME, or name the --dir") from error
 
 
+def is_utf8(path: Path) -> bool:
+    """Return whether a path can be written into a manifest or sent to a trainer."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def joined_dirs() -> list[Path]:
     """Return the folders of the joined runs, and `hosts`; none for a user without a home directory."""
     try:

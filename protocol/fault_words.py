@@ -65,7 +65,7 @@ def describe_faults(error: ValidationError) -> str:
     """Return the first fault with the name of its value, on one line."""
     fault = error.errors(include_url=False)[0]
     name = ".".join(map(str, fault["loc"]))
-    return shorten(f"{name} {describe_value(fault)}".strip(), 3 * MAX_SHOWN_CHARACTERS)
+    return shorten(f"{name or 'it'} {describe_value(fault)}", 3 * MAX_SHOWN_CHARACTERS)
 
 
 def shorten(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:

@@ -23,6 +23,7 @@ from node.local.swarm_table import SwarmDisplay
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
 from node.report.run_report import write_report
 from node.run_dir import RunDir
+from protocol.errors import UsageError
 from protocol.manifest import Manifest, manifest_of_values
 from protocol.signing import load_signed_manifest
 
@@ -72,6 +73,8 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     saved = options.folder / "run.toml" if options.folder else None
     resumed = options.run is None and saved is not None and saved.exists()
     source = saved if resumed and saved else options.run or paths.demo_manifest()
+    if not paths.is_utf8(source.resolve()):  # the manifest of the peers names it
+        raise UsageError(f"the path {ascii(str(source.resolve()))} is not UTF-8 text; use another folder")
     signed = load_signed_manifest(source)
     manifest = signed.manifest
     if options.recipe is None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from node.receipts.ledger import CountedWork, Ledger, PeerAccount, commit_verifier, read_ledger
 from protocol.errors import MissingFileError, PeerFault, ReceiptError
-from protocol.fault_words import describe_value
+from protocol.fault_words import describe_faults
 from protocol.identity import Identity, PeerId, verify
 from protocol.signing import DOMAIN, fingerprint
 
@@ -175,9 +175,7 @@ def read_receipt(path: Path) -> Receipt:
     try:
         return Receipt.model_validate_json(text)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise ReceiptError(f"{path} is not a receipt: {where}: {describe_value(fault)}") from error
+        raise ReceiptError(f"{path} is not a receipt: {describe_faults(error)}") from error
 
 
 def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> None:

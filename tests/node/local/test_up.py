@@ -231,3 +231,17 @@ def test_interrupt_shows_how_to_resume(
     person.join()
     assert f"`murmur up --dir {tmp_path}` resumes the run" in capsys.readouterr().out.replace("\n", "")
     assert not (tmp_path / "report.json").exists()
+
+
+def test_manifest_in_a_folder_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    """Control: in another folder it is accepted."""
+    for name, accepted in ((b"plain", True), (b"caf\xe9", False)):
+        folder = tmp_path / os.fsdecode(name)
+        folder.mkdir()
+        run = folder / "run.toml"
+        run.write_text((Path(__file__).parents[3] / "configs" / "test.toml").read_text())
+        if accepted:
+            resolve_options(UpOptions(run=run))
+            continue
+        with pytest.raises(UsageError, match=r"the path .*caf\\udce9/run.toml' is not UTF-8 text; use another folder"):
+            resolve_options(UpOptions(run=run))
