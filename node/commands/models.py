@@ -10,6 +10,8 @@ import typer
 from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
 from node.commands.waiting import loading, say_when_interrupted
 
+NOTHING_WRITTEN = "nothing was written; run it again"
+
 
 def export(
     source: Annotated[
@@ -109,14 +111,14 @@ def sim(
     ] = False,
 ) -> None:
     """Compare methods with virtual peers, real gradients and a virtual network."""
-    with loading():
+    with say_when_interrupted(NOTHING_WRITTEN), loading():
         from node.simulation.command import SimulationOptions, simulate
 
     options = SimulationOptions(
         tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
         tuple(option or ()), as_json, plot, compiled,
     )  # fmt: skip
-    with say_when_interrupted("nothing was written; run it again"):
+    with say_when_interrupted(NOTHING_WRITTEN):
         simulate(options)
 
 
@@ -125,10 +127,10 @@ def recipes(
     as_json: JsonOption = False,
 ) -> None:
     """Show the training methods and their parts."""
-    with loading():
+    with say_when_interrupted(NOTHING_WRITTEN), loading():
         from node.recipes_command import show_recipes
 
-    with say_when_interrupted("nothing was written; run it again"):
+    with say_when_interrupted(NOTHING_WRITTEN):
         show_recipes(name, as_json)
 
 
