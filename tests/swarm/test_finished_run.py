@@ -135,4 +135,5 @@ def test_run_goes_on_from_the_state_of_a_host_when_all_trainers_have_gone(tmp_pa
         bob = scene.join(f"{scene.base}/run.toml", "bob")
         scene.swarm.wait_for_round(held + 1, bob, seconds=120)
         log = scene.swarm.log(bob)
-        assert f"caught up with round {held}" in log, log
+        assert f"round {held + 1}: 1 contribution, ours included" in log, log
+        assert "round 1: 1 contribution, ours included" not in log, "it did not begin anew"
