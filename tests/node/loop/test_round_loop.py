@@ -1,6 +1,7 @@
 """The round loop as a pure function: events in, actions out, no clock but the one that the test passes in."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from node.ipc.channel import ContributionHeader
@@ -25,6 +26,8 @@ from node.loop.events import (
     ReportMissed,
     ReportPhase,
     ReportRecovered,
+    RevisionsChanged,
+    SetResting,
     Started,
     StartTrainer,
     StateInstalled,
@@ -53,6 +56,7 @@ from protocol.consensus.topology import make_topology
 from protocol.identity import PeerId
 from protocol.manifest import TargetSection
 from protocol.signing import sign
+from tests.node.loop.test_steering import signed_revision
 from tests.node.small_run import MANIFEST, PEERS, PROGRAM, RUN_ID, TERMS, commit_of, contribution_of, stated
 
 ME, FRIEND, OTHER = (PEERS[number].peer_id for number in (1, 2, 3))
@@ -364,3 +368,33 @@ def test_a_head_of_no_peer_is_nowhere_to_go() -> None:
     assert not of_kind(FindPath, peer.meet(friend=PeerState(None)))
     better = PeerState(ChainHead(5, bytes(32), 10**6), is_trainer=False)
     assert of_kind(FindPath, peer.meet(friend=better)), "observers show the way too"
+
+
+def test_state_of_a_chain_is_not_taken_without_the_revisions_that_the_chain_has_adopted() -> None:
+    revision = signed_revision((), 0, target__rounds=500)
+    for sent, is_taken in (((), False), ((revision,), True)):
+        peer = LoopUnderTest()
+        peer.start()
+        chain, commits = chain_of(9)
+        peer.meet(friend=head_state(chain))
+        assert of_kind(FindPath, peer.pass_time(SYNC_AFTER_SECONDS)) or peer.loop.is_syncing
+        head = replace(chain.head, revision=revision.digest)
+        actions = peer.post(PathFound(SyncPlan(head, tuple(commits), STATE, sent)))
+        assert bool(of_kind(TakeState, actions)) == is_taken
+        reasons = [action.line for action in of_kind(ReportRecovered, actions)]
+        assert is_taken or "revisions of the organiser that are not known here" in reasons[0]
+
+
+def test_paused_run_opens_no_round_and_goes_on_with_the_news() -> None:
+    peer = LoopUnderTest()
+    pause = signed_revision((), 0, paused=True)
+    peer.log.add(pause)
+    assert not of_kind(SetResting, peer.start()) and peer.loop.session.is_open, "no commit has adopted it"
+    peer.loop.session.close()
+    peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest))
+    actions = peer.pass_time(1.0)
+    assert of_kind(SetResting, actions) == [SetResting(is_resting=True)] and not peer.loop.session.is_open
+    assert of_kind(ReportPhase, actions)[-1].phase == "paused"
+    peer.log.add(signed_revision((pause,), 0, paused=False))
+    actions = peer.post(RevisionsChanged())
+    assert of_kind(SetResting, actions) == [SetResting(is_resting=False)] and peer.loop.session.is_open
