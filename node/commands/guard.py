@@ -41,6 +41,7 @@ def run_guarded(command: Callable[[], object]) -> int:
     from node.monitoring.logs import sanitize
 
     try:
+        _require_working_directory()
         code = _run_command(command)
         sys.stdout.flush()
         return code
@@ -62,6 +63,13 @@ def run_guarded(command: Callable[[], object]) -> int:
             _print_error(f"cannot use {name}: {error.strerror}; name another file or folder")
             return MissingFileError.exit_code
         raise
+
+
+def _require_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise MissingFileError("the working directory no longer exists; change to another one") from error
 
 
 def _run_command(command: Callable[[], object]) -> int:

@@ -14,10 +14,10 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
-import numba
 import numpy as np
 from llvmlite import binding as llvm
 
@@ -25,6 +25,12 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 PACKAGE: Final = Path(__file__).parents[1]
+# numba reads a file .numba_config.yaml in the working directory, which may turn its compiler off: when it is imported,
+# and again whenever it compiles.
+with chdir(PACKAGE):
+    import numba
+    from numba.core import config as numba_config
+numba_config._config_fname = ""
 MAGNITUDE_MASK: Final = np.uint32(0x7FFF_FFFF)  # the bits of an fp32 without its sign, which sort as the numbers do
 OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
 

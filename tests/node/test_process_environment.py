@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from node.process import python_environment
-from protocol.errors import StorageError
+from protocol.errors import MissingFileError, StorageError
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +96,12 @@ def test_full_disk_behind_standard_output_is_one_line() -> None:
     assert result.returncode == StorageError.exit_code
     assert result.stderr == "murmur: cannot write the output: No space left on device; free some space\n"
     assert shell("murmur recipes nothing 2> /dev/full").returncode == 2
+
+
+def test_working_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    result = shell(f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && murmur recipes")
+    assert result.returncode == MissingFileError.exit_code
+    assert result.stderr == "murmur: the working directory no longer exists; change to another one\n"
 
 
 CLOSED = """
