@@ -129,7 +129,7 @@ def test_tokenizing_leaves_nothing_half_done(tmp_path: Path, monkeypatch: pytest
         tokenize_files(tmp_path / "t.json", [tmp_path / "bad.txt"], tmp_path / "out")
     (tmp_path / "bad.txt").write_text("w1")
 
-    def no_space(*_: object) -> None:
+    def no_space(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", no_space)
