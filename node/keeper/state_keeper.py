@@ -83,6 +83,7 @@ class StateKeeper:
         self._parts = parts
         self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
+        self._has_kept = False
         self._validation = Validation()
 
     @property
@@ -232,7 +233,9 @@ class StateKeeper:
         self._announce()
         self._retain(kept.blob)
         final = "the final state, " if self.is_complete else "the state "
-        logger.info("holding %sof round %d (%s)", final, kept.head.round, format_bytes(kept.blob.size))
+        level = logging.INFO if self.is_complete or not self._has_kept else logging.DEBUG  # the rest repeats itself
+        self._has_kept = True
+        logger.log(level, "holding %sof round %d (%s)", final, kept.head.round, format_bytes(kept.blob.size))
 
     def _retain(self, wanted: Blob) -> None:
         """Keep the state that we hold, the wanted one, and those that peers are downloading."""

@@ -225,7 +225,7 @@ class StatusReporter:
     def set_revisions(self, in_force: Sequence[Revision], round_number: int) -> None:
         """Set the organiser's revisions that hold for this round, and log those that did not hold before."""
         for revision in in_force[self._revision_count :]:
-            logger.info("from round %d on, the organiser's revision %s", round_number, describe_changes(revision))
+            logger.info("round %d has the organiser's revision %s", round_number, describe_changes(revision))
         self._revision_count = len(in_force)
         self._update(revision=max((revision.number for revision in in_force), default=0))
 

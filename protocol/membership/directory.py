@@ -334,7 +334,8 @@ class PeerDirectory(MembershipServicer):
         self._expire_records(sender)
         faults = [fault for signed in records if (fault := self._merge_record(signed)) is not None]
         self.refusals.update(fault.metric_label for fault in faults)
-        if faults:
+        # A record may expire on its way; but if no peer is live, our own clock may be wrong.
+        if any(not isinstance(fault, StaleError) for fault in faults) or (faults and not self._other_live_peers()):
             logger.warning("refused %d records from %s; the first: %s", len(faults), sender, faults[0])
         self._notify_listeners()
 

@@ -19,7 +19,7 @@ from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, runn
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
-HOLDS = re.compile(r"from round (\d+) on, the organiser's revision (\d+): (.*)")
+HOLDS = re.compile(r"round (\d+) has the organiser's revision (\d+): (.*)")
 
 
 class Organiser:

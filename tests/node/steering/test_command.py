@@ -89,6 +89,7 @@ def test_clock_measures_rounds_by_the_most_advanced_peer() -> None:
         (ORGANISER, None, MissingFileError, "name the organiser's key with --key FILE"),
         (ORGANISER, "other.key", OrganiserError, f"only {ORGANISER} may steer this run"),
     ],
+    ids=["no organiser", "no key", "another key"],  # the workers must agree on them, and the key is random
 )
 def test_who_may_not_steer_is_told_before_anybody_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, given: str | None, kind: type[MurmurError], words: str
