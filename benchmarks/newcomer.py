@@ -1,6 +1,7 @@
 """How long it takes a newcomer to contribute: from the line that is copied from a run's page to a round that took it.
 
     python benchmarks/newcomer.py [RUN.toml] [--peers 3] [--keep SECONDS] [--json]
+    python benchmarks/newcomer.py --life [--record docs/results/newcomer.md]
 
 A host (which only watches) opens the run on this machine, the first peers join by its link and train; then the line on
 the page is run with a home folder that is empty. Prints what the newcomer reads, and the seconds until each step; the
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import httpx2
 
+from benchmarks.whole_life import play
 from node.monitoring.status import NodeStatus, fetch_status
 from node.paths import demo_manifest
 from protocol.errors import UnreachableError
@@ -66,7 +68,14 @@ def main() -> int:
     parser.add_argument("--peers", type=int, default=3, help="that are there before")
     parser.add_argument("--keep", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--life", action="store_true", help="play the whole life of a run (benchmarks/whole_life.py)")
+    parser.add_argument("--record", type=Path, help="write every printed line of --life to this file")
     options = parser.parse_args()
+    if options.life:
+        with tempfile.TemporaryDirectory() as folder:
+            figures = play(Path(folder), options.record)
+        print(json.dumps(figures) if options.json else "\n".join(f"{name}: {value}" for name, value in figures.items()))
+        return 0
     with tempfile.TemporaryDirectory() as folder, running() as start:
         steps = newcomer(Path(folder), options.run.resolve(), options.peers, start, options.keep)
     lines = (f"{name:>14} {seconds:6.1f} s" for name, seconds in steps.items())
