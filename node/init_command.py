@@ -84,7 +84,7 @@ def init(target: Path, options: InitOptions, ask: bool) -> None:
     """Write the manifest `target` and print the next commands.
 
     Args:
-        ask: whether to ask for what the options leave open.
+        ask: whether to ask for the values that the options leave open.
 
     Raises:
         UsageError: `target` exists, or a value cannot be used.

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from protocol.errors import AlreadyRunningError, DataError, OtherRunError, PortTakenError, StorageError
 from protocol.manifest import Manifest, changed_keys, load_manifest
-from protocol.revisions import steerable_keys
+from protocol.steering.revisions import steerable_keys
 from protocol.transport.local_sockets import retry_while_port_taken
 from protocol.transport.nat import find_common_port, is_port_free
 

@@ -1,8 +1,8 @@
 """Fill a new folder for a person: an export, or token shards.
 
 The folder is filled in place, because a mount point, the current folder and a folder in a parent that belongs to
-someone else cannot be replaced by a rename. While it is filled it holds the file INCOMPLETE; whoever fills it writes
-last the one file without which nothing reads the folder.
+someone else cannot be replaced by a rename. While it is filled it holds the file INCOMPLETE; the one
+file without which nothing reads the folder is written last.
 """
 
 import contextlib

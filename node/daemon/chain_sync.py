@@ -12,13 +12,13 @@ from protocol.blobs.blob import Blob, check_digest
 from protocol.consensus.chain import Chain, ChainHead, extend_head
 from protocol.consensus.message_kinds import parse
 from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
-from protocol.consensus.revision_log import SignedRevision, open_revision
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import ChainReply
-from protocol.revisions import MAX_REVISIONS
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
+from protocol.steering.revision_log import SignedRevision, open_revision
+from protocol.steering.revisions import MAX_REVISIONS
 
 MAX_COMMITS = 64
 

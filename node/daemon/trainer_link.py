@@ -214,7 +214,8 @@ class TrainerLink:
     async def _wait_until_evaluated(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EVALUATION_SECONDS), self._changed:
-                await self._changed.wait_for(lambda: not (self._is_evaluating and self._running))
+                while self._is_evaluating and self._running:
+                    await self._changed.wait()
 
     async def _on_evaluated(self) -> None:
         async with self._changed:

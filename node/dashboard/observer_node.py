@@ -19,10 +19,10 @@ from node.keeper.state_keeper import StateKeeper, build_keeper
 from node.options import NodeOptions
 from node.run_dir import RunDir
 from protocol.consensus.chain import Chain
-from protocol.consensus.revision_log import RevisionLog
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
+from protocol.steering.revision_log import RevisionLog
 from protocol.tasks import cancel_and_wait
 from protocol.transport.transport import Transport
 

@@ -50,7 +50,7 @@ VALIDATION_TOKENS = 65_536
 
 
 class TextReport(BaseModel):
-    """What the check found in a usable text."""
+    """The findings of the check in a usable text."""
 
     documents: int | None = None  # None: the source does not know them
     tokens: int = 0

@@ -31,11 +31,11 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
 from protocol.consensus.messages import Adoption, Commit, SignedMessage
-from protocol.consensus.revision_log import RevisionLog
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
+from protocol.steering.revision_log import RevisionLog
 
 logger = logging.getLogger(__name__)
 

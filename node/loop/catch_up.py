@@ -11,9 +11,9 @@ from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
 from protocol.consensus.messages import Commit, Digest, SignedMessage
-from protocol.consensus.revision_log import SignedRevision
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
+from protocol.steering.revision_log import SignedRevision
 
 SYNC_AFTER_SECONDS = 1.5  # to wait for the next commit to arrive by itself
 SYNC_NOW_GAP = 2  # rounds behind at which we sync at once

@@ -44,7 +44,7 @@ from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from protocol.revisions import Revision
+from protocol.steering.revisions import Revision
 
 MAX_PENDING_ACTIONS = 4096  # waiting for a vote; further messages are dropped, because peers retransmit
 

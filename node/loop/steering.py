@@ -9,11 +9,11 @@ a round needs a majority, and the others go on as soon as they know the same rev
 from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Adoption, Commit, Digest
-from protocol.consensus.revision_log import RevisionLog, SignedRevision
 from protocol.errors import LimitError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
-from protocol.revisions import REFERENCE_MANIFEST, RevisedManifest, Revision, manifest_of_round
+from protocol.steering.revision_log import RevisionLog, SignedRevision
+from protocol.steering.revisions import REFERENCE_MANIFEST, RevisedManifest, Revision, manifest_of_round
 
 MAX_CACHED = 16
 

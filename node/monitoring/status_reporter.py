@@ -31,7 +31,7 @@ from protocol.consensus.events import RejectReason
 from protocol.consensus.messages import AppliedContributions, Commit, Digest
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
-from protocol.revisions import Revision, describe_changes
+from protocol.steering.revisions import Revision, describe_changes
 
 
 class MissReason(NamedTuple):

@@ -56,8 +56,8 @@ from protocol import murmur_pb2 as wire
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
 from protocol.consensus.messages import Digest, PartBlob
-from protocol.consensus.revision_log import RevisionLog
 from protocol.identity import PeerId
+from protocol.steering.revision_log import RevisionLog
 
 if TYPE_CHECKING:
     from node.simulation.swarm import VirtualSwarm

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from node.daemon.peer_rpc import await_reply
 from node.steering.keeper import exchange_revisions
-from protocol.consensus.revision_log import RevisionLog, SignedRevision, open_revision
 from protocol.errors import PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.membership.peer_table import PeerTable
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.murmur_pb2_grpc import MembershipStub
-from protocol.revisions import NO_REVISION, Digest
+from protocol.steering.revision_log import RevisionLog, SignedRevision, open_revision
+from protocol.steering.revisions import NO_REVISION, Digest
 from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from protocol.consensus.messages import SignedMessage
 from protocol.errors import MissingFileError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest, load_manifest
-from protocol.revisions import (
+from protocol.signing import MAX_ROUND, sign
+from protocol.steering.revisions import (
     MAX_REVISIONS,
     NO_REVISION,
     PAUSED_KEY,
@@ -33,7 +34,6 @@ from protocol.revisions import (
     manifest_of_round,
     steerable_keys,
 )
-from protocol.signing import MAX_ROUND, sign
 
 Action = Literal["stop", "pause", "resume"]
 MARGIN_ROUNDS = 2  # the open round, and one whose commit tells the run of the revision

@@ -18,7 +18,6 @@ import grpc
 from node.daemon.peer_rpc import ChannelTo, await_reply
 from node.run_dir import read_json_if_whole, write_atomically
 from node.steering.round_clock import RoundClock
-from protocol.consensus.revision_log import MAX_STORED, RevisionLog, SignedRevision, open_revision
 from protocol.errors import ForgedError, LimitError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, RunId
@@ -27,7 +26,8 @@ from protocol.membership.gossip_interface import abort_call
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import PeerRecord, RevisionsReply, RevisionsRequest, Signed
 from protocol.murmur_pb2_grpc import SteeringServicer, SteeringStub, add_SteeringServicer_to_server
-from protocol.revisions import NO_REVISION, Digest, describe_revision
+from protocol.steering.revision_log import MAX_STORED, RevisionLog, SignedRevision, open_revision
+from protocol.steering.revisions import NO_REVISION, Digest, describe_revision
 from protocol.transport.rate_limit import TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
 

@@ -16,7 +16,7 @@ from protocol.consensus.messages import Commit, Digest, SignedMessage
 from protocol.errors import CheckpointError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.revisions import NO_REVISION
+from protocol.steering.revisions import NO_REVISION
 
 MAX_KEPT_COMMITS = 64
 

@@ -28,12 +28,12 @@ from protocol.consensus.messages import (
     check_part_count,
     check_round,
 )
-from protocol.consensus.revision_log import open_revision, read_revision
 from protocol.errors import MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
-from protocol.revisions import REVISION_KIND
 from protocol.signing import open_signed, read_unverified
+from protocol.steering.revision_log import open_revision, read_revision
+from protocol.steering.revisions import REVISION_KIND
 
 MAX_VOTES = 4096
 

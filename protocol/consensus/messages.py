@@ -19,8 +19,8 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
-from protocol.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 from protocol.signing import MAX_ROUND
+from protocol.steering.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 
 Digest = bytes  # 32 bytes, SHA-256
 OpenNested = Callable[[wire.Signed], "SignedMessage[Any]"]  # checks a message inside another, of any kind

@@ -8,7 +8,7 @@ from protocol.consensus.messages import Adoption, Digest, SignedMessage
 from protocol.consensus.topology import Topology
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.revisions import NO_REVISION, Revision
+from protocol.steering.revisions import NO_REVISION, Revision
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
-from protocol.consensus.revision_log import SignedRevision
 from protocol.identity import PeerId
+from protocol.steering.revision_log import SignedRevision
 from tests.simulation.work_accounting import SavedWork
 
 if TYPE_CHECKING:

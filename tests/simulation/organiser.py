@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from node.loop.steering import Steering
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit, Digest
-from protocol.consensus.revision_log import RevisionLog, SignedRevision
 from protocol.manifest import RoundSection
-from protocol.revisions import REFERENCE_MANIFEST, Revision, Value, encode_changes, manifest_of_round
+from protocol.steering.revision_log import RevisionLog, SignedRevision
+from protocol.steering.revisions import REFERENCE_MANIFEST, Revision, Value, encode_changes, manifest_of_round
 from tests.simulation.network import ORGANISER, make_signer
 
 if TYPE_CHECKING:

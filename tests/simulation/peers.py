@@ -54,9 +54,9 @@ from protocol.consensus.chain import Chain
 from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
 from protocol.consensus.pacing import Pacing
-from protocol.consensus.revision_log import RevisionLog, SignedRevision
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
+from protocol.steering.revision_log import RevisionLog, SignedRevision
 from tests.simulation.disk import BlobTransfers, Disk
 from tests.simulation.gossip import Gossip
 from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer

@@ -13,8 +13,8 @@ from node.steering.client import contact_run
 from protocol.consensus.messages import SignedMessage
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.revisions import REVISION_KIND, Revision
 from protocol.signing import sign
+from protocol.steering.revisions import REVISION_KIND, Revision
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

@@ -6,9 +6,9 @@ from typing import Any
 
 from node.dashboard.events import RevisionReport, RunFacts, RunSteered
 from protocol.consensus.messages import Commit, Digest
-from protocol.consensus.revision_log import SignedRevision
 from protocol.manifest import Manifest
-from protocol.revisions import PAUSED_KEY, RevisedManifest, describe_changes, manifest_of_round
+from protocol.steering.revision_log import SignedRevision
+from protocol.steering.revisions import PAUSED_KEY, RevisedManifest, describe_changes, manifest_of_round
 
 
 class AdoptionRecord:

@@ -22,9 +22,9 @@ from node.loop.steering import Steering, unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
-from protocol.consensus.revision_log import RevisionLog
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.steering.revision_log import RevisionLog
 from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors
 from tests.node.small_run import (
     MANIFEST,

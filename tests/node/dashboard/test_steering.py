@@ -12,7 +12,7 @@ from node.dashboard.run_state.steering import AdoptionRecord, revision_values
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages import Adoption
-from protocol.consensus.revision_log import SignedRevision
+from protocol.steering.revision_log import SignedRevision
 from tests.node.dashboard.browser import WINDOWS, open_browser, open_window, served_page
 from tests.node.dashboard.example_events import FACTS, committed
 from tests.node.dashboard.test_browser import busy_log, keep_picture, now, require_sound

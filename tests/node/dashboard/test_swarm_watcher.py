@@ -21,11 +21,11 @@ from node.dashboard.swarm_watcher import (
 from node.receipts.commit_file import CommitFileHeader
 from protocol.consensus.chain import genesis_head
 from protocol.consensus.messages import NOTHING_ADOPTED
-from protocol.consensus.revision_log import RevisionLog
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
+from protocol.steering.revision_log import RevisionLog
 from tests.node.dashboard.example_events import OPENED, committed
 from tests.node.small_run import MANIFEST, PEERS, RUN_ID, SHAPES
 

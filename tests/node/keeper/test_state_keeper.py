@@ -21,11 +21,11 @@ from node.run_dir import RunDir
 from protocol.blobs.blob import PIECE_BYTES, Blob
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.consensus.messages import Commit, SignedMessage
-from protocol.consensus.revision_log import RevisionLog
 from protocol.errors import StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import ChainReply, PeerRecord
+from protocol.steering.revision_log import RevisionLog
 from tests.node.small_run import TOML, commit_of, until
 from tests.protocol.blobs.fake_sources import ScriptedSource, SourcePool, flip_last_bit
 

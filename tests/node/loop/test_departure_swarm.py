@@ -14,9 +14,9 @@ from node.loop.options import LoopOptions, RoundOptions
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.revision_log import RevisionLog
 from protocol.manifest import TargetSection
-from protocol.revisions import REFERENCE_MANIFEST
+from protocol.steering.revision_log import RevisionLog
+from protocol.steering.revisions import REFERENCE_MANIFEST
 
 HEAD, BEFORE = ChainHead(8, b"h" * 32, 800), ChainHead(7, b"e" * 32, 700)
 STATE = b"s" * 32

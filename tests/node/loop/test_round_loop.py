@@ -50,12 +50,12 @@ from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import Send, VoteRecord
 from protocol.consensus.messages import Commit, SignedMessage
 from protocol.consensus.pacing import Pacing
-from protocol.consensus.revision_log import RevisionLog
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import make_topology
 from protocol.identity import PeerId
 from protocol.manifest import TargetSection
 from protocol.signing import sign
+from protocol.steering.revision_log import RevisionLog
 from tests.node.loop.test_steering import signed_revision
 from tests.node.small_run import MANIFEST, PEERS, PROGRAM, RUN_ID, TERMS, commit_of, contribution_of, stated
 

@@ -11,10 +11,10 @@ from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages import Adoption, SignedMessage
-from protocol.consensus.revision_log import RevisionLog, SignedRevision
 from protocol.identity import Identity
-from protocol.revisions import REFERENCE_MANIFEST, REVISION_KIND, Revision, encode_changes
 from protocol.signing import sign
+from protocol.steering.revision_log import RevisionLog, SignedRevision
+from protocol.steering.revisions import REFERENCE_MANIFEST, REVISION_KIND, Revision, encode_changes
 from tests.node.small_run import RUN_ID, commit_of
 
 ORGANISER = Identity.create()

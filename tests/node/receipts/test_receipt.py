@@ -15,8 +15,8 @@ from protocol.consensus.chain import extend_head
 from protocol.consensus.messages import Adoption, Commit, SignedMessage
 from protocol.errors import ReceiptError
 from protocol.identity import Identity
-from protocol.revisions import REVISION_KIND, Revision, encode_changes
 from protocol.signing import sign
+from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
 from tests.node.receipts.example_commits import (
     GENESIS,
     HEADER,

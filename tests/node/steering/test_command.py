@@ -11,7 +11,7 @@ from node.steering.round_clock import RoundClock
 from protocol.errors import MissingFileError, MurmurError, OrganiserError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.revisions import RevisedManifest
+from protocol.steering.revisions import RevisedManifest
 from tests.node.small_run import MANIFEST
 
 ORGANISER = Identity.create().peer_id

@@ -13,14 +13,14 @@ import pytest
 from node.steering import keeper as keeper_module
 from node.steering.keeper import CALL_BURST, RevisionKeeper, exchange_revisions
 from protocol.consensus.messages import SignedMessage
-from protocol.consensus.revision_log import MAX_STORED, SignedRevision
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.peer_table import PeerJoined, PeerUpdated
 from protocol.murmur_pb2 import PeerRecord
-from protocol.revisions import REVISION_KIND, Revision, encode_changes
 from protocol.signing import sign
+from protocol.steering.revision_log import MAX_STORED, SignedRevision
+from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
 from tests.node.small_run import MANIFEST, PEERS
 from tests.protocol.local_server import serve_locally
 

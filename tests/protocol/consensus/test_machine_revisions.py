@@ -4,10 +4,10 @@ import pytest
 
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages import Adoption, SignedMessage
-from protocol.consensus.revision_log import SignedRevision
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
-from protocol.revisions import REVISION_KIND, Revision, encode_changes
+from protocol.steering.revision_log import SignedRevision
+from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import ORGANISER, make_signer
 

@@ -13,8 +13,8 @@ from protocol.consensus.messages import Digest, SignedMessage
 from protocol.errors import ForgedError, LimitError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.revisions import MAX_REVISION_BYTES, MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 from protocol.signing import open_signed, read_unverified
+from protocol.steering.revisions import MAX_REVISION_BYTES, MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 
 SignedRevision = SignedMessage[Revision]
 MAX_STORED = 2 * MAX_REVISIONS  # with revisions that contradict others

@@ -6,11 +6,11 @@ import pytest
 
 from protocol import murmur_pb2 as wire
 from protocol.consensus.messages import Adoption, SignedMessage
-from protocol.consensus.revision_log import MAX_STORED, RevisionLog, SignedRevision, open_revision
 from protocol.errors import ForgedError, LimitError, MalformedError, StaleError
 from protocol.identity import Identity
-from protocol.revisions import REVISION_KIND, Revision, encode_changes
 from protocol.signing import sign
+from protocol.steering.revision_log import MAX_STORED, RevisionLog, SignedRevision, open_revision
+from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
 
 ORGANISER, STRANGER = Identity.create(), Identity.create()
 RUN_ID = "ab" * 32

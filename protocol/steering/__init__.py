@@ -1,0 +1,1 @@
+"""Signed revisions of a manifest, by which the organiser changes a running run."""
