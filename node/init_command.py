@@ -284,7 +284,7 @@ description = {description}
 organiser = {organiser}
 licence = {licence}  # of the model, such as Apache-2.0
 
-[model]  # a Llama-type decoder
+[model]  # a decoder-only transformer
 vocabulary = {vocabulary}  # 256: the text is read as bytes
 width = {width}
 layers = {layers}
