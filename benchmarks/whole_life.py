@@ -209,7 +209,10 @@ def _transcript(people: list[Person], folder: Path, life: Life) -> str:
     lines = [
         "# The whole life of a run",
         "",
-        "`python benchmarks/newcomer.py --life` on two cores.",
+        "An organiser writes a manifest, hosts the run and steers it; mary, john and ana join from the page; john's machine is",
+        "killed and comes back; a late volunteer comes after the end. These are all lines that the commands printed on one",
+        "machine with two shared cores, and people's home folders are shortened to their names.",
+        "`python benchmarks/newcomer.py --life --record docs/results/newcomer.md` writes this page.",
         "",
         "| figure | value |",
         "|---|---|",
