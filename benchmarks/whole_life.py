@@ -28,6 +28,11 @@ PAGE_LINE = re.compile(r"^page +(\S+)/$", re.MULTILINE)
 PATIENCE = 600.0
 POLL_SECONDS = 0.2
 TOKENS = "600k"
+INTRODUCTION = """\
+An organiser writes a manifest, hosts the run and steers it; mary, john and ana join from the page; john's machine is
+killed and comes back; a late volunteer comes after the end. These are all lines that the commands printed on one
+machine; people's home folders are shortened to their names.
+`python benchmarks/newcomer.py --life --record docs/results/newcomer.md` writes this page."""
 
 
 @dataclass
@@ -209,10 +214,7 @@ def _transcript(people: list[Person], folder: Path, life: Life) -> str:
     lines = [
         "# The whole life of a run",
         "",
-        "An organiser writes a manifest, hosts the run and steers it; mary, john and ana join from the page; john's machine is",
-        "killed and comes back; a late volunteer comes after the end. These are all lines that the commands printed on one",
-        "machine with two shared cores, and people's home folders are shortened to their names.",
-        "`python benchmarks/newcomer.py --life --record docs/results/newcomer.md` writes this page.",
+        INTRODUCTION,
         "",
         "| figure | value |",
         "|---|---|",
