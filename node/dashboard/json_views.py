@@ -118,6 +118,8 @@ def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
         return "behind", "warn"
     if peer.report.resting:
         return "resting", "busy"
+    if state.is_over:
+        return "done", "ok"
     return ("training", "ok") if peer.in_time else ("late", "warn")
 
 

@@ -51,6 +51,8 @@ def test_nothing_is_lost_after_the_end() -> None:
     assert run_status(state)[:2] == ("done", "ok")
     assert {peer["state"] for peer in values["peers"]} == {"left"}
     assert not {line["tone"] for line in values["log"]} & {"bad", "warn"}
+    staying = snapshot(apply_all(first_rounds(ROUNDS)), 1400.0)
+    assert {peer["state"] for peer in staying["peers"]} == {"done"}, "before they leave"
     before = snapshot(apply_all([*first_rounds(3), *last_events()[1:]]), 1400.0)
     assert {peer["state"] for peer in before["peers"]} == {"left", "gone"}
     assert "warn" in {line["tone"] for line in before["log"]}
