@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import re
 import time
@@ -44,7 +45,6 @@ MAX_CONNECTIONS = 1024
 MAX_BOOTSTRAP_ADDRESSES = 8  # in the served manifest
 MAX_OWN_ADDRESSES = 4  # of these, addresses of this host
 SIGNED_TEXT_SECONDS = 5.0  # how long a signed manifest is served before it is renewed
-LOOPBACK_PREFIXES = ("/ip4/127.", "/ip6/::1/")
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,18 @@ class ManifestPublisher:
 
 
 def sort_reachable_first(addresses: Sequence[str]) -> list[str]:
-    """Sort the addresses so that loopback addresses come last."""
-    return sorted(addresses, key=lambda address: address.startswith(LOOPBACK_PREFIXES))
+    """Sort multiaddresses by how many others reach them: names, public IPv4 and IPv6, private ones, loopback."""
+    return sorted(addresses, key=_reach_rank)
+
+
+def _reach_rank(address: str) -> int:
+    try:
+        ip = ipaddress.ip_address(address.split("/")[2].partition("%")[0])
+    except (ValueError, IndexError):
+        return 0  # a DNS name
+    if ip.is_loopback:
+        return 5
+    return (1 if ip.is_global else 3) + (ip.version == 6)
 
 
 @dataclass(frozen=True)
