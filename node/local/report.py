@@ -65,7 +65,8 @@ class FinalReport(RunReport):
 
     def _digest_line(self) -> str:
         if self.agreed:
-            return f"all {len(self.digests)} peers agree: {next(iter(self.digests.values()))[:16]}"
+            whose = f"all {len(self.digests)} peers agree" if len(self.digests) > 1 else "one peer"
+            return f"{whose}: {next(iter(self.digests.values()))[:16]}"
         return "DIFFER: " + ", ".join(f"{peer[-6:]} {digest[:8] or 'none'}" for peer, digest in self.digests.items())
 
 
