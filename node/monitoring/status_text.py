@@ -57,7 +57,8 @@ def status_parts(status: NodeStatus, seconds_left: float | None, phase_seconds: 
     trouble = [Part(-1, status.key_conflict)] if status.key_conflict else []
     if status.phase in WAITING_PHASES:
         return [*trouble, *_waiting_parts(status, phase_seconds)]
-    left = [Part(2, f"{format_clock(seconds_left)} left")] if seconds_left is not None and not status.is_done else []
+    is_going_on = not status.is_done and status.phase != "paused"
+    left = [Part(2, f"{format_clock(seconds_left)} left")] if seconds_left is not None and is_going_on else []
     if status.phase == "watching":
         return [*trouble, *_watching_parts(status), *left]
     return [*trouble, *_training_parts(status), *left]

@@ -50,6 +50,10 @@ def test_line_of_a_node_that_does_not_train(changes: dict[str, Any], expected: s
     assert line(**changes) == expected
 
 
+def test_paused_run_has_no_remaining_time() -> None:
+    assert "left" not in line(phase="paused", reason="paused by the organiser since round 12")
+
+
 def test_trouble_is_on_the_line() -> None:
     assert "not contributing: paused, others use it" in line(paused="others use it")
     alone = line(100, alone=True)
