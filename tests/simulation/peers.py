@@ -56,7 +56,7 @@ from protocol.consensus.messages import AppliedContributions, Commit, Contributi
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
-from protocol.steering.revision_log import RevisionLog, SignedRevision
+from protocol.steering.revision_log import RevisionLog, SignedRevision, add_all
 from tests.simulation.disk import BlobTransfers, Disk
 from tests.simulation.gossip import Gossip
 from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer
@@ -125,7 +125,7 @@ class SimulatedPeer:
 
     def learn(self, revisions: Iterable[SignedRevision]) -> None:
         """Take over revisions from the organiser or another peer."""
-        if any(self.log.add(revision) != "known" for revision in revisions):
+        if add_all(self.log, tuple(revisions)):
             self._save_revisions()
             self.feed(RevisionsChanged())
 
