@@ -6,6 +6,7 @@ organiser's key is created with the first manifest, because the run id contains 
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -20,15 +21,14 @@ from node.model import shape_table
 from node.model.memory_estimate import fixed_bytes, sequence_bytes
 from node.paths import organiser_key_path
 from node.run_dir import read_json_if_whole, write_atomically
-from node.units import format_bytes, format_count
+from node.units import format_bytes, format_count, parse_count
 from protocol.errors import MurmurError, StorageError, UsageError
 from protocol.identity import Identity
-from protocol.manifest import RUN_NAME, Manifest, parse_manifest
+from protocol.manifest import NAME_PATTERN, Manifest, ModelSection, parse_manifest
 
 STDLIB = "python-stdlib"
 BYTES_VOCABULARY = 256
 TOKENS_PER_PARAMETER = 20  # compute-optimal, arXiv 2203.15556
-COUNT_SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 GLOB_CHARACTERS = "*?["
 
 
@@ -157,7 +157,7 @@ def _check_answer(check: Callable[[str], object], answer: str) -> object:
 
 def check_name(name: str) -> str:
     """Return the name of a run. Raises UsageError."""
-    if not RUN_NAME.match(name):
+    if not re.fullmatch(NAME_PATTERN, name):
         raise UsageError(f"{name[:40]!r} is not a name; use a-z, 0-9, '-', '.' and '_', at most 64 characters")
     return name
 
@@ -180,10 +180,12 @@ def _describe_sizes() -> str:
     return ", ".join(f"{name} ({format_count(_parameters(size))})" for name, size in SIZES.items())
 
 
-def _parameters(size: ModelSize) -> int:
-    """Return the parameters of a byte-level model: embedding, norms, attention and gated layer of each block."""
-    block = 4 * size.width**2 + 3 * size.width * size.hidden + 2 * size.width
-    return BYTES_VOCABULARY * size.width + size.layers * block + size.width
+def _parameters(size: ModelSize, vocabulary: int = BYTES_VOCABULARY) -> int:
+    model = ModelSection(
+        vocabulary=vocabulary, width=size.width, layers=size.layers, heads=size.heads, hidden=size.hidden,
+        context=size.context,
+    )  # fmt: skip
+    return shape_table(model).numel
 
 
 def _default_name(target: Path) -> str:
@@ -223,18 +225,6 @@ def _from_folder(path: str, folder: Path) -> str:
     return path if Path(path).is_absolute() else os.path.relpath(path, folder)
 
 
-def parse_count(text: str, option: str) -> int:
-    """Return the number of `100M`, `2.5G` or `300000`. Raises UsageError."""
-    number, factor = (text[:-1], COUNT_SUFFIXES[text[-1]]) if text[-1:] in COUNT_SUFFIXES else (text, 1)
-    try:
-        count = int(float(number) * factor)
-    except (ValueError, OverflowError) as error:
-        raise UsageError(f"{option}: {text[:40]!r} is not a number; write it like 100M or 2G") from error
-    if count < 1:
-        raise UsageError(f"{option}: {text[:40]!r} is too few; write it like 100M or 2G")
-    return count
-
-
 def manifest_text(options: InitOptions, folder: Path, organiser_key: str) -> str:
     """Return the manifest as commented TOML."""
     size, data = (
@@ -242,8 +232,8 @@ def manifest_text(options: InitOptions, folder: Path, organiser_key: str) -> str
         choose_data(options.text or STDLIB, options.tokenizer, folder),
     )
     peers = options.peers or 2
-    parameters = _parameters(size) + (data.vocabulary - BYTES_VOCABULARY) * size.width
-    tokens = parse_count(options.tokens, "--tokens") if options.tokens else TOKENS_PER_PARAMETER * parameters
+    default = TOKENS_PER_PARAMETER * _parameters(size, data.vocabulary)
+    tokens = parse_count(options.tokens, "--tokens") if options.tokens else default
     steps = max(1, tokens // (size.batch_tokens * peers))
     values: dict[str, object] = {
         "name": check_name(options.name or "my-run"),

@@ -18,6 +18,7 @@ IP_KINDS: Final[dict[str, IpKind]] = {"ip4": ipaddress.IPv4Address, "ip6": ipadd
 
 SIZE = re.compile(r"^\s*(?P<number>\d{1,9}(\.\d{1,6})?)\s*(?P<unit>B|[kKMGT]B|[KMGT]iB|[kKMGT])?\s*$")
 POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+COUNT_FACTORS = {letter: 1000 ** POWERS[letter] for letter in "kMGT"} | {"B": 1000**3}  # B: a billion
 # Bits are spelled out and bytes have a capital B: `20mb` has cost many people a factor of eight.
 RATE = re.compile(
     r"^\s*(?P<number>\d{1,9}(\.\d{1,6})?)\s*((?P<bits>[kKmMgG])[bB]it|(?P<bytes>[kKMG]B|[KMG]iB))(/s)?\s*$", re.ASCII
@@ -35,6 +36,18 @@ def parse_size(text: str, option: str) -> int:
     if size < 1:
         raise UsageError(f"{option}: {text!r} is less than one byte; write it like 4GB or 512MB")
     return int(size)
+
+
+def parse_count(text: str, option: str) -> int:
+    """Return the number of `100M`, `2.5G` or `300000`. Raises UsageError."""
+    number, factor = (text[:-1], COUNT_FACTORS[text[-1]]) if text[-1:] in COUNT_FACTORS else (text, 1)
+    try:
+        count = int(float(number) * factor)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{option}: {text[:40]!r} is not a number; write it like 100M or 2G") from error
+    if count < 1:
+        raise UsageError(f"{option}: {text[:40]!r} is too few; write it like 100M or 2G")
+    return count
 
 
 def parse_rate(text: str | None, option: str) -> float:

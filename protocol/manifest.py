@@ -34,8 +34,8 @@ Scalar = bool | int | float | str
 ScalarTable = dict[str, Scalar]
 OptionValue = Scalar | ScalarTable | tuple[Scalar | ScalarTable, ...]
 RunId = str  # 64 hexadecimal digits
-RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}\Z")
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
+Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # because the time to parse a dotted key grows with the square of its parts
 DEFAULT_MODEL_KIND = "llama"
