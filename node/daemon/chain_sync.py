@@ -4,7 +4,7 @@ The client asks a peer that is ahead for the commits after its own round. If the
 same blobs, same arithmetic, same digests. Otherwise it downloads the state itself, from all peers that have it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from node.daemon.peer_rpc import ChannelTo, request_chain
 from node.loop.catch_up import SyncPlan, is_worth_taking, plan_replay
@@ -58,6 +58,12 @@ def heads_along(start: ChainHead, commits: Iterable[Commit]) -> list[ChainHead]:
     return heads
 
 
+def find_reached_head(commits: Sequence[SignedMessage[Commit]]) -> ChainHead:
+    """Return the head after the last commit, with the tokens of these commits; MalformedError as above."""
+    bodies = [commit.body for commit in commits]
+    return heads_along(ChainHead(bodies[0].round, bodies[0].base, 0), bodies)[-1]
+
+
 class ChainSyncClient:
     """Requests the path to another peer's head; `state_bytes` is the size of every state of this run."""
 
@@ -103,8 +109,7 @@ def _require_linked(commits: tuple[SignedMessage[Commit], ...], head: ChainHead)
     """Return consecutive commits that lead to `head` or end before it. Raises MalformedError for others."""
     if not commits:
         return commits
-    bodies = [commit.body for commit in commits]
-    reached = heads_along(ChainHead(bodies[0].round, bodies[0].base, 0), bodies)[-1]
+    reached = find_reached_head(commits)
     if reached.round > head.round or (reached.round == head.round and reached.digest != head.digest):
         raise MalformedError(f"the commits do not lead to the head of round {head.round}")
     return commits

@@ -1,7 +1,7 @@
 """Show the peer directory to a replica: the trainers, their heads, and the peers to ask."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
@@ -86,7 +86,7 @@ class SwarmView:
         """Return the state of all live peers, in random order to spread requests."""
         live = list(self._directory.live().items())
         self._rng.shuffle(live)
-        return SwarmSnapshot({peer: peer_state(record) for peer, record in live}, dict(self._left_peers))
+        return SwarmSnapshot(peer_states(dict(live)), dict(self._left_peers))
 
     def is_our_turn_to_evaluate(self, round_number: int) -> bool:
         """Return whether it is our turn to evaluate the anchor of a round; trainers that are not paused take turns."""
@@ -96,8 +96,8 @@ class SwarmView:
 
     def newest_validation_loss(self) -> float | None:
         """Return the newest validation loss that a peer has measured, by the records; None if there is none."""
-        measured = [record for record in self._directory.live().values() if record.validation_round]
-        return max(measured, key=lambda record: record.validation_round).validation_loss if measured else None
+        newest = find_newest_validation(self._directory.live().values())
+        return newest.validation_loss if newest else None
 
     def announce_head(self, head: ChainHead, state: Digest) -> None:
         self._directory.publish(
@@ -117,6 +117,17 @@ class SwarmView:
             self._left_peers[event.peer] = peer_state(event.record or PeerRecord(role="trainer"))
             if len(self._left_peers) > MAX_LEFT_PEERS:
                 del self._left_peers[next(iter(self._left_peers))]
+
+
+def peer_states(records: Mapping[PeerId, PeerRecord]) -> dict[PeerId, PeerState]:
+    """Return the states that verified peer records announce, in their order."""
+    return {peer: peer_state(record) for peer, record in records.items()}
+
+
+def find_newest_validation(records: Iterable[PeerRecord]) -> PeerRecord | None:
+    """Return the record with the validation loss of the newest round; None if no peer has measured one."""
+    newest = max(records, key=lambda record: record.validation_round, default=None)
+    return newest if newest is not None and newest.validation_round else None
 
 
 def peer_state(record: PeerRecord) -> PeerState:

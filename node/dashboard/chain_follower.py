@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from node.daemon.chain_sync import ChainReader, heads_along
 from node.daemon.peer_rpc import ChannelTo
-from node.daemon.swarm_view import peer_state
+from node.daemon.swarm_view import peer_states
 from node.dashboard.events import ChainForked, CommittedContribution, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
 from node.loop.catch_up import best_head
@@ -73,8 +73,7 @@ class ChainFollower:
         """Return the best trusted head and peers that can prove it; `None` if it is not better than the known head."""
         self._failed_at = {peer: since for peer, since in self._failed_at.items() if 0 <= now - since < AVOID_SECONDS}
         needed = 1 if len(trainers) < 3 else 2
-        snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in trainers.items()})
-        preferred = snapshot.preferred_heads(known)
+        preferred = SwarmSnapshot(peer_states(trainers)).preferred_heads(known)
         trusted = [(head, peers) for head, peers in preferred.items() if len(peers) >= needed]
         sources = {head: sorted(set(peers) - set(self._failed_at)) for head, peers in trusted}
         provable = {head: peers for head, peers in sources.items() if peers}

@@ -5,16 +5,14 @@ somebody who comes too late should not look for it.
 """
 
 import asyncio
-import os
-import random
 import tempfile
 import time
 from pathlib import Path
 
 from node.daemon.lifecycle import FinishedRun
 from node.daemon.node import Node
-from node.daemon.swarm_view import peer_state
-from node.dashboard.observer_node import gossiping
+from node.daemon.swarm_view import find_newest_validation, peer_states
+from node.dashboard.observer_node import gossiping, open_observer_node
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.options import NodeOptions
@@ -31,13 +29,8 @@ async def find_end(settings: NodeOptions) -> FinishedRun | None:
         return None
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         options = settings.model_copy(update={"folder": Path(folder)})
-        node = Node(options, RunDir(options.folder), random.Random(os.urandom(16)))
-        try:
-            await node.open()
-            async with gossiping(node):
-                return await _look(node)
-        finally:
-            await node.transport.stop()
+        async with open_observer_node(options, RunDir(options.folder), keeps=False) as (node, _), gossiping(node):
+            return await _look(node)
 
 
 async def _look(node: Node) -> FinishedRun | None:
@@ -46,11 +39,11 @@ async def _look(node: Node) -> FinishedRun | None:
     began = time.monotonic()
     while time.monotonic() - began < LOOK_SECONDS:
         records = node.directory.live()
-        snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in records.items()})
+        snapshot = SwarmSnapshot(peer_states(records))
         final = steering.final_head(snapshot, node.peer_id)
         if final is not None:
-            newest = max(records.values(), key=lambda record: record.validation_round)
-            loss = newest.validation_loss if newest.validation_round else None
+            newest = find_newest_validation(records.values())
+            loss = newest.validation_loss if newest else None
             return FinishedRun(final.round, final.tokens, loss, is_ours=False)
         if snapshot.trainers and steering.knows_all(snapshot):
             return None

@@ -6,22 +6,19 @@ not needed any more once it is here, so the node is a temporary one, with a key 
 
 import asyncio
 import logging
-import os
-import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from node.checkpoints.checkpoint import TrainedWeights
 from node.checkpoints.new_folder import require_free
-from node.daemon.node import Node
-from node.dashboard.observer_node import gossiping
+from node.dashboard.observer_node import gossiping, open_observer_node
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags
 from node.join.invitation import Invitation, open_invitation
 from node.join.joined_folder import check_pin
 from node.keeper.state_folder import KeptState
-from node.keeper.state_keeper import StateKeeper, build_keeper
+from node.keeper.state_keeper import StateKeeper
 from node.model.export import write_export
 from node.monitoring.logs import configure_logs
 from node.monitoring.progress import ByteProgress
@@ -76,15 +73,9 @@ def _open_tokenizer(invitation: Invitation, run: str) -> TextTokenizer:
 
 
 async def _fetch_weights(options: NodeOptions) -> TrainedWeights:
-    run_dir = RunDir(options.folder)
-    node = Node(options, run_dir, random.Random(os.urandom(16)))
-    keeper = build_keeper(node, run_dir)
-    try:
-        await node.open()
-        async with gossiping(node):
-            kept = await _fetch_with_progress(keeper)
-    finally:
-        await node.transport.stop()
+    async with open_observer_node(options, RunDir(options.folder), keeps=True) as (node, keeper), gossiping(node):
+        assert keeper is not None
+        kept = await _fetch_with_progress(keeper)
     state = await asyncio.to_thread(keeper.folder.map_state, kept.blob)
     return TrainedWeights(options.manifest, kept.head.round, state.anchor.clone())
 

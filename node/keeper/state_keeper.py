@@ -14,11 +14,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from node.daemon.chain_sync import ChainReader, heads_along
+from node.daemon.chain_sync import ChainReader, find_reached_head
 from node.daemon.node import Node
 from node.daemon.replica import contribution_limits
 from node.daemon.services import ServedChain
-from node.daemon.swarm_view import peer_state
+from node.daemon.swarm_view import find_newest_validation, peer_states
 from node.from_manifest import build_program, topology_class
 from node.keeper.choice import ChoiceRules, StateOffer, choose_state
 from node.keeper.state_folder import KeptState, StateFolder, Validation
@@ -83,7 +83,6 @@ class StateKeeper:
         self._parts = parts
         self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
-        self._has_kept = False
         self._validation = Validation()
 
     @property
@@ -131,14 +130,12 @@ class StateKeeper:
         return offer
 
     def _choose(self) -> StateOffer | None:
-        records = self._parts.directory.live()
-        snapshot = SwarmSnapshot({peer: peer_state(record) for peer, record in records.items()})
+        snapshot = SwarmSnapshot(peer_states(self._parts.directory.live()))
         return choose_state(self._rules, snapshot, self.chain.head if self.blob else None)
 
     def _note_validation(self) -> None:
         """Repeat the newest validation loss in our record, for those who come when no trainer is left."""
-        records = self._parts.directory.live().values()
-        newest = max(records, key=lambda record: record.validation_round, default=None)
+        newest = find_newest_validation(self._parts.directory.live().values())
         if newest is not None and newest.validation_round > self._validation.round:
             self._validation = Validation(newest.validation_round, newest.validation_loss)
             self._publish_validation()
@@ -220,21 +217,20 @@ class StateKeeper:
                 raise StaleError("its log does not reach back far enough")
             found += commits
         found = [commit for commit in found if commit.body.round < head.round]
-        bodies = [commit.body for commit in found]
-        reached = heads_along(ChainHead(bodies[0].round, bodies[0].base, 0), bodies)[-1]
+        reached = find_reached_head(found)
         if reached.digest != head.digest:
             raise StaleError("its chain leads elsewhere")
         self.steering.learn(Adoption(reached.revision, reader.open_revisions(reply)))
         return replace(head, revision=reached.revision), tuple(found)
 
     def _adopt(self, kept: KeptState, commits: tuple[SignedMessage[Commit], ...]) -> None:
+        is_first = self.blob is None
         self.chain.switch_to(kept.head, commits)
         self.blob, self.error = kept.blob, ""
         self._announce()
         self._retain(kept.blob)
         final = "the final state, " if self.is_complete else "the state "
-        level = logging.INFO if self.is_complete or not self._has_kept else logging.DEBUG  # the rest repeats itself
-        self._has_kept = True
+        level = logging.INFO if self.is_complete or is_first else logging.DEBUG  # the rest repeats itself
         logger.log(level, "holding %sof round %d (%s)", final, kept.head.round, format_bytes(kept.blob.size))
 
     def _retain(self, wanted: Blob) -> None:

@@ -2,7 +2,7 @@
 
 from node.loop.catch_up import SyncTarget
 from node.loop.events import LoopAction, ReportMissed, ReportRecovered
-from node.units import format_bytes
+from node.units import format_bytes, format_plural
 from protocol.blobs.blob import Blob
 
 UNKNOWN_REVISIONS = "it names revisions of the organiser that are not known here"
@@ -33,7 +33,7 @@ def waiting(present: int, needed: int) -> str:
 
 def replaying(rounds: int, first: int) -> str:
     """Return what a peer does that applies the commits of others."""
-    return f"replaying {'1 round' if rounds == 1 else f'{rounds} rounds'} from round {first} on"
+    return f"replaying {format_plural(rounds, 'round')} from round {first} on"
 
 
 def fetching(state: Blob, round_number: int) -> str:
