@@ -9,64 +9,25 @@ verified offline and added up. Every line that the commands print is recorded.
 """
 
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
 
-MURMUR = (sys.executable, "-P", "-m", "node.cli")
+from benchmarks.people import PATIENCE, Person, find_page, stop_all, wait_for
+
 VOLUNTEERS = ("mary", "john", "ana")
-PAGE_LINE = re.compile(r"^page +(\S+)/$", re.MULTILINE)
-PATIENCE = 600.0
-POLL_SECONDS = 0.2
 TOKENS = "600k"
 INTRODUCTION = """\
 An organiser writes a manifest, hosts the run and steers it; mary, john and ana join from the page; john's machine is
 killed and comes back; a late volunteer comes after the end. These are all lines that the commands printed on one
 machine; people's home folders are shortened to their names.
 `python benchmarks/newcomer.py --life --record docs/results/newcomer.md` writes this page."""
-
-
-@dataclass
-class Person:
-    """A person with a machine: a home folder, and what the commands there printed."""
-
-    name: str
-    home: Path
-    transcript: list[tuple[str, Path]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.home.mkdir(parents=True)
-
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start a command of murmur; its output goes to a file of the transcript."""
-        output = self.home / f"output-{len(self.transcript)}"
-        self.transcript.append((" ".join(("murmur", *words)), output))
-        environment = {**os.environ, "HOME": str(self.home)}
-        environment.pop("XDG_STATE_HOME", None)
-        with output.open("wb") as file:
-            return subprocess.Popen(
-                [*MURMUR, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, cwd=self.home
-            )
-
-    def run(self, *words: str) -> str:
-        """Run a command to its end; return its output. Raises RuntimeError if it fails."""
-        process = self.start(*words)
-        code = process.wait(PATIENCE)
-        if code != 0:
-            raise RuntimeError(f"murmur {' '.join(words)} ended with {code}: {self.last_output()}")
-        return self.last_output()
-
-    def last_output(self) -> str:
-        return self.transcript[-1][1].read_text()
 
 
 @dataclass
@@ -79,15 +40,6 @@ class Life:
     def mark(self, name: str) -> None:
         """Note the seconds since the start."""
         self.figures[f"seconds until {name}"] = round(time.monotonic() - self.began, 1)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Wait until the condition holds. Raises TimeoutError."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not in {PATIENCE:g} s: {what}")
-        time.sleep(POLL_SECONDS)
 
 
 def play(folder: Path, record: Path | None) -> dict[str, float | int | str]:
@@ -122,11 +74,9 @@ def _open_run(organiser: Person, running: list[subprocess.Popen[bytes]], life: L
         "init", "run.toml", "--yes", "--name", "life", "--size", "tiny", "--peers", "3", "--tokens", TOKENS, *about
     )
     running.append(organiser.start("host", "run.toml", "--http", "127.0.0.1:0"))
-    wait_for(lambda: PAGE_LINE.search(organiser.last_output()) is not None, "the host prints the address of its page")
+    page = find_page(organiser)
     life.mark("the page")
-    found = PAGE_LINE.search(organiser.last_output())
-    assert found is not None
-    return found[1]
+    return page
 
 
 def _train(
@@ -196,16 +146,6 @@ def _verify_receipts(organiser: Person, page: str, folder: Path, life: Life) -> 
     life.figures["tokens of all receipts"] = total
     if total != report["tokens"]:
         raise RuntimeError(f"the receipts add up to {total} tokens, the run has {report['tokens']}")
-
-
-def stop_all(running: list[subprocess.Popen[bytes]]) -> None:
-    for process in running:
-        process.terminate()
-    for process in running:
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def _transcript(people: list[Person], folder: Path, life: Life) -> str:
