@@ -7,7 +7,7 @@ after ten times the seconds that making it took.
 
 import asyncio
 import re
-import sys
+import shutil
 import tarfile
 import tempfile
 import time
@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from node.child_process import run_module
 from node.model import shape_table
 from node.paths import find_newest_model
-from node.process import python_environment
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
-from protocol.tasks import cancel_and_wait
 
 FOLDER_NAME = "model"  # in the node's folder
 PAUSE_FACTOR = 10.0  # seconds before the next archive per second that the last one took
@@ -95,7 +94,7 @@ class ModelArchive:
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             for old in self._folder.glob(".making-*"):  # of a process that was killed
-                await asyncio.to_thread(_remove_tree, old)
+                await asyncio.to_thread(shutil.rmtree, old)
             with tempfile.TemporaryDirectory(prefix=".making-", dir=self._folder) as staging:
                 number = await self._export(node_dir, Path(staging) / "export")
                 name = f"{self._name}-round-{number}"
@@ -109,26 +108,15 @@ class ModelArchive:
 
     async def _export(self, node_dir: Path, out: Path) -> int:
         """Run `murmur export`; return the round that it exported."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "node.cli", "export", str(node_dir), str(out),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=python_environment(),
-        )  # fmt: skip
-        ended = asyncio.create_task(process.communicate())
+        seconds = MIN_EXPORT_SECONDS + self._size / MIN_BYTES_PER_SECOND
         try:
-            async with asyncio.timeout(MIN_EXPORT_SECONDS + self._size / MIN_BYTES_PER_SECOND):
-                output, errors = await ended
+            child = await run_module("node.cli", ["export", str(node_dir), str(out)], seconds)
         except TimeoutError as error:
             raise StorageError("the export of the model takes too long; the disk may be overloaded") from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            await cancel_and_wait((ended,))
-        if process.returncode != 0:
-            reason = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it was killed"]
-            raise StorageError(f"cannot export the model: {reason[0].removeprefix('murmur: ')}")
-        found = re.search(rb"of round (\d+)", output)
+        if child.exit_code != 0:
+            reason = child.last_error or "it was killed"
+            raise StorageError(f"cannot export the model: {reason.removeprefix('murmur: ')}")
+        found = re.search(rb"of round (\d+)", child.output)
         assert found is not None, "murmur export names the round"
         return int(found[1])
 
@@ -152,9 +140,3 @@ def _pack(folder: Path) -> Path:
     with tarfile.open(packed, "w") as archive:
         archive.add(folder, folder.name, filter=anonymize)
     return packed
-
-
-def _remove_tree(path: Path) -> None:
-    for entry in sorted(path.rglob("*"), reverse=True):
-        entry.rmdir() if entry.is_dir() else entry.unlink()
-    path.rmdir()

@@ -4,19 +4,17 @@ The process has a low priority and a deadline, so neither the host nor a trainer
 """
 
 import asyncio
-import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from node.child_process import run_module
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS, SampleGenerated
 from node.paths import find_newest_model
-from node.process import python_environment
 from protocol.errors import MurmurError
 from protocol.fault_words import describe_faults
 
@@ -107,32 +105,16 @@ class Sampler:
 
 async def generate_sample(folder: Path, base: Path, prompt: str | None, seconds: float = DEADLINE_SECONDS) -> Sample:
     """Run the process on a node's folder; without a prompt, it chooses one. Raises MurmurError."""
-    words = [sys.executable, "-m", MODULE, str(folder), str(base), *([] if prompt is None else [prompt])]
+    words = [str(folder), str(base), *([] if prompt is None else [prompt])]
     try:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=python_environment(),
-            process_group=0,  # a terminal's Ctrl-C must reach the host alone
-        )
+        child = await run_module(MODULE, words, seconds)
+    except TimeoutError as error:  # before OSError, of which it is one
+        raise MurmurError(f"it took longer than {seconds:g} s") from error
     except OSError as error:
         raise MurmurError(f"the process cannot be started: {error.strerror}") from error
+    if child.exit_code != 0:
+        raise MurmurError(child.last_error or f"the process ended with exit code {child.exit_code}")
     try:
-        async with asyncio.timeout(seconds):
-            output, errors = await process.communicate()
-    except TimeoutError as error:
-        raise MurmurError(f"it took longer than {seconds:g} s") from error
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        raise MurmurError(lines[-1] if lines else f"the process ended with exit code {process.returncode}")
-    try:
-        return Sample.model_validate_json(output)
+        return Sample.model_validate_json(child.output)
     except ValidationError as error:
         raise MurmurError(f"the process printed no sample: {describe_faults(error)}") from error
