@@ -14,13 +14,14 @@ from pathlib import Path
 
 import typer
 
+from node.checkpoints.tensor_file import write_file
 from node.data.token_shards import HEADER_FILE
 from node.data.tokenizer import FileTokenizer
 from node.from_manifest import build_program
 from node.model import shape_table
 from node.model.memory_estimate import fixed_bytes, sequence_bytes
 from node.paths import organiser_key_path
-from node.run_dir import read_json_if_whole, write_atomically
+from node.run_dir import read_json_if_whole
 from node.units import format_bytes, format_count, parse_count
 from protocol.errors import MurmurError, StorageError, UsageError
 from protocol.identity import Identity
@@ -112,14 +113,12 @@ def _prepare_key_path() -> Path:
 
 
 def _write(target: Path, text: str) -> None:
+    """Write the new file with the mode that other new files get."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        write_file(target, [text.encode()], mode=0o666)
     except OSError as error:
-        raise StorageError(f"cannot create {target.parent}: {error.strerror}; name another file") from error
-    write_atomically(target, text.encode())
-    umask = os.umask(0)
-    os.umask(umask)
-    target.chmod(0o666 & ~umask)
+        raise StorageError(f"cannot write {target}: {error.strerror}; name another file") from error
 
 
 def _ask_questions(options: InitOptions, target: Path) -> InitOptions:
