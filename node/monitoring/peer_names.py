@@ -41,5 +41,7 @@ class PeerNames:
 
     def replace_ids(self, text: str) -> str:
         """Replace each peer id in a text by its label, and drop those at the end of addresses; shorten digests."""
-        named = PEER_ID.sub(lambda found: "" if found["route"] else self.label(found["peer"]), text)
-        return DIGEST.sub(r"\1..", named)
+        return DIGEST.sub(r"\1..", PEER_ID.sub(self._label_of_match, text))
+
+    def _label_of_match(self, found: re.Match[str]) -> str:
+        return "" if found["route"] else self.label(found["peer"])

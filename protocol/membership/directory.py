@@ -250,8 +250,9 @@ class PeerDirectory(MembershipServicer):
             self._start_exchange(peer, repeat=True)
 
     def _try_contacts(self, count: int) -> None:
-        busy = {*self._other_live_peers(), self.peer_id, *self._exchanges}
-        for contact in self._contacts.pick_due(time.monotonic(), busy, count, is_alone=not self._other_live_peers()):
+        others = self._other_live_peers()
+        busy = {*others, self.peer_id, *self._exchanges}
+        for contact in self._contacts.pick_due(time.monotonic(), busy, count, is_alone=not others):
             try:
                 self._transport.introduce(contact.peer, contact.addresses)
             except MalformedError as error:
