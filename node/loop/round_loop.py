@@ -11,11 +11,10 @@ from typing import Literal
 from node.daemon.outer_state import SignedContributions
 from node.loop import reports
 from node.loop.applying import Applying
-from node.loop.catch_up import CatchUp, Sync, SyncPlan
+from node.loop.catch_up import SyncPlan
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
 from node.loop.events import (
-    AdoptState,
     AdvanceState,
     ApplyCommit,
     ApplyFailed,
@@ -23,7 +22,6 @@ from node.loop.events import (
     CommitApplied,
     CommitComputed,
     ContributionReady,
-    FindPath,
     HeadPublished,
     LeaveRun,
     LoopAction,
@@ -43,7 +41,6 @@ from node.loop.events import (
     SumReady,
     SwarmChanged,
     SyncFailed,
-    TakeState,
     TargetReached,
     TimePassed,
     TrainerStarted,
@@ -52,6 +49,7 @@ from node.loop.events import (
 from node.loop.options import LoopOptions
 from node.loop.round_session import RoundSession
 from node.loop.swarm_snapshot import SwarmSnapshot
+from node.loop.syncing import Syncing
 from node.monitoring.status import Phase
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import BlobAvailable
@@ -84,13 +82,11 @@ class RoundLoop:
         self._options = options
         self.steering = options.steering
         self._peer_id = options.round.peer_id
-        self._catch_up = CatchUp(self._peer_id, chain, options.compares_states)
+        self._syncing = Syncing(self._peer_id, chain, contributions, options.compares_states)
         self._snapshot = SwarmSnapshot({})
         self._stage: Stage = "created"
         self._applying: Applying | None = None
-        self._syncing: Sync | None = None
         self._idle_until = 0.0
-        self._look_at = 0.0  # when to check again whether to catch up
         self._patience_ends: float | None = None
         self._departure = Departure(options)
         self._is_resting = False  # whether the trainer rests
@@ -104,7 +100,7 @@ class RoundLoop:
     @property
     def is_syncing(self) -> bool:
         """Return whether a sync to another head is in progress."""
-        return self._syncing is not None
+        return self._syncing.is_active
 
     def is_known(self, peer: PeerId) -> bool:
         """Return whether messages of a peer may count: a trainer's, or those of a voter that we have just lost."""
@@ -127,14 +123,14 @@ class RoundLoop:
         """Return when to send TimePassed."""
         times = [self.session.next_deadline(now), self._departure.next_deadline()]
         if self._is_free and self._stage not in ("created", "starting", "done"):
-            waits = [self._idle_until, self._patience_ends, self._catch_up.next_deadline(now)]
+            waits = [self._idle_until, self._patience_ends, self._syncing.next_deadline(now)]
             times += [time for time in waits if time is not None and time > now]
         return min((time for time in times if time is not None), default=None)
 
     @property
     def _is_free(self) -> bool:
         """Return whether neither a commit is being applied nor a sync is in progress."""
-        return self._applying is None and self._syncing is None
+        return self._applying is None and not self._syncing.is_active
 
     def _take(self, event: LoopEvent, now: float) -> None:
         match event:
@@ -208,7 +204,7 @@ class RoundLoop:
             self._stop()
             self._actions += [ReportPhase("done", "the run is over"), TargetReached(final, is_ours=False), LeaveRun()]
             return True
-        if self._catch_up.heads(now):
+        if self._syncing.is_behind(now):
             return self._begin_sync(now)
         self._stage = "starting"
         self._actions.append(StartTrainer())
@@ -220,7 +216,7 @@ class RoundLoop:
         is_patient = self.chain.round == 0 or self._patience_ends is None or now < self._patience_ends
         if present < needed and is_patient:
             self._report_phase("waiting for peers", reports.waiting(present, needed))
-            return bool(self._catch_up.heads(now)) and self._begin_sync(now)
+            return self._syncing.is_behind(now) and self._begin_sync(now)
         self._stage = "running"
         self._patience_ends = None
         return True
@@ -230,11 +226,9 @@ class RoundLoop:
             commit, self.session.decided = self.session.decided, None
             self._apply(commit, now)
             return True
-        if now >= self._look_at and self._catch_up.is_due(self.state, now):
+        if self._syncing.is_due(self.state, now):
             self.session.close()
             return self._begin_sync(now)
-        if now >= self._look_at:
-            self._look_at = self._catch_up.next_deadline(now) or float("inf")
         if self.session.is_open or self._rests():
             return False
         self._open_round(now)
@@ -257,7 +251,8 @@ class RoundLoop:
 
     def _stop(self) -> None:
         self._stage = "done"
-        self._applying = self._syncing = None
+        self._applying = None
+        self._syncing.stop()
         self.session.close()
 
     # The open round.
@@ -277,9 +272,9 @@ class RoundLoop:
 
     def _update_swarm(self, snapshot: SwarmSnapshot) -> None:
         self._snapshot = snapshot
-        self._catch_up.set_snapshot(snapshot)
+        self._syncing.set_snapshot(snapshot)
         self._departure.set_snapshot(snapshot)
-        self._idle_until = self._look_at = 0.0
+        self._idle_until = 0.0
         if self.session.is_open:
             self.session.update_membership(self._snapshot.membership(self._peer_id, self.chain))
 
@@ -313,25 +308,20 @@ class RoundLoop:
     def _set_state(self, state: Digest) -> None:
         self.state = state
         self._actions.append(ReportPace(self.session.describe_pace(self.chain.round)))
-        self._look_at = 0.0
-        self._catch_up.moved()
+        self._syncing.on_moved()
 
     def _published(self, now: float) -> None:
         """Continue with the next commit to replay, or with the next round."""
         replayed, self._applying = self._applying is not None, None
-        if (syncing := self._syncing) is None:
+        if not self._syncing.is_active:
             return
         if replayed:
             self._actions.append(ReportCatchUp("replayed", 1))
-        if syncing.to_replay:
-            self._apply(syncing.to_replay.pop(0), now)
-        else:
-            self._syncing = None
-            self._catch_up.succeeded()
+        self._replay_next(now)
 
     def _apply_failed(self, reason: str, now: float) -> None:
         applying, self._applying = self._applying, None
-        if self._syncing is not None:
+        if self._syncing.is_active:
             return self._sync_failed(reason, False, now)
         if applying is not None:
             self._actions += reports.not_applied(applying.commit.body.round, reason)
@@ -341,58 +331,43 @@ class RoundLoop:
 
     def _begin_sync(self, now: float) -> bool:
         """Start a sync; return False, and wait for an event, if no peer can be asked."""
-        if self._catch_up.is_state_wrong(self.state):
-            self._report_wrong_state()
-        else:
-            self._report_phase("catching up", "others are ahead")
-        target = self._catch_up.target(self.state, now)
-        if target is None:
+        self._emit(self._syncing.begin(self.state, now))
+        if not self._syncing.is_active:
             self._idle_until = now + POLL_SECONDS
-            return False
-        self._syncing = Sync(target, self.chain.head)
-        since = self.contributions.history_needed_since(self.chain.round)
-        self._actions.append(FindPath(target.peers[0], target.replay, since))
-        return True
-
-    def _report_wrong_state(self) -> None:
-        self._report_phase("catching up", "our state differs from the others'; fetching theirs")
-        if self._catch_up.is_news(self.state):
-            self._actions += reports.wrong_state(self.chain.round)
+        return self._syncing.is_active
 
     def _follow(self, plan: SyncPlan, now: float) -> None:
-        if (syncing := self._syncing) is None:
-            return
-        syncing.plan = plan
-        if plan.state is None:
-            self._report_phase("catching up", reports.replaying(len(plan.commits), self.chain.round))
-            syncing.to_replay = list(plan.commits)
-            self._apply(syncing.to_replay.pop(0), now)
-        elif not self.steering.learn(Adoption(plan.head.revision, plan.revisions)):
+        self._emit(self._syncing.follow(plan))
+        if self._syncing.is_active and plan.state is None:
+            self._replay_next(now)
+        elif self._syncing.is_active and not self.steering.learn(Adoption(plan.head.revision, plan.revisions)):
             self._sync_failed(reports.UNKNOWN_REVISIONS, False, now)
-        else:
-            self._report_phase("catching up", reports.fetching(plan.state, plan.head.round))
-            self._actions.append(TakeState(plan, plan.state, syncing.target.peers))
+        elif self._syncing.is_active:
+            self._emit(self._syncing.take_state(plan))
+
+    def _replay_next(self, now: float) -> None:
+        if (commit := self._syncing.next_commit()) is not None:
+            self._apply(commit, now)
 
     def _adopt(self, state: Digest) -> None:
         """Revise the outcomes of our contributions after the state of another chain or a later round is installed."""
-        syncing = self._syncing
-        if syncing is None or syncing.plan is None:
-            return
-        left, round_number = syncing.left, syncing.plan.head.round
-        commits = [commit.body for commit in syncing.plan.commits]
-        fork_outcome = self.contributions.on_fork(self._peer_id, commits, round_number, left)
-        self._set_state(state)
-        new_commits = tuple(commit for commit in commits if commit.round >= left.round)
-        self._actions.append(AdoptState(new_commits, fork_outcome, max(0, round_number - left.round)))
+        if (adoption := self._syncing.adopt()) is not None:
+            self._set_state(state)
+            self._actions.append(adoption)
 
     def _sync_failed(self, reason: str, has_vanished: bool, now: float) -> None:
-        syncing, self._syncing = self._syncing, None
-        if syncing is None:
-            return
-        self._actions.append(reports.sync_failed(syncing.target, reason))
-        self._look_at = 0.0
-        if not self._catch_up.failed(syncing.target, has_vanished, now):
+        actions, may_retry = self._syncing.fail(reason, has_vanished, now)
+        self._emit(actions)
+        if not may_retry:
             self._idle_until = now + POLL_SECONDS
+
+    def _emit(self, actions: Iterable[LoopAction]) -> None:
+        """Return these actions; a phase that is repeated is reported once."""
+        for action in actions:
+            if isinstance(action, ReportPhase):
+                self._report_phase(action.phase, action.reason)
+            else:
+                self._actions.append(action)
 
     def _report_phase(self, phase: Phase, reason: str = "") -> None:
         if (phase, reason) != self._phase:
