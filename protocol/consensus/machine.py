@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from google.protobuf import message
 
 from protocol import murmur_pb2 as wire
-from protocol.blobs.blob import Blob
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
@@ -45,20 +44,17 @@ from protocol.consensus.message_kinds import (
     Acknowledgement,
     Body,
     CommitCertificate,
-    ReducedPart,
-    ReducerAssignment,
     kind_of,
 )
 from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
+from protocol.consensus.reduction import Sums, next_assignment, reduce_own_parts
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
-from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 BodyT = TypeVar("BodyT", bound=Body)
 Signer = Callable[[str, message.Message], wire.Signed]  # kind, body
-PartSum = tuple[int, tuple[Digest, ...]]  # a part, and the digests of the contributions in their order
 
 
 class RoundMachine:
@@ -95,8 +91,7 @@ class RoundMachine:
         self._retransmit_at = now + self._state.retransmit_interval
         self._last_report = NO_ROSTER, 0, 0  # the joined roster, and the numbers of held and announced parts
         self._requested_sources: dict[PartBlob, tuple[PeerId, ...]] = {}
-        self._requested_sums: list[PartSum] = []  # the index is the request id of the Reduce
-        self._sums: dict[PartSum, Blob] = {}
+        self._sums = Sums()
         self._actions: list[Action] = []
 
     @property
@@ -184,7 +179,7 @@ class RoundMachine:
             case BlobAvailable(part_blob):
                 self._knowledge.add_held_parts([part_blob])
             case PartReduced(part, request_id, blob):
-                self._sums[self._requested_sums[request_id]] = blob
+                self._sums.record(request_id, blob)
                 self._knowledge.add_held_parts([PartBlob(blob, part)])
             case Tick():
                 pass
@@ -267,46 +262,23 @@ class RoundMachine:
             self._send(state.others, commit)
 
     def _assign_reducers(self, now: float) -> None:
-        state = self._state
-        view, leader_role = state.current_view, state.leader_role
-        if view is None or leader_role is None or state.proposal() is not None:
+        view, assignment = self._state.current_view, next_assignment(self._state, now)
+        if view is None or assignment is None:
             return
-        assignment = leader_role.next_assignment(now)
-        if assignment is None:
-            return
-        included, reducers = assignment
-        for reducer in sorted(set(view.reducers) - set(reducers)):
-            self._reject(reducer, "reducer silent" if reducer in leader_role.silent_reducers else "reducer left")
-        senders = tuple(entry.sender for entry in included)
-        for entry in view.included:
-            if entry.sender not in senders:
-                self._reject(entry.sender, "not fetched")
-        body = ReducerAssignment(self.number, self.view, view.roster.digest, view.attempt + 1, senders, reducers)
+        body, dropped = assignment
+        self._reject_all(dropped)
         signed_message = self._sign(body)
         view.follow_assignment(signed_message, now)
         self._send(self._state.others, signed_message)
 
     def _reduce_own_parts(self) -> None:
-        view = self._state.current_view
-        if view is None:
-            return
-        for part, reducer in enumerate(view.reducers):
-            if reducer == self._state.me and view.reduced_part(part) is None:
-                order = tuple(entry.digest for entry in view.included)
-                self._reduce_part(view, (part, order))
-
-    def _reduce_part(self, view: View, part_sum: PartSum) -> None:
-        part, state = part_sum[0], self._state
-        if part_sum in self._sums:
-            body = ReducedPart(state.number, state.view, view.roster.digest, view.attempt, part, self._sums[part_sum])
-            signed_message = self._sign(body)
-            view.learn_reduced_part(signed_message)
-            self._send(state.others, signed_message)
-        elif part_sum not in self._requested_sums:
-            part_blobs = [entry.body.part_blobs[part] for entry in view.included]
-            if self._knowledge.has_all_parts(state.me, part_blobs):
-                self._requested_sums.append(part_sum)
-                self._actions.append(Reduce(part, len(self._requested_sums) - 1, view.included))
+        for step in reduce_own_parts(self._state, self._sums):
+            if isinstance(step, Reduce):
+                self._actions.append(step)
+            elif (view := self._state.current_view) is not None:
+                signed_message = self._sign(step)
+                view.learn_reduced_part(signed_message)
+                self._send(self._state.others, signed_message)
 
     def _speculate(self) -> None:
         """Predict the commit once all its parts are here: to compute the new state takes as long as to agree."""

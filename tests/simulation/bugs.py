@@ -1,6 +1,7 @@
 """Deliberate bugs in the logic of rounds, each with the word by which the simulation shows it."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import replace
 
 import pytest
 
@@ -8,9 +9,10 @@ from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
 from protocol.consensus import messages
+from protocol.consensus.events import Reduce
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
-from protocol.consensus.machine import PartSum, RoundMachine
+from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages import (
     AppliedContributions,
     Commit,
@@ -21,8 +23,9 @@ from protocol.consensus.messages import (
     blobs_of,
 )
 from protocol.consensus.quorum import VoterSet
+from protocol.consensus.reduction import Sums
 from protocol.consensus.state import RoundState
-from protocol.consensus.topology import Groups, Topology
+from protocol.consensus.topology import Contributions, Groups, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -30,7 +33,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.seeded_run import FAULTS, SIZE_CONFLICT
 
 Bug = Callable[[pytest.MonkeyPatch], None]
-Order = Callable[[RoundMachine, View], tuple[SignedMessage[Contribution], ...]]
+Order = Callable[[RoundKnowledge, Contributions], Contributions]
 
 
 def commits_without_majority(patch: pytest.MonkeyPatch) -> None:
@@ -117,28 +120,29 @@ def fetches_beyond_its_group(patch: pytest.MonkeyPatch) -> None:
 
 
 def _sums(patch: pytest.MonkeyPatch, order: Order) -> None:
-    reduce_part = RoundMachine._reduce_part
+    request = Sums.request
 
-    def reduced(self: RoundMachine, view: View, wanted: PartSum) -> None:
-        included, view.included = view.included, order(self, view)
-        reduce_part(self, view, wanted)
-        view.included = included
+    def requested(self: Sums, part: int, included: Contributions, knowledge: RoundKnowledge) -> Reduce | None:
+        summed = order(knowledge, included)
+        if not knowledge.has_all_parts(knowledge.me, [entry.body.part_blobs[part] for entry in summed]):
+            return None
+        action = request(self, part, included, knowledge)
+        return action and replace(action, contributions=summed)
 
-    patch.setattr(RoundMachine, "_reduce_part", reduced)
+    patch.setattr(Sums, "request", requested)
 
 
 def sums_in_the_order_of_arrival(patch: pytest.MonkeyPatch) -> None:
-    def order(machine: RoundMachine, view: View) -> tuple[SignedMessage[Contribution], ...]:
-        names = {entry.sender for entry in view.included}
-        return tuple(entry for entry in machine._knowledge.contributions.values() if entry.sender in names)
+    def order(knowledge: RoundKnowledge, included: Contributions) -> Contributions:
+        names = {entry.sender for entry in included}
+        return tuple(entry for entry in knowledge.contributions.values() if entry.sender in names)
 
     _sums(patch, order)
 
 
 def sums_what_came_late(patch: pytest.MonkeyPatch) -> None:
-    def order(machine: RoundMachine, view: View) -> tuple[SignedMessage[Contribution], ...]:
-        known = machine._knowledge.contributions
-        return tuple(known[peer] for peer in sorted(known))
+    def order(knowledge: RoundKnowledge, included: Contributions) -> Contributions:
+        return tuple(knowledge.contributions[peer] for peer in sorted(knowledge.contributions))
 
     _sums(patch, order)
 
