@@ -30,33 +30,25 @@ from protocol.errors import (
 )
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import SwarmClock
-from protocol.membership.contacts import AddressFile, Contacts
+from protocol.membership.contacts import AddressFile
 from protocol.membership.gossip_interface import (
     DirectoryOptions,
     GossipTransport,
-    MembershipChanges,
     abort_call,
     describe_call_error,
-    describe_event,
     is_unreachable,
 )
-from protocol.membership.key_conflict import KeyConflict, OtherNode, make_start_id
+from protocol.membership.key_conflict import OtherNode
+from protocol.membership.known_peers import KnownPeers
 from protocol.membership.peer_table import (
-    KIND,
     MAX_PEERS,
-    MAX_RECORD_BYTES,
     FieldValue,
     MembershipListener,
-    OwnRecord,
-    PeerTable,
-    PeerUpdated,
-    check_addresses,
 )
 from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.replies import require_reply
-from protocol.signing import open_signed
 from protocol.transport.rate_limit import TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
 
@@ -87,30 +79,25 @@ class PeerDirectory(MembershipServicer):
         clock: SwarmClock,
         rng: random.Random,
     ) -> None:
-        run_id, heartbeat, expiry = options.run_id, options.heartbeat, options.expiry
+        heartbeat = options.heartbeat
         self.peer_id = identity.peer_id
-        self.run_id = run_id
+        self.run_id = options.run_id
         self.refusals: Counter[str] = Counter()  # by metric label
         self._transport = transport
         self._clock = clock
         self._heartbeat = heartbeat
         self._rng = rng
         self._timeout = max(MIN_TIMEOUT_SECONDS, 2 * heartbeat)
-        self._table = PeerTable(run_id, expiry)
-        self._contacts = Contacts(options.bootstrap, rng)
+        self._known = KnownPeers(options, identity, clock, rng)
+        self._contacts = self._known.contacts
         self._call_buckets = TokenBuckets(CALL_BURST, MAX_CALLS_PER_HEARTBEAT / heartbeat)
-        start = make_start_id(clock.now(), rng)
-        self._own = OwnRecord(identity, run_id, clock, expiry, start)
-        self._key_conflict = KeyConflict(start)
-        self._changes = MembershipChanges()
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
         self._repeat_exchanges: set[PeerId] = set()
-        self._listeners: list[MembershipListener] = []
         self._address_file = AddressFile(options.addresses_file, time.monotonic())
         for peer, addresses in self._address_file.load().items():
             self.add_contact(peer, addresses)
-        self._own.renew(self._table)
+        self._known.renew()
 
     def register(self, server: grpc.aio.Server) -> None:
         add_MembershipServicer_to_server(self, server)
@@ -120,26 +107,25 @@ class PeerDirectory(MembershipServicer):
 
         Raises MalformedError if peers would refuse them.
         """
-        self._own.update_fields(fields)
-        self._own.renew(self._table)
+        self._known.publish(fields)
         if urgent:
             self._push_own_record()
 
     def live(self) -> Mapping[PeerId, PeerRecord]:
         """Return the live peers, including ourselves."""
-        return self._table.live(self._clock.now())
+        return self._known.live()
 
     def subscribe(self, listener: MembershipListener) -> None:
         """Report every other peer that joins, leaves or changes its record to `listener`."""
-        self._listeners.append(listener)
+        self._known.subscribe(listener)
 
     def other_node_with_our_key(self) -> OtherNode | None:
         """Return another node that runs now with our key, such as one in a copied folder."""
-        return self._key_conflict.other(time.monotonic())
+        return self._known.key_conflict.other(time.monotonic())
 
     def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Remember a peer that may be in the run; it is tried when needed."""
-        if peer != self.peer_id and peer not in self._table.known_sequences():
+        if peer != self.peer_id and peer not in self._known.table.known_sequences():
             self._contacts.add(peer, addresses, time.monotonic())
 
     def known_addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
@@ -153,15 +139,15 @@ class PeerDirectory(MembershipServicer):
         if peer not in self.live() or peer == self.peer_id:
             return
         logger.debug("%s counts as gone until it speaks again: %s", peer, reason)
-        self._table.suspect(peer)
-        self._notify_listeners()
+        self._known.table.suspect(peer)
+        self._known.notify_listeners()
 
     async def run(self) -> None:
         """Gossip until cancelled. Raises KeyInUseError if another node uses our key and started earlier."""
         try:
             while True:
                 await self._run_heartbeat()
-                self._key_conflict.check(time.monotonic())
+                self._known.key_conflict.check(time.monotonic())
                 await asyncio.sleep(self._heartbeat * self._rng.uniform(0.9, 1.1))
         finally:
             await self._stop_exchanges()
@@ -174,9 +160,8 @@ class PeerDirectory(MembershipServicer):
         self._address_file.save(self._contacts.addresses(), time.monotonic())
         if self.other_node_with_our_key():
             return await self._stop_exchanges()
-        self._own.update_fields({"leaving": True})
-        self._own.renew(self._table)
-        for peer in self._other_live_peers():
+        self._known.publish({"leaving": True})
+        for peer in self._known.other_live_peers():
             self._start_exchange(peer, repeat=True)
         if self._exchanges:
             await asyncio.wait(self._exchanges.values(), timeout=LEAVE_SECONDS)
@@ -204,10 +189,11 @@ class PeerDirectory(MembershipServicer):
         if len(request.known) > MAX_PEERS or any(len(known) > MAX_TEXT_CHARACTERS for known in request.known):
             raise LimitError(f"{peer} claims to know {len(request.known)} peers")
         self._clock.observe_caller(peer, request.time)
-        self._renew_if_misdated()
+        self._known.renew_if_misdated()
         self._merge_records(request.records, peer)
-        newer, lacking = self._table.records_newer_than(request.known), self._table.peers_newer_in(request.known)
-        records = self._table.other_record_of(peer, self._clock.now()) + self._sample_records(newer)
+        table = self._known.table
+        newer, lacking = table.records_newer_than(request.known), table.peers_newer_in(request.known)
+        records = table.other_record_of(peer, self._clock.now()) + self._sample_records(newer)
         return GossipReply(time=self._clock.local(), records=records[:MAX_RECORDS], wanted=lacking[:MAX_RECORDS])
 
     def _sample_records(self, records: list[Signed]) -> list[Signed]:
@@ -215,10 +201,10 @@ class PeerDirectory(MembershipServicer):
 
     async def _run_heartbeat(self) -> None:
         await self._refresh_addresses()
-        self._own.renew(self._table)
+        self._known.renew()
         self._expire_records()
-        self._notify_listeners()
-        others = self._other_live_peers()
+        self._known.notify_listeners()
+        others = self._known.other_live_peers()
         for peer in self._rng.sample(others, min(GOSSIP_FANOUT, len(others))):
             self._start_exchange(peer)
         if not others or self._rng.random() < CONTACT_RETRY_PROBABILITY:
@@ -226,7 +212,7 @@ class PeerDirectory(MembershipServicer):
         self._address_file.save_if_due(self._contacts.addresses(), time.monotonic())
 
     def _expire_records(self, current_caller: PeerId | None = None) -> None:
-        for peer in self._table.expire(self._clock.now()):
+        for peer in self._known.table.expire(self._clock.now()):
             self._failures.pop(peer, None)
             # Forgetting cuts the connection, so spare a peer that is back after a long sleep and is calling us now.
             if peer not in (self.peer_id, current_caller):
@@ -239,18 +225,15 @@ class PeerDirectory(MembershipServicer):
         except (TimeoutError, TransportError, UnreachableError) as error:
             logger.warning("cannot read our own addresses now (%s); keeping the last ones", describe_error(error))
             return
-        self._own.set_addresses(addresses)
-
-    def _other_live_peers(self) -> list[PeerId]:
-        return [peer for peer in self.live() if peer != self.peer_id]
+        self._known.own.set_addresses(addresses)
 
     def _push_own_record(self) -> None:
-        others = self._other_live_peers()
+        others = self._known.other_live_peers()
         for peer in self._rng.sample(others, min(URGENT_FANOUT, len(others))):
             self._start_exchange(peer, repeat=True)
 
     def _try_contacts(self, count: int) -> None:
-        others = self._other_live_peers()
+        others = self._known.other_live_peers()
         busy = {*others, self.peer_id, *self._exchanges}
         for contact in self._contacts.pick_due(time.monotonic(), busy, count, is_alone=not others):
             try:
@@ -287,17 +270,10 @@ class PeerDirectory(MembershipServicer):
 
     async def _exchange_records(self, peer: PeerId) -> None:
         wanted = await self._call_gossip(peer, [self.peer_id])
-        if self._renew_if_misdated():
+        if self._known.renew_if_misdated():
             wanted.append(self.peer_id)
         if wanted:
             await self._call_gossip(peer, wanted)
-
-    def _renew_if_misdated(self) -> bool:
-        is_misdated = self._own.is_misdated()
-        if is_misdated:
-            logger.info("our clock is %.1f s from the swarm's; dating our record again", -self._clock.offset)
-            self._own.renew(self._table)
-        return is_misdated
 
     async def _call_gossip(self, peer: PeerId, pushed_peers: Sequence[PeerId]) -> list[PeerId]:
         """Exchange records with a peer, and return the peers whose records it wants."""
@@ -305,8 +281,8 @@ class PeerDirectory(MembershipServicer):
         request = GossipRequest(
             run=bytes.fromhex(self.run_id),
             time=sent,
-            known=self._table.known_sequences(),
-            records=self._table.records_of(pushed_peers),
+            known=self._known.table.known_sequences(),
+            records=self._known.table.records_of(pushed_peers),
         )
         stub = MembershipStub(self._transport.channel(peer))
         reply: GossipReply = require_reply(await stub.Gossip(request, timeout=self._timeout))
@@ -333,66 +309,25 @@ class PeerDirectory(MembershipServicer):
         if len(records) > MAX_RECORDS:
             raise LimitError(f"{sender} sent {len(records)} records at once; at most {MAX_RECORDS} are allowed")
         self._expire_records(sender)
-        faults = [fault for signed in records if (fault := self._merge_record(signed)) is not None]
-        self.refusals.update(fault.metric_label for fault in faults)
-        # A record may expire on its way; but if no peer is live, our own clock may be wrong.
-        if any(not isinstance(fault, StaleError) for fault in faults) or (faults and not self._other_live_peers()):
-            logger.warning("refused %d records from %s; the first: %s", len(faults), sender, faults[0])
-        self._notify_listeners()
-
-    def _merge_record(self, signed: Signed) -> PeerFault | None:
-        try:
-            if signed.peer == self.peer_id:
-                self._observe_own_key(signed)
-            record = self._table.merge(signed, self._clock.now())
-            if record is not None:
-                self._learn_peer(signed.peer, record)
-        except StaleError as fault:
-            self._learn_from_untimely_record(signed)
-            return fault
-        except PeerFault as fault:
-            return fault
-        return None
-
-    def _learn_from_untimely_record(self, signed: Signed) -> None:
-        """Remember the peer of an expired record while no peer is live.
-
-        The fault may be our own clock, and this peer can help to correct it.
-        """
-        if signed.peer == self.peer_id or self._other_live_peers():
-            return
-        try:
-            record = open_signed(signed, self.run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
-            check_addresses(signed.peer, record.addresses)
-        except PeerFault as fault:
-            logger.debug("cannot use an expired record as a contact either: %s", fault)
-        else:
-            self._contacts.add(signed.peer, record.addresses, time.monotonic())
-
-    def _observe_own_key(self, signed: Signed) -> None:
-        """Look for another process in a record of our key, and let that process know of us."""
-        record = open_signed(signed, self.run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
-        if record.expires > self._clock.now() and self._key_conflict.observe(record, time.monotonic()):
-            self.publish(urgent=True, other_start=self._key_conflict.echo)
+        merged = self._known.merge(records, time.monotonic())
+        for peer, record in merged.news.items():
+            self._learn_peer(peer, record)
+        self._record_faults(merged.faults, sender)
+        if merged.is_own_record_urgent:
+            self._push_own_record()
+        self._known.notify_listeners()
 
     def _learn_peer(self, peer: PeerId, record: PeerRecord) -> None:
-        if peer == self.peer_id:
-            logger.debug("overriding a record of our own key from another machine or an earlier start")
-            self._own.renew(self._table)
-            return
         self._failures.pop(peer, None)
-        self._contacts.record_news(peer, record.addresses, time.monotonic(), has_left=record.leaving)
         if not record.leaving:
             self._transport.introduce(peer, tuple(record.addresses), record.direct_port)
 
-    def _notify_listeners(self) -> None:
-        """Report the changes since the last call to the listeners."""
-        live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
-        for event in self._changes.since_last(live, self._table.departure_of):
-            for listener in self._listeners:
-                listener.on_membership_event(event)
-            if not isinstance(event, PeerUpdated):
-                logger.info("%s", describe_event(event))
+    def _record_faults(self, faults: Sequence[PeerFault], sender: PeerId) -> None:
+        self.refusals.update(fault.metric_label for fault in faults)
+        # A record may expire on its way; but if no peer is live, our own clock may be wrong.
+        is_timely = any(not isinstance(fault, StaleError) for fault in faults)
+        if is_timely or (faults and not self._known.other_live_peers()):
+            logger.warning("refused %d records from %s; the first: %s", len(faults), sender, faults[0])
 
     async def _stop_exchanges(self) -> None:
         tasks = list(self._exchanges.values())

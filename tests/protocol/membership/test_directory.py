@@ -226,7 +226,7 @@ async def test_peer_that_slept_is_answered_at_once(swarm: GossipSwarm) -> None:
     await asyncio.sleep(0.4)
     assert one.live().keys() == set()
     other.publish(name="awake")
-    request = GossipRequest(run=bytes.fromhex(RUN), records=other._table.records_of([other.peer_id]))
+    request = GossipRequest(run=bytes.fromhex(RUN), records=other._known.table.records_of([other.peer_id]))
     await one.Gossip(request, FakeContext(other.peer_id))
     assert other.peer_id in one.live()
     assert other.peer_id not in swarm.nodes[one.peer_id].forgotten

@@ -1,0 +1,141 @@
+"""What a node knows about the peers of a run: the table of records, its own record, and the contacts. No I/O.
+
+The directory (`directory.py`) gossips it. Times are in seconds, monotonic, unless they are the swarm's.
+"""
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from protocol.errors import PeerFault, StaleError
+from protocol.identity import Identity, PeerId
+from protocol.membership.clock import SwarmClock
+from protocol.membership.contacts import Contacts
+from protocol.membership.gossip_interface import DirectoryOptions, MembershipChanges, describe_event
+from protocol.membership.key_conflict import KeyConflict, make_start_id
+from protocol.membership.peer_table import (
+    KIND,
+    MAX_RECORD_BYTES,
+    FieldValue,
+    MembershipListener,
+    OwnRecord,
+    PeerTable,
+    PeerUpdated,
+    check_addresses,
+)
+from protocol.murmur_pb2 import PeerRecord, Signed
+from protocol.signing import open_signed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MergedRecords:
+    """The outcome of merging the records of one call."""
+
+    news: dict[PeerId, PeerRecord] = field(default_factory=dict)  # of other peers
+    faults: list[PeerFault] = field(default_factory=list)
+    is_own_record_urgent: bool = False  # whether peers should get our own record at once
+
+
+class KnownPeers:
+    """The table, our own record and the contacts of one directory, and the listeners to changes of the table."""
+
+    def __init__(self, options: DirectoryOptions, identity: Identity, clock: SwarmClock, rng: random.Random) -> None:
+        self.peer_id = identity.peer_id
+        self._run_id = options.run_id
+        self._clock = clock
+        self.table = PeerTable(options.run_id, options.expiry)
+        self.contacts = Contacts(options.bootstrap, rng)
+        start = make_start_id(clock.now(), rng)
+        self.own = OwnRecord(identity, options.run_id, clock, options.expiry, start)
+        self.key_conflict = KeyConflict(start)
+        self._changes = MembershipChanges()
+        self._listeners: list[MembershipListener] = []
+
+    def publish(self, fields: Mapping[str, FieldValue]) -> None:
+        """Change fields of our own record. Raises MalformedError if peers would refuse them."""
+        self.own.update_fields(fields)
+        self.renew()
+
+    def renew(self) -> None:
+        """Date and sign our own record again."""
+        self.own.renew(self.table)
+
+    def renew_if_misdated(self) -> bool:
+        """Renew our own record if a wrong clock dated it; return whether that was so."""
+        is_misdated = self.own.is_misdated()
+        if is_misdated:
+            logger.info("our clock is %.1f s from the swarm's; dating our record again", -self._clock.offset)
+            self.renew()
+        return is_misdated
+
+    def live(self) -> Mapping[PeerId, PeerRecord]:
+        """Return the live peers, including ourselves."""
+        return self.table.live(self._clock.now())
+
+    def other_live_peers(self) -> list[PeerId]:
+        return [peer for peer in self.live() if peer != self.peer_id]
+
+    def subscribe(self, listener: MembershipListener) -> None:
+        """Report every other peer that joins, leaves or changes its record to `listener`."""
+        self._listeners.append(listener)
+
+    def notify_listeners(self) -> None:
+        """Report the changes since the last call to the listeners."""
+        live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
+        for event in self._changes.since_last(live, self.table.departure_of):
+            for listener in self._listeners:
+                listener.on_membership_event(event)
+            if not isinstance(event, PeerUpdated):
+                logger.info("%s", describe_event(event))
+
+    def merge(self, records: Sequence[Signed], now: float) -> MergedRecords:
+        """Merge the records of a call into the table."""
+        merged = MergedRecords()
+        for signed in records:
+            try:
+                self._merge_record(signed, now, merged)
+            except StaleError as fault:
+                self._learn_from_untimely_record(signed, now)
+                merged.faults.append(fault)
+            except PeerFault as fault:
+                merged.faults.append(fault)
+        return merged
+
+    def _merge_record(self, signed: Signed, now: float, merged: MergedRecords) -> None:
+        if signed.peer == self.peer_id and self._observe_own_key(signed, now):
+            merged.is_own_record_urgent = True
+        record = self.table.merge(signed, self._clock.now())
+        if record is None:
+            return
+        if signed.peer == self.peer_id:
+            logger.debug("overriding a record of our own key from another machine or an earlier start")
+            self.renew()
+            return
+        merged.news[signed.peer] = record
+        self.contacts.record_news(signed.peer, record.addresses, now, has_left=record.leaving)
+
+    def _observe_own_key(self, signed: Signed, now: float) -> bool:
+        """Look for another process in a record of our key; return whether that process should learn of us."""
+        record = open_signed(signed, self._run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
+        if record.expires <= self._clock.now() or not self.key_conflict.observe(record, now):
+            return False
+        self.publish({"other_start": self.key_conflict.echo})
+        return True
+
+    def _learn_from_untimely_record(self, signed: Signed, now: float) -> None:
+        """Remember the peer of an expired record while no peer is live.
+
+        The fault may be our own clock, and this peer can help to correct it.
+        """
+        if signed.peer == self.peer_id or self.other_live_peers():
+            return
+        try:
+            record = open_signed(signed, self._run_id, KIND, PeerRecord, MAX_RECORD_BYTES)
+            check_addresses(signed.peer, record.addresses)
+        except PeerFault as fault:
+            logger.debug("cannot use an expired record as a contact either: %s", fault)
+        else:
+            self.contacts.add(signed.peer, record.addresses, now)
