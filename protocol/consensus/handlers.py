@@ -10,6 +10,7 @@ from protocol.consensus.message_kinds import (
     ReducerAssignment,
 )
 from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
+from protocol.consensus.rules import view_change
 from protocol.consensus.state import Rejection, RoundState
 
 
@@ -67,11 +68,11 @@ def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float
         return [(sender, "wrong round")]
     if ballot.view < state.view or (current and ballot <= current.ballot):
         return [(sender, "stale view")]
-    if ballot.view > state.max_reachable_view:
+    if ballot.view > view_change.max_reachable_view(state):
         return [(sender, "view too far")]
     if current and len(message.body.contributions) < len(current.contributors):
         return [(sender, "smaller roster")]  # until the current leader fails, or half of the live members have moved on
-    if not state.may_lead(sender, ballot.view):
+    if not view_change.may_lead(state, sender, ballot.view):
         return [(sender, "not the leader")]
     return state.follow_roster(message, now)
 
@@ -100,6 +101,6 @@ def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[
     if not message.body.adoption.continues(state.revision):
         return [(message.sender, "other revisions")]
     state.knowledge.learn_proposal(message)
-    if message.sender == state.leader or state.may_lead(message.sender, message.body.view):
+    if message.sender == state.leader or view_change.may_lead(state, message.sender, message.body.view):
         state.knowledge.learn_contributions(message.body, state.voter_set.voters)
     return []

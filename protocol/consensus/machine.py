@@ -49,6 +49,8 @@ from protocol.consensus.message_kinds import (
 from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
 from protocol.consensus.reduction import Sums, next_assignment, reduce_own_parts
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
+from protocol.consensus.rules import view_change
+from protocol.consensus.rules.roster_content import build_roster
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
 from protocol.identity import PeerId
@@ -230,14 +232,14 @@ class RoundMachine:
 
     def _change_view(self, now: float) -> None:
         state = self._state
-        outvoting_view = min(state.outvoting_view(), MAX_VIEW)
-        fault: RejectReason | None = "outvoted" if outvoting_view > state.view else state.leader_fault(now)
+        outvoting_view = min(view_change.outvoting_view(state), MAX_VIEW)
+        fault: RejectReason | None = "outvoted" if outvoting_view > state.view else view_change.leader_fault(state, now)
         if fault is None:
             return
         self._reject(state.leader, fault)
         if fault != "outvoted":
             state.mark_leader_failed(state.leader)
-        state.view, state.view_since = state.next_view(), now
+        state.view, state.view_since = view_change.next_view(state), now
         state.current_view = state.leader_role = None
         inventory = self._sign(state.build_inventory())
         self._knowledge.learn_inventory(inventory, state.max_held_blobs)
@@ -247,7 +249,7 @@ class RoundMachine:
         state = self._state
         due = state.roster_due_at()
         if state.current_view is None and due is not None and now >= due and state.leader == state.me:
-            roster = self._sign(state.build_roster())
+            roster = self._sign(build_roster(state))
             self._reject_all(state.follow_roster(roster, now))
             self._send(state.others, roster)
 

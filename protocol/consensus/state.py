@@ -10,11 +10,9 @@ from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import MAX_ATTEMPTS, Leader, new_leader
 from protocol.consensus.message_kinds import Acknowledgement, Inventory
 from protocol.consensus.messages import (
-    MAX_CONTRIBUTIONS,
     MAX_HELD_BLOBS,
     NO_ROSTER,
     Commit,
-    Contribution,
     Digest,
     PartBlob,
     Roster,
@@ -29,9 +27,6 @@ from protocol.identity import PeerId
 
 # A leader sends three signs of life in one timeout, so a single lost message does not depose it.
 RETRANSMITS_PER_TIMEOUT = 3
-MAX_TIMEOUT_FACTOR = 8
-JOIN_TIMEOUTS = 2  # leader timeouts for a majority to join the view of a leader
-MAX_VIEW_JUMP = 8  # views
 MAX_VIEW = 2**31
 Rejection = tuple[PeerId, RejectReason]
 MIN_HELD_BLOBS = 256  # blobs that a member may claim to hold before any is known
@@ -115,10 +110,10 @@ class RoundState:
     @property
     def leader(self) -> PeerId | None:
         """Return the leader that this peer follows or expects."""
-        return self.current_view.leader if self.current_view else self.election.leader(self.view, self._candidates)
+        return self.current_view.leader if self.current_view else self.election.leader(self.view, self.candidates)
 
     @property
-    def _candidates(self) -> frozenset[PeerId]:
+    def candidates(self) -> frozenset[PeerId]:
         """Return the members that may lead: not those whose view failed in this round, while there are others."""
         return self.live - self.failed_leaders or self.live if self.failed_leaders else self.live
 
@@ -126,26 +121,6 @@ class RoundState:
         """Record that the view of a leader ends undecided, for whatever reason."""
         if leader is not None and leader != self.me:
             self.failed_leaders.add(leader)
-
-    def may_lead(self, peer: PeerId, view: int) -> bool:
-        """Return whether a peer may lead a view.
-
-        The claim of this peer itself does not count, so that a leader stays once it leads. A failed leader leads again
-        only in a view that half of the live members have reached: they may know better, and all have to meet in one
-        view. Otherwise a peer could choose one view after another that its rank gives it, and delay the round for ever.
-        """
-        if peer not in self.live or peer == self.me:
-            return False
-        if (
-            peer in self.failed_leaders
-            and not self.live - self.failed_leaders <= {self.me}
-            and view > self.outvoting_view()
-        ):
-            return False
-        leaders = {self.election.leader(view, self.live), self.election.leader(view, self._candidates)}
-        if self.me in leaders:
-            leaders |= {self.election.leader(view, group - {self.me}) for group in (self.live, self._candidates)}
-        return peer in leaders
 
     def update_contribution_timers(self, now: float) -> None:
         """Note since when half of the awaited members, or enough for a roster, have contributed."""
@@ -195,52 +170,6 @@ class RoundState:
             return self.roster_quorum_since
         return None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
 
-    def build_roster(self) -> Roster:
-        """Return a roster of all obtainable contributions, and of those in proposals that may be decided."""
-        knowledge, obtainable = self.knowledge, self.knowledge.obtainable_senders(self.live)
-        entries = [entry for peer, entry in knowledge.contributions.items() if peer in obtainable]
-        voters = self.voter_set.voters
-        entries.sort(key=lambda entry: entry.sender not in voters)
-        acknowledged = [
-            proposal for digest, proposal in knowledge.proposals.items() if knowledge.has_other_acknowledgers(digest)
-        ]
-        for proposal in acknowledged if entries else knowledge.proposals.values():
-            entries += proposal.body.contributions
-        contributions = self._drop_size_conflicts(entries)
-        ordered = tuple(contributions[peer] for peer in sorted(contributions))
-        return Roster(self.number, self.view, self.base, ordered)
-
-    def _drop_size_conflicts(
-        self, entries: Sequence[SignedMessage[Contribution]]
-    ) -> dict[PeerId, SignedMessage[Contribution]]:
-        """Return the first contributions by sender, as many as a roster may list, without those of conflicting sizes.
-
-        A contribution may name a blob that this peer holds, or that an earlier one names, with another size. Nobody can
-        fetch such a blob, but the holders of the real one would seem to hold it.
-        """
-        sizes, kept = dict(self.knowledge.held_sizes), dict[PeerId, SignedMessage[Contribution]]()
-        for entry in entries:
-            if entry.sender in kept or len(kept) == MAX_CONTRIBUTIONS:
-                continue
-            named = {blob.digest: blob.size for blob in entry.body.parts}
-            if all(sizes.get(digest, size) == size for digest, size in named.items()):
-                sizes.update(named)
-                kept[entry.sender] = entry
-        return kept or {entry.sender: entry for entry in entries[:1]}
-
-    def outvoting_view(self) -> int:
-        """Return the latest view that half of the live members have reached, or as many as leave no majority behind.
-
-        The count is over the members, not the voters: to leave a view too late or too early costs only time, and
-        forgotten members make no promises any more.
-        """
-        half, spare = (len(self.live) + 1) // 2, len(self.live) - len(self.voter_set.members) // 2
-        needed = min(half, spare) if spare > 0 else half
-        ahead = self.knowledge.in_later_view & self.live
-        if not ahead or len(ahead) < needed:
-            return 0
-        return sorted((self.knowledge.inventories[peer].view for peer in ahead), reverse=True)[needed - 1]
-
     def follow_roster(self, roster: SignedMessage[Roster], now: float) -> list[Rejection]:
         """Follow a roster, and reject contributions that differ from it or are too late for it."""
         ballot = self.election.ballot(roster.body.view, roster.sender)
@@ -257,58 +186,6 @@ class RoundState:
         equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.voters)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]
-
-    def leader_fault(self, now: float) -> RejectReason | None:
-        """Return the reason to give up the leader of this view, if there is one."""
-        view = self.current_view
-        if view is None:
-            return self._missing_roster_fault(now)
-        if view.leader not in self.live:
-            return "leader left"
-        if self._reported_view_of(view.leader) > self.view:
-            return "leader moved on"
-        if self.leader_role is None and now >= view.leader_last_heard + self._leader_timeout:
-            return "leader silent"
-        if self.leader_role and self.leader_role.has_nothing_to_propose():
-            return "exchange stalled"
-        if (
-            self.leader_role
-            and now >= view.started_at + JOIN_TIMEOUTS * self._leader_timeout
-            and not self.leader_role.has_quorum()
-        ):
-            return "not followed"
-        deadline = view.started_at + self.settings.exchange_seconds + self.settings.leader_timeout
-        return "exchange stalled" if now >= deadline else None
-
-    def _reported_view_of(self, peer: PeerId) -> int:
-        """Return the view that another peer last reported."""
-        known = self.knowledge.inventories.get(peer) if peer in self.knowledge.in_later_view else None
-        return known.view if known else 0
-
-    @property
-    def max_reachable_view(self) -> int:
-        """Return the latest view to which the roster of a leader may move this peer."""
-        return min(max(self.view + MAX_VIEW_JUMP, self.outvoting_view()), MAX_VIEW)
-
-    def next_view(self) -> int:
-        """Return the view to change to: one that others have reached, so that all meet, but not too far ahead."""
-        latest = max((self._reported_view_of(peer) for peer in self.knowledge.in_later_view & self.live), default=0)
-        return min(max(self.view + 1, self.outvoting_view(), min(latest, self.view + MAX_VIEW_JUMP)), MAX_VIEW)
-
-    def _missing_roster_fault(self, now: float) -> RejectReason | None:
-        """Return a fault if the leader is silent: it owes a roster when one is due, and before that signs of life."""
-        due_at, contributed_at = self.roster_due_at(), self.contributed_at
-        if self.leader in (None, self.me):
-            return None
-        owed = [] if due_at is None else [due_at]
-        owed += [] if contributed_at is None else [max(contributed_at, self.leader_last_heard)]
-        owed_since = max(min(owed, default=now), self.view_since)
-        return "leader silent" if now >= owed_since + self._leader_timeout else None
-
-    @property
-    def _leader_timeout(self) -> float:
-        """Return the timeout, which grows with the views, so that slow links do not depose leaders for ever."""
-        return self.settings.leader_timeout * min(1 + self.view // 2, MAX_TIMEOUT_FACTOR)
 
     def proposal(self) -> SignedMessage[Commit] | None:
         """Return the proposal of the leader of this view; if it made two, the first one."""

@@ -24,6 +24,7 @@ from protocol.consensus.messages import (
 )
 from protocol.consensus.quorum import VoterSet
 from protocol.consensus.reduction import Sums
+from protocol.consensus.rules import roster_content, view_change
 from protocol.consensus.state import RoundState
 from protocol.consensus.topology import Contributions, Groups, Topology
 from protocol.consensus.view import View
@@ -89,8 +90,8 @@ def proposes_whatever_others_are_bound_to(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_changes_the_view(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoundState, "leader_fault", lambda self, now: None)
-    patch.setattr(RoundState, "outvoting_view", lambda self: 0)
+    patch.setattr(view_change, "leader_fault", lambda state, now: None)
+    patch.setattr(view_change, "outvoting_view", lambda state: 0)
 
 
 def decides_what_nobody_holds(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,9 @@ def counts_as_held_by_the_digest_alone(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RoundKnowledge, "has_all_parts", holds_all)
     patch.setattr(View, "reportable_blobs", reported)
-    patch.setattr(RoundState, "_drop_size_conflicts", lambda self, entries: {entry.sender: entry for entry in entries})
+    patch.setattr(
+        roster_content, "drop_size_conflicts", lambda known, entries: {entry.sender: entry for entry in entries}
+    )
     patch.setattr(messages, "check_sizes", lambda blobs: None)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from protocol.consensus import retransmit
-from protocol.consensus import state as state_module
 from protocol.consensus.events import MembershipChanged, MessageReceived, RejectReason
 from protocol.consensus.leader import Leader
 from protocol.consensus.message_kinds import Inventory, kind_of
 from protocol.consensus.messages import Roster, SignedMessage
 from protocol.consensus.quorum import Election
+from protocol.consensus.rules import view_change
 from protocol.consensus.state import RoundState
 from protocol.consensus.view import View
 from protocol.identity import PeerId
@@ -51,7 +51,7 @@ def test_if_it_gave_signs_of_life_to_those_it_does_not_hear_all_would_wait(monke
         return [(state.others, view.roster), (state.others, holding)]
 
     monkeypatch.setattr(retransmit, "_leader_messages", to_everybody)
-    monkeypatch.setattr(state_module, "JOIN_TIMEOUTS", math.inf)
+    monkeypatch.setattr(view_change, "JOIN_TIMEOUTS", math.inf)
     table = _with_a_deaf_leader()
     assert seconds_until(table, lambda: bool(table.included_peers())) > table.scenario.settings().exchange_timeout
 
@@ -88,8 +88,8 @@ def test_who_comes_back_meets_who_stayed_in_one_view(exchange: str, parts: int, 
 def test_if_a_leader_waited_for_its_exchange_to_end_before_anybody_joins_they_would_miss_each_other(
     exchange: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_module, "JOIN_TIMEOUTS", math.inf)
-    monkeypatch.setattr(state_module, "MAX_VIEW_JUMP", 0)
+    monkeypatch.setattr(view_change, "JOIN_TIMEOUTS", math.inf)
+    monkeypatch.setattr(view_change, "MAX_VIEW_JUMP", 0)
     table, present = _with_one_survivor(exchange, parts, 7)
     spent = seconds_until(table, lambda: all(table.commit(name) for name in present))
     assert spent > 4 * table.scenario.settings().leader_timeout
@@ -187,7 +187,7 @@ def test_who_kept_silent_leads_no_second_view() -> None:
 
 
 def test_without_that_rule_it_leads_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RoundState, "_candidates", property(lambda self: self.live))
+    monkeypatch.setattr(RoundState, "candidates", property(lambda self: self.live))
     table, victim = _with_a_silent_leader_of_two_views()
     assert {table.machines[name].leader for name in table.names if name not in table.dead} == {victim}
 
@@ -205,13 +205,13 @@ def test_a_dead_leader_is_missed_while_its_contribution_is_still_awaited() -> No
 
 
 def test_if_it_were_missed_only_afterwards_both_waits_would_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = RoundState._missing_roster_fault
+    patient = view_change._missing_roster_fault
 
-    def afterwards(self: RoundState, now: float) -> RejectReason | None:
-        self.contributed_at = None
-        return patient(self, now)
+    def afterwards(state: RoundState, now: float) -> RejectReason | None:
+        state.contributed_at = None
+        return patient(state, now)
 
-    monkeypatch.setattr(RoundState, "_missing_roster_fault", afterwards)
+    monkeypatch.setattr(view_change, "_missing_roster_fault", afterwards)
     settings = (table := _with_a_dead_leader()).scenario.settings()
     assert seconds_until(table, lambda: bool(table.included_peers())) > settings.grace + settings.leader_timeout - 0.3
 

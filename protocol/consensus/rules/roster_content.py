@@ -1,0 +1,43 @@
+"""The content of a roster: the contributions that a leader lists."""
+
+from collections.abc import Sequence
+
+from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.messages import MAX_CONTRIBUTIONS, Contribution, Roster, SignedMessage
+from protocol.consensus.state import RoundState
+from protocol.identity import PeerId
+
+
+def build_roster(state: RoundState) -> Roster:
+    """Return a roster of all obtainable contributions, and of those in proposals that may be decided."""
+    knowledge, obtainable = state.knowledge, state.knowledge.obtainable_senders(state.live)
+    entries = [entry for peer, entry in knowledge.contributions.items() if peer in obtainable]
+    voters = state.voter_set.voters
+    entries.sort(key=lambda entry: entry.sender not in voters)
+    acknowledged = [
+        proposal for digest, proposal in knowledge.proposals.items() if knowledge.has_other_acknowledgers(digest)
+    ]
+    for proposal in acknowledged if entries else knowledge.proposals.values():
+        entries += proposal.body.contributions
+    contributions = drop_size_conflicts(knowledge, entries)
+    ordered = tuple(contributions[peer] for peer in sorted(contributions))
+    return Roster(state.number, state.view, state.base, ordered)
+
+
+def drop_size_conflicts(
+    knowledge: RoundKnowledge, entries: Sequence[SignedMessage[Contribution]]
+) -> dict[PeerId, SignedMessage[Contribution]]:
+    """Return the first contributions by sender, as many as a roster may list, without those of conflicting sizes.
+
+    A contribution may name a blob that this peer holds, or that an earlier one names, with another size. Nobody can
+    fetch such a blob, but the holders of the real one would seem to hold it.
+    """
+    sizes, kept = dict(knowledge.held_sizes), dict[PeerId, SignedMessage[Contribution]]()
+    for entry in entries:
+        if entry.sender in kept or len(kept) == MAX_CONTRIBUTIONS:
+            continue
+        named = {blob.digest: blob.size for blob in entry.body.parts}
+        if all(sizes.get(digest, size) == size for digest, size in named.items()):
+            sizes.update(named)
+            kept[entry.sender] = entry
+    return kept or {entry.sender: entry for entry in entries[:1]}
