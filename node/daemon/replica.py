@@ -8,21 +8,16 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.checkpoints.vote_log import VoteLog
 from node.daemon.blob_relay import MAX_CONTRIBUTIONS, BlobRelay, RelayOptions
 from node.daemon.chain_sync import ChainReader, ChainSyncClient
-from node.daemon.checkpointer import (
-    Checkpointer,
-    CheckpointerOptions,
-    restore_contributions,
-    restore_trainer_snapshot,
-)
+from node.daemon.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
-from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute, state_bytes
+from node.daemon.outer_state import ReplicatedState, RoundCompute, state_bytes
 from node.daemon.peer_rpc import Outbox, PeerRpc
+from node.daemon.restoring import RestoreTargets, restore_run
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota
 from node.daemon.state_effects import StateEffects, StateTools
@@ -52,7 +47,7 @@ from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
-from node.model import initial_weights, shape_table
+from node.model import shape_table
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.monitoring.status_reporter import StatusReporter
@@ -65,7 +60,6 @@ from optim.round_plan import RoundPlanner
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
-from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import ContributionLimits
 from protocol.identity import Identity
 from protocol.manifest import Manifest
@@ -148,30 +142,20 @@ class Replica:
 
     def _restore(self) -> None:
         """Restore the state and the pending contribution from the newest checkpoint."""
-        saved = self._load_checkpoint()
         self._contribution_file = ContributionFile(self._run_dir.contribution_file)
-        self._contributions = restore_contributions(
-            saved, self._planner, self.shared_memory, self.store, self._contribution_file, self.status_reporter
+        restored = restore_run(
+            self.manifest,
+            self._planner,
+            self._run_dir.checkpoints,
+            RestoreTargets(self.shared_memory, self.store, self._contribution_file, self.status_reporter),
         )
-        if saved is not None:
-            chain, state = Chain(ChainHead.from_json(saved.chain["head"])), OuterState(saved.anchor, saved.outer)
-        else:
-            chain = Chain.from_genesis(self.run_id)
-            weights = initial_weights(self.manifest.model, self.manifest.run.seed)
-            state = OuterState.initial(weights, self._planner.method)
-        self.steering = Steering(self.manifest, chain, self._node.revisions.log)
+        self._contributions = restored.contributions
+        self.steering = Steering(self.manifest, restored.chain, self._node.revisions.log)
         self._compute = RoundCompute(self._planner, self.store, rate_by_round(self.steering, self._planner))
         workers = self._node.workers
-        self.replicated = ReplicatedState(chain, state, self._compute, workers.compute, workers.low_priority)
-
-    def _load_checkpoint(self) -> Checkpoint | None:
-        saved, skipped = load_newest(self._run_dir.checkpoints, self.run_id, self._shapes)
-        for line in skipped:
-            self.status_reporter.record_recovered("checkpoint skipped", line)
-        if saved is not None:
-            logger.info("resuming from the checkpoint of round %d", saved.round)
-            restore_trainer_snapshot(saved, self.shared_memory)
-        return saved
+        self.replicated = ReplicatedState(
+            restored.chain, restored.state, self._compute, workers.compute, workers.low_priority
+        )
 
     def _connect(self) -> None:
         """Build the components that communicate with the peers of the run."""
