@@ -135,6 +135,12 @@ class RoundPlanner:
             yield from range(max(0, number - cycle + 1), number + cycle)
 
     @cached_property
+    def max_steps(self) -> int:
+        """Return the most local steps that a peer makes between two contributions."""
+        plans = map(self.plan, self.representative_rounds())
+        return max(plan.steps + plan.method.schedule.ahead for plan in plans)
+
+    @cached_property
     def max_parts(self) -> int:
         return max(len(self.plan(number).part_spans) for number in self.representative_rounds())
 

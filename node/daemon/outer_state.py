@@ -28,6 +28,7 @@ from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob, Bytes
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
+from protocol.consensus.weights import count_tokens
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
 
 FLOAT_BYTES = 4
@@ -120,7 +121,7 @@ class RoundCompute:
         try:
             payloads = [self._payload(contribution.parts[part], round_number, part) for contribution in contributions]
             reduced = self._aggregator.reduce_part(
-                round_number, part, payloads, self._weights(round_number, contributions)
+                round_number, part, payloads, self._weights(round_number, contributions, _counted(contributions))
             )
         except OptimError as error:
             raise MalformedError(f"a contribution does not decode: {error}") from error
@@ -140,7 +141,7 @@ class RoundCompute:
                 self._payload(blob, round_number, part if commit.parts else 0)
                 for part, blob in enumerate(blobs_to_apply(commit, signed_contributions))
             ]
-            weights = self._weights(round_number, contributions)
+            weights = self._weights(round_number, contributions, _counted_in(commit, signed_contributions))
             merged = self._aggregator.merge(round_number, payloads, weights, memory.get(AGGREGATION_STATE))
         except OptimError as error:
             raise MalformedError(f"the commit of round {round_number} does not decode: {error}") from error
@@ -150,14 +151,14 @@ class RoundCompute:
         self._decoded.clear()
         return OuterState(anchor, slots)
 
-    def step_scale(self, state: OuterState, round_number: int, signed_contributions: SignedContributions) -> float:
-        """Return the fraction of a full outer step that the round which led to `state` made."""
+    def step_scale(self, state: OuterState, commit: Commit, signed_contributions: SignedContributions) -> float:
+        """Return the fraction of a full outer step that the commit which led to `state` made."""
         reference_weight = state.slots.get(REFERENCE_WEIGHT)
         if reference_weight is None or not signed_contributions:
             return 1.0
-        return compute_step_scale(
-            self._weights(round_number, [entry.body for entry in signed_contributions]), reference_weight
-        )
+        contributions = [entry.body for entry in signed_contributions]
+        weights = self._weights(commit.round, contributions, _counted_in(commit, signed_contributions))
+        return compute_step_scale(weights, reference_weight)
 
     def _payload(self, blob: Blob, round_number: int, part: int) -> Payload | Vector:
         """Return the vector that `check_part` decoded if it is cached, else the blob."""
@@ -170,9 +171,10 @@ class RoundCompute:
         if sum(cached.nbytes for cached in self._decoded.values()) + vector.nbytes <= FLOAT_BYTES * self._planner.numel:
             self._decoded[key] = vector
 
-    def _weights(self, round_number: int, contributions: Sequence[Contribution]) -> list[float]:
+    def _weights(self, round_number: int, contributions: Sequence[Contribution], tokens: Sequence[int]) -> list[float]:
+        """Return the weights of contributions that count for `tokens`."""
         rule = self._planner.plan(round_number).method.aggregate
-        return [rule.weigh(contribution.tokens, contribution.age) for contribution in contributions]
+        return [rule.weigh(count, entry.age) for entry, count in zip(contributions, tokens, strict=True)]
 
     def lend_state(self, state: OuterState) -> Blob:
         """Make the state available for download, without a copy."""
@@ -182,6 +184,14 @@ class RoundCompute:
         raw = self._store.read(blob.digest)
         own = raw if isinstance(raw, bytearray) else bytearray(raw)
         return OuterState.from_bytes(own, self._planner.numel, self._planner.method)
+
+
+def _counted(contributions: Sequence[Contribution]) -> list[int]:
+    return count_tokens([contribution.tokens for contribution in contributions])
+
+
+def _counted_in(commit: Commit, signed_contributions: SignedContributions) -> list[int]:
+    return [commit.counted_tokens[entry.sender] for entry in signed_contributions]
 
 
 @dataclass(frozen=True)
@@ -285,7 +295,7 @@ class ReplicatedState:
 
     def step_scale(self, commit: Commit, signed_contributions: SignedContributions) -> float:
         """Return the fraction of a full outer step that the last round made."""
-        return self._compute.step_scale(self.state, commit.round, signed_contributions)
+        return self._compute.step_scale(self.state, commit, signed_contributions)
 
     async def install_state(self, head: ChainHead, blob: Blob, commits: Sequence[SignedMessage[Commit]]) -> None:
         """Switch to the head and the state (in the store) of another chain.

@@ -61,6 +61,7 @@ from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.messages import ContributionLimits
+from protocol.consensus.weights import MAX_MULTIPLE
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
@@ -77,7 +78,6 @@ VALIDATION_TOKENS = 16_384
 SLOW_COMPILE_SECONDS = 5.0  # a shorter warm-up found the kernels compiled
 STORE_STATES = 16  # size of the store, in states
 STORE_EXTRA_BYTES = 1 << 30
-MAX_TOKENS = 1 << 40  # of one contribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +372,8 @@ def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> Contributi
     """Return the limits that every contribution to the run must keep."""
     shapes = shape_table(manifest.model).hash()
     recipe, organiser = manifest.method.recipe, manifest.run.organiser_key
-    return ContributionLimits(recipe, shapes, planner.max_parts, MAX_TOKENS, planner.max_part_bytes, organiser)
+    most = MAX_MULTIPLE * planner.max_steps * manifest.train.batch_tokens
+    return ContributionLimits(recipe, shapes, planner.max_parts, most, planner.max_part_bytes, organiser)
 
 
 def max_store_bytes(planner: RoundPlanner) -> int:

@@ -174,7 +174,7 @@ def _build_committed(state: RunState, step: ChainStep, at: float | None) -> Roun
     contributions = tuple(
         CommittedContribution(
             peer=contribution.sender,
-            tokens=contribution.body.tokens,
+            tokens=step.commit.counted_tokens[contribution.sender],
             steps=contribution.body.steps,
             loss=max(-MAX_SHOWN_LOSS, min(contribution.body.loss, MAX_SHOWN_LOSS)),
             size=sum(blob.size for blob in contribution.body.parts),

@@ -54,7 +54,7 @@ class StoredContribution:
             base=head.digest,
             codec=limits.codec,
             shapes=limits.shapes,
-            tokens=self.header.tokens,
+            tokens=min(self.header.tokens, limits.max_tokens),
             steps=self.header.steps,
             loss=self.header.loss,
             parts=self.parts,

@@ -26,9 +26,10 @@ from protocol.identity import PeerId
 
 @dataclass(frozen=True)
 class CountedWork:
-    """One contribution that a commit includes, and the chain digest after that commit."""
+    """One included contribution, the tokens that it counts for, and the chain digest after its commit."""
 
     round: int
+    tokens: int
     contribution: SignedMessage[Contribution]
     chain_digest: bytes
 
@@ -105,12 +106,13 @@ class Ledger:
         self.segments[-1] = Segment(self.segments[-1].start, after)
         self.head = after
         for contribution in commit.body.contributions:
-            self._count(CountedWork(commit.body.round, contribution, after.digest))
+            tokens = commit.body.counted_tokens[contribution.sender]
+            self._count(CountedWork(commit.body.round, tokens, contribution, after.digest))
 
     def _count(self, work: CountedWork) -> None:
         peer = work.contribution.sender
         account = self.accounts.setdefault(peer, PeerAccount(first_round=work.round))
-        account.tokens += work.contribution.body.tokens
+        account.tokens += work.tokens
         account.rounds += 1
         account.size += sum(blob.size for blob in work.contribution.body.parts)
         account.last_round = work.round

@@ -157,7 +157,7 @@ def _build_entry(work: CountedWork) -> ReceiptEntry:
     return ReceiptEntry(
         round=work.round,
         age=body.age,
-        tokens=body.tokens,
+        tokens=work.tokens,
         steps=body.steps,
         message=message.digest.hex(),
         signature=base64.b64encode(message.signed.signature).decode(),

@@ -101,7 +101,8 @@ class SharedCompute:
         self, before: AppliedState, commit: Commit, signed_contributions: SignedContributions
     ) -> AppliedState:
         """Return the state after a commit."""
-        weights = (entry.body.tokens.to_bytes(8, "big") + bytes([entry.body.age]) for entry in signed_contributions)
+        counted = commit.counted_tokens
+        weights = (counted[entry.sender].to_bytes(8, "big") + bytes([entry.body.age]) for entry in signed_contributions)
         key = (before[1].digest, *(blob.digest for blob in blobs_to_apply(commit, signed_contributions)), *weights)
         if key not in self._applied:
             after = self._compute.apply_commit(before[0], commit, signed_contributions)

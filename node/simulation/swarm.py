@@ -27,11 +27,11 @@ from optim.method import Method
 from protocol import murmur_pb2 as wire
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import ContributionLimits, Digest
+from protocol.consensus.weights import MAX_MULTIPLE
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import TargetSection
 
-MAX_CONTRIBUTION_TOKENS = 1 << 40
 MAX_STALLED_EXCHANGES = 20  # give up after this many exchange timeouts without a decision
 
 
@@ -75,9 +75,8 @@ class VirtualSwarm:
         self.planner = program = build_program(manifest, method)
         shapes = shape_table(manifest.model)
         self.numel = shapes.numel
-        self.limits = ContributionLimits(
-            method.name, shapes.hash(), program.max_parts, MAX_CONTRIBUTION_TOKENS, program.max_part_bytes
-        )
+        most = MAX_MULTIPLE * program.max_steps * manifest.train.batch_tokens
+        self.limits = ContributionLimits(method.name, shapes.hash(), program.max_parts, most, program.max_part_bytes)
         self.fake_signer = FakeSigner(self.limits)
         initial = OuterState.initial(self.config.start_weights(), method)
         replicas = 1 if topology_class(method).has_shared_state else self.config.peers

@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
+from protocol.consensus.weights import count_tokens
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.signing import MAX_ROUND
@@ -40,6 +41,7 @@ NO_ROSTER = bytes(32)
 class ContributionLimits:
     """The limits that every contribution to a run must respect; `parts` is the largest number of them.
 
+    `max_tokens`: the most that a contribution may claim.
     `organiser`: the key whose revisions a commit may adopt; empty if there is none.
     """
 
@@ -241,10 +243,16 @@ class Commit(ContributionList):
         """Return the peers on the roster, as far as the commit names them."""
         return frozenset([*(entry.sender for entry in self.contributions), *self.left_out])
 
+    @cached_property
+    def counted_tokens(self) -> dict[PeerId, int]:
+        """Map each contributor to the tokens that its contribution counts for (`protocol.consensus.weights`)."""
+        counts = count_tokens([entry.body.tokens for entry in self.contributions])
+        return dict(zip(self.by_sender, counts, strict=True))
+
     @property
     def tokens(self) -> int:
-        """Return the tokens in all included contributions."""
-        return sum(contribution.body.tokens for contribution in self.contributions)
+        """Return the counted tokens of all included contributions."""
+        return sum(self.counted_tokens.values())
 
     @property
     def blobs(self) -> tuple[Blob, ...]:

@@ -11,13 +11,12 @@ from typing import Self
 
 from node.daemon.outer_state import RoundCompute
 from node.daemon.peer_rpc import request_chain
-from node.daemon.replica import MAX_TOKENS
+from node.daemon.replica import contribution_limits
 from node.from_manifest import build_program
-from node.model import shape_table
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.blobs.store import BlobStore
 from protocol.consensus.message_kinds import parse
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits
+from protocol.consensus.messages import Commit, Contribution
 from protocol.manifest import Manifest
 from protocol.transport.transport import Transport
 from tests.netlab.laboratory import Laboratory, Node
@@ -58,9 +57,7 @@ class BlobArchive:
 
     def request_commits(self, laboratory: Laboratory, node: Node, address: str, after_round: int) -> list[Commit]:
         """Those of the peer at that address, asked from `node`; none where its log does not reach back so far."""
-        shapes, program = shape_table(self._manifest.model), self._program
-        recipe = self._manifest.method.recipe
-        terms = ContributionLimits(recipe, shapes.hash(), program.max_parts, MAX_TOKENS, program.max_part_bytes)
+        terms = contribution_limits(self._manifest, self._program)
 
         async def ask() -> list[Commit]:
             with tempfile.TemporaryDirectory() as folder:

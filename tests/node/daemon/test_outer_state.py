@@ -209,9 +209,9 @@ def test_reduce_and_check_refuse_what_does_not_decode(tmp_path: Path) -> None:
     start, stop = program.plan(0).part_spans[1]
     good = [store.put(payload(seed, stop - start)) for seed in range(2)]
     bad = store.put(b"bad")
-    reduced = workshop.reduce_part(0, 1, contributions([good[0], good[1]], [1, 3]))
+    reduced = workshop.reduce_part(0, 1, contributions([good[0], good[1]], [1, 2]))
     values = [METHOD.codec.decode(store.read(blob.digest), stop - start) for blob in (*good, reduced)]
-    assert torch.allclose((values[0] + 3 * values[1]) / 4, values[2])
+    assert torch.allclose((values[0] + 2 * values[1]) / 3, values[2])
     workshop.check_part(reduced, 0, 1)
     with pytest.raises(MalformedError):
         workshop.check_part(bad, 0, 1)
@@ -244,10 +244,10 @@ def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> Non
     for options in rules:
         program = program_of(compose("averaging", LOSSLESS | {"aggregate": options}))
         reduced = RoundCompute(program, store, lambda step: 1.0).reduce_part(
-            0, 0, contributions(blobs, [100, 300], [0, 1])
+            0, 0, contributions(blobs, [100, 200], [0, 1])
         )
         found.append(float(METHOD.codec.decode(store.read(reduced.digest), NUMEL)[0]))
-    assert found == pytest.approx([3 / 4, 1 / 2, 1 / 3, 3 / 8 / (1 + 3 / 8)])
+    assert found == pytest.approx([2 / 3, 1 / 2, 1 / 3, 2 / 8 / (1 + 2 / 8)])
 
 
 async def test_a_lone_round_moves_by_its_share_and_so_it_does_for_who_took_the_state_over(tmp_path: Path) -> None:

@@ -70,12 +70,21 @@ def test_receipt_stays_valid_while_the_run_goes_on(commits: Path) -> None:
 
 def test_receipt_after_a_chain_switch_counts_only_the_new_chain(commits: Path) -> None:
     before, start = receipt_of(commits, MARY), head_after(COMMITS[:1])
-    log_in(commits.parent).extend(start, chain([{1: (1000, 0), 2: (1, 0)}, {3: (2, 0)}], start, "other"))
+    log_in(commits.parent).extend(start, chain([{1: (1000, 0), 2: (700, 0)}, {3: (2, 0)}], start, "other"))
     receipts = [receipt_of(commits, peer) for peer in (MARY, TOM, ZOE)]
     verify_receipts(receipts, commits)
     assert receipts[0].tokens == 1100 and sum(receipt.tokens for receipt in receipts) == receipts[0].run_tokens
     with pytest.raises(ReceiptError):
         verify_receipts([before], commits)
+
+
+def test_claim_far_above_that_of_the_others_counts_for_twice_theirs(commits: Path) -> None:
+    before = receipt_of(commits, MARY).tokens
+    log_in(commits.parent).extend(HEAD, chain([{1: (1 << 40, 0), 2: (3, 0), 3: (5, 0)}], HEAD))
+    receipts = [receipt_of(commits, peer) for peer in (MARY, TOM, ZOE)]
+    verify_receipts(receipts, commits)
+    assert receipts[0].tokens == before + 2 * 5
+    assert sum(receipt.tokens for receipt in receipts) == receipts[0].run_tokens
 
 
 def test_receipt_with_a_gap_names_the_missing_tokens(tmp_path: Path) -> None:
