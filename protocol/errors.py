@@ -22,7 +22,8 @@ MurmurError                      1   any of the errors below, unspecified
     ├── MalformedError               bytes that do not parse, or parse to invalid values
     ├── ForgedError                  a signature that does not verify
     ├── StaleError                   expired, replayed or of another run
-    └── LimitError                   more than this peer may send
+    ├── LimitError                   more than this peer may send
+    └── NewcomerError                one more unknown key than may be learned now
 """
 
 from collections.abc import Sequence
@@ -124,7 +125,7 @@ class PeerFault(MurmurError):  # noqa: N818
 
     @property
     def metric_label(self) -> str:
-        """Return the label under which it is counted: malformed, forged, stale or limit."""
+        """Return the label under which it is counted: malformed, forged, stale, limit or newcomer."""
         return type(self).__name__.removesuffix("Error").lower()
 
 
@@ -148,3 +149,7 @@ def error_with_code(exit_code: int, text: str) -> MurmurError:
     """Return the error with this exit code, for one that another process reports."""
     kinds = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, MurmurError)]
     return next((kind for kind in kinds if kind.exit_code == exit_code), MurmurError)(text)
+
+
+class NewcomerError(PeerFault):
+    pass

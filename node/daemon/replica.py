@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -328,9 +328,10 @@ class Replica:
                 self.trainer.expect_evaluation()
                 self._background.spawn(self.trainer.request_evaluation())
 
-    def on_membership_event(self, event: MembershipEvent) -> None:
-        if isinstance(event, PeerLeft):
-            self.outbox.drop_peer(event.peer)
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        for event in events:
+            if isinstance(event, PeerLeft):
+                self.outbox.drop_peer(event.peer)
         self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
 
     def on_revisions_changed(self) -> None:

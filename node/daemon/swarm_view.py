@@ -109,7 +109,11 @@ class SwarmView:
         """Update the progress fields of our peer record; each new head publishes them too."""
         self._directory.publish(urgent=False, **self._status.status().record_fields())
 
-    def on_membership_event(self, event: MembershipEvent) -> None:
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        for event in events:
+            self._observe(event)
+
+    def _observe(self, event: MembershipEvent) -> None:
         if isinstance(event, PeerJoined):
             self._left_peers.pop(event.peer, None)
             self._has_met_trainer = self._has_met_trainer or event.record.role == "trainer"

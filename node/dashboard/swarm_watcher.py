@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from node.dashboard.chain_follower import MAX_SHOWN_LOSS, ChainFollower, find_diverged
 from node.dashboard.event_log import EventLog
@@ -242,8 +242,12 @@ class SwarmWatcher:
         peers = [peer_values(state, peer) for name, peer in state.peers.items() if name in names]
         self._event_log.broadcast("now", {**summary(state, now), **model_values(self._model), "moved": peers})
 
-    def on_membership_event(self, event: peer_table.MembershipEvent) -> None:
-        """Remember why a peer left, for the next poll."""
+    def on_membership_changed(self, events: Sequence[peer_table.MembershipEvent]) -> None:
+        """Remember why peers left, for the next poll."""
+        for event in events:
+            self._observe(event)
+
+    def _observe(self, event: peer_table.MembershipEvent) -> None:
         if isinstance(event, peer_table.PeerLeft):
             self._leave_reasons[event.peer] = event.reason
             if event.record is not None and event.record.role == "trainer":

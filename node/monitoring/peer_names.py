@@ -1,6 +1,7 @@
 """The public names of the peers of a run, for log lines that name peers by their ids."""
 
 import re
+from collections.abc import Sequence
 
 from protocol.identity import PeerId
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
@@ -30,9 +31,10 @@ class PeerNames:
         if len(self._names) > MAX_NAMES:
             del self._names[next(iter(self._names))]
 
-    def on_membership_event(self, event: MembershipEvent) -> None:
-        if not isinstance(event, PeerLeft) and self._names.get(event.peer, "") != event.record.name:
-            self.learn(event.peer, event.record.name)
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        for event in events:
+            if not isinstance(event, PeerLeft) and self._names.get(event.peer, "") != event.record.name:
+                self.learn(event.peer, event.record.name)
 
     def label(self, peer: PeerId) -> str:
         """Return `mary (12D3..AbCdEf)`, or `12D3..AbCdEf` for a peer without a name."""

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 CALL_SECONDS = 5.0
 RETRY_SECONDS = 5.0  # before the same peer is asked again
 MAX_ASKED = 4096  # peers
+MAX_FETCHES = 8  # at once
 CALL_BURST, CALLS_PER_SECOND = 16, 2.0  # of each caller
 
 
@@ -179,12 +180,15 @@ class RevisionKeeper(SteeringServicer):
         if len(request.revisions) > MAX_STORED:
             raise LimitError(f"{peer} sent {len(request.revisions)} revisions; at most {MAX_STORED}")
 
-    def on_membership_event(self, event: MembershipEvent) -> None:
-        if isinstance(event, PeerLeft):
-            return
-        self.clock.observe(event.record.round, time.monotonic())
-        if self._should_ask(event.peer, event.record):
-            task = asyncio.create_task(self._fetch_from(event.peer), name="revisions")
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        for event in events:
+            if not isinstance(event, PeerLeft):
+                self._observe(event.peer, event.record)
+
+    def _observe(self, peer: PeerId, record: PeerRecord) -> None:
+        self.clock.observe(record.round, time.monotonic())
+        if len(self._fetches) < MAX_FETCHES and self._should_ask(peer, record):
+            task = asyncio.create_task(self._fetch_from(peer), name="revisions")
             self._fetches.add(task)
             task.add_done_callback(self._fetches.discard)
 

@@ -59,6 +59,7 @@ class Contacts:
         self._max_contacts = max_contacts
         self._contacts: dict[PeerId, Contact] = {}  # the longest unseen first
         self._bootstrap = _group_by_peer(bootstrap)
+        self.protected: frozenset[PeerId] = frozenset()  # peers that no newcomer displaces
         for peer, addresses in self._bootstrap.items():
             self._contacts[peer] = Contact(peer, addresses, last_seen=float("inf"), is_permanent=True)
 
@@ -91,16 +92,26 @@ class Contacts:
             contact.last_attempt = now
         contact.has_left = has_left
 
-    def pick_due(self, now: float, live_peers: Container[PeerId], count: int, is_alone: bool = False) -> list[Contact]:
+    def pick_due(
+        self,
+        now: float,
+        live_peers: Container[PeerId],
+        count: int,
+        is_alone: bool = False,
+        among: Container[PeerId] | None = None,
+    ) -> list[Contact]:
         """Return up to `count` random contacts that are due and not live.
 
-        `is_alone` means that no peer is live.
+        `is_alone` means that no peer is live; `among` limits the choice.
         """
         self._prune(now)
         waiting = [
             contact
             for peer, contact in self._contacts.items()
-            if peer not in live_peers and contact.addresses and contact.is_due(now, is_alone)
+            if peer not in live_peers
+            and (among is None or peer in among)
+            and contact.addresses
+            and contact.is_due(now, is_alone)
         ]
         return self._rng.sample(waiting, min(count, len(waiting)))
 
@@ -134,6 +145,10 @@ class Contacts:
     def addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
         return {peer: contact.addresses for peer, contact in self._contacts.items()}
 
+    def is_permanent(self, peer: PeerId) -> bool:
+        """Return whether the user or the manifest named this peer."""
+        return peer in self._bootstrap
+
     def bootstrap(self) -> Mapping[PeerId, tuple[str, ...]]:
         """Return the bootstrap peers that did not say goodbye."""
         return {peer: listed for peer, listed in self._bootstrap.items() if not self._contacts[peer].has_left}
@@ -141,7 +156,8 @@ class Contacts:
     def _prune(self, now: float) -> None:
         for peer, contact in list(self._contacts.items()):
             is_full = len(self._contacts) > self._max_contacts
-            if not contact.is_permanent and (is_full or now - contact.last_seen > REMEMBER_SECONDS):
+            is_kept = contact.is_permanent or (is_full and peer in self.protected)
+            if not is_kept and (is_full or now - contact.last_seen > REMEMBER_SECONDS):
                 del self._contacts[peer]
 
 

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ import grpc
 from protocol.errors import (
     LimitError,
     MalformedError,
+    NewcomerError,
     PeerFault,
     StaleError,
     TransportError,
@@ -63,6 +64,8 @@ LEAVE_SECONDS = 2.0
 CONTACT_RETRY_PROBABILITY = 0.2  # of a heartbeat that tries a contact although some peers are live
 MAX_CALLS_PER_HEARTBEAT = 8
 CALL_BURST = 32
+REPORT_PAUSE, MAX_REPORT_PAUSE_SECONDS = 4.0, 2.0  # after a report of changes, in times of its length
+RECORDS_PER_CALL = 32  # a call with more of them counts as several
 
 
 class PeerDirectory(MembershipServicer):
@@ -94,6 +97,8 @@ class PeerDirectory(MembershipServicer):
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
         self._repeat_exchanges: set[PeerId] = set()
+        self._next_report_at = float("-inf")  # of changes to the listeners
+        self._report_timer: asyncio.TimerHandle | None = None
         self._address_file = AddressFile(options.addresses_file, time.monotonic())
         for peer, addresses in self._address_file.load().items():
             self.add_contact(peer, addresses)
@@ -119,6 +124,10 @@ class PeerDirectory(MembershipServicer):
         """Report every other peer that joins, leaves or changes its record to `listener`."""
         self._known.subscribe(listener)
 
+    def set_voters(self, voters: frozenset[PeerId]) -> None:
+        """Set the peers that have a vote; empty while nobody has one yet."""
+        self._known.set_voters(voters)
+
     def other_node_with_our_key(self) -> OtherNode | None:
         """Return another node that runs now with our key, such as one in a copied folder."""
         return self._known.key_conflict.other(time.monotonic())
@@ -140,7 +149,7 @@ class PeerDirectory(MembershipServicer):
             return
         logger.debug("%s counts as gone until it speaks again: %s", peer, reason)
         self._known.table.suspect(peer)
-        self._known.notify_listeners()
+        self._notify_listeners()
 
     async def run(self) -> None:
         """Gossip until cancelled. Raises KeyInUseError if another node uses our key and started earlier."""
@@ -184,7 +193,7 @@ class PeerDirectory(MembershipServicer):
     def _answer_gossip(self, peer: PeerId, request: GossipRequest) -> GossipReply:
         if request.run.hex() != self.run_id:
             raise StaleError(f"{peer} gossips about another run")
-        if not self._call_buckets.try_take(peer, time.monotonic()):
+        if not self._call_buckets.try_take(peer, time.monotonic(), max(1.0, len(request.records) / RECORDS_PER_CALL)):
             raise LimitError(f"{peer} gossips more than {MAX_CALLS_PER_HEARTBEAT} times a heartbeat")
         if len(request.known) > MAX_PEERS or any(len(known) > MAX_TEXT_CHARACTERS for known in request.known):
             raise LimitError(f"{peer} claims to know {len(request.known)} peers")
@@ -197,18 +206,23 @@ class PeerDirectory(MembershipServicer):
         return GossipReply(time=self._clock.local(), records=records[:MAX_RECORDS], wanted=lacking[:MAX_RECORDS])
 
     def _sample_records(self, records: list[Signed]) -> list[Signed]:
-        return records if len(records) <= MAX_RECORDS else self._rng.sample(records, MAX_RECORDS)
+        """Return as many records as one message takes, our own one first, because the rest depends on our standing."""
+        own = [signed for signed in records if signed.peer == self.peer_id]
+        others = [signed for signed in records if signed.peer != self.peer_id]
+        return own + (others if len(records) <= MAX_RECORDS else self._rng.sample(others, MAX_RECORDS - len(own)))
 
     async def _run_heartbeat(self) -> None:
         await self._refresh_addresses()
         self._known.renew()
         self._expire_records()
-        self._known.notify_listeners()
+        self._notify_listeners()
         others = self._known.other_live_peers()
         for peer in self._rng.sample(others, min(GOSSIP_FANOUT, len(others))):
             self._start_exchange(peer)
         if not others or self._rng.random() < CONTACT_RETRY_PROBABILITY:
             self._try_contacts(1 if others else GOSSIP_FANOUT)
+        if unconfirmed := self._known.table.unconfirmed():
+            self._try_contacts(GOSSIP_FANOUT, unconfirmed)
         self._address_file.save_if_due(self._contacts.addresses(), time.monotonic())
 
     def _expire_records(self, current_caller: PeerId | None = None) -> None:
@@ -232,10 +246,10 @@ class PeerDirectory(MembershipServicer):
         for peer in self._rng.sample(others, min(URGENT_FANOUT, len(others))):
             self._start_exchange(peer, repeat=True)
 
-    def _try_contacts(self, count: int) -> None:
+    def _try_contacts(self, count: int, among: Collection[PeerId] | None = None) -> None:
         others = self._known.other_live_peers()
         busy = {*others, self.peer_id, *self._exchanges}
-        for contact in self._contacts.pick_due(time.monotonic(), busy, count, is_alone=not others):
+        for contact in self._contacts.pick_due(time.monotonic(), busy, count, not others, among):
             try:
                 self._transport.introduce(contact.peer, contact.addresses)
             except MalformedError as error:
@@ -309,13 +323,13 @@ class PeerDirectory(MembershipServicer):
         if len(records) > MAX_RECORDS:
             raise LimitError(f"{sender} sent {len(records)} records at once; at most {MAX_RECORDS} are allowed")
         self._expire_records(sender)
-        merged = self._known.merge(records, time.monotonic())
+        merged = self._known.merge(records, sender, time.monotonic())
         for peer, record in merged.news.items():
             self._learn_peer(peer, record)
         self._record_faults(merged.faults, sender)
         if merged.is_own_record_urgent:
             self._push_own_record()
-        self._known.notify_listeners()
+        self._notify_listeners()
 
     def _learn_peer(self, peer: PeerId, record: PeerRecord) -> None:
         self._failures.pop(peer, None)
@@ -324,12 +338,32 @@ class PeerDirectory(MembershipServicer):
 
     def _record_faults(self, faults: Sequence[PeerFault], sender: PeerId) -> None:
         self.refusals.update(fault.metric_label for fault in faults)
-        # A record may expire on its way; but if no peer is live, our own clock may be wrong.
-        is_timely = any(not isinstance(fault, StaleError) for fault in faults)
+        # A record may expire on its way; but if no peer is live, our own clock may be wrong. Newcomers come again.
+        is_timely = any(not isinstance(fault, StaleError | NewcomerError) for fault in faults)
         if is_timely or (faults and not self._known.other_live_peers()):
             logger.warning("refused %d records from %s; the first: %s", len(faults), sender, faults[0])
 
+    def _notify_listeners(self) -> None:
+        """Report changes at once, or soon if the last report took long.
+
+        So the listeners, each of which looks at all live peers, take a fifth of the time at most.
+        """
+        wait = self._next_report_at - time.monotonic()
+        if wait <= 0:
+            self._report_changes()
+        elif self._report_timer is None:
+            self._report_timer = asyncio.get_running_loop().call_later(wait, self._report_changes)
+
+    def _report_changes(self) -> None:
+        self._report_timer, began = None, time.monotonic()
+        self._known.notify_listeners()
+        ended = time.monotonic()
+        self._next_report_at = ended + min(REPORT_PAUSE * (ended - began), MAX_REPORT_PAUSE_SECONDS)
+
     async def _stop_exchanges(self) -> None:
+        if self._report_timer is not None:
+            self._report_timer.cancel()
+            self._report_timer = None
         tasks = list(self._exchanges.values())
         for task in tasks:
             task.cancel()

@@ -8,12 +8,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import PeerFault, StaleError
+from protocol.errors import ForgedError, LimitError, MalformedError, NewcomerError, PeerFault, StaleError
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import Contacts
 from protocol.membership.gossip_interface import DirectoryOptions, MembershipChanges, describe_event
 from protocol.membership.key_conflict import KeyConflict, make_start_id
+from protocol.membership.newcomers import CheckQuota, NewcomerQuota, Origin
 from protocol.membership.peer_table import (
     KIND,
     MAX_RECORD_BYTES,
@@ -28,6 +29,8 @@ from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import open_signed
 
 logger = logging.getLogger(__name__)
+
+MAX_FALSE_RECORDS = 4  # in one call
 
 
 @dataclass(slots=True)
@@ -51,6 +54,9 @@ class KnownPeers:
         start = make_start_id(clock.now(), rng)
         self.own = OwnRecord(identity, options.run_id, clock, options.expiry, start)
         self.key_conflict = KeyConflict(start)
+        self._voters: frozenset[PeerId] = frozenset()
+        self._newcomers = NewcomerQuota()
+        self._checks = CheckQuota()
         self._changes = MembershipChanges()
         self._listeners: list[MembershipListener] = []
 
@@ -85,37 +91,79 @@ class KnownPeers:
     def notify_listeners(self) -> None:
         """Report the changes since the last call to the listeners."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
-        for event in self._changes.since_last(live, self.table.departure_of):
-            for listener in self._listeners:
-                listener.on_membership_event(event)
+        events = self._changes.since_last(live, self.table.departure_of)
+        if not events:
+            return
+        for listener in self._listeners:
+            listener.on_membership_changed(events)
+        for event in events:
             if not isinstance(event, PeerUpdated):
                 logger.info("%s", describe_event(event))
 
-    def merge(self, records: Sequence[Signed], now: float) -> MergedRecords:
-        """Merge the records of a call into the table."""
-        merged = MergedRecords()
-        for signed in records:
+    def set_voters(self, voters: frozenset[PeerId]) -> None:
+        """Set the peers that have a vote: they vouch for others, and no stranger displaces them.
+
+        The set is empty while nobody has a vote yet.
+        """
+        self._voters = self.table.protected = self.contacts.protected = voters
+
+    def confirm(self, peer: PeerId) -> None:
+        """Count a peer as live from now on, because its key has spoken to us on an authenticated stream."""
+        self.table.confirm(peer)
+
+    def is_voucher(self, peer: PeerId) -> bool:
+        """Return whether peers that this one passes on count as live."""
+        if peer in self._voters or self.contacts.is_permanent(peer):
+            return True
+        return not self._voters and self.table.is_confirmed(peer)
+
+    def merge(self, records: Sequence[Signed], sender: PeerId, now: float) -> MergedRecords:
+        """Merge the records of a call of `sender`, or of a reply, into the table.
+
+        An honest sender has verified what it passes on, so the rest is dropped after a few false records.
+        """
+        merged, false_count = MergedRecords(), 0
+        self.confirm(sender)
+        for signed in sorted(records, key=lambda signed: signed.peer != sender):  # its own record first
             try:
-                self._merge_record(signed, now, merged)
+                self._merge_record(signed, sender, now, merged)
             except StaleError as fault:
                 self._learn_from_untimely_record(signed, now)
                 merged.faults.append(fault)
             except PeerFault as fault:
                 merged.faults.append(fault)
+                false_count += isinstance(fault, ForgedError | MalformedError)
+            if false_count >= MAX_FALSE_RECORDS:
+                break
         return merged
 
-    def _merge_record(self, signed: Signed, now: float, merged: MergedRecords) -> None:
-        if signed.peer == self.peer_id and self._observe_own_key(signed, now):
-            merged.is_own_record_urgent = True
-        record = self.table.merge(signed, self._clock.now())
+    def _merge_record(self, signed: Signed, sender: PeerId, now: float, merged: MergedRecords) -> None:
+        origin = self._origin_of(signed, sender)
+        if signed.peer == self.peer_id:
+            self._charge_check(sender, origin, now)
+            merged.is_own_record_urgent |= self._observe_own_key(signed, now)
+        record = self.table.read_news(signed, self._clock.now())
         if record is None:
             return
+        if signed.peer not in self.table and not self._newcomers.try_take(sender, origin, len(self.table), now):
+            raise NewcomerError(f"{sender} names more new peers than are taken now")
+        self._charge_check(sender, origin, now)
+        self.table.accept(signed, record, self._clock.now(), is_confirmed=origin != "other")
         if signed.peer == self.peer_id:
             logger.debug("overriding a record of our own key from another machine or an earlier start")
             self.renew()
             return
         merged.news[signed.peer] = record
         self.contacts.record_news(signed.peer, record.addresses, now, has_left=record.leaving)
+
+    def _origin_of(self, signed: Signed, sender: PeerId) -> Origin:
+        if signed.peer == sender:
+            return "itself"
+        return "voucher" if self.is_voucher(sender) else "other"
+
+    def _charge_check(self, sender: PeerId, origin: Origin, now: float) -> None:
+        if not self._checks.try_take(sender, origin, now):
+            raise LimitError(f"{sender} sends more records than may be verified now")
 
     def _observe_own_key(self, signed: Signed, now: float) -> bool:
         """Look for another process in a record of our key; return whether that process should learn of us."""

@@ -51,8 +51,11 @@ MembershipEvent = PeerJoined | PeerUpdated | PeerLeft
 
 
 class MembershipListener(Protocol):
-    def on_membership_event(self, event: MembershipEvent) -> None:
-        """React to another peer that joined, left or changed its record."""
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        """React to other peers that joined, left or changed their records.
+
+        All changes of one gossip call come together, because each reaction looks at all live peers.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +63,12 @@ class _Entry:
     signed: Signed
     record: PeerRecord
     is_suspected: bool = False
+    is_confirmed: bool = True  # its key has spoken to us, or somebody vouches for it
     other: "tuple[Signed, PeerRecord] | None" = None  # the last record of another process with the same key
 
     @property
     def is_live(self) -> bool:
-        return not (self.is_suspected or self.record.leaving)
+        return self.is_confirmed and not (self.is_suspected or self.record.leaving)
 
 
 class PeerTable:
@@ -79,37 +83,86 @@ class PeerTable:
         self._max_peers = max_peers
         self._entries: dict[PeerId, _Entry] = {}
         self._last_sweep_at = float("-inf")
+        self.protected: frozenset[PeerId] = frozenset()  # peers that no newcomer displaces
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def merge(self, signed: Signed, now: float) -> PeerRecord | None:
-        """Merge a record and return it, or return None if it is not newer.
+        """Merge a record and return it, or return None if it is not newer. Raises as `read_news` and `accept` do."""
+        record = self.read_news(signed, now)
+        if record is not None:
+            self.accept(signed, record, now)
+        return record
+
+    def read_news(self, signed: Signed, now: float) -> PeerRecord | None:
+        """Return the record if it is newer than the one here, without verifying its signature.
+
+        These checks are cheap, so that a flood does not cost an Ed25519 verification per record.
 
         Raises:
             StaleError: The record has expired.
             MalformedError: The record is invalid.
-            ForgedError: The record is not signed by that peer, or for another run.
-            LimitError: The table is full of live peers; these are never dropped for a newcomer.
         """
         record = read_unverified(signed, KIND, PeerRecord, MAX_RECORD_BYTES)
         stored = self._entries.get(signed.peer)
-        # Cheap checks come before the signature, so that a flood does not cost an Ed25519 verification per record.
         if stored is not None and not _is_newer(signed, record, stored):
             return None
         check_record(signed.peer, record, now, self._lifetime)
-        if stored is None and len(self._entries) >= self._max_peers:
-            self._require_free_slot(now)
-        verify_signed(signed, self._run_id)
-        self._entries[signed.peer] = _Entry(signed, record, other=_other_process(stored, record))
         return record
 
-    def _require_free_slot(self, now: float) -> None:
+    def accept(self, signed: Signed, record: PeerRecord, now: float, is_confirmed: bool = True) -> None:
+        """Verify a record that `read_news` returned, and put it into the table.
+
+        `is_confirmed` tells whether its peer counts as live; once it does, it goes on to do so.
+
+        Raises:
+            ForgedError: The record is not signed by that peer, or for another run.
+            LimitError: The table is full of peers of at least its standing; these are never dropped for a newcomer.
+        """
+        stored, evicted = self._entries.get(signed.peer), None
+        is_confirmed = is_confirmed or (stored is not None and stored.is_confirmed)
+        if stored is None and len(self._entries) >= self._max_peers:
+            evicted = self._find_evictable(signed.peer, is_confirmed, now)
+        verify_signed(signed, self._run_id)
+        if evicted is not None:
+            del self._entries[evicted]
+        other = _other_process(stored, record)
+        self._entries[signed.peer] = _Entry(signed, record, is_confirmed=is_confirmed, other=other)
+
+    def _find_evictable(self, newcomer: PeerId, is_confirmed: bool, now: float) -> PeerId | None:
+        """Return the peer of lower standing whose record is the oldest; None if a place is free."""
         # At most once a second, so that a flood of newcomers does not cost a sweep each.
         if abs(now - self._last_sweep_at) >= 1:
             self.expire(now)
-        if len(self._entries) >= self._max_peers:
+        if len(self._entries) < self._max_peers:
+            return None
+        standing = self._standing(newcomer, is_confirmed)
+        lower = [peer for peer, entry in self._entries.items() if self._standing(peer, entry.is_confirmed) < standing]
+        if not lower:
             raise LimitError(f"the table is full with {self._max_peers} peers; a newcomer must wait for one to leave")
+        return min(lower, key=lambda peer: self._entries[peer].record.sequence)
+
+    def _standing(self, peer: PeerId, is_confirmed: bool) -> int:
+        return 2 if peer in self.protected else int(is_confirmed)
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._entries
+
+    def is_confirmed(self, peer: PeerId) -> bool:
+        """Return whether a peer counts as live while its record lasts."""
+        entry = self._entries.get(peer)
+        return entry is not None and entry.is_confirmed
+
+    def confirm(self, peer: PeerId) -> None:
+        """Let a peer count as live, because its key has spoken to us."""
+        entry = self._entries.get(peer)
+        if entry is not None and not entry.is_confirmed:
+            self._entries[peer] = replace(entry, is_confirmed=True)
+
+    def unconfirmed(self) -> list[PeerId]:
+        """Return the peers that nobody vouches for and that have not spoken to us yet."""
+        return [peer for peer, entry in self._entries.items() if not (entry.is_confirmed or entry.record.leaving)]
 
     def live(self, now: float) -> Mapping[PeerId, PeerRecord]:
         """Return the live peers: not expired, not leaving, not suspected."""

@@ -93,10 +93,11 @@ class Rendezvous:
         self._extra_peers = extra_peers
         self._wake.set()
 
-    def on_membership_event(self, event: MembershipEvent) -> None:
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
         """Call no peer that said goodbye."""
-        if isinstance(event, PeerLeft) and event.reason == "left":
-            self._dht.forget_peer(event.peer)
+        for event in events:
+            if isinstance(event, PeerLeft) and event.reason == "left":
+                self._dht.forget_peer(event.peer)
 
     def _on_restart(self) -> None:
         self._has_restarted = True

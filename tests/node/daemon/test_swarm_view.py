@@ -39,7 +39,7 @@ class FakeDirectory:
         return self.records
 
     def subscribe(self, listener: MembershipListener) -> None:
-        self.tell = listener.on_membership_event
+        self.tell = lambda event: listener.on_membership_changed([event])
 
     def publish(self, **fields: object) -> None:
         self.published = fields
@@ -156,7 +156,7 @@ def test_alone_is_who_knows_of_others_and_sees_none() -> None:
     assert not first.is_isolated(), "whoever begins a run waits for nobody"
     assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
     directory.records["a"] = PeerRecord(role="trainer")
-    first.on_membership_event(PeerJoined("a", directory.records["a"]))
+    first.on_membership_changed([PeerJoined("a", directory.records["a"])])
     assert not first.is_isolated()
     del directory.records["a"]
     assert first.is_isolated()

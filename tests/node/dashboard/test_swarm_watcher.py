@@ -43,7 +43,7 @@ class FakeDirectory:
         return self.records
 
     def subscribe(self, listener: MembershipListener) -> None:
-        self.callbacks.append(listener.on_membership_event)
+        self.callbacks.append(lambda event: listener.on_membership_changed([event]))
 
 
 @dataclass
@@ -200,7 +200,7 @@ def test_validation_in_a_goodbye_is_recorded_once_its_round_is_known() -> None:
     for number in range(5):
         scene.event_log.record(committed(number))
     last = record(validation_round=6, validation_loss=2.0)
-    scene.watcher.on_membership_event(PeerLeft(ADA, "left", last))
+    scene.watcher.on_membership_changed([PeerLeft(ADA, "left", last)])
     scene.watcher.poll(1.0)
     assert "measured" not in scene.kinds()
     scene.event_log.record(committed(5))

@@ -10,8 +10,8 @@ MARY, TOM = (Identity.create().peer_id for _ in range(2))
 
 def test_names_stand_before_short_ids() -> None:
     names = PeerNames()
-    names.on_membership_event(PeerJoined(MARY, PeerRecord(name="mary")))
-    names.on_membership_event(PeerJoined(TOM, PeerRecord()))
+    names.on_membership_changed([PeerJoined(MARY, PeerRecord(name="mary"))])
+    names.on_membership_changed([PeerJoined(TOM, PeerRecord())])
     assert names.replace_ids(f"{MARY} left, {TOM} joined") == f"mary (12D3..{MARY[-6:]}) left, 12D3..{TOM[-6:]} joined"
 
 
@@ -31,8 +31,8 @@ def test_digests_are_shortened() -> None:
 
 def test_new_name_replaces_the_old_one_and_is_cut() -> None:
     names = PeerNames()
-    names.on_membership_event(PeerJoined(MARY, PeerRecord(name="mary")))
-    names.on_membership_event(PeerUpdated(MARY, PeerRecord(name="m" * 60)))
+    names.on_membership_changed([PeerJoined(MARY, PeerRecord(name="mary"))])
+    names.on_membership_changed([PeerUpdated(MARY, PeerRecord(name="m" * 60))])
     assert names.label(MARY).startswith("m" * MAX_SHOWN_CHARACTERS + " (")
-    names.on_membership_event(PeerUpdated(MARY, PeerRecord()))
+    names.on_membership_changed([PeerUpdated(MARY, PeerRecord())])
     assert names.label(MARY) == f"12D3..{MARY[-6:]}"

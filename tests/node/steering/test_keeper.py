@@ -149,14 +149,14 @@ async def test_a_keeper_fetches_the_list_of_a_peer_that_announces_more_and_asks_
     async with informed.served(tmp_path) as channel:
         ignorant.channels["them"] = channel
         record = PeerRecord(revision=second.digest, round=7)
-        ignorant.keeper.on_membership_event(PeerJoined("them", record))
+        ignorant.keeper.on_membership_changed([PeerJoined("them", record)])
         assert len(ignorant.keeper._fetches) == 1
-        ignorant.keeper.on_membership_event(PeerUpdated("them", record))
+        ignorant.keeper.on_membership_changed([PeerUpdated("them", record)])
         assert len(ignorant.keeper._fetches) == 1, "it is asked again after a while only"
         async with asyncio.timeout(10):
             await asyncio.gather(*ignorant.keeper._fetches)
     assert ignorant.keeper.log.newest() == second.digest and ignorant.heard == 1 and ignorant.keeper.clock.round == 7
-    ignorant.keeper.on_membership_event(PeerUpdated("them", record))
+    ignorant.keeper.on_membership_changed([PeerUpdated("them", record)])
     assert not ignorant.keeper._fetches, "there is nothing more to fetch"
 
 

@@ -106,8 +106,8 @@ class FakeTransport:
 class EventRecorder(list[MembershipEvent]):
     """Records the events of a directory."""
 
-    def on_membership_event(self, event: MembershipEvent) -> None:
-        self.append(event)
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        self.extend(events)
 
 
 class GossipSwarm:

@@ -334,6 +334,8 @@ async def test_forged_records_are_dropped_and_honest_ones_kept(swarm: GossipSwar
     forged.peer = Identity.create().peer_id
     request = GossipRequest(run=bytes.fromhex(RUN), records=[forged, sign(honest, KIND, RUN, body)])
     await one.Gossip(request, FakeContext(liar.peer_id))
+    assert one.live().keys() == {one.peer_id}  # nobody vouches for the honest one yet
+    await one.Gossip(GossipRequest(run=bytes.fromhex(RUN)), FakeContext(honest.peer_id))
     assert one.live().keys() == {one.peer_id, honest.peer_id}
     assert one.refusals == {"forged": 1}
 

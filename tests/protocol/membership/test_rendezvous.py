@@ -92,7 +92,7 @@ async def test_dht_calls_no_peer_that_said_goodbye(join: Join, reason: str) -> N
     other = await join("other", first)
     await until(lambda: other.transport.peer_id in first.found)
     first.task.cancel()  # it calls nobody by itself from now on
-    first.rendezvous.on_membership_event(PeerLeft(other.transport.peer_id, reason, None))
+    first.rendezvous.on_membership_changed([PeerLeft(other.transport.peer_id, reason, None)])
     table = first.rendezvous._dht._node and first.rendezvous._dht._node.protocol.routing_table
     known = table.get(peer_id=PeerID.from_base58(other.transport.peer_id)) is not None
     assert known == (reason == "expired"), "the control: a peer that vanished is called again"
