@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
 
@@ -175,15 +176,23 @@ class Node:
     def status_fields(self) -> Mapping[str, object]:
         transport, own = self.transport, self.directory.live().get(self.peer_id)
         other = self.directory.other_node_with_our_key()
+        replicas = self.replicas.values()
+        control = [self.directory.traffic, *(replica.traffic for replica in replicas)]
+        blobs_received = sum(replica.downloader.bytes_received for replica in replicas)
         return {
             "peers": len(self.directory.live()),
             "key_conflict": other.describe() if other else "",
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
-            "bytes_sent_by_kind": {"blobs": self.blob_service.total_bytes_served},
+            "bytes_sent_by_kind": {"blobs": self.blob_service.total_bytes_served, **_sum(t.sent for t in control)},
+            "bytes_received_by_kind": {"blobs": blobs_received, **_sum(t.received for t in control)},
             "direct_port": transport.direct_port,
             "paths": transport.bulk.describe_paths(),
             "bytes_fetched_by_path": dict(transport.bulk.bytes_received),
             "direct_refusals": dict(transport.direct_refusals),
             "addresses": tuple(own.addresses) if own else (),
         }
+
+
+def _sum(counters: Iterable[Counter[str]]) -> Counter[str]:
+    return sum(counters, Counter())

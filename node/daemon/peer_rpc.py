@@ -26,6 +26,7 @@ from protocol.manifest import RunId
 from protocol.murmur_pb2 import CarryRequest, ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import CarriersStub, RoundsStub
 from protocol.replies import Reply, require_reply
+from protocol.traffic import ControlTraffic
 
 # A decision comes with the acknowledgements of a majority; the bytes are bounded by the transport.
 MAX_REPLY_MESSAGES = 1024
@@ -52,16 +53,25 @@ class PeerChannels(Protocol):
 
 
 async def deliver(
-    run_id: RunId, channels: PeerChannels, peer: PeerId, messages: Sequence[Signed], seconds: float
+    run_id: RunId,
+    channels: PeerChannels,
+    peer: PeerId,
+    messages: Sequence[Signed],
+    seconds: float,
+    traffic: ControlTraffic | None = None,
 ) -> Iterable[Signed]:
     """Deliver messages to a peer within `seconds`; return the messages that it thinks we lack."""
     request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=messages), asyncio.get_running_loop().time
     deadline = clock() + seconds
 
     async def call(channel: Any, seconds: float) -> DeliverReply:
+        if traffic:
+            traffic.record_sent("deliver", request)
         return await await_reply(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
 
     reply = await _call_by_best_channel(channels, peer, call, lambda: deadline - clock())
+    if traffic:
+        traffic.record_received("deliver", reply)
     if len(reply.statements) > MAX_REPLY_MESSAGES:
         raise LimitError(f"{peer} replied with {len(reply.statements)} messages; at most {MAX_REPLY_MESSAGES}")
     return list(reply.statements)
@@ -107,14 +117,15 @@ async def request_relay(
 
 
 class PeerRpc:
-    """The calls of one run over the channels of the node."""
+    """The calls of one run over the channels of the node; `traffic` counts the bytes of deliveries."""
 
-    def __init__(self, run_id: RunId, channels: PeerChannels) -> None:
+    def __init__(self, run_id: RunId, channels: PeerChannels, traffic: ControlTraffic | None = None) -> None:
         self._run_id = run_id
         self._channels = channels
+        self._traffic = traffic
 
     async def deliver(self, peer: PeerId, messages: Sequence[Signed], seconds: float) -> Iterable[Signed]:
-        return await deliver(self._run_id, self._channels, peer, messages, seconds)
+        return await deliver(self._run_id, self._channels, peer, messages, seconds, self._traffic)
 
     async def request_relay(self, relay: PeerId, message: Signed, digest: bytes, seconds: float) -> None:
         await request_relay(self._run_id, self._channels.channel, relay, message, digest, seconds)

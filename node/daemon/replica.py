@@ -70,6 +70,7 @@ from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import Signed
 from protocol.signing import sign
 from protocol.tasks import cancel_and_wait
+from protocol.traffic import ControlTraffic
 from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,8 @@ class Replica:
         self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng)
         self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
         self.receiver = MessageReceiver(self.run_id, self._limits, self.inbox, status)
-        rpc = PeerRpc(self.run_id, node.transport)
+        self.traffic = ControlTraffic()
+        rpc = PeerRpc(self.run_id, node.transport, self.traffic)
         self.outbox = Outbox(rpc, self.receiver, node.directory, self.inbox, status)
         self.downloader = Downloader(self.store, node.transport.bulk, node.rng)
         self._downloads = Downloads(self.downloader, self.swarm_view, rpc, status)
@@ -350,7 +352,6 @@ class Replica:
             "target_tokens": target.tokens,
             "revisions": self._node.revisions.describe(),
             "bytes_carried": self.blob_relay.bytes_relayed,
-            "bytes_received_by_kind": {"blobs": self.downloader.bytes_received},
             "alone": self.swarm_view.is_isolated(),
             "trainer_restarts": self.trainer.crash_count,
             "trainer_trouble": self.trainer.not_running_reason,

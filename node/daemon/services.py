@@ -133,7 +133,10 @@ class RoundsService(RoundsServicer):
         except LimitError as fault:
             self._record_flood(fault)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(fault))
-        return DeliverReply(statements=replica.receiver.receive(peer, request.statements))
+        replica.traffic.record_received("deliver", request)
+        reply = DeliverReply(statements=replica.receiver.receive(peer, request.statements))
+        replica.traffic.record_sent("deliver", reply)
+        return reply
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
         _, served = await self._admit(self._chains, request, context, 0)

@@ -50,6 +50,7 @@ from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.replies import require_reply
+from protocol.traffic import ControlTraffic
 from protocol.transport.rate_limit import TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
 
@@ -86,6 +87,7 @@ class PeerDirectory(MembershipServicer):
         self.peer_id = identity.peer_id
         self.run_id = options.run_id
         self.refusals: Counter[str] = Counter()  # by metric label
+        self.traffic = ControlTraffic()
         self._transport = transport
         self._clock = clock
         self._heartbeat = heartbeat
@@ -180,7 +182,10 @@ class PeerDirectory(MembershipServicer):
         peer = UNKNOWN_CALLER
         try:
             peer = caller(context)
-            return self._answer_gossip(peer, request)
+            reply = self._answer_gossip(peer, request)
+            self.traffic.record_received("gossip", request)
+            self.traffic.record_sent("gossip", reply)
+            return reply
         except PeerFault as fault:
             self.record_refusal(peer, fault)
             return await abort_call(context, fault)
@@ -299,7 +304,9 @@ class PeerDirectory(MembershipServicer):
             records=self._known.table.records_of(pushed_peers),
         )
         stub = MembershipStub(self._transport.channel(peer))
+        self.traffic.record_sent("gossip", request)
         reply: GossipReply = require_reply(await stub.Gossip(request, timeout=self._timeout))
+        self.traffic.record_received("gossip", reply)
         self._clock.observe(peer, reply.time, sent, self._clock.local())
         self._merge_records(reply.records, peer)
         return [wanted for wanted in reply.wanted[:MAX_RECORDS] if wanted != self.peer_id]

@@ -18,6 +18,7 @@ from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
+from protocol.traffic import ControlTraffic
 from tests.node.daemon.fake_channels import FixedChannels
 from tests.node.small_run import PEERS, RUN_ID, grown, replica_in, store_in
 from tests.protocol.local_server import serve_locally
@@ -71,7 +72,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     replica, driver = replica_in(store), FakeLoop()
     await grown(replica, store, 3)
     fake: Any = driver
-    served: Any = SimpleNamespace(loop=fake, receiver=fake, quota=InboundQuota(1, 5.0))
+    served: Any = SimpleNamespace(loop=fake, receiver=fake, quota=InboundQuota(1, 5.0), traffic=ControlTraffic())
     service = RoundsService({RUN_ID: served}, {RUN_ID: ServedChain(replica, unsteered())}, driver)
     async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield RoundsServiceSetup(channel, replica, driver, service)
