@@ -7,7 +7,6 @@ bootstrap addresses and the table [about], which inform people and may change wh
 
 import hashlib
 import json
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -29,10 +28,8 @@ from protocol.errors import MalformedError, ManifestError, MissingFileError
 from protocol.fault_words import shorten
 from protocol.identity import public_key
 from protocol.manifest_faults import ManifestText, decode_text, describe_invalid_values, describe_toml_fault
+from protocol.manifest_options import OptionTable
 
-Scalar = bool | int | float | str
-ScalarTable = dict[str, Scalar]
-OptionValue = Scalar | ScalarTable | tuple[Scalar | ScalarTable, ...]
 RunId = str  # 64 hexadecimal digits
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
@@ -45,8 +42,6 @@ DEFAULTS_OUTSIDE_RUN_ID = (  # runs older than these keys keep their id
     ("run", "organiser_key", ""),
     ("target", "keepers", DEFAULT_KEEPERS),
 )
-MAX_PHASES = 64
-MAX_OPTION_KEYS = 8
 MAX_ROUNDS = 2**24  # a round every half minute for sixteen years; a message of a later one is refused
 MAX_TOKENS = 2**60
 MAX_STEPS = 2**40
@@ -60,35 +55,22 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def _check_option(value: object) -> OptionValue:
-    """Check the shape of an option, not its meaning.
-
-    It is a plain value, a table of these, or a list of both.
-    """
-    if not isinstance(value, list | tuple):
-        return _check_table_or_scalar(value)
-    if not 2 <= len(value) <= MAX_PHASES:
-        raise ValueError(f"a list has 2 to {MAX_PHASES} phases")
-    return tuple(_check_table_or_scalar(phase) for phase in value)
+def _check_peer_ids(keys: tuple[str, ...]) -> tuple[str, ...]:
+    for key in keys:
+        _check_peer_id(key, "write peer ids, of 52 characters that begin with 12D3KooW")
+    if len(set(keys)) < len(keys):
+        raise ValueError("name each peer id once")
+    return keys
 
 
-def _check_table_or_scalar(value: object) -> Scalar | ScalarTable:
-    if not isinstance(value, dict):
-        return _check_scalar(value)
-    if len(value) > MAX_OPTION_KEYS:
-        raise ValueError(f"the table of an option has at most {MAX_OPTION_KEYS} keys")
-    return {str(key): _check_scalar(scalar) for key, scalar in value.items()}
+def _check_peer_id(key: str, advice: str) -> None:
+    try:
+        public_key(key)
+    except MalformedError as error:
+        raise ValueError(advice) from error
 
 
-def _check_scalar(value: object) -> Scalar:
-    if not isinstance(value, Scalar):
-        raise ValueError("write a plain value, a table of plain values, or a list of phases")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("must be a finite number")
-    return value
-
-
-OptionTable = dict[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
+PeerIds = Annotated[tuple[str, ...], Field(max_length=1024), AfterValidator(_check_peer_ids)]
 
 
 class RunSection(Section):
@@ -114,10 +96,7 @@ class RunSection(Section):
     @classmethod
     def _is_peer_id(cls, key: str) -> str:
         if key:
-            try:
-                public_key(key)
-            except MalformedError as error:
-                raise ValueError("write the organiser's peer id, 52 characters that begin with 12D3KooW") from error
+            _check_peer_id(key, "write the organiser's peer id, 52 characters that begin with 12D3KooW")
         return key
 
 
@@ -234,6 +213,28 @@ class RoundSection(Section):
     parts: int = Field(default=12, ge=1, le=4096, description="parts of a butterfly")
 
 
+class AdmissionSection(Section):
+    """The keys that may take part in the run and vote in its rounds."""
+
+    mode: Literal["open", "list", "tickets"] = Field(
+        default="open", description="votes are earned by contributions, given to `keys`, or signed by the organiser"
+    )
+    keys: PeerIds = Field(default=(), description="list only: peer ids of the keys that take part and vote")
+    trusted: bool = Field(default=False, description="list only: the keys trust one another, so a majority decides")
+    founders: PeerIds = Field(default=(), description="open only: peer ids of the keys that vote from the first round")
+    revoked: PeerIds = Field(default=(), description="peer ids of keys that take no part any more")
+
+    @model_validator(mode="after")
+    def _fits_its_mode(self) -> Self:
+        if (self.mode == "list") != bool(self.keys):
+            raise ValueError('mode = "list" needs keys, and no other mode has them')
+        if self.trusted and self.mode != "list":
+            raise ValueError('only the keys of mode = "list" can be trusted')
+        if self.founders and self.mode != "open":
+            raise ValueError('only mode = "open" has founders')
+        return self
+
+
 class MembershipSection(Section):
     """Gossip interval, and time until a silent peer counts as gone; in seconds."""
 
@@ -268,10 +269,17 @@ class Manifest(Section):
     train: TrainSection
     method: MethodSection
     round: RoundSection = RoundSection()
+    admission: AdmissionSection = AdmissionSection()
     membership: MembershipSection = MembershipSection()
     checkpoint: CheckpointSection = CheckpointSection()
     target: TargetSection = TargetSection()
     about: AboutSection = AboutSection()
+
+    @model_validator(mode="after")
+    def _organiser_signs_tickets(self) -> Self:
+        if self.admission.mode == "tickets" and not self.run.organiser_key:
+            raise ValueError('admission.mode = "tickets" needs run.organiser_key, whose tickets count')
+        return self
 
     @model_validator(mode="after")
     def _batch_holds_a_sequence(self) -> Self:

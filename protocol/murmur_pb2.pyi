@@ -314,7 +314,7 @@ class ChainRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., after_round: _Optional[int] = ...) -> None: ...
 
 class ChainReply(_message.Message):
-    __slots__ = ("commits", "round", "digest", "chain_tokens", "state", "revision", "revisions")
+    __slots__ = ("commits", "round", "digest", "chain_tokens", "state", "revision", "revisions", "electorate")
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class ChainReply(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     REVISIONS_FIELD_NUMBER: _ClassVar[int]
+    ELECTORATE_FIELD_NUMBER: _ClassVar[int]
     commits: _containers.RepeatedCompositeFieldContainer[Signed]
     round: int
     digest: bytes
@@ -329,7 +330,8 @@ class ChainReply(_message.Message):
     state: BlobRef
     revision: bytes
     revisions: _containers.RepeatedCompositeFieldContainer[Signed]
-    def __init__(self, commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+    electorate: bytes
+    def __init__(self, commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., electorate: _Optional[bytes] = ...) -> None: ...
 
 class PiecesRequest(_message.Message):
     __slots__ = ("digest",)

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 
 from node.daemon.peer_rpc import ChannelTo, request_chain
 from node.loop.catch_up import SyncPlan, is_worth_taking, plan_replay
+from protocol.admission.electorate import OPEN, Electorate
 from protocol.blobs.blob import Blob, check_digest
 from protocol.consensus.chain import Chain, ChainHead, extend_head
 from protocol.consensus.message_kinds import parse
 from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest import AdmissionSection, RunId
 from protocol.murmur_pb2 import ChainReply
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
 from protocol.steering.revision_log import SignedRevision, open_revision
@@ -26,8 +27,11 @@ MAX_COMMITS = 64
 class ChainReader:
     """Requests chains from the peers of a run."""
 
-    def __init__(self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo) -> None:
+    def __init__(
+        self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo, rule: AdmissionSection = OPEN
+    ) -> None:
         self._run_id = run_id
+        self._rule = rule
         self._limits = limits
         self._channel = channel
 
@@ -38,6 +42,24 @@ class ChainReader:
         """
         reply = await request_chain(self._run_id, self._channel, peer, after_round)
         return reply, _parse_commits(reply, self._run_id, self._limits)
+
+    async def read_electorate(
+        self, peer: PeerId, head: ChainHead, reply: ChainReply, commits: Sequence[SignedMessage[Commit]]
+    ) -> Electorate:
+        """Return the voters after `head` on the chain of a peer, from its reply or from another one.
+
+        Raises UnreachableError or PeerFault, also if the peer does not know these voters.
+        """
+        electorate = Electorate.from_bytes(reply.electorate, self._rule)
+        for commit in commits:
+            if commit.body.round == electorate.round < head.round:
+                electorate = electorate.after(commit.body)
+        if electorate.round != head.round:
+            reply = await request_chain(self._run_id, self._channel, peer, head.round)
+            electorate = Electorate.from_bytes(reply.electorate, self._rule)
+        if electorate.round != head.round:
+            raise StaleError(f"{peer} does not show the voters after round {head.round}")
+        return electorate
 
     def open_revisions(self, reply: ChainReply) -> tuple[SignedRevision, ...]:
         """Return the checked revisions in a reply. Raises PeerFault."""
@@ -96,7 +118,9 @@ class ChainSyncClient:
             if earlier:
                 reply, head, commits = longer, _parse_head(longer), earlier
         revisions = self._reader.open_revisions(reply)
-        return SyncPlan(head, _require_linked(commits, head), self._state(reply, peer), revisions)
+        linked, state = _require_linked(commits, head), self._state(reply, peer)
+        electorate = await self._reader.read_electorate(peer, head, reply, linked)
+        return SyncPlan(head, linked, state, revisions, electorate)
 
     def _state(self, reply: ChainReply, peer: PeerId) -> Blob:
         state = Blob.from_wire(reply.state)

@@ -32,9 +32,10 @@ from node.monitoring.status import ErrorRecorder
 from node.trainer.state import Counters, Outstanding, SettledOutcome, StepTotals
 from optim.exchange import nonzero_mask
 from optim.round_plan import RoundPlanner
+from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.chain import ChainHead, chain_to_json
 from protocol.consensus.messages import Commit
 from protocol.errors import CheckpointError, MissingFileError, StorageError
 from protocol.manifest import CheckpointSection, RunId
@@ -294,7 +295,7 @@ class Checkpointer:
             shapes=self._options.shapes.hash(),
             round=pending.head.round,
             digest=pending.head.digest,
-            chain={"head": pending.head.to_json(), "offer": pending.contributions},
+            chain={**chain_to_json(pending.head, pending.electorate), "offer": pending.contributions},
             anchor=pending.state.anchor,
             outer=dict(pending.state.slots),
             inner=inner,
@@ -308,9 +309,11 @@ class _PendingSave:
     """The content of a save, captured at once because the replica moves on during the write."""
 
     head: ChainHead
+    electorate: Electorate
     state: OuterState
     contributions: dict[str, Any] | None
 
     @classmethod
     def of(cls, replicated: ReplicatedState, contributions: ContributionTracker) -> "_PendingSave":
-        return cls(replicated.chain.head, replicated.state, contributions.to_json())
+        chain = replicated.chain
+        return cls(chain.head, chain.electorate, replicated.state, contributions.to_json())

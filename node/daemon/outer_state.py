@@ -25,6 +25,7 @@ from optim.kernels.buffer_pool import clone
 from optim.kernels.vectors import SparseVector, Vector
 from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT, Method
 from optim.round_plan import RoundPlanner
+from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob, Bytes
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
@@ -297,14 +298,16 @@ class ReplicatedState:
         """Return the fraction of a full outer step that the last round made."""
         return self._compute.step_scale(self.state, commit, signed_contributions)
 
-    async def install_state(self, head: ChainHead, blob: Blob, commits: Sequence[SignedMessage[Commit]]) -> None:
-        """Switch to the head and the state (in the store) of another chain.
+    async def install_state(
+        self, head: ChainHead, electorate: Electorate, blob: Blob, commits: Sequence[SignedMessage[Commit]]
+    ) -> None:
+        """Switch to the head, its voters and the state (in the store) of another chain.
 
         The chain keeps `commits`, which are consecutive, if they lead to its head. Raises MalformedError without any
         change.
         """
         state = await self._run_in_thread(self._compute.load_state, blob)
         self._drop_speculative()
-        self.chain.switch_to(head, commits if commits and commits[-1].body.round == head.round - 1 else ())
+        self.chain.switch_to(head, electorate, commits if commits and commits[-1].body.round == head.round - 1 else ())
         self.state = state
         self.blob = blob

@@ -260,7 +260,7 @@ class Replica:
             checkpointer=self.checkpointer,
             downloads=self._downloads,
             sync_client=ChainSyncClient(
-                ChainReader(self.run_id, self._limits, transport.channel),
+                ChainReader(self.run_id, self._limits, transport.channel, self.manifest.admission),
                 self.replicated.chain,
                 self._state_bytes,
             ),

@@ -13,7 +13,7 @@ from node.model import initial_weights, shape_table
 from node.monitoring.status import ErrorRecorder
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.chain import Chain, restore_chain
 from protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ def restore_run(manifest: Manifest, planner: RoundPlanner, folder: Path, targets
         saved, planner, targets.shared_memory, targets.store, targets.contribution_file, targets.errors
     )
     if saved is not None:
-        chain = Chain(ChainHead.from_json(saved.chain["head"]))
+        chain = restore_chain(saved.chain, manifest.admission)
         return RestoredRun(chain, OuterState(saved.anchor, saved.outer), contributions)
     weights = initial_weights(manifest.model, manifest.run.seed)
-    chain = Chain.from_genesis(manifest.run_id)
+    chain = Chain.from_genesis(manifest.run_id, manifest.admission)
     return RestoredRun(chain, OuterState.initial(weights, planner.method), contributions)
 
 

@@ -150,6 +150,7 @@ class RoundsService(RoundsServicer):
             state=state.to_wire() if state else None,
             revision=chain.head.revision,
             revisions=[entry.signed for entry in served.steering.adopted],
+            electorate=(chain.electorate_at(request.after_round) or chain.electorate).to_bytes(),
         )
 
     def _record_flood(self, fault: LimitError) -> None:

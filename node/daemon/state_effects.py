@@ -149,7 +149,7 @@ class StateEffects:
         seconds = MIN_STATE_SECONDS + action.state.size / MIN_BYTES_PER_SECOND
         try:
             await tools.downloads.download_from_holders(action.state, seconds, action.holders)
-            await tools.replicated.install_state(plan.head, action.state, plan.commits)
+            await tools.replicated.install_state(plan.head, plan.electorate, action.state, plan.commits)
         except RECOVERABLE as error:
             self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
         else:

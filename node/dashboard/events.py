@@ -172,7 +172,7 @@ class RevisionReport(EventModel):
 
     number: Count
     from_round: Count
-    changes: dict[str, bool | int | float | str | None]
+    changes: dict[str, bool | int | float | str | list[str] | None]
     time: Amount
     holds_from: Count | None = None
 

@@ -17,8 +17,7 @@ from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags
 from node.join.invitation import Invitation, open_invitation
 from node.join.joined_folder import check_pin
-from node.keeper.state_folder import KeptState
-from node.keeper.state_keeper import StateKeeper
+from node.keeper.state_keeper import FetchedState, StateKeeper
 from node.model.export import write_export
 from node.monitoring.logs import configure_logs
 from node.monitoring.progress import ByteProgress
@@ -80,7 +79,7 @@ async def _fetch_weights(options: NodeOptions) -> TrainedWeights:
     return TrainedWeights(options.manifest, kept.head.round, state.anchor.clone())
 
 
-async def _fetch_with_progress(keeper: StateKeeper) -> KeptState:
+async def _fetch_with_progress(keeper: StateKeeper) -> FetchedState:
     with ByteProgress("fetching the state", keeper.folder.state_bytes) as progress:
         fetching = asyncio.create_task(keeper.fetch_newest(FIND_SECONDS))
         shown = 0

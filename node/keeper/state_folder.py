@@ -15,10 +15,11 @@ from node.daemon.replica import max_store_bytes
 from node.model import shape_table
 from node.run_dir import RunDir
 from optim.round_plan import RoundPlanner
+from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.blobs.storage import disk_errors
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.chain import ChainHead, chain_to_json, restore_chain
 from protocol.errors import MalformedError
 from protocol.manifest import Manifest
 
@@ -39,6 +40,7 @@ class KeptState:
     """A state and the head of its chain."""
 
     head: ChainHead
+    electorate: Electorate
     blob: Blob
     validation: Validation = Validation()
 
@@ -59,10 +61,11 @@ class StateFolder:
         saved = checkpoint.load_newest_chain(self._run_dir.checkpoints, self._manifest.run_id, self._shapes)
         if saved is None:
             return None
-        head, name = ChainHead.from_json(saved["head"]), saved.get(STATE_KEY)
+        chain, name = restore_chain(saved, self._manifest.admission), saved.get(STATE_KEY)
         if isinstance(name, str) and self.store.has(bytes.fromhex(name)):
             round_number, loss = saved.get(VALIDATION_KEY) or (0, 0.0)
-            return KeptState(head, self.store.blob(bytes.fromhex(name)), Validation(int(round_number), float(loss)))
+            validation = Validation(int(round_number), float(loss))
+            return KeptState(chain.head, chain.electorate, self.store.blob(bytes.fromhex(name)), validation)
         return self._restore_blob()
 
     def _restore_blob(self) -> KeptState | None:
@@ -71,7 +74,8 @@ class StateFolder:
         if saved is None:
             return None
         blob = self.store.put(*OuterState(saved.anchor, saved.outer).byte_views())
-        return KeptState(ChainHead.from_json(saved.chain["head"]), blob)
+        chain = restore_chain(saved.chain, self._manifest.admission)
+        return KeptState(chain.head, chain.electorate, blob)
 
     def save(self, kept: KeptState) -> None:
         """Write a checkpoint of a state whose blob is complete.
@@ -87,7 +91,7 @@ class StateFolder:
             round=head.round,
             digest=head.digest,
             chain={
-                "head": head.to_json(),
+                **chain_to_json(head, kept.electorate),
                 "offer": None,
                 STATE_KEY: kept.blob.name,
                 VALIDATION_KEY: [kept.validation.round, kept.validation.loss],

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from node.daemon.chain_sync import ChainReader, find_reached_head
 from node.daemon.node import Node
@@ -27,6 +27,7 @@ from node.loop.steering import Steering
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.run_dir import RunDir
 from node.units import format_bytes
+from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
@@ -67,6 +68,21 @@ class KeeperParts:
     revisions: RevisionLog
 
 
+class FetchedState(NamedTuple):
+    """A state and the head of its chain, which nothing has verified but the word of most trainers."""
+
+    head: ChainHead
+    blob: Blob
+
+
+class FetchedChain(NamedTuple):
+    """The head of a chain, the voters after it, and the commits that show peers what became of their work."""
+
+    head: ChainHead
+    electorate: Electorate
+    commits: tuple[SignedMessage[Commit], ...]
+
+
 class StateKeeper:
     """Keeps the newest state of one run. `chain` and `blob` are those that it holds; `blob` is None before the first.
 
@@ -74,7 +90,7 @@ class StateKeeper:
     """
 
     def __init__(self, manifest: Manifest, folder: StateFolder, parts: KeeperParts, has_one_state: bool) -> None:
-        self.chain = Chain.from_genesis(manifest.run_id)
+        self.chain = Chain.from_genesis(manifest.run_id, manifest.admission)
         self.steering = Steering(manifest, self.chain, parts.revisions)
         self.blob: Blob | None = None
         self.error = ""
@@ -108,7 +124,7 @@ class StateKeeper:
         kept = self.folder.load()
         if kept is not None:
             self.blob, self._validation = kept.blob, kept.validation
-            self.chain.switch_to(kept.head)
+            self.chain.switch_to(kept.head, kept.electorate)
             logger.info("holding the state of round %d", kept.head.round)
 
     async def run(self) -> None:
@@ -143,7 +159,7 @@ class StateKeeper:
     def _publish_validation(self) -> None:
         self._parts.directory.publish(validation_round=self._validation.round, validation_loss=self._validation.loss)
 
-    async def fetch_newest(self, find_seconds: float) -> KeptState:
+    async def fetch_newest(self, find_seconds: float) -> FetchedState:
         """Fetch the newest state once, without keeping it as a host does.
 
         Raises UnreachableError if no peer that holds a state is found in time, or the state cannot be fetched.
@@ -155,7 +171,7 @@ class StateKeeper:
             await asyncio.sleep(CHOICE_SECONDS)
         for _ in range(MAX_VANISHED_STATES):
             try:
-                return KeptState(offer.head, await self._fetch(offer), self._validation)
+                return FetchedState(offer.head, await self._fetch(offer))
             except GoneError:  # the peers have a newer one
                 await asyncio.sleep(CHOICE_SECONDS)
                 offer = self._choose() or offer
@@ -166,8 +182,8 @@ class StateKeeper:
         began = time.monotonic()
         try:
             blob = await self._fetch(offer)
-            head, commits = await self._fetch_chain(offer)
-            kept = KeptState(head, blob, self._validation)
+            chain = await self._fetch_chain(offer)
+            kept = KeptState(chain.head, chain.electorate, blob, self._validation)
             await asyncio.to_thread(self.folder.save, kept)
         except StorageError as error:
             self._fail(str(error))
@@ -177,7 +193,7 @@ class StateKeeper:
             logger.info("cannot keep the state of round %d: %s", offer.head.round, error)
             await asyncio.sleep(RETRY_SECONDS)
         else:
-            self._adopt(kept, commits)
+            self._adopt(kept, chain.commits)
             seconds = time.monotonic() - began
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
 
@@ -194,17 +210,17 @@ class StateKeeper:
         await self._parts.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
         return blob
 
-    async def _fetch_chain(self, offer: StateOffer) -> tuple[ChainHead, tuple[SignedMessage[Commit], ...]]:
-        """Return the head with its revision, and the commits that show returning peers what became of their work."""
+    async def _fetch_chain(self, offer: StateOffer) -> FetchedChain:
+        """Return the chain to a state, from one of its holders. Raises UnreachableError if none shows it."""
         live = self._parts.directory.live()
         for peer in [peer for peer in offer.holders if peer in live][:MAX_CHAIN_SOURCES]:
             try:
                 return await self._read_chain(peer, offer.head)
             except (UnreachableError, PeerFault) as error:
                 logger.info("%s does not show the chain to round %d: %s", peer, offer.head.round, error)
-        return replace(offer.head, revision=self.chain.head.revision), ()
+        raise UnreachableError(f"no peer shows the chain to round {offer.head.round}")
 
-    async def _read_chain(self, peer: PeerId, head: ChainHead) -> tuple[ChainHead, tuple[SignedMessage[Commit], ...]]:
+    async def _read_chain(self, peer: PeerId, head: ChainHead) -> FetchedChain:
         """Read the last commits of a peer's chain. Raises PeerFault unless they lead to `head`."""
         start, reader = max(0, head.round - MAX_KEPT_COMMITS), self._parts.reader
         found: list[SignedMessage[Commit]] = []
@@ -221,11 +237,12 @@ class StateKeeper:
         if reached.digest != head.digest:
             raise StaleError("its chain leads elsewhere")
         self.steering.learn(Adoption(reached.revision, reader.open_revisions(reply)))
-        return replace(head, revision=reached.revision), tuple(found)
+        electorate = await reader.read_electorate(peer, head, reply, found)
+        return FetchedChain(replace(head, revision=reached.revision), electorate, tuple(found))
 
     def _adopt(self, kept: KeptState, commits: tuple[SignedMessage[Commit], ...]) -> None:
         is_first = self.blob is None
-        self.chain.switch_to(kept.head, commits)
+        self.chain.switch_to(kept.head, kept.electorate, commits)
         self.blob, self.error = kept.blob, ""
         self._announce()
         self._retain(kept.blob)
@@ -266,7 +283,7 @@ def build_keeper(node: Node, run_dir: RunDir) -> StateKeeper:
     parts = KeeperParts(
         directory=node.directory,
         downloader=Downloader(folder.store, node.transport.bulk, random.Random(os.urandom(16))),
-        reader=ChainReader(manifest.run_id, limits, node.transport.channel),
+        reader=ChainReader(manifest.run_id, limits, node.transport.channel, manifest.admission),
         requests=node.blob_service,
         revisions=node.revisions.log,
     )

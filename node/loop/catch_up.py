@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from node.loop.swarm_snapshot import SwarmSnapshot
+from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
 from protocol.consensus.messages import Commit, Digest, SignedMessage
@@ -27,14 +28,15 @@ class SyncPlan:
     """How to get from our head to another: by these commits, or by downloading a state.
 
     `commits` are consecutive. If `state` is None they continue our chain; otherwise they lead to `head`, or are the
-    first of more, and give the outcomes of our contributions, and `revisions` are those that the chain of `head` has
-    adopted, oldest first.
+    first of more, and give the outcomes of our contributions; `revisions` are those that the chain of `head` has
+    adopted, oldest first, and `electorate` are the voters after it.
     """
 
     head: ChainHead
     commits: tuple[SignedMessage[Commit], ...]
     state: Blob | None
     revisions: tuple[SignedRevision, ...] = ()
+    electorate: Electorate = field(default_factory=Electorate.at_genesis)
 
     @property
     def log(self) -> tuple[SignedMessage[Commit], ...]:
@@ -95,7 +97,7 @@ def plan_path(own: Chain, theirs: Chain, state: Blob, replay: bool, history_sinc
     if not is_worth_taking(own.head, theirs.head):
         return None
     commits = theirs.commits_since(history_since) or theirs.commits_since(own.round) or ()
-    return SyncPlan(theirs.head, commits, state)
+    return SyncPlan(theirs.head, commits, state, electorate=theirs.electorate)
 
 
 @dataclass

@@ -73,7 +73,7 @@ class VirtualPeer:
         self.slot = slot
         self.swarm = swarm
         self.is_alive = True
-        self.chain = Chain.from_genesis(swarm.run_id)
+        self.chain = Chain.from_genesis(swarm.run_id, swarm.config.manifest.admission)
         self.applied_state: AppliedState = swarm.compute.initial
         self.held_since: dict[Digest, int] = {}  # by round of ours
         self.contributions = ContributionTracker(swarm.planner)
@@ -299,7 +299,7 @@ class VirtualPeer:
             if not source.is_alive:
                 return self._result(SyncFailed("its source has died"))
             self.applied_state = applied
-            self.chain.switch_to(action.plan.head, action.plan.log)
+            self.chain.switch_to(action.plan.head, action.plan.electorate, action.plan.log)
             self.swarm.accounting.state_syncs += 1
             self._result(StateInstalled(applied[1].digest))
 

@@ -103,7 +103,7 @@ def _parse_value(text: str) -> Value:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    return value if isinstance(value, bool | int | float | str) else text
+    return value if isinstance(value, bool | int | float | str | list) else text
 
 
 def changes_of(action: Action | None, from_round: int) -> dict[str, Value]:

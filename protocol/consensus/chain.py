@@ -10,12 +10,13 @@ tokens wins; if both have the same number, the one with the lower digest.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
+from protocol.admission.electorate import OPEN, Electorate
 from protocol.consensus.messages import Commit, Digest, SignedMessage
-from protocol.errors import CheckpointError, StaleError
+from protocol.errors import CheckpointError, MalformedError, StaleError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest import AdmissionSection, RunId
 from protocol.steering.revisions import NO_REVISION
 
 MAX_KEPT_COMMITS = 64
@@ -103,16 +104,17 @@ def is_state_outvoted(
 
 
 class Chain:
-    """The chain of one peer: its head and the last commits that led to it, oldest first."""
+    """The chain of one peer: its head, the voters of the next round, and the last commits, oldest first."""
 
-    def __init__(self, head: ChainHead, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
+    def __init__(self, head: ChainHead, electorate: Electorate, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
         self.head = head
+        self._electorates = [electorate]  # after each of the last rounds, as far as they are known
         self._commits = list(commits)[-MAX_KEPT_COMMITS:]
 
     @classmethod
-    def from_genesis(cls, run_id: RunId) -> Self:
+    def from_genesis(cls, run_id: RunId, rule: AdmissionSection = OPEN) -> Self:
         """Start the chain of a run."""
-        return cls(genesis_head(run_id))
+        return cls(genesis_head(run_id), Electorate.at_genesis(rule))
 
     @property
     def round(self) -> int:
@@ -130,6 +132,16 @@ class Chain:
         return self.head.tokens
 
     @property
+    def electorate(self) -> Electorate:
+        """Return the voters of the next round."""
+        return self._electorates[-1]
+
+    def electorate_at(self, number: int) -> Electorate | None:
+        """Return the voters of an earlier round, or None if they are no longer known."""
+        missing = self.head.round - number
+        return self._electorates[-1 - missing] if 0 <= missing < len(self._electorates) else None
+
+    @property
     def kept_commits(self) -> tuple[SignedMessage[Commit], ...]:
         """Return the last commits, oldest first."""
         return tuple(self._commits)
@@ -141,13 +153,16 @@ class Chain:
             StaleError: the commit does not continue this chain.
         """
         self.head = extend_head(self.head, commit.body)
+        self._electorates.append(self.electorate.after(commit.body))
         self._commits.append(commit)
+        del self._electorates[: -MAX_KEPT_COMMITS - 1]
         del self._commits[:-MAX_KEPT_COMMITS]
         return self.head
 
-    def switch_to(self, head: ChainHead, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
-        """Switch to another chain, of which only the last commits are known."""
+    def switch_to(self, head: ChainHead, electorate: Electorate, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
+        """Switch to another chain, of which only the last commits are known, and the voters after its head."""
         self.head = head
+        self._electorates = [electorate]
         self._commits = list(commits)[-MAX_KEPT_COMMITS:]
 
     def commits_since(self, number: int) -> tuple[SignedMessage[Commit], ...] | None:
@@ -167,3 +182,20 @@ class Chain:
         for commit in commits:
             head = extend_head(head, commit.body)
         return head
+
+
+def chain_to_json(head: ChainHead, electorate: Electorate) -> dict[str, Any]:
+    """Return the head and the voters after it as they are stored in a checkpoint."""
+    return {"head": head.to_json(), "electorate": electorate.to_json()}
+
+
+def restore_chain(values: Mapping[str, Any], rule: AdmissionSection) -> Chain:
+    """Return the chain in a checkpoint, without its commits. Raises CheckpointError."""
+    head = ChainHead.from_json(values["head"])
+    try:
+        electorate = Electorate.from_json(values.get("electorate"), rule)
+    except MalformedError as error:
+        raise CheckpointError(f"the checkpoint has {error}; use an earlier checkpoint") from error
+    if electorate.round != head.round:
+        raise CheckpointError("the voters in the checkpoint are of another round; use an earlier checkpoint")
+    return Chain(head, electorate)

@@ -26,7 +26,7 @@ from protocol.manifest import Manifest
 from protocol.signing import MAX_ROUND
 
 Digest = bytes
-Value = bool | int | float | str | None
+Value = bool | int | float | str | list[str] | None
 
 REVISION_KIND = "revision"
 PAUSED_KEY = "paused"  # not a key of the manifest: no rounds are made while it is true
@@ -36,6 +36,7 @@ STEERABLE: Final[Mapping[str, tuple[str, ...]]] = {
     "train": ("learning_rate", "warmup_steps", "decay_steps", "final_share", "weight_decay", "clip"),
     "round": ("grace", "leader_timeout", "exchange_timeout"),
     "checkpoint": ("every_rounds", "keep"),
+    "admission": ("revoked",),
     "about": ("description", "organiser", "data", "licence", "url"),
 }
 MAX_REVISIONS = 128  # numbers of a run's revisions

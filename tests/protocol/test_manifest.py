@@ -133,6 +133,26 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
     assert parse_manifest(GOOD + b'[about]\ndescription = "a first run"', "").run_id == plain
 
 
+def test_admission_enters_the_run_id_and_each_mode_has_its_own_keys() -> None:
+    plain, key = parse_manifest(GOOD, ""), Identity.create().peer_id
+    assert plain.admission.mode == "open"
+    listed = parse_manifest(GOOD + f'[admission]\nmode = "list"\nkeys = ["{key}"]\ntrusted = true'.encode(), "")
+    assert listed.admission.keys == (key,) and listed.run_id != plain.run_id
+    founded = parse_manifest(GOOD + f'[admission]\nfounders = ["{key}"]'.encode(), "")
+    assert founded.run_id not in (plain.run_id, listed.run_id)
+    for table, reason in (
+        ('mode = "list"', "needs keys"),
+        (f'keys = ["{key}"]', "needs keys"),
+        (f'mode = "list"\nkeys = ["{key}", "{key}"]', "once"),
+        ('mode = "list"\nkeys = ["mary"]', "peer ids"),
+        ("trusted = true", "trusted"),
+        (f'mode = "list"\nkeys = ["{key}"]\nfounders = ["{key}"]', "founders"),
+        ('mode = "tickets"', "organiser_key"),
+        ('mode = "all"', "admission.mode"),
+    ):
+        assert reason in fault(GOOD + f"[admission]\n{table}".encode())
+
+
 def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> None:
     assert "about.description" in fault(GOOD + b'[about]\ndescription = "two\\nlines"')
     assert "about.url" in fault(GOOD + b'[about]\nurl = "javascript:alert(1)"')

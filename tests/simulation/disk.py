@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from protocol.admission.electorate import Electorate
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
@@ -22,6 +23,7 @@ class Disk:
 
     store: set[Digest]
     head: ChainHead
+    electorate: Electorate
     commits: tuple[SignedMessage[Commit], ...]
     progress: SavedWork
     vote: VoteRecord | None = None

@@ -81,7 +81,7 @@ class SimulatedPeer:
         self.swarm = swarm
         self.progress = TrainerWork(name, network.scenario, swarm.ledger)
         genesis = Chain.from_genesis(RUN_ID)
-        self.disk = Disk(set(), genesis.head, (), self.progress.save())
+        self.disk = Disk(set(), genesis.head, genesis.electorate, (), self.progress.save())
         self.store: set[Digest] = set()  # blobs, in memory and on disk
         self.gossip = Gossip(self)
         self.actions: deque[Any] = deque()  # of the loop, on their way
@@ -147,7 +147,7 @@ class SimulatedPeer:
         self.gossip.records.clear()
         # A run begins only once enough peers are there; a peer that has been in it knows of which.
         known = disk.vote.members if disk.vote else self.swarm.peers
-        self._build(Chain(disk.head, disk.commits), disk.last_vote(), known)
+        self._build(Chain(disk.head, disk.electorate, disk.commits), disk.last_vote(), known)
         self._join()
         self.after(HEARTBEAT, self.send_heartbeat)
 
@@ -403,7 +403,7 @@ class SimulatedPeer:
         sources = [self.swarm.peers[name] for name in self.swarm.peers if link.can_send(name, self.name)]
         if not any(plan.head in peer.recent_states for peer in sources if peer is not self):
             return self.feed(SyncFailed("nobody has it any more", has_vanished=True))
-        self.chain.switch_to(plan.head, plan.log)
+        self.chain.switch_to(plan.head, plan.electorate, plan.log)
         self.feed(StateInstalled(b""))
 
     def _on_new_head(self, action: PublishHead | AdoptState) -> None:
@@ -414,7 +414,7 @@ class SimulatedPeer:
             reported = AppliedContributions.of(action.contributions)
             self.swarm.check_applied(self.name, action.commit, reported, self.store)
         kept = self.chain.commits_since(max(0, self.chain.round - KEPT_COMMITS)) or ()
-        self.disk.head = self.chain.head
+        self.disk.head, self.disk.electorate = self.chain.head, self.chain.electorate
         self.disk.commits = kept
         self.disk.progress = self.progress.save()
         self._save_revisions()

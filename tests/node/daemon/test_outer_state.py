@@ -147,7 +147,7 @@ async def test_what_was_foreseen_on_another_chain_is_not_taken(tmp_path: Path) -
     commits = await grown(other, store, 1)
     ahead = commit_of(other.chain.head, {1: store.put(payload(5))})
     replica.speculate(ahead.body, ahead.body.contributions)  # from a state that is not the one before it
-    await replica.install_state(other.chain.head, other.blob, commits)
+    await replica.install_state(other.chain.head, other.chain.electorate, other.blob, commits)
     await apply(replica, ahead)
     await apply(other, ahead)
     assert replica.blob == other.blob
@@ -188,7 +188,7 @@ async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         await apply(replica, commit_of(head, {1: lost}))
     with pytest.raises(MalformedError):
-        await replica.install_state(head, bad, ())
+        await replica.install_state(head, replica.chain.electorate, bad, ())
     assert (replica.chain.head, replica.blob) == (head, blob)
 
 
@@ -196,10 +196,10 @@ async def test_take_over_keeps_commits_that_lead_to_the_head_and_no_others(tmp_p
     store = store_in(tmp_path)
     ahead, behind, third = replica_in(store), replica_in(store), replica_in(store)
     commits = await grown(ahead, store, 3)
-    await behind.install_state(ahead.chain.head, ahead.blob, commits)
+    await behind.install_state(ahead.chain.head, ahead.chain.electorate, ahead.blob, commits)
     assert behind.chain.commits_since(1) == tuple(commits[1:]) and behind.blob == ahead.blob
     assert torch.equal(behind.state.anchor, ahead.state.anchor)
-    await third.install_state(ahead.chain.head, ahead.blob, commits[:2])
+    await third.install_state(ahead.chain.head, ahead.chain.electorate, ahead.blob, commits[:2])
     assert third.chain.commits_since(1) is None, "commits that end before the head would be served as if they led to it"
 
 
@@ -257,7 +257,7 @@ async def test_a_lone_round_moves_by_its_share_and_so_it_does_for_who_took_the_s
     delta = torch.full((NUMEL,), 0.5)
     blob = store.put(METHOD.codec.encode(delta))
     await apply(replica, commit_of(replica.chain.head, dict.fromkeys(range(4), blob)))
-    await taker.install_state(replica.chain.head, replica.blob, ())
+    await taker.install_state(replica.chain.head, replica.chain.electorate, replica.blob, ())
     before, lone = replica.state.anchor, commit_of(replica.chain.head, {2: blob})
     for each in (replica, taker):
         await apply(each, lone)

@@ -164,7 +164,9 @@ async def test_that_our_state_differs_is_told_once_however_often_its_better_is_a
     world = worlds()
     theirs = await world.peer(FRIEND, 2)
     world.show(LIAR, theirs.chain.head, theirs.blob.digest)
-    await world.replica.install_state(theirs.chain.head, world.replica.blob, theirs.chain.commits_since(0) or ())
+    await world.replica.install_state(
+        theirs.chain.head, theirs.chain.electorate, world.replica.blob, theirs.chain.commits_since(0) or ()
+    )
     world.scout.faults = dict.fromkeys((FRIEND, LIAR), UnreachableError("no answer"))
     world.run()
     await until(lambda: world.scout.asked.count((FRIEND, False)) + world.scout.asked.count((LIAR, False)) == 2)
@@ -242,7 +244,7 @@ async def test_another_chain_is_gone_to_although_our_own_rounds_never_pause(
     await until(lambda: world.session.is_open)
     theirs = await world.peer(FRIEND, 2, seed=2)
     head = theirs.chain.head
-    theirs.chain.switch_to(ChainHead(head.round, head.digest, world.replica.chain.tokens + 1))
+    theirs.chain.switch_to(ChainHead(head.round, head.digest, world.replica.chain.tokens + 1), theirs.chain.electorate)
     world.show(FRIEND, theirs.chain.head, theirs.blob.digest)
     await until(lambda: world.replica.chain.digest == head.digest)
     assert world.replica.blob == theirs.blob
@@ -315,7 +317,9 @@ async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: Ro
     world = worlds()
     theirs = await world.peer(FRIEND, 2)
     world.show(LIAR, theirs.chain.head, theirs.blob.digest)
-    await world.replica.install_state(theirs.chain.head, world.replica.blob, theirs.chain.commits_since(0) or ())
+    await world.replica.install_state(
+        theirs.chain.head, theirs.chain.electorate, world.replica.blob, theirs.chain.commits_since(0) or ()
+    )
     assert world.replica.blob != theirs.blob and world.replica.chain.head == theirs.chain.head
     world.fetcher.stores[LIAR], world.scout.chains[LIAR] = world.fetcher.stores[FRIEND], theirs
     world.run()

@@ -18,6 +18,7 @@ from node.keeper import state_keeper
 from node.keeper.state_folder import KeptState, StateFolder
 from node.keeper.state_keeper import KeeperParts, StateKeeper
 from node.run_dir import RunDir
+from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import PIECE_BYTES, Blob
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.consensus.messages import Commit, SignedMessage
@@ -58,6 +59,9 @@ class FakeReader:
 
     async def read(self, peer: PeerId, after: int) -> tuple[ChainReply, tuple[SignedMessage[Commit], ...]]:
         return ChainReply(), self.chain.commits_since(after) or ()
+
+    async def read_electorate(self, *_: object) -> Electorate:
+        return self.chain.electorate
 
     def open_revisions(self, reply: ChainReply) -> tuple[()]:
         return ()
@@ -253,7 +257,7 @@ async def test_fetching_once_gives_up_if_nobody_holds_a_state(run: KeptRun) -> N
     assert run.directory.published == {}, "it does not say that it keeps anything"
 
 
-async def test_peer_that_shows_no_chain_does_not_prevent_keeping(run: KeptRun, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_is_not_kept_while_no_peer_shows_the_chain_to_it(run: KeptRun) -> None:
     class Endless(FakeReader):
         calls = 0
 
@@ -267,8 +271,11 @@ async def test_peer_that_shows_no_chain_does_not_prevent_keeping(run: KeptRun, m
     object.__setattr__(run.keeper._parts, "reader", reader)
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
-    await keep(run.keeper, run.chain.head)
-    assert reader.calls < 1000 and run.keeper.chain.commits_since(0) is None
+    offer = run.keeper._choose()
+    assert offer is not None
+    with pytest.raises(UnreachableError, match="shows the chain"):
+        await run.keeper._fetch_chain(offer)
+    assert 0 < reader.calls < 1000
 
 
 def test_checkpoint_of_a_host_names_its_state(tmp_path: Path) -> None:
@@ -278,6 +285,6 @@ def test_checkpoint_of_a_host_names_its_state(tmp_path: Path) -> None:
     run = KeptRun(tmp_path)
     state = run.make_round()
     blob = run.keeper.store.put(state)
-    run.keeper.folder.save(KeptState(run.chain.head, blob))
+    run.keeper.folder.save(KeptState(run.chain.head, run.chain.electorate, blob))
     body = json.loads(next(iter(manifests(run.folder))).read_text())["body"]
     assert body["chain"]["state"] == blob.name and body["inner"] == []

@@ -9,6 +9,7 @@ from node.loop.events import LeaveRun, LoopAction, ReportPhase
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol.admission.electorate import Electorate
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.manifest import TargetSection
 from protocol.steering.revision_log import RevisionLog
@@ -34,7 +35,7 @@ class Leaving:
         self.log = RevisionLog()
         run = REFERENCE_MANIFEST.run.model_copy(update={"organiser_key": organiser_key})
         manifest = REFERENCE_MANIFEST.model_copy(update={"target": target, "run": run})
-        steering = Steering(manifest, Chain(HEAD), self.log)
+        steering = Steering(manifest, Chain(HEAD, Electorate.at_genesis()), self.log)
         values = {"expiry": 15.0, "has_contacts": True, **options}
         self.departure = Departure(LoopOptions(round_options, steering, **values))
         self.now = 0.0

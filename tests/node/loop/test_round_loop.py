@@ -323,7 +323,7 @@ def test_taking_over_a_state_settles_contributions_before_the_trainer_hears_of_i
     peer.meet(friend=head_state(theirs))
     plan = SyncPlan(theirs.head, theirs.commits_since(0) or (), STATE)
     peer.post(PathFound(plan))
-    peer.chain.switch_to(plan.head, plan.log)
+    peer.chain.switch_to(plan.head, plan.electorate, plan.log)
     [adopt] = of_kind(AdoptState, peer.post(StateInstalled(STATE.digest)))
     assert adopt.verdict.outcome == "included" and adopt.skipped == 2 and len(adopt.commits) == 2
     assert not peer.loop.session.is_open, "the state is not on disk yet"
@@ -391,7 +391,7 @@ def test_paused_run_opens_no_round_and_goes_on_with_the_news() -> None:
     peer.log.add(pause)
     assert not of_kind(SetResting, peer.start()) and peer.loop.session.is_open, "no commit has adopted it"
     peer.loop.session.close()
-    peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest))
+    peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest), peer.chain.electorate)
     actions = peer.pass_time(1.0)
     assert of_kind(SetResting, actions) == [SetResting(is_resting=True)] and not peer.loop.session.is_open
     assert of_kind(ReportPhase, actions)[-1].phase == "paused"

@@ -4,15 +4,18 @@ from dataclasses import replace
 
 import pytest
 
+from protocol.admission.electorate import OPEN, Electorate
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import (
     MAX_KEPT_COMMITS,
     Chain,
     ChainHead,
+    chain_to_json,
     extend_head,
     genesis_head,
     is_state_outvoted,
     prefers_theirs,
+    restore_chain,
 )
 from protocol.consensus.messages import Commit, Contribution, SignedMessage
 from protocol.errors import CheckpointError, StaleError
@@ -87,6 +90,35 @@ def test_commits_of_a_peer_are_tried_before_they_are_taken() -> None:
     assert ours.round == 0
     with pytest.raises(StaleError):
         ours.head_after(commits[1:])
+
+
+def test_chain_knows_the_voters_of_its_last_rounds() -> None:
+    chain = Chain.from_genesis(RUN_ID)
+    assert not chain.electorate.voters
+    chain.append(commit_on(chain.head))
+    founded = chain.electorate
+    assert founded.voters == set(chain.kept_commits[0].body.by_sender)
+    for _ in range(MAX_KEPT_COMMITS):
+        chain.append(commit_on(chain.head))
+    assert chain.electorate_at(1) == founded and chain.electorate_at(chain.round) is chain.electorate
+    assert chain.electorate_at(0) is None and chain.electorate_at(chain.round + 1) is None
+    other = Chain.from_genesis(RUN_ID)
+    other.switch_to(chain.head, chain.electorate)
+    assert other.electorate == chain.electorate and other.electorate_at(chain.round - 1) is None
+    assert other.append(commit_on(chain.head)) and other.electorate == chain.electorate.after(
+        other.kept_commits[0].body
+    )
+
+
+def test_head_and_voters_survive_a_checkpoint() -> None:
+    chain = Chain.from_genesis(RUN_ID)
+    chain.append(commit_on(chain.head))
+    saved = json.loads(json.dumps(chain_to_json(chain.head, chain.electorate)))
+    restored = restore_chain(saved, OPEN)
+    assert (restored.head, restored.electorate) == (chain.head, chain.electorate)
+    for values in ({"electorate": None}, {"electorate": Electorate.at_genesis().to_json()}):
+        with pytest.raises(CheckpointError, match="earlier checkpoint"):
+            restore_chain(saved | values, OPEN)
 
 
 def test_more_tokens_win_and_then_the_lower_digest() -> None:

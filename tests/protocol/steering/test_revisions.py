@@ -24,6 +24,7 @@ NEW_VALUES: dict[str, Any] = {
     "checkpoint.every_rounds": 4, "checkpoint.keep": 3,
     "about.description": "a run", "about.organiser": "Ada", "about.data": "text", "about.licence": "MIT",
     "about.url": "https://example.org/run",
+    "admission.revoked": ["12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"],
     "paused": True,
 }  # fmt: skip
 
@@ -67,6 +68,7 @@ def test_keys_that_decide_what_the_weights_mean_cannot_be_changed(key: str) -> N
         ("train.learning_rate", None), ("target.rounds", 0), ("target.rounds", 1.5), ("round.grace", -1.0),
         ("paused", 1), ("paused", None), ("about.url", "javascript:1"), ("about.description", "a\nb"),
         ("about.description", "x" * 1001), ("train.final_share", 1.1), ("target.rounds", [1]),
+        ("admission.revoked", ["me"]), ("admission.revoked", "12D3"), ("admission.revoked", None),
     ],
 )  # fmt: skip
 def test_values_keep_the_bounds_of_the_manifest(key: str, value: Any) -> None:

@@ -1,0 +1,1 @@
+"""Who may take part in a run, and who may vote in its rounds."""
