@@ -50,7 +50,7 @@ class CheckLimits:
 
 
 CHECK_LIMITS: dict[Origin, CheckLimits] = {
-    "itself": CheckLimits(16, 4, 1024, 256),
+    "itself": CheckLimits(256, 64, 2048, 1024),
     "voucher": CheckLimits(8192, 1024, 16384, 2048),
     "other": CheckLimits(512, 64, 2048, 512),
 }
