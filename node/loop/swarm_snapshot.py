@@ -102,6 +102,7 @@ class SwarmSnapshot:
             self.departed,
             self.resting & peers,
             frozenset(peer for peers_ahead in ahead.values() for peer in peers_ahead),
+            self.trainers,
         )
 
     def is_outvoted(self, peer_id: PeerId, head: ChainHead, state: Digest) -> bool:

@@ -31,13 +31,15 @@ class MembershipChanged:
 
     `departed`: peers that said goodbye; they lose their vote at once. `resting`: live peers that do not train at the
     moment; they vote and hold blobs like all others, but no peer waits for their contribution. `ahead`: peers on the
-    chain that this peer should move to. They may have decided this round, and so keep their votes in it.
+    chain that this peer should move to. They may have decided this round, and so keep their votes in it. `trainers`:
+    all live trainers of the run, wherever their chains end: their contributions may be on a roster.
     """
 
     peers: frozenset[PeerId]
     departed: frozenset[PeerId] = frozenset()
     resting: frozenset[PeerId] = frozenset()
     ahead: frozenset[PeerId] = frozenset()
+    trainers: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ RejectReason = Literal[
     "stale view",  # a message of a view that is over
     "view too far",  # a roster of a view that is too far ahead
     "other revisions",  # a commit that does not continue the list of revisions that this chain has adopted
+    "unknown contributor",  # a roster or commit with a contribution of a key that does not train in this run
+    "false proposal",  # a commit with a contribution that is not on the roster of its view
     "smaller roster",  # a roster of another leader, with fewer contributions than the current one
     "leader left",
     "leader silent",

@@ -11,6 +11,7 @@ from protocol.consensus.message_kinds import (
 )
 from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
 from protocol.consensus.rules import view_change
+from protocol.consensus.rules.acceptance import unknown_contributors
 from protocol.consensus.state import Rejection, RoundState
 
 
@@ -74,6 +75,8 @@ def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float
         return [(sender, "smaller roster")]  # until the current leader fails, or half of the live members have moved on
     if not view_change.may_lead(state, sender, ballot.view):
         return [(sender, "not the leader")]
+    if unknown_contributors(state, message.body):
+        return [(sender, "unknown contributor")]  # the leader repeats the roster until this peer knows the key
     return state.follow_roster(message, now)
 
 
@@ -101,6 +104,8 @@ def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[
     if not message.body.adoption.continues(state.revision):
         return [(message.sender, "other revisions")]
     state.knowledge.learn_proposal(message)
+    if unknown_contributors(state, message.body):
+        return [(message.sender, "unknown contributor")]
     if message.sender == state.leader or view_change.may_lead(state, message.sender, message.body.view):
         state.knowledge.learn_contributions(message.body, state.voter_set.voters)
     return []

@@ -50,6 +50,7 @@ from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest,
 from protocol.consensus.reduction import Sums, next_assignment, reduce_own_parts
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
 from protocol.consensus.rules import view_change
+from protocol.consensus.rules.acceptance import proposal_fault, proposals_to_show
 from protocol.consensus.rules.roster_content import build_roster
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
@@ -189,7 +190,7 @@ class RoundMachine:
     def _update_membership(self, event: MembershipChanged, now: float) -> None:
         state = self._state
         newcomers = event.peers - state.live - {state.me}
-        state.voter_set.update(event, now)
+        state.update_membership(event, now)
         if state.me in self._knowledge.contributions:
             self._send(newcomers, self._knowledge.contributions[state.me])
         if state.leader_role and state.current_view:
@@ -260,8 +261,9 @@ class RoundMachine:
         proposal = state.leader_role.next_proposal(now)
         if proposal is not None:
             commit = self._sign(proposal.to_commit(state.number, state.view, state.base, state.adoption))
+            shown = proposals_to_show(state)
             self._knowledge.learn_proposal(commit)
-            self._send(state.others, commit)
+            self._send_all((state.others, message) for message in (*shown, commit))
 
     def _assign_reducers(self, now: float) -> None:
         view, assignment = self._state.current_view, next_assignment(self._state, now)
@@ -295,7 +297,7 @@ class RoundMachine:
         """Vote for the proposal once this peer holds its parts; from then on it votes for nothing older."""
         state = self._state
         proposal = state.proposal()
-        if proposal is None or state.is_locked_in_current_view():
+        if proposal is None or state.is_locked_in_current_view() or proposal_fault(state, proposal):
             return
         if self._knowledge.has_all_parts(state.me, state.required_parts(proposal)):
             state.lock = proposal

@@ -8,6 +8,7 @@ from typing import Any
 
 from protocol.consensus.message_kinds import Inventory
 from protocol.consensus.messages import SignedMessage
+from protocol.consensus.rules.acceptance import proposals_to_show
 from protocol.consensus.state import RoundState
 from protocol.consensus.view import View
 from protocol.identity import PeerId
@@ -43,6 +44,7 @@ def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inv
     # The inventory shows that the leader is alive. Members that it does not hear are better off with another leader.
     messages: list[OutgoingMessage] = [(state.others - joined, view.roster), (joined, inventory)]
     proposal = state.proposal()
+    messages += [(state.others, older) for older in proposals_to_show(state)]
     if proposal:
         messages.append((state.others - state.knowledge.acknowledgements[proposal.digest].keys(), proposal))
     else:

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.events import EarlySubmitPolicy, RejectReason, VoteRecord
+from protocol.consensus.events import EarlySubmitPolicy, MembershipChanged, RejectReason, VoteRecord
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import MAX_ATTEMPTS, Leader, new_leader
 from protocol.consensus.message_kinds import Acknowledgement, Inventory
@@ -47,7 +47,7 @@ class RoundState:
     `lock`: the newest proposal that this peer acknowledged. `view_since`: the time at which it came to this view or its
     roster. `failed_leaders`: leaders whose views ended undecided. `full_arrival_times`: the time at which each
     full contribution of others was first known. `leader_last_heard`: the last sign of life of a leader without a
-    roster.
+    roster. `known_trainers`: all keys that this peer knows to train in the run or to have trained lately.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class RoundState:
         self.election = Election(settings.run_id, start.number)
         self.voter_set = VoterSet(settings.vote_memory, settings.leader_timeout, start.last_seen, now)
         self.knowledge = RoundKnowledge(me)
+        self.known_trainers = {me, *start.last_seen}
         self.view = 0
         self.view_since = now
         self.current_view: View | None = None
@@ -81,6 +82,11 @@ class RoundState:
         self.lock: SignedMessage[Commit] | None = None
         self.roster_quorum_since: float | None = None  # enough members have contributed to make a roster at once
         self.half_contributed_since: float | None = None  # at least half of the awaited members have contributed
+
+    def update_membership(self, event: MembershipChanged, now: float) -> None:
+        """Take over a new set of live members."""
+        self.known_trainers |= event.peers | event.departed | event.ahead | event.trainers
+        self.voter_set.update(event, now)
 
     def restore_vote(self, vote: VoteRecord) -> tuple[int, Digest]:
         """Continue after the last vote of an earlier process, and return the view and lock that bind this peer."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages import MAX_CONTRIBUTIONS, Contribution, Roster, SignedMessage
+from protocol.consensus.rules.acceptance import binding_proposals
 from protocol.consensus.state import RoundState
 from protocol.identity import PeerId
 
@@ -14,10 +15,8 @@ def build_roster(state: RoundState) -> Roster:
     entries = [entry for peer, entry in knowledge.contributions.items() if peer in obtainable]
     voters = state.voter_set.voters
     entries.sort(key=lambda entry: entry.sender not in voters)
-    acknowledged = [
-        proposal for digest, proposal in knowledge.proposals.items() if knowledge.has_other_acknowledgers(digest)
-    ]
-    for proposal in acknowledged if entries else knowledge.proposals.values():
+    entries = [entry for entry in entries if entry.sender in state.known_trainers]  # members refuse all others
+    for proposal in binding_proposals(state) if entries else knowledge.proposals.values():
         entries += proposal.body.contributions
     contributions = drop_size_conflicts(knowledge, entries)
     ordered = tuple(contributions[peer] for peer in sorted(contributions))

@@ -1,6 +1,7 @@
 """View changes: who may lead a view, when a peer gives up its leader, and which view it changes to."""
 
 from protocol.consensus.events import RejectReason
+from protocol.consensus.rules.acceptance import proposal_fault
 from protocol.consensus.state import MAX_VIEW, RoundState
 from protocol.identity import PeerId
 
@@ -72,6 +73,8 @@ def leader_fault(state: RoundState, now: float) -> RejectReason | None:
         return "exchange stalled"
     if role and now >= view.started_at + JOIN_TIMEOUTS * timeout and not role.has_quorum():
         return "not followed"
+    if (fault := _proposal_fault(state, view.started_at, now)) is not None:
+        return fault
     deadline = view.started_at + state.settings.exchange_seconds + state.settings.leader_timeout
     return "exchange stalled" if now >= deadline else None
 
@@ -85,6 +88,17 @@ def _missing_roster_fault(state: RoundState, now: float) -> RejectReason | None:
     owed += [] if contributed_at is None else [max(contributed_at, state.leader_last_heard)]
     owed_since = max(min(owed, default=now), state.view_since)
     return "leader silent" if now >= owed_since + _leader_timeout(state) else None
+
+
+def _proposal_fault(state: RoundState, since: float, now: float) -> RejectReason | None:
+    """Return the fault of a proposal that this peer may not acknowledge.
+
+    In a later view the older proposal that it repeats may still be on its way.
+    """
+    proposal = state.proposal()
+    if proposal is None or (state.view and now < since + JOIN_TIMEOUTS * _leader_timeout(state)):
+        return None
+    return proposal_fault(state, proposal)
 
 
 def _leader_timeout(state: RoundState) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.consensus import knowledge as evidence_module
-from protocol.consensus.events import Fetch, MessageReceived
+from protocol.consensus.events import Fetch, MembershipChanged, MessageReceived
 from protocol.consensus.knowledge import MAX_PROPOSALS_PER_PEER, RoundKnowledge
 from protocol.consensus.message_kinds import Inventory, kind_of
 from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Roster, SignedMessage
@@ -16,7 +16,7 @@ from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import NAMES, make_contribution, make_signer
 
-STRANGERS = NAMES[4:16]  # keys that somebody makes
+STRANGERS = NAMES[4:16]  # not members
 
 
 def signed_message(peer: PeerId, body: Any) -> SignedMessage[Any]:
@@ -43,6 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_contributions_are_taken_from_commits_of_leaders_alone(leads: bool) -> None:
     table = Cluster(3, "gather")
     leader, me, other = table.names
+    table.feed_event(me, MembershipChanged(frozenset(table.names), departed=frozenset(STRANGERS)))
     commit = Commit(0, 0, BASE, entries_of(table, STRANGERS), ())
     table.feed_event(me, MessageReceived(signed_message(leader if leads else other, commit)))
     assert len(knowledge_of(table, me).contributions) == (len(STRANGERS) if leads else 0)
@@ -51,6 +52,7 @@ def test_contributions_are_taken_from_commits_of_leaders_alone(leads: bool) -> N
 def test_those_who_are_no_members_fill_one_roster_and_crowd_out_nobody(small: int) -> None:
     table = Cluster(3, "gather")
     leader, me, _ = table.names
+    table.feed_event(me, MembershipChanged(frozenset(table.names), departed=frozenset(STRANGERS)))
     for view in range(3):
         names = [*STRANGERS[4 * view : 4 * view + 4], leader]
         table.feed_event(
@@ -65,6 +67,7 @@ def test_a_roster_lists_no_more_than_it_may_and_members_first(small: int) -> Non
     table = Cluster(3, "gather")
     _, me, liar = table.names
     state = table.machines[me]._state
+    state.known_trainers.update(STRANGERS)
     entries = entries_of(table, STRANGERS)
     state.knowledge.learn_contributions(Roster(0, 0, BASE, entries), state.voter_set.voters)
     blobs = sorted(blob.digest for entry in entries for blob in entry.body.parts)
@@ -79,6 +82,7 @@ def test_a_roster_lists_no_more_than_it_may_and_members_first(small: int) -> Non
 def test_what_strangers_are_said_to_offer_is_fetched_while_a_roster_lists_it() -> None:
     table = Cluster(3, "gather")
     leader, me, other = table.names
+    table.feed_event(me, MembershipChanged(frozenset(table.names), departed=frozenset(STRANGERS)))
     table.feed_event(me, MessageReceived(signed_message(leader, Roster(0, 0, BASE, entries_of(table, STRANGERS)))))
     wanted = {action.part_blob for name, action in table.log if name == me and isinstance(action, Fetch)}
     assert len(wanted) == len(STRANGERS)
