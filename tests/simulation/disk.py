@@ -74,7 +74,7 @@ class BlobTransfers:
             return
         link = peer.network.link
         is_connected = link.can_send(peer.name, source) and link.can_send(source, peer.name)
-        if digest in peer.store or (is_connected and digest in peer.swarm.peers[source].store):
+        if digest in peer.store or (is_connected and peer.swarm.peers[source].serves(digest)):
             peer.on_blob(part_blob)
         else:
             peer.after(RETRY_SECONDS, lambda: self._try(part_blob, attempt + 1))

@@ -306,9 +306,17 @@ class SimulatedPeer:
         assert {entry.body.parts[order.part].digest for entry in order.contributions} <= self.store
         self.after(REDUCE_SECONDS, lambda: self._reduced(action))
 
+    def sum_of(self, part: int, contributions: tuple[SignedMessage[Contribution], ...]) -> Blob:
+        """Return the blob of a sum."""
+        return fake_reduce(part, contributions)
+
+    def serves(self, digest: Digest) -> bool:
+        """Return whether others can fetch a blob from this peer."""
+        return digest in self.store
+
     def _reduced(self, action: ReducePart) -> None:
         order = action.order
-        blob = fake_reduce(order.part, order.contributions)
+        blob = self.sum_of(order.part, order.contributions)
         self.swarm.ledger.sums[blob.digest] = [entry.body.parts[order.part] for entry in order.contributions]
         self.store.add(blob.digest)
         self.feed(SumReady(action.opening, PartReduced(order.part, order.request_id, blob)))

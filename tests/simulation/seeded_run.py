@@ -10,7 +10,9 @@ from protocol.consensus.events import Send, VoteRecord
 from protocol.consensus.messages import Digest, Roster
 from protocol.consensus.topology import Groups, Pattern
 from protocol.identity import PeerId
-from tests.simulation.network import Scenario
+from tests.simulation.liars import LIARS
+from tests.simulation.network import NAMES, Scenario
+from tests.simulation.peers import SimulatedPeer
 from tests.simulation.swarm import SimulatedSwarm
 
 # Whole rounds take a few seconds; all faults are over by then, and whoever lives is to end all rounds by the end.
@@ -24,6 +26,9 @@ KILLS = ("kill", "kill in phase", "kill in phase", "kill in phase", "kill reduce
 FAULTS = (*KILLS, "freeze", "split", "one way")
 SIZE_CONFLICT = ("twin",)
 ISOLATING_FAULTS = (*FAULTS, "split", "split", "split", "one way", "freeze")
+
+
+PASSING_FAULTS = ("freeze", "split", "one way")
 
 
 class InvariantError(AssertionError):
@@ -51,16 +56,34 @@ def scenario_of(seed: int) -> Scenario:
     )
 
 
+def draw_liars(seed: int, peers: int, lies: Sequence[str]) -> dict[PeerId, type[SimulatedPeer]]:
+    """Return fewer than a third of the peers as liars, with the kinds of their lies: half the time all the same."""
+    if not lies:
+        return {}
+    chance = random.Random(f"liars {seed}")
+    count = chance.randint(1, (peers - 1) // 3)
+    kinds = [chance.choice(lies)] * count if chance.random() < 0.5 else chance.choices(lies, k=count)
+    names = chance.sample(NAMES[:peers], count)
+    return {name: LIARS[kind] for name, kind in zip(names, kinds, strict=True)}
+
+
 class SeededRun:
     """One run. `faults`: of which kinds; as usual if empty. `isolating`: they may last longer than votes are
-    remembered, so that forks are allowed; otherwise all peers together are away, apart or frozen for less than that."""
+    remembered, so that forks are allowed; otherwise all peers together are away, apart or frozen for less than that.
+    `lies`: of which kinds some peers lie, fewer than a third of all; nobody else dies then, because the dead count as
+    liars do."""
 
-    def __init__(self, seed: int, isolating: bool = False, faults: Sequence[str] = (), rounds: int = 3) -> None:
+    def __init__(
+        self, seed: int, isolating: bool = False, faults: Sequence[str] = (), rounds: int = 3,
+        lies: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.seed = seed
         self.fault = ""
-        self._faults = faults or (ISOLATING_FAULTS if isolating else FAULTS)
+        self._faults = faults or (PASSING_FAULTS if lies else ISOLATING_FAULTS if isolating else FAULTS)
         self._end = END * max(1, rounds / 3)
-        self.swarm = SimulatedSwarm(replace(scenario_of(seed), rounds=rounds), seed, forks_allowed=isolating)
+        scenario = replace(scenario_of(seed), rounds=rounds)
+        scenario = replace(scenario, peers=max(4, scenario.peers)) if lies else scenario
+        self.swarm = SimulatedSwarm(scenario, seed, isolating, draw_liars(seed, scenario.peers, lies))
         self.isolating = isolating
         self._chance = random.Random(f"faults {seed}")
         self._time_left = self.swarm.scenario.vote_memory - MARGIN

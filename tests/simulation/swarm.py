@@ -1,6 +1,6 @@
 """All peers of a virtual network, what may befall them, and what must hold whatever befalls them."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 
 from node.loop.events import ApplyCommit, FetchBlob, LoopAction
 from protocol.blobs.blob import Blob
@@ -24,6 +24,8 @@ from tests.simulation.peers import SimulatedPeer
 from tests.simulation.table_sizes import count_entries, max_entries
 from tests.simulation.work_accounting import WorkLedger
 
+NO_LIARS: Mapping[PeerId, type[SimulatedPeer]] = {}
+
 
 class SimulatedSwarm:
     """`decisions`: by round and base, the contents that were decided, and who voted for them or knows of it.
@@ -31,9 +33,14 @@ class SimulatedSwarm:
     `forks_allowed`: two may be. Otherwise only where the first has died with all of these.
     """
 
-    def __init__(self, scenario: Scenario, seed: int, forks_allowed: bool = False) -> None:
+    def __init__(
+        self, scenario: Scenario, seed: int, forks_allowed: bool = False,
+        liars: Mapping[PeerId, type[SimulatedPeer]] = NO_LIARS,
+    ) -> None:  # fmt: skip
         self.scenario = scenario
         self.forks_allowed = forks_allowed
+        self.liars = liars.keys()
+        self.lies_told: list[PeerId] = []  # by whom, as often as a liar did what an honest peer does not
         self.network = Network(scenario, seed)
         self.ledger = WorkLedger(genesis_head(RUN_ID))
         self.rejections: list[tuple[PeerId, PeerId | None, str]] = []
@@ -47,8 +54,9 @@ class SimulatedSwarm:
         self.peaks: dict[int, int] = {}  # by round, the most entries in the tables of any peer
         self.organiser = Organiser(self)
         self._rosters: dict[Digest, set[tuple[PeerId, ...]]] = {}  # by the base that they continue
-        self.peers = {name: SimulatedPeer(name, self.network, self) for name in NAMES[: scenario.peers]}
-        self._unfinished = set(self.peers)
+        names = NAMES[: scenario.peers]
+        self.peers = {name: liars.get(name, SimulatedPeer)(name, self.network, self) for name in names}
+        self._unfinished = self.peers.keys() - self.liars
 
     def start(self) -> None:
         head = next(iter(self.peers.values())).chain.head
@@ -58,9 +66,13 @@ class SimulatedSwarm:
             peer.start()
 
     def alive(self) -> list[SimulatedPeer]:
-        return [peer for name, peer in self.peers.items() if name not in self.network.link.dead]
+        """Return the honest peers that live."""
+        gone = self.network.link.dead | self.liars
+        return [peer for name, peer in self.peers.items() if name not in gone]
 
     def on_head_changed(self, peer: SimulatedPeer) -> None:
+        if peer.name in self.liars:
+            return
         self.organiser.check_head(peer.chain.head, peer.steering)
         if peer.chain.round >= self.scenario.rounds:
             self._unfinished.discard(peer.name)
@@ -89,16 +101,19 @@ class SimulatedSwarm:
             assert any(owner in circle for circle in circles), "a blob from outside of the group"
 
     def on_decided(self, peer: PeerId, commit: SignedMessage[Commit], certificate: Signed) -> None:
+        if peer in self.liars:
+            return
         body = commit.body
         contents = self.decisions.setdefault((body.round, body.base), {})
         votes = self.network.open(certificate).body.by_sender
-        contents.setdefault(body.content_digest, set()).update([peer, *votes])
+        contents.setdefault(body.content_digest, set()).update({peer, *votes} - self.liars)
         self.organiser.check_decided(body, self.peers[peer].chain.head)
         gone = self.network.link.dead - self.returning
         known = [content for content, peers in contents.items() if not peers <= gone]
         assert self.forks_allowed or len(known) <= 1, "two commits of one round"
         senders = [entry.sender for entry in body.contributions]
         assert senders == sorted(set(senders)) and senders, "contributions twice, out of order, or none at all"
+        assert self.peers.keys() >= set(senders), "contributions of keys that nobody has"
         if self.scenario.exchange == "butterfly":
             sums = tuple(fake_reduce(part, body.contributions) for part in range(self.scenario.parts))
             assert body.parts == sums, "a sum of something else, or in another order"

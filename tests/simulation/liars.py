@@ -1,0 +1,196 @@
+"""Peers of the simulation that lie: each breaks the protocol in one way, with a valid key of its own.
+
+A liar runs the same loop as everybody, so that it knows all that an honest peer knows, and changes what it sends,
+serves or sums. Liars know one another, and vote for what the others propose.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from protocol.blobs.blob import Blob
+from protocol.consensus.message_kinds import Acknowledgement, CommitCertificate, kind_of
+from protocol.consensus.messages import Commit, Contribution, Digest, Roster, SignedMessage
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
+from tests.simulation.network import NAMES, fake_reduce, make_signer
+from tests.simulation.peers import SimulatedPeer
+from tests.simulation.work_accounting import NONE
+
+if TYPE_CHECKING:
+    from tests.simulation.swarm import SimulatedSwarm
+
+MADE_UP_KEYS = NAMES[12:15]  # no peer of the simulation has them
+
+
+class LyingPeer(SimulatedPeer):
+    """A liar, as its subclasses say; `victims` are the honest half that it tells another story."""
+
+    @property
+    def victims(self) -> frozenset[PeerId]:
+        honest = sorted(self.swarm.peers.keys() - self.swarm.liars)
+        return frozenset(honest[len(honest) // 2 :])
+
+    def sign(self, body: Any, name: PeerId | None = None) -> SignedMessage[Any]:
+        """Sign a body with the liar's key, or with one that it has made up."""
+        return self.network.open(make_signer(name or self.name)(kind_of(body), body.to_wire()))
+
+    def lie(self) -> None:
+        """Count that the liar does now what an honest peer does not."""
+        self.swarm.lies_told.append(self.name)
+
+    def say(self, peers: Iterable[PeerId], message: SignedMessage[Any]) -> None:
+        """Send a message of our own making."""
+        for peer in sorted(peers):
+            if peer != self.name:
+                super()._send(peer, message.signed)
+
+    def make_blobs(self, owner: PeerId, text: str) -> tuple[Blob, ...]:
+        """Return the blobs of another contribution, of which the ledger knows that no work is in it."""
+        parts = tuple(Blob.of(f"{text} {owner} {part}".encode()) for part in range(self.network.scenario.parts))
+        self.swarm.ledger.contents[parts] = NONE
+        self.swarm.ledger.owners.update((blob.digest, owner) for blob in parts)
+        self.swarm.ledger.made_for.update((blob.digest, self.chain.round) for blob in parts)
+        self.store |= {blob.digest for blob in parts}
+        return parts
+
+
+class ServesNothing(LyingPeer):
+    """Announces contributions and sums, and serves none of them: ghosts."""
+
+    def serves(self, digest: Digest) -> bool:
+        self.lie()
+        return False
+
+
+class ContributesTwice(LyingPeer):
+    """Sends half of the peers another contribution than the other half."""
+
+    def _send(self, peer: PeerId, signed: Signed) -> None:
+        message = self.network.open(signed)
+        if peer in self.victims and isinstance(message.body, Contribution) and message.sender == self.name:
+            self.lie()
+            parts = self.make_blobs(self.name, f"twice {message.body.round}")
+            signed = self.sign(replace(message.body, parts=parts)).signed
+        super()._send(peer, signed)
+
+
+class ProposesTwice(LyingPeer):
+    """Proposes one commit to half of the peers and another one to the rest, and votes for all that is proposed."""
+
+    def __init__(self, name: PeerId, network: Any, swarm: "SimulatedSwarm") -> None:
+        super().__init__(name, network, swarm)
+        self._votes: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}  # by proposal, of both
+        self._second: dict[Digest, SignedMessage[Commit]] = {}
+
+    def _send(self, peer: PeerId, signed: Signed) -> None:
+        message = self.network.open(signed)
+        if isinstance(message.body, Commit) and message.sender == self.name:
+            second = self._other_commit(message)
+            self._votes.setdefault(message.digest, {})
+            self.lie()
+            signed = second.signed if peer in self.victims else signed
+        super()._send(peer, signed)
+
+    def _other_commit(self, message: SignedMessage[Commit]) -> SignedMessage[Commit]:
+        body = message.body
+        dropped = body.contributions[-1].sender
+        left_out = tuple(sorted({*body.left_out, dropped})) if body.left_out else ()
+        kept = body.contributions[:-1] or body.contributions
+        parts = tuple(fake_reduce(part, kept) for part, _ in enumerate(body.parts))
+        second = self.sign(replace(body, contributions=kept, parts=parts, left_out=left_out))
+        if second.digest not in self._second:
+            self._second[second.digest] = second
+            self._votes.setdefault(second.digest, {})
+            self.store |= {blob.digest for blob in parts}
+            self.swarm.ledger.sums.update(
+                (blob.digest, [entry.body.parts[part] for entry in kept]) for part, blob in enumerate(parts)
+            )
+        return second
+
+    def receive(self, signed: Signed) -> None:
+        message = self.network.open(signed)
+        match message.body:
+            case Commit():
+                self._vote_for(message)
+            case Acknowledgement() as body if body.proposal in self._votes:
+                self._votes[body.proposal][message.sender] = message
+                self._decide(body.proposal)
+        super().receive(signed)
+
+    def _vote_for(self, commit: SignedMessage[Commit]) -> None:
+        """Acknowledge whatever another peer proposes, whatever we have acknowledged before."""
+        machine = self.loop.session.machine
+        if machine is not None and commit.sender != self.name:
+            vote = Acknowledgement(commit.body.round, commit.body.view, commit.digest)
+            self.say([commit.sender], self.sign(vote))
+
+    def _decide(self, proposal: Digest) -> None:
+        """Show all votes for one of our two commits to those that have it; they count them on their own."""
+        votes = self._votes[proposal]
+        body = next(iter(votes.values())).body
+        votes.setdefault(self.name, self.sign(body))
+        ordered = tuple(votes[peer] for peer in sorted(votes))
+        certificate = self.sign(CommitCertificate(body.round, body.view, proposal, ordered))
+        honest = self.swarm.peers.keys() - self.swarm.liars
+        self.say(self.victims if proposal in self._second else honest - self.victims, certificate)
+
+
+class InventsContributors(LyingPeer):
+    """Leads with contributions of keys that nobody has seen."""
+
+    def _send(self, peer: PeerId, signed: Signed) -> None:
+        message = self.network.open(signed)
+        if isinstance(message.body, Roster | Commit) and message.sender == self.name:
+            self.lie()
+            signed = self.sign(self._with_made_up(message.body)).signed
+        super()._send(peer, signed)
+
+    def _with_made_up(self, body: Roster | Commit) -> Roster | Commit:
+        model = body.contributions[0].body
+        made_up = [
+            self.sign(replace(model, parts=self.make_blobs(key, f"made up {body.round}")), key) for key in MADE_UP_KEYS
+        ]
+        contributions = tuple(sorted([*body.contributions, *made_up], key=lambda entry: entry.sender))
+        return replace(body, contributions=contributions)
+
+
+class MakesUpSums(LyingPeer):
+    """Reduces its parts to noise, and serves that."""
+
+    def sum_of(self, part: int, contributions: tuple[SignedMessage[Contribution], ...]) -> Blob:
+        self.lie()
+        noise = hashlib.sha256(f"noise {self.name} {part} {self.chain.round}".encode()).digest()
+        return Blob.of(noise)
+
+
+class LeadsInSilence(LyingPeer):
+    """Contributes, and keeps to itself all that a leader owes the others."""
+
+    def _send(self, peer: PeerId, signed: Signed) -> None:
+        if signed.kind in ("roster", "inclusion", "commit", "decision"):
+            self.lie()
+        else:
+            super()._send(peer, signed)
+
+
+class StopsHalfway(LyingPeer):
+    """Leads until the proposal, and tells nobody but one of the decision."""
+
+    def _send(self, peer: PeerId, signed: Signed) -> None:
+        if signed.kind == "decision" and peer not in sorted(self.victims)[:1]:
+            self.lie()
+        else:
+            super()._send(peer, signed)
+
+
+LIARS: Mapping[str, type[LyingPeer]] = {
+    "ghost": ServesNothing,
+    "two contributions": ContributesTwice,
+    "two commits": ProposesTwice,
+    "invented contributors": InventsContributors,
+    "made up sums": MakesUpSums,
+    "silent leader": LeadsInSilence,
+    "half decision": StopsHalfway,
+}
