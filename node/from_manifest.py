@@ -37,6 +37,9 @@ def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlan
     Raises ManifestError, also if the method does not fit the model.
     """
     method = method or build_method(manifest)
+    if manifest.audits.share and not topology_class(method).has_shared_state:
+        reason = f"peers of topology {method.topology.kind!r} have anchors of their own, which no auditor has"
+        raise ManifestError(f"audits.share: {reason}; set it to 0, or choose another topology", ("audits", "share"))
     try:
         program = RoundPlanner(method, shape_table(manifest.model).layout, manifest.round.parts)
         program.max_contribution_bytes  # noqa: B018  # lays out every kind of round

@@ -41,6 +41,7 @@ DEFAULTS_OUTSIDE_RUN_ID = (  # runs older than these keys keep their id
     ("model", "kind", DEFAULT_MODEL_KIND),
     ("run", "organiser_key", ""),
     ("target", "keepers", DEFAULT_KEEPERS),
+    ("audits", "share", 0.0),
 )
 MAX_ROUNDS = 2**24  # a round every half minute for sixteen years; a message of a later one is refused
 MAX_TOKENS = 2**60
@@ -247,6 +248,12 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, ge=1, le=MAX_ROUNDS)
 
 
+class AuditSection(Section):
+    """Audits: other peers repeat a share of the contributions, and compare every bit."""
+
+    share: float = Field(default=0.0, ge=0, le=1, description="of the contributions that are audited; 0: none")
+
+
 class TargetSection(Section):
     """The end of the run: the first of the given targets to be reached."""
 
@@ -273,6 +280,7 @@ class Manifest(Section):
     membership: MembershipSection = MembershipSection()
     checkpoint: CheckpointSection = CheckpointSection()
     target: TargetSection = TargetSection()
+    audits: AuditSection = AuditSection()
     about: AboutSection = AboutSection()
 
     @model_validator(mode="after")
@@ -293,6 +301,8 @@ class Manifest(Section):
         for section, key, default in DEFAULTS_OUTSIDE_RUN_ID:
             if values[section][key] == default:
                 del values[section][key]
+        if not values["audits"]:
+            del values["audits"]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property

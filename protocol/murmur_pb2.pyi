@@ -99,7 +99,7 @@ class PeerRecord(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts")
+    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class Contribution(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     round: int
     age: int
     base: bytes
@@ -118,7 +119,8 @@ class Contribution(_message.Message):
     steps: int
     loss: float
     parts: _containers.RepeatedCompositeFieldContainer[BlobRef]
-    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ...) -> None: ...
+    work: BlobRef
+    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., work: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("round", "view", "base", "contributions")
@@ -235,6 +237,20 @@ class Decision(_message.Message):
     peers: _containers.RepeatedScalarFieldContainer[str]
     signatures: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., signatures: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("round", "chain", "audited", "contribution", "verdict")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    AUDITED_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    chain: bytes
+    audited: str
+    contribution: bytes
+    verdict: int
+    def __init__(self, round: _Optional[int] = ..., chain: _Optional[bytes] = ..., audited: _Optional[str] = ..., contribution: _Optional[bytes] = ..., verdict: _Optional[int] = ...) -> None: ...
 
 class PublicRun(_message.Message):
     __slots__ = ("run", "expires", "name", "recipe", "parameters", "peers", "round", "target_rounds", "tokens", "target_tokens", "link")

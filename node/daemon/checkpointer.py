@@ -29,7 +29,7 @@ from node.loop.catch_up import RETAINED_ROUNDS
 from node.loop.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
 from node.model import ShapeTable
 from node.monitoring.status import ErrorRecorder
-from node.trainer.state import Counters, Outstanding, SettledOutcome, StepTotals
+from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
 from optim.exchange import nonzero_mask
 from optim.round_plan import RoundPlanner
 from protocol.admission.electorate import Electorate

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from node.data.skipped_rows import SkipLog
 from protocol.errors import DataError
 
+FINGERPRINT_WINDOWS = 256
 TokenIds = npt.NDArray[np.int64]
 Shard = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -123,6 +124,19 @@ class Corpus:
     validation: TokenArray
     vocabulary_size: int
     skip_log: SkipLog = field(default_factory=SkipLog)
+
+    def fingerprint(self, context: int) -> str:
+        """Return the SHA-256 of a sample of both parts, in hexadecimal: equal if two peers have the same text.
+
+        A streamed source is named by its held-out part alone, because a sample of the rest would be downloaded.
+        """
+        hasher = hashlib.sha256(f"murmur text {self.vocabulary_size}".encode())
+        for part in (self.training, self.validation):
+            if isinstance(part, TokenArray):
+                hasher.update(len(part).to_bytes(8, "big"))
+                for start in np.linspace(0, max(0, len(part) - context), FINGERPRINT_WINDOWS, dtype=np.int64):
+                    hasher.update(part.read(int(start), min(context, len(part))).tobytes())
+        return hasher.hexdigest()
 
     def require_vocabulary(self, limit: int) -> None:
         """Raise DataError if the model has fewer token ids than the text may contain."""

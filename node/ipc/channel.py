@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Typ
 
 from node.data.skipped_rows import SkipReason
 from node.options import TrainerOptions
+from protocol.audits.work import Conditions, Outcome, WorkTrace
 from protocol.errors import MalformedError
 from protocol.fault_words import describe_faults
 from protocol.manifest import TrainSection
@@ -26,7 +27,7 @@ WRITE_SECONDS = 30.0
 _LENGTH_BYTES = 4
 M = TypeVar("M")
 
-ContributionOutcome = Literal["included", "excluded", "lost", "none"]
+ContributionOutcome = Outcome
 Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot", "pause"]
 
 
@@ -56,6 +57,7 @@ class ContributionHeader(_IpcMessage):
     """A contribution to `round`; its parts are in the outbox, one after another, until its outcome arrives.
 
     Tokens, steps and mean loss count from the last included contribution. `serial` counts the trainer's contributions.
+    `trace` and `conditions` are for audits (`node.audits`).
     """
 
     kind: Literal["message"] = "message"
@@ -65,6 +67,8 @@ class ContributionHeader(_IpcMessage):
     tokens: int
     steps: int
     loss: FiniteFloat
+    trace: WorkTrace = WorkTrace()
+    conditions: Conditions = Conditions()
 
 
 class RevisedOutcome(_IpcMessage):

@@ -42,10 +42,11 @@ Parts = tuple[Blob, ...]
 
 @dataclass(frozen=True)
 class StoredContribution:
-    """A contribution whose parts are in the blob store."""
+    """A contribution whose parts are in the blob store; `work` names the record of how it was made."""
 
     header: ContributionHeader
     parts: Parts
+    work: Blob | None = None
 
     def to_contribution(self, head: ChainHead, limits: ContributionLimits) -> Contribution:
         """Return the message that submits it to the round after `head`."""
@@ -59,16 +60,27 @@ class StoredContribution:
             loss=self.header.loss,
             parts=self.parts,
             age=max(0, head.round - self.header.round),
+            work=self.work,
         )
 
     def to_json(self) -> dict[str, Any]:
-        parts = [{"digest": blob.digest.hex(), "size": blob.size} for blob in self.parts]
-        return {"message": self.header.model_dump(mode="json"), "parts": parts}
+        work = None if self.work is None else _blob_to_json(self.work)
+        parts = [_blob_to_json(blob) for blob in self.parts]
+        return {"message": self.header.model_dump(mode="json"), "parts": parts, "work": work}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "StoredContribution":
-        parts = tuple(Blob(bytes.fromhex(part["digest"]), int(part["size"])) for part in values["parts"])
-        return cls(ContributionHeader.model_validate(values["message"]), parts)
+        parts = tuple(_blob_from_json(part) for part in values["parts"])
+        work = None if values["work"] is None else _blob_from_json(values["work"])
+        return cls(ContributionHeader.model_validate(values["message"]), parts, work)
+
+
+def _blob_to_json(blob: Blob) -> dict[str, Any]:
+    return {"digest": blob.digest.hex(), "size": blob.size}
+
+
+def _blob_from_json(values: dict[str, Any]) -> Blob:
+    return Blob(bytes.fromhex(values["digest"]), int(values["size"]))
 
 
 @dataclass(frozen=True)

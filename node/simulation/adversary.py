@@ -2,6 +2,8 @@
 
 sign-flip   x <- -x            scale10   x <- 10 x
 zero        x <- 0             random    x <- noise of the same norm
+
+Others lie about their work (`node.simulation.lying_trainers`).
 """
 
 from collections.abc import Callable
@@ -15,7 +17,8 @@ from optim.codecs.base import Payload
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
 
-LieKind = Literal["sign-flip", "scale10", "zero", "random"]
+LieKind = Literal["sign-flip", "scale10", "zero", "random", "fewer-steps", "wrong-data", "stale-replay"]
+ENCODER_LIES: Final = ("sign-flip", "scale10", "zero", "random")
 LIE_KINDS: Final[tuple[str, ...]] = get_args(LieKind)
 
 

@@ -69,8 +69,8 @@ class SharedCompute:
         self._well_formed: dict[tuple[Digest, int, int], bool] = {}
         self.initial = initial, self._compute.lend_state(initial)
 
-    def put(self, data: bytes) -> Blob:
-        return self._store.put(data)
+    def put(self, *data: Bytes) -> Blob:
+        return self._store.put(*data)
 
     def read(self, blob: Blob) -> bytes:
         return self._store.read(blob.digest)

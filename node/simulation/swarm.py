@@ -14,10 +14,12 @@ from node.loop.events import SwarmChanged
 from node.loop.steering import unsteered
 from node.model import shape_table
 from node.simulation.accounting import Accounting
-from node.simulation.adversary import LyingEncoder
+from node.simulation.adversary import ENCODER_LIES, LyingEncoder
 from node.simulation.config import SimulationConfig
 from node.simulation.fake_signer import FakeSigner
+from node.simulation.lying_trainers import trainer_class
 from node.simulation.shared_compute import SharedCompute
+from node.simulation.virtual_audits import SwarmAudits
 from node.simulation.virtual_gossip import VirtualGossip
 from node.simulation.virtual_network import VirtualClock, VirtualNetwork
 from node.simulation.virtual_peer import VirtualPeer
@@ -61,6 +63,7 @@ class VirtualSwarm:
         self.network = VirtualNetwork(self.clock, config.bandwidths, config.latency)
         self.accounting = Accounting()
         self._build_shared_parts()
+        self.audits = SwarmAudits(self, corpus) if manifest.audits.share else None
         self.gossip = VirtualGossip(
             self.clock, config.latency, config.peers, manifest.membership.expiry, self._refresh_all
         )
@@ -118,7 +121,8 @@ class VirtualSwarm:
 
     def new_trainer(self, peer: VirtualPeer) -> VirtualTrainer:
         """Start a trainer at the peer's head."""
-        trainer = VirtualTrainer(
+        kind = trainer_class(self.config.adversaries, peer.slot, self.config.peers)
+        trainer = kind(
             self.config.build_model(),
             self.config.manifest,
             self.planner,
@@ -131,7 +135,7 @@ class VirtualSwarm:
 
     def _new_encoder(self, slot: int) -> ContributionEncoder:
         liars = self.config.adversaries
-        if liars is not None and slot < liars.count(self.config.peers):
+        if liars is not None and slot < liars.count(self.config.peers) and liars.kind in ENCODER_LIES:
             return LyingEncoder(self.planner, liars.kind, self.config.manifest.run.seed + slot)
         return ContributionEncoder(self.planner)
 

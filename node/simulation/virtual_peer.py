@@ -50,6 +50,7 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from node.simulation.accounting import ContributionEnd
 from node.simulation.shared_compute import KEPT_ROUNDS, AppliedState
+from node.simulation.virtual_audits import PeerAudits
 from node.simulation.virtual_downloads import VirtualDownloads
 from node.simulation.virtual_trainer import VirtualTrainer
 from protocol import murmur_pb2 as wire
@@ -75,6 +76,7 @@ class VirtualPeer:
         self.is_alive = True
         self.chain = Chain.from_genesis(swarm.run_id, swarm.config.manifest.admission)
         self.applied_state: AppliedState = swarm.compute.initial
+        self.audits = None if swarm.audits is None else PeerAudits(swarm.audits, peer_id)
         self.held_since: dict[Digest, int] = {}  # by round of ours
         self.contributions = ContributionTracker(swarm.planner)
         self.trainer: VirtualTrainer | None = None
@@ -319,6 +321,8 @@ class VirtualPeer:
         self.swarm.compute.begin_round(number)
         self.held_since = {digest: since for digest, since in self.held_since.items() if since >= number - KEPT_ROUNDS}
         self.swarm.on_new_head(self)
+        if self.audits is not None:
+            self.audits.on_new_head(self.chain, self.applied_state[0])
         self._results.append(HeadPublished())
         self.continue_training()
 
@@ -372,7 +376,8 @@ class VirtualPeer:
         header, payloads = trainer.make_contribution()
         parts = tuple(self.swarm.compute.put(payload) for payload in payloads)
         self.held_since.update((blob.digest, self.chain.round) for blob in parts)
-        self.contributions.submit(StoredContribution(header, parts))
+        work = None if self.audits is None else self.audits.record_work(trainer, header)
+        self.contributions.submit(StoredContribution(header, parts, work))
         self.swarm.accounting.record_contribution(self.peer_id, header, parts)
         self.post(ContributionReady())
 

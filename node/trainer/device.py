@@ -17,6 +17,7 @@ from node.units import format_bytes, format_count
 from protocol.errors import DeviceError, MurmurError
 
 ANCHOR_BYTES_PER_PARAMETER = 8  # fp32, in two buffers
+MAX_CLASS_CHARACTERS = 96
 UNUSED_MEMORY_BYTES = 256 << 20  # allocated but never touched, such as the stacks of threads
 
 
@@ -31,6 +32,24 @@ def choose_device(requested: Device) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return a name for people: the accelerator's, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def device_class(device: torch.device) -> str:
+    """Return the kind of device, on all of which an inner step has the same bits."""
+    if device.type == "cuda":
+        kind = f"cuda {torch.cuda.get_device_name(device)}"
+    else:
+        kind = f"cpu {_cpu_vendor()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{kind} torch {torch.__version__}"[:MAX_CLASS_CHARACTERS]
+
+
+def _cpu_vendor() -> str:
+    """Return the maker of the CPU, for which the libraries of torch choose their kernels; empty if unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("vendor_id", "CPU implementer")):
+                return line.rpartition(":")[2].strip()
+    return ""
 
 
 def measure_device_use(device: torch.device) -> DeviceUse | None:

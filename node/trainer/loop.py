@@ -18,6 +18,7 @@ from node.ipc.channel import (
     Activity,
     AnchorApplied,
     ApplyAnchor,
+    ContributionHeader,
     Evaluate,
     Evaluated,
     PauseChanged,
@@ -39,13 +40,22 @@ from node.ipc.channel import (
 from node.ipc.shared_memory import SharedMemory
 from node.model import build_model
 from node.model.memory_estimate import fit_microbatch
-from node.trainer.device import choose_device, device_name, is_out_of_memory, limit_memory, measure_device_use
+from node.trainer.counters import StepTotals
+from node.trainer.device import (
+    choose_device,
+    device_class,
+    device_name,
+    is_out_of_memory,
+    limit_memory,
+    measure_device_use,
+)
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validation_loss
 from node.trainer.pause_when_busy import PausePolicy, usage_meter_for
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
-from node.trainer.state import StepTotals, TrainerState
+from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
+from protocol.audits.work import Conditions
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MurmurError
 from protocol.manifest import Manifest
@@ -111,6 +121,7 @@ class Trainer:
             self._batches = BatchReader(
                 self._corpus, manifest.model.context, manifest.run.seed, config.peer_id, counters.position
             )
+        self._text = self._corpus.fingerprint(manifest.model.context) if manifest.audits.share else ""
         self._timer = ActivityTimer(counters.seconds)
         self._skipped_in_a_row = 0
         self._gradient_norm = 0.0  # of the newest step
@@ -171,7 +182,7 @@ class Trainer:
             )
         )
         if outstanding:
-            self._channel.send(outstanding.to_header())
+            self._send_header(outstanding.to_header())
 
     def _handle_command(self, command: ToTrainer | None) -> None:
         match command:
@@ -203,7 +214,16 @@ class Trainer:
             header = self._state.make_contribution()
         self._save()
         self._send_progress()
-        self._channel.send(header)
+        self._send_header(header)
+
+    def _send_header(self, header: ContributionHeader) -> None:
+        conditions = Conditions(
+            device=device_class(self._device),
+            text=self._text,
+            threads=self._config.options.thread_count,
+            microbatch=self._microbatch,
+        )
+        self._channel.send(header.model_copy(update={"conditions": conditions}))
 
     def _apply_anchor(self, command: ApplyAnchor) -> None:
         self._pending_anchor = None
@@ -273,12 +293,13 @@ class Trainer:
                     raise
             self._optimizer.clear_gradient()
             self._microbatch //= 2
+            self._state.update(obstacle="out of memory")
             line = f"continuing with microbatches of {self._microbatch} sequences"
             self._channel.send(TrainerWarning(reason="out of memory", line=line))
 
     def _skip_step(self, step: int) -> None:
         self._skipped_in_a_row += 1
-        self._state.update(position=self._batches.position)
+        self._state.update(position=self._batches.position, obstacle="step skipped")
         line = f"the loss of inner step {step} or its gradient is not finite"
         self._channel.send(TrainerWarning(reason="step skipped", line=line))
         if self._skipped_in_a_row >= MAX_SKIPPED_STEPS_IN_A_ROW:

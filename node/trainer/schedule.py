@@ -8,7 +8,7 @@ peer trains for `ahead` more steps, and applies the result after `delay` of them
 
 from dataclasses import dataclass
 
-from node.trainer.state import Counters
+from node.trainer.counters import Counters
 from optim.exchange_schedule import Schedule
 from optim.round_plan import RoundPlan
 

@@ -14,15 +14,14 @@ Other signals measure other quantities, and share more vectors than the weights 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from node.ipc.channel import Activity, ContributionHeader, ContributionOutcome
+from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
 from node.model import LanguageModel
+from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
 from node.trainer.inner_step import InnerOptimizer
 from optim.codecs.base import Payload
 from optim.exchange import ContributionEncoder
@@ -34,95 +33,6 @@ from optim.signals import SignalInputs
 
 MAX_ROUNDS_SKIPPED = 64
 MAX_SETTLED = 8
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StepTotals(_Record):
-    """Totals over a number of inner steps; `loss` is the sum of their losses in nats."""
-
-    tokens: NonNegativeInt = 0
-    steps: NonNegativeInt = 0
-    loss: NonNegativeFloat = 0.0
-
-    def __add__(self, other: Self) -> "StepTotals":
-        return StepTotals(
-            tokens=self.tokens + other.tokens, steps=self.steps + other.steps, loss=self.loss + other.loss
-        )
-
-    def __sub__(self, other: Self) -> "StepTotals":
-        tokens, steps, loss = self.tokens - other.tokens, self.steps - other.steps, self.loss - other.loss
-        return StepTotals(tokens=max(0, tokens), steps=max(0, steps), loss=max(0.0, loss))
-
-    @classmethod
-    def from_header(cls, header: ContributionHeader) -> Self:
-        """Return the totals that a contribution reports."""
-        return cls(tokens=header.tokens, steps=header.steps, loss=header.loss * header.steps)
-
-    @property
-    def mean_loss(self) -> float:
-        """Return the loss per step in nats per token."""
-        return self.loss / max(1, self.steps)
-
-
-class Outstanding(_Record):
-    """A contribution whose outcome is unknown; its parts are in the outbox.
-
-    `work` counts from the last contribution that was included.
-    """
-
-    serial: NonNegativeInt = 0
-    round: NonNegativeInt
-    sizes: tuple[NonNegativeInt, ...]
-    work: StepTotals
-
-    def to_header(self) -> ContributionHeader:
-        """Return the header that the daemon gets."""
-        work = self.work
-        return ContributionHeader(
-            serial=self.serial,
-            round=self.round,
-            sizes=self.sizes,
-            tokens=work.tokens,
-            steps=work.steps,
-            loss=work.mean_loss,
-        )
-
-    @classmethod
-    def from_header(cls, header: ContributionHeader) -> Self:
-        """Restore it from the header that the daemon has."""
-        return cls(serial=header.serial, round=header.round, sizes=header.sizes, work=StepTotals.from_header(header))
-
-
-class SettledOutcome(_Record):
-    """A contribution whose outcome this state has applied."""
-
-    serial: NonNegativeInt
-    round: NonNegativeInt
-    fate: ContributionOutcome
-
-    @classmethod
-    def from_header(cls, header: ContributionHeader, outcome: ContributionOutcome) -> Self:
-        """Return the record of an outcome."""
-        return cls(serial=header.serial, round=header.round, fate=outcome)
-
-
-class Counters(_Record):
-    """The part of the state that is not tensors: the metadata of a snapshot."""
-
-    step: NonNegativeInt = 0
-    tokens: NonNegativeInt = 0
-    round: NonNegativeInt = 0
-    began: NonNegativeInt = 0  # age of the run in inner steps when this trainer joined
-    position: NonNegativeInt = 0
-    since_message: StepTotals = StepTotals()
-    unreported: StepTotals = StepTotals()  # of excluded contributions
-    messages: NonNegativeInt = 0  # contributions made so far
-    outstanding: Outstanding | None = None
-    settled: tuple[SettledOutcome, ...] = ()  # the last contributions before that
-    seconds: dict[Activity, float] = {}
 
 
 class TrainerState:
@@ -156,7 +66,8 @@ class TrainerState:
         """Start from the anchor of a round, with no steps made."""
         self._set_reference(round_number)
         self._load_live(self.reference)
-        self.counters = Counters(round=round_number, began=self._program.steps_before(round_number))
+        began = self._program.steps_before(round_number)
+        self.counters = Counters(round=round_number, began=began, started_at=round_number)
         self._set_optimizer_age()
 
     def restore(self) -> bool:
@@ -210,9 +121,16 @@ class TrainerState:
             round=counters.round,
             sizes=tuple(len(part) for part in parts),
             work=counters.unreported + counters.since_message,
+            trace=counters.trace,
         )
         self.update(
-            messages=outstanding.serial, outstanding=outstanding, since_message=StepTotals(), unreported=StepTotals()
+            messages=outstanding.serial,
+            outstanding=outstanding,
+            since_message=StepTotals(),
+            unreported=StepTotals(),
+            anchors=(),
+            started_at=None,
+            obstacle="",
         )
         return outstanding.to_header()
 
@@ -243,7 +161,7 @@ class TrainerState:
         if outstanding is not None and outcome == "excluded":
             self._restore_to_residual(outstanding, round_number)
         self._merge_anchor(round_number, self._exchanged_spans(before, round_number))
-        self.update(round=round_number)
+        self.counters = self.counters.record_anchor(round_number, outcome)
         if outstanding is not None and outcome != "none":
             self._settle(outstanding.to_header(), outcome)
             self.update(outstanding=None)
@@ -268,6 +186,7 @@ class TrainerState:
         if known == outcome:
             return True
         self._settle(header, outcome)
+        self.update(obstacle="another chain")
         return "excluded" not in (known, outcome) or self._add_to_residual(
             header, read_payloads(), -1 if known == "excluded" else 1
         )

@@ -32,6 +32,7 @@ MAX_HELD_BLOBS = 65_536
 MAX_TOKENS = 2**48
 MAX_CODEC_CHARACTERS = 64
 MAX_AGE = 8  # rounds
+MAX_WORK_RECORD_BYTES = 8192
 # A roster of 1024 contributions with 4096 parts each would be 180 MB, and no run needs one.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 NO_ROSTER = bytes(32)
@@ -75,7 +76,7 @@ class Contribution:
     """The compressed update of a peer in one round: one blob for each part.
 
     `age`: the number of rounds since the one that it was made for. The right number of parts may differ from round to
-    round, so the round machine checks it.
+    round, so the round machine checks it. `work` names the record of how it was made (`protocol.audits.work`).
     """
 
     round: int
@@ -87,6 +88,7 @@ class Contribution:
     loss: float
     parts: tuple[Blob, ...]
     age: int = 0
+    work: Blob | None = None
 
     @cached_property
     def part_blobs(self) -> tuple[PartBlob, ...]:
@@ -104,6 +106,7 @@ class Contribution:
             steps=self.steps,
             loss=self.loss,
             parts=[blob.to_wire() for blob in self.parts],
+            work=None if self.work is None else self.work.to_wire(),
         )
 
     @classmethod
@@ -121,7 +124,16 @@ class Contribution:
         check_part_count(len(body.parts), limits, "a contribution")
         parts = tuple(limits.read_blob(part) for part in body.parts)
         check_sizes(parts)
-        return cls(body.round, body.base, body.codec, body.shapes, body.tokens, body.steps, body.loss, parts, body.age)
+        work = read_work_name(body.work) if body.HasField("work") else None
+        counts = (body.tokens, body.steps, body.loss)
+        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work)
+
+
+def read_work_name(reference: wire.BlobRef) -> Blob:
+    """Return the name of a work record from the wire, if its size is within the limits."""
+    if not 0 < reference.size <= MAX_WORK_RECORD_BYTES:
+        raise LimitError(f"a work record of {reference.size} bytes, at most {MAX_WORK_RECORD_BYTES} are allowed")
+    return Blob.from_wire(reference)
 
 
 class ContributionList:

@@ -29,7 +29,7 @@ from node.ipc.channel import (
 )
 from node.ipc.shared_memory import Snapshot
 from node.process import TRAINER_NICENESS
-from node.trainer.state import Counters
+from node.trainer.counters import Counters
 from optim.compose import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DataError, MurmurError

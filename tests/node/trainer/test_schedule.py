@@ -2,8 +2,8 @@
 
 import pytest
 
+from node.trainer.counters import Counters, Outstanding, StepTotals
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
-from node.trainer.state import Counters, Outstanding, StepTotals
 from optim.exchange_schedule import EverySteps
 from optim.options import Scalar
 from optim.round_plan import RoundPlan

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.model import initial_weights
-from node.trainer.state import StepTotals
+from node.trainer.counters import StepTotals
 from optim.compose import compose
 from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT
 from optim.recipes import RECIPES

@@ -1,0 +1,104 @@
+"""Repeat the work of another peer from its work record, and return what it should have contributed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from node.audits.inner_state import InnerState
+from node.data import Corpus
+from node.ipc.channel import ContributionHeader
+from node.model import LanguageModel
+from node.simulation.virtual_trainer import VirtualTrainer
+from optim.exchange import ContributionEncoder
+from optim.round_plan import RoundPlanner
+from protocol.audits.work import WorkRecord
+from protocol.blobs.blob import Blob
+from protocol.consensus.messages import Contribution
+from protocol.errors import MalformedError
+from protocol.identity import PeerId
+from protocol.manifest import Manifest
+
+Anchors = Mapping[int, Tensor]  # the shared vectors of rounds, one after another, weights first
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A contribution as it should be: its header and parts, and the name of the inner state after it."""
+
+    header: ContributionHeader
+    payloads: tuple[bytes, ...]
+    after: Blob
+
+    def find_difference(self, contribution: Contribution, record: WorkRecord) -> str:
+        """Return the first difference to what the peer sent; empty if every bit agrees."""
+        if tuple(Blob.of(payload) for payload in self.payloads) != contribution.parts:
+            return "other values"
+        if (self.header.tokens, self.header.steps) != (contribution.tokens, contribution.steps):
+            return "other counts"
+        if self.header.loss != contribution.loss:
+            return "another loss"
+        return "" if record.after and self.after == record.after.blob else "another state"
+
+
+class Repeater:
+    """Repeats work of one run, in this process; `manifest_at` returns the manifest of a round."""
+
+    def __init__(
+        self,
+        planner: RoundPlanner,
+        corpus: Corpus,
+        manifest_at: Callable[[int], Manifest],
+        build_model: Callable[[], LanguageModel],
+    ) -> None:
+        self._planner = planner
+        self._corpus = corpus
+        self._manifest_at = manifest_at
+        self._build_model = build_model
+
+    def repeat(self, peer: PeerId, record: WorkRecord, before: InnerState | None, anchors: Anchors) -> Repetition:
+        """Repeat the work of a peer; `before` is the state before it, None for the first contribution.
+
+        Raises:
+            MalformedError: the record and the state do not fit together.
+        """
+        trainer = self._restore(peer, record, before, anchors)
+        pending = list(record.trace.anchors)
+        while True:
+            made = trainer.state.counters.since_message.steps
+            while pending and pending[0].steps == made:
+                anchor = pending.pop(0)
+                trainer.apply_known_anchor(anchor.round, [anchors[anchor.round]], anchor.outcome)
+                trainer.train = self._manifest_at(anchor.round).train
+            if made >= record.trace.steps:
+                break
+            trainer.step()
+        if pending or trainer.state.counters.round != record.round:
+            raise MalformedError("a work record whose anchors do not lead to its round")
+        header, payloads = trainer.make_contribution()
+        trainer.state.save()
+        state = InnerState.copy_of(trainer.shared_memory, header.serial)
+        assert state is not None
+        return Repetition(header, tuple(payloads), Blob.of(*state.to_bytes()))
+
+    def _restore(self, peer: PeerId, record: WorkRecord, before: InnerState | None, anchors: Anchors) -> VirtualTrainer:
+        start = record.trace.start if before is None else before.counters.round
+        if start is None:
+            raise MalformedError("a work record without a state before it")
+        manifest = self._manifest_at(start)
+        train = manifest.train.model_copy(update={"microbatch": record.conditions.microbatch})
+        trainer = VirtualTrainer(
+            self._build_model(),
+            manifest.model_copy(update={"train": train}),
+            self._planner,
+            self._corpus,
+            ContributionEncoder(self._planner),
+            peer,
+        )
+        if before is None:
+            trainer.start(start, [anchors[start]])
+        else:
+            trainer.restore(before.vectors, before.counters, before.outbox)
+        if trainer.state.counters.position != record.position:
+            raise MalformedError("a work record that names another position of the text")
+        return trainer

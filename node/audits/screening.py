@@ -1,0 +1,89 @@
+"""Check a work record before any work is repeated: is it of its contribution, and can it be repeated here? PURE."""
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from optim.round_plan import RoundPlanner
+from protocol.audits.findings import Verdict
+from protocol.audits.work import BlobName, Conditions, WorkRecord
+from protocol.blobs.blob import Blob
+from protocol.consensus.messages import Commit, Contribution
+from protocol.identity import PeerId
+
+MAX_PLANS = 4  # an audit repeats at most so many times the planned steps of a round
+MAX_LINKS = 4  # records from a contribution to the last one that the chain includes
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an auditor found, and why."""
+
+    verdict: Verdict
+    reason: str = ""
+
+
+class Screening:
+    """Screens the work records of other peers by what this auditor knows and has."""
+
+    def __init__(self, planner: RoundPlanner, own: Conditions, max_state_bytes: int) -> None:
+        self._planner = planner
+        self._own = own
+        self._max_state_bytes = max_state_bytes
+
+    def check(self, record: WorkRecord, contribution: Contribution, rounds: Collection[int]) -> Judgement | None:
+        """Return the judgement if it needs no repetition; None if the work can be repeated.
+
+        `rounds` are those whose anchors this auditor has.
+        """
+        if record.round != contribution.round - contribution.age:
+            return Judgement("different", "its record is of another round")
+        if obstacle := record.find_obstacle() or self._find_own_obstacle(record, rounds):
+            return Judgement("not auditable", obstacle)
+        return None
+
+    def _find_own_obstacle(self, record: WorkRecord, rounds: Collection[int]) -> str:
+        if record.conditions.text != self._own.text:
+            return "other text"
+        if record.conditions.device != self._own.device:
+            return "another kind of device"
+        if record.trace.steps > MAX_PLANS * self._planner.plan(record.round).steps:
+            return "too many steps"
+        if not set(record.anchor_rounds) <= set(rounds):
+            return "an old anchor"
+        if record.before is not None and record.before.size > self._max_state_bytes:
+            return "too large a state"
+        return ""
+
+
+def last_work_by_peer(commits: Sequence[Commit]) -> dict[PeerId, Blob | None]:
+    """Return the work record of the last contribution of each peer in these commits."""
+    return {entry.sender: entry.body.work for commit in commits for entry in commit.contributions}
+
+
+def next_link(records: Sequence[WorkRecord], last_work: Blob | None) -> Blob | None:
+    """Return the next earlier record to read, None if there is no need for one.
+
+    Args:
+        records: that of the work, and the ones before it, newest first.
+        last_work: the record of the last contribution that the chain includes, None if none is known.
+    """
+    if last_work is None or records[-1].previous is None or len(records) > MAX_LINKS or _reaches(records, last_work):
+        return None
+    return records[-1].previous.blob
+
+
+def find_broken_link(records: Sequence[WorkRecord], last_work: Blob | None) -> str:
+    """Return why the state before some work is of unknown origin; empty if it follows from included work."""
+    if last_work is None:
+        return ""
+    if records[0].before is None:
+        return "started again"
+    if any(earlier.after != record.before for record, earlier in itertools.pairwise(records)):
+        return "another state than the one after its last contribution"
+    return "" if _reaches(records, last_work) else "a state of unknown origin"
+
+
+def _reaches(records: Sequence[WorkRecord], last_work: Blob) -> bool:
+    """Return whether the record of the last included contribution has been read."""
+    return any(record.previous == BlobName.of(last_work) for record in records[:-1])

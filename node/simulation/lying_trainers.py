@@ -1,0 +1,61 @@
+"""Trainers that lie about their work, while their work records look right.
+
+fewer-steps   makes every second step only, and claims all of them
+wrong-data    trains on the text of another key
+stale-replay  sends its first contribution again and again
+"""
+
+from typing import Final
+
+from node.ipc.channel import ContributionHeader
+from node.simulation.adversary import Adversaries
+from node.simulation.virtual_trainer import VirtualTrainer
+
+
+class LazyTrainer(VirtualTrainer):
+    """Makes every second step, and counts all."""
+
+    def step(self) -> None:
+        if self.state.counters.step % 2 == 0:
+            return super().step()
+        self._batches.next_batch(self._sequences)
+        self.state.count_step(self._manifest.train.batch_tokens, self._last_loss, self._batches.position)
+        return None
+
+    @property
+    def _last_loss(self) -> float:
+        work = self.state.counters.since_message
+        return work.mean_loss if work.steps else 1.0
+
+
+class WrongDataTrainer(VirtualTrainer):
+    """Reads the text of a key that nobody has."""
+
+    def _open_batches(self, position: int) -> None:
+        self._peer_id = "chosen text"
+        super()._open_batches(position)
+
+
+class ReplayingTrainer(VirtualTrainer):
+    """Sends the values of its first contribution in all later ones."""
+
+    _first: list[bytes] | None = None
+
+    def make_contribution(self) -> tuple[ContributionHeader, list[bytes]]:
+        header, payloads = super().make_contribution()
+        self._first = self._first or payloads
+        return header, self._first
+
+
+LYING_TRAINERS: Final[dict[str, type[VirtualTrainer]]] = {
+    "fewer-steps": LazyTrainer,
+    "wrong-data": WrongDataTrainer,
+    "stale-replay": ReplayingTrainer,
+}
+
+
+def trainer_class(liars: Adversaries | None, slot: int, peers: int) -> type[VirtualTrainer]:
+    """Return the kind of trainer of a slot; the first ones lie."""
+    if liars is None or slot >= liars.count(peers):
+        return VirtualTrainer
+    return LYING_TRAINERS.get(liars.kind, VirtualTrainer)

@@ -1,0 +1,116 @@
+"""Count the work of a trainer: the part of its state that is not tensors."""
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+
+from node.ipc.channel import Activity, ContributionHeader, ContributionOutcome
+from protocol.audits.work import MAX_TRACED_ANCHORS, AppliedAnchor, WorkTrace
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StepTotals(_Record):
+    """Totals over a number of inner steps; `loss` is the sum of their losses in nats."""
+
+    tokens: NonNegativeInt = 0
+    steps: NonNegativeInt = 0
+    loss: NonNegativeFloat = 0.0
+
+    def __add__(self, other: Self) -> "StepTotals":
+        return StepTotals(
+            tokens=self.tokens + other.tokens, steps=self.steps + other.steps, loss=self.loss + other.loss
+        )
+
+    def __sub__(self, other: Self) -> "StepTotals":
+        tokens, steps, loss = self.tokens - other.tokens, self.steps - other.steps, self.loss - other.loss
+        return StepTotals(tokens=max(0, tokens), steps=max(0, steps), loss=max(0.0, loss))
+
+    @classmethod
+    def from_header(cls, header: ContributionHeader) -> Self:
+        """Return the totals that a contribution reports."""
+        return cls(tokens=header.tokens, steps=header.steps, loss=header.loss * header.steps)
+
+    @property
+    def mean_loss(self) -> float:
+        """Return the loss per step in nats per token."""
+        return self.loss / max(1, self.steps)
+
+
+class Outstanding(_Record):
+    """A contribution whose outcome is unknown; its parts are in the outbox.
+
+    `work` counts from the last contribution that was included.
+    """
+
+    serial: NonNegativeInt = 0
+    round: NonNegativeInt
+    sizes: tuple[NonNegativeInt, ...]
+    work: StepTotals
+    trace: WorkTrace = WorkTrace()
+
+    def to_header(self) -> ContributionHeader:
+        """Return the header that the daemon gets."""
+        work = self.work
+        return ContributionHeader(
+            serial=self.serial,
+            round=self.round,
+            sizes=self.sizes,
+            tokens=work.tokens,
+            steps=work.steps,
+            loss=work.mean_loss,
+            trace=self.trace,
+        )
+
+    @classmethod
+    def from_header(cls, header: ContributionHeader) -> Self:
+        """Restore it from the header that the daemon has."""
+        work = StepTotals.from_header(header)
+        return cls(serial=header.serial, round=header.round, sizes=header.sizes, work=work, trace=header.trace)
+
+
+class SettledOutcome(_Record):
+    """A contribution whose outcome this state has applied."""
+
+    serial: NonNegativeInt
+    round: NonNegativeInt
+    fate: ContributionOutcome
+
+    @classmethod
+    def from_header(cls, header: ContributionHeader, outcome: ContributionOutcome) -> Self:
+        """Return the record of an outcome."""
+        return cls(serial=header.serial, round=header.round, fate=outcome)
+
+
+class Counters(_Record):
+    """The part of the state that is not tensors: the metadata of a snapshot."""
+
+    step: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+    round: NonNegativeInt = 0
+    began: NonNegativeInt = 0  # age of the run in inner steps when this trainer joined
+    position: NonNegativeInt = 0
+    since_message: StepTotals = StepTotals()
+    unreported: StepTotals = StepTotals()  # of excluded contributions
+    messages: NonNegativeInt = 0  # contributions made so far
+    outstanding: Outstanding | None = None
+    settled: tuple[SettledOutcome, ...] = ()  # the last contributions before that
+    seconds: dict[Activity, float] = {}
+    anchors: tuple[AppliedAnchor, ...] = ()  # applied since the last contribution
+    started_at: NonNegativeInt | None = None  # round of the first anchor; None after the first contribution
+    obstacle: str = ""  # why nobody else can repeat the steps since then; empty if others can
+
+    @property
+    def trace(self) -> WorkTrace:
+        """Return how the next contribution came about."""
+        steps, start = self.since_message.steps, self.started_at
+        return WorkTrace(steps=steps, anchors=self.anchors, start=start, obstacle=self.obstacle)
+
+    def record_anchor(self, round_number: int, outcome: ContributionOutcome) -> "Counters":
+        """Return the counters after an anchor was applied."""
+        anchor = AppliedAnchor(steps=self.since_message.steps, round=round_number, outcome=outcome)
+        if len(self.anchors) == MAX_TRACED_ANCHORS:
+            return self.model_copy(update={"round": round_number, "obstacle": "too many anchors"})
+        return self.model_copy(update={"round": round_number, "anchors": (*self.anchors, anchor)})

@@ -1,0 +1,162 @@
+"""Keep the audits of the last rounds, and decide what follows from the findings. PURE.
+
+The first auditor of a contribution repeats it, and says nothing if it agrees. If it finds a difference, it publishes a
+finding, and the next two auditors repeat the contribution too. Two of the three decide: that the audited peer lied,
+which excludes its key, or that the first auditor did, which is a strike against it. Everybody on the chain knows who
+the auditors are, so everybody comes to the same decision.
+
+A peer that serves neither the record nor the state, or whose work nobody can repeat, lies as little as one whose link
+is down. It gets a strike once that happens MAX_MISSES times in a row.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protocol.audits.draw import Audit
+from protocol.audits.findings import SignedFinding, Verdict
+from protocol.errors import StaleError
+from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
+
+MAJORITY = 2  # of the three auditors of a contribution
+KEPT_ROUNDS = 16
+MAX_MISSES = 3
+MAX_COUNTED_PEERS = 4096
+MAX_EARLY_ROUNDS = 2
+MAX_EARLY_FINDINGS = 256
+AuditKey = tuple[bytes, PeerId]  # chain and audited peer
+
+
+@dataclass(frozen=True)
+class RepeatWork:
+    """We are to repeat a contribution."""
+
+    audit: Audit
+
+
+@dataclass(frozen=True)
+class PeerLied:
+    """A majority of the auditors found a difference in a contribution of `round`; `findings` is the proof."""
+
+    peer: PeerId
+    round: int
+    findings: tuple[Signed, ...]
+
+
+@dataclass(frozen=True)
+class PeerStruck:
+    """A peer did something that honest peers do rarely."""
+
+    peer: PeerId
+    reason: str
+
+
+Consequence = RepeatWork | PeerLied | PeerStruck
+
+
+@dataclass
+class _Case:
+    audit: Audit
+    round: int
+    findings: dict[PeerId, SignedFinding] = field(default_factory=dict)
+    is_repeating: bool = False
+    is_decided: bool = False
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(finding.body.verdict == verdict for finding in self.findings.values())
+
+
+class Docket:
+    """The audits that one peer knows of."""
+
+    def __init__(self, peer_id: PeerId) -> None:
+        self._peer_id = peer_id
+        self._cases: dict[AuditKey, _Case] = {}
+        self._misses: Counter[PeerId] = Counter()
+        self._round = -1
+        self._early: dict[tuple[PeerId, *AuditKey], SignedFinding] = {}  # of rounds that we have not applied yet
+
+    def open(self, round_number: int, audits: Sequence[Audit]) -> list[Consequence]:
+        """Take the audits of a decided round; return those that are ours, and what early findings lead to."""
+        self._round = round_number
+        self._cases = {key: case for key, case in self._cases.items() if case.round > round_number - KEPT_ROUNDS}
+        ours: list[Consequence] = []
+        for audit in audits:
+            case = self._cases.setdefault((audit.chain, audit.contribution.sender), _Case(audit, round_number))
+            if audit.auditors[:1] == (self._peer_id,) and not case.is_repeating:
+                case.is_repeating = True
+                ours.append(RepeatWork(audit))
+        return [*ours, *self._learn_early()]
+
+    def _learn_early(self) -> list[Consequence]:
+        due = [key for key, finding in self._early.items() if finding.body.round <= self._round]
+        found = [finding for key in due if self._is_known(finding := self._early.pop(key))]
+        return [consequence for finding in found for consequence in self._learn(finding)]
+
+    def is_published(self, audit: Audit, verdict: Verdict) -> bool:
+        """Return whether our verdict concerns the others: a difference does, and any answer to one."""
+        case = self._cases.get((audit.chain, audit.contribution.sender))
+        return verdict == "different" or (case is not None and bool(case.findings))
+
+    def note_verdict(self, audit: Audit, verdict: Verdict) -> list[Consequence]:
+        """Count what we found ourselves."""
+        peer = audit.contribution.sender
+        if verdict in ("equal", "different"):
+            self._misses.pop(peer, None)
+            return []
+        if len(self._misses) >= MAX_COUNTED_PEERS:
+            self._misses.clear()
+        self._misses[peer] += 1
+        if self._misses[peer] < MAX_MISSES:
+            return []
+        del self._misses[peer]
+        return [PeerStruck(peer, f"audit: {verdict}")]
+
+    def learn(self, finding: SignedFinding) -> list[Consequence]:
+        """Take a finding, our own included. Raises StaleError if its sender does not audit that contribution."""
+        body = finding.body
+        if self._round < body.round <= self._round + MAX_EARLY_ROUNDS and len(self._early) < MAX_EARLY_FINDINGS:
+            self._early.setdefault((finding.auditor, body.chain, body.audited), finding)
+            return []
+        if not self._is_known(finding):
+            raise StaleError(f"{finding.auditor} reports on a contribution that it does not audit")
+        return self._learn(finding)
+
+    def _is_known(self, finding: SignedFinding) -> bool:
+        """Return whether its auditor was drawn for that contribution."""
+        case = self._cases.get((finding.body.chain, finding.body.audited))
+        if case is None or finding.auditor not in case.audit.auditors:
+            return False
+        return finding.body.contribution == case.audit.contribution.digest
+
+    def _learn(self, finding: SignedFinding) -> list[Consequence]:
+        case = self._cases[finding.body.chain, finding.body.audited]
+        if finding.auditor in case.findings:
+            return []
+        case.findings[finding.auditor] = finding
+        return [*self._confirm(case), *self._decide(case)]
+
+    def _confirm(self, case: _Case) -> list[Consequence]:
+        if case.is_repeating or self._peer_id not in case.audit.auditors or not case.count("different"):
+            return []
+        case.is_repeating = True
+        return [RepeatWork(case.audit)]
+
+    def _decide(self, case: _Case) -> list[Consequence]:
+        if case.is_decided:
+            return []
+        peer, accusers = case.audit.contribution.sender, case.count("different")
+        if accusers >= MAJORITY:
+            case.is_decided = True
+            return [PeerLied(peer, case.round, self._proof(case))]
+        if accusers and case.count("equal") >= MAJORITY:
+            case.is_decided = True
+            return [PeerStruck(accuser, "audit: false finding") for accuser in self._accusers(case)]
+        return []
+
+    def _proof(self, case: _Case) -> tuple[Signed, ...]:
+        return tuple(case.findings[accuser].signed for accuser in self._accusers(case))
+
+    def _accusers(self, case: _Case) -> list[PeerId]:
+        return sorted(peer for peer, finding in case.findings.items() if finding.body.verdict == "different")

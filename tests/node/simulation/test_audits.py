@@ -1,0 +1,106 @@
+"""Audits of virtual peers: honest work agrees to the last bit in every recipe, and every kind of lie is found."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from node.audits.inner_state import InnerState
+from node.ipc.channel import ContributionHeader
+from node.simulation.adversary import Adversaries, LieKind
+from node.simulation.swarm import VirtualSwarm
+from node.simulation.virtual_trainer import VirtualTrainer
+from optim.method import Method
+from optim.recipes import RECIPES
+from protocol.manifest import AuditSection
+from tests.node.simulation.test_swarm import BLOCKS, shortened
+from tests.node.simulation.virtual_swarm import make_config, make_corpus, make_method
+
+pytestmark = pytest.mark.slow
+
+LIES: tuple[LieKind, ...] = (
+    "sign-flip", "scale10", "zero", "random", "fewer-steps", "wrong-data", "stale-replay",
+)  # fmt: skip
+AUDITABLE = [recipe for recipe in RECIPES if shortened(recipe).topology.kind != "groups"]
+
+
+def audited_swarm(
+    method: Method, peers: int, steps: int, share: float = 1.0, lie: LieKind | None = None
+) -> VirtualSwarm:
+    speeds = (1.0, 1.0, 1.3, 0.8, 1.0)[:peers]
+    config = make_config(peers, steps, speeds=speeds, model=BLOCKS)
+    manifest = config.manifest.model_copy(update={"audits": AuditSection(share=share)})
+    liars = None if lie is None else Adversaries(1 / peers, lie)
+    config = replace(config, manifest=manifest, adversaries=liars)
+    swarm = VirtualSwarm(config, method, make_corpus(), lambda *_: None, lambda: None)
+    swarm.run()
+    return swarm
+
+
+@pytest.mark.parametrize("recipe", AUDITABLE)
+def test_repeated_work_of_honest_peers_agrees_to_the_last_bit(recipe: str) -> None:
+    audits = audited_swarm(shortened(recipe), 4, 6).audits
+    assert audits is not None and audits.verdicts["equal"] >= 2
+    assert set(audits.verdicts) == {"equal"}
+    assert not audits.caught and not audits.struck
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_every_lie_is_found_and_nobody_else_is_accused(lie: LieKind) -> None:
+    swarm = audited_swarm(make_method("sparseloco", 3), 5, 12, lie=lie)
+    assert swarm.audits is not None
+    (liar,) = (peer.peer_id for peer in swarm.live_peers if peer.slot == 0)
+    assert set(swarm.audits.caught) == {liar}
+    assert not swarm.audits.struck
+
+
+def test_only_a_share_is_audited() -> None:
+    swarm = audited_swarm(make_method("diloco", 1), 5, 20, share=0.1)
+    assert swarm.audits is not None
+    assert 2 <= sum(swarm.audits.verdicts.values()) <= 25  # 10 of 100 are expected
+
+
+def inflate_residual(trainer: VirtualTrainer, header: ContributionHeader) -> None:
+    trainer.state.residual += 1.0
+
+
+def test_peer_that_invents_an_inner_state_never_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state after its last contribution is another one: a made-up residual would be sent as if it were work."""
+    monkeypatch.setattr("node.simulation.virtual_audits.PeerAudits.record_work", cheating_after(inflate_residual))
+    swarm = audited_swarm(make_method("sparseloco", 3), 4, 12)
+    assert swarm.audits is not None
+    assert swarm.audits.verdicts["equal"] < sum(swarm.audits.verdicts.values())
+    assert swarm.audits.caught
+
+
+def cheating_after(cheat: Callable[[VirtualTrainer, ContributionHeader], None]) -> Callable[..., object]:
+    """Let the peer of slot 0 change its state before it commits to it."""
+    from node.simulation.virtual_audits import PeerAudits
+
+    honest, cheats = PeerAudits.record_work, list[VirtualTrainer]()
+
+    def record(self: PeerAudits, trainer: VirtualTrainer, header: ContributionHeader) -> object:
+        if not cheats:
+            cheats.append(trainer)
+        if trainer is cheats[0]:
+            cheat(trainer, header)
+        return honest(self, trainer, header)
+
+    return record
+
+
+def test_state_survives_its_bytes() -> None:
+    swarm = audited_swarm(make_method("sparseloco", 4), 4, 4)
+    trainer = swarm.live_peers[0].trainer
+    assert trainer is not None
+    trainer.make_contribution()
+    trainer.state.save()
+    state = InnerState.copy_of(trainer.shared_memory, trainer.state.counters.messages)
+    assert state is not None
+    raw = bytearray(b"".join(bytes(piece) for piece in state.to_bytes()))
+    again = InnerState.from_bytes(raw, trainer.shared_memory.layout)
+    assert again.counters == state.counters.model_copy(update={"seconds": {}}) and again.outbox == state.outbox
+    assert all(torch.equal(again.vectors[name], vector) for name, vector in state.vectors.items())
+    assert Counter(len(vector) for vector in again.vectors.values())
