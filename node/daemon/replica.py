@@ -279,7 +279,7 @@ class Replica:
 
     def announce(self) -> None:
         """Announce our head to the peers of the run and follow theirs; call it on the network."""
-        self.swarm_view.announce_head(self.replicated.chain.head, self.replicated.blob.digest)
+        self.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
         self._node.directory.subscribe(self)
         self._node.revisions.subscribe(self)
         self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))

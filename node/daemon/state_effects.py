@@ -196,7 +196,7 @@ class StateEffects:
         tools.checkpointer.schedule = tools.steering.manifest_at(replicated.chain.round).checkpoint
         self._status.set_revisions(tools.steering.revisions_in_force, replicated.chain.round)
         self._status.record_rounds(replicated.chain.head, replicated.blob.digest, commits, outcome)
-        tools.swarm_view.announce_head(replicated.chain.head, replicated.blob.digest)
+        tools.swarm_view.announce_head(replicated.chain, replicated.blob.digest)
 
     async def _save(self, commits: Sequence[Commit]) -> None:
         """Retain the blobs that peers may request, and start to write a checkpoint."""

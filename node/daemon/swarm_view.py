@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
 from protocol.blobs.blob import DIGEST_BYTES
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
@@ -99,7 +99,10 @@ class SwarmView:
         newest = find_newest_validation(self._directory.live().values())
         return newest.validation_loss if newest else None
 
-    def announce_head(self, head: ChainHead, state: Digest) -> None:
+    def announce_head(self, chain: Chain, state: Digest) -> None:
+        """Announce our head, and let the voters of its next round go before strangers."""
+        head = chain.head
+        self._directory.set_voters(chain.electorate.voters)
         self._directory.publish(
             urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
             **self._status.status().record_fields(),

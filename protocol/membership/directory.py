@@ -129,6 +129,7 @@ class PeerDirectory(MembershipServicer):
     def set_voters(self, voters: frozenset[PeerId]) -> None:
         """Set the peers that have a vote; empty while nobody has one yet."""
         self._known.set_voters(voters)
+        self._transport.set_voters(voters | self._contacts.bootstrap().keys() if voters else voters)
 
     def other_node_with_our_key(self) -> OtherNode | None:
         """Return another node that runs now with our key, such as one in a copied folder."""

@@ -262,6 +262,7 @@ class ConnectionSupervisor:
         self.limits = limits
         self.traffic = traffic
         self.is_known: Callable[[PeerId], bool] = lambda peer: True  # unknown peers share a smaller quota
+        self.voters: frozenset[PeerId] = frozenset()  # empty while nobody has a vote yet
         self.limiters = RateLimiters(
             *(RateLimiter(rate) if rate < math.inf else None for rate in (limits.upload, limits.download))
         )
@@ -278,6 +279,10 @@ class ConnectionSupervisor:
 
     def __len__(self) -> int:
         return len(self._incoming) + len(self._outgoing)
+
+    def has_standing(self, peer: PeerId) -> bool:
+        """Return whether a peer has a vote or, while nobody has one, whether it is known."""
+        return peer in self.voters if self.voters else self.is_known(peer)
 
     def flow_of(self, peer: PeerId, use: str) -> Flow:
         """Return the flow shared by all its holders.
@@ -333,7 +338,7 @@ class ConnectionSupervisor:
     def try_admit(self, peer: PeerId) -> bool:
         """Return whether `peer` may open one more connection.
 
-        If all slots are taken, the least active connection is cut.
+        If all slots are taken, the least active connection is cut, but none of a peer with standing before the others.
         """
         if sum(tunnel.peer == peer for tunnel in self._incoming) >= self.limits.max_incoming_per_peer:
             return self._refuse(peer, self.limits.max_incoming_per_peer)
@@ -350,7 +355,7 @@ class ConnectionSupervisor:
 
     def _evict_least_active(self, group: Collection[SupervisedConnection], limit: int) -> None:
         if len(group) >= limit:
-            victim = min(group, key=lambda tunnel: tunnel.last_progress_at)
+            victim = min(group, key=lambda tunnel: (self.has_standing(tunnel.peer), tunnel.last_progress_at))
             self.refusals["stream evicted"] += 1
             logger.warning("all %d connections are in use: cutting the one with %s", limit, victim.peer)
             self._incoming.discard(victim)

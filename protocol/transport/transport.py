@@ -17,6 +17,7 @@ import grpc
 
 from protocol.errors import MalformedError, MurmurError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId, public_key
+from protocol.transport.call_guard import CallGuard, GuardedServer
 from protocol.transport.connection_supervisor import ByteCount, ConnectionLimits, ConnectionSupervisor, TrafficCounter
 from protocol.transport.libp2p.client import Stream, split_address
 from protocol.transport.libp2p.grpc_bridge import UNKNOWN_CALLER, Dial, InboundBridge, OutboundBridge, caller
@@ -85,6 +86,7 @@ class Transport:
         self._direct_limits = TlsLimits(stall=limits.stall)
         self._stack = AsyncExitStack()
         self._supervisor = ConnectionSupervisor(limits, self.traffic)
+        self._guard = CallGuard(self._supervisor)
         dialer = TlsDialer(identity, self._direct_limits)
         self.bulk = BulkTransport(dialer, self._supervisor, self.bulk_channel)
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
@@ -146,7 +148,7 @@ class Transport:
         server_path, inbound_path = self._folder / "server.sock", self._folder / "in.sock"
         server = grpc.aio.server(options=list(SERVER_OPTIONS.items()))
         for service in services:
-            service(server)
+            service(GuardedServer(server, self._guard))
         server.add_insecure_port(f"unix:{server_path}")
         self._stack.push_async_callback(server.stop, grace=0.5)
         await server.start()
@@ -161,7 +163,7 @@ class Transport:
     async def _open_listener(self, services: Sequence[AddServicer], hosts: Sequence[str], port: int) -> None:
         server = RpcServer(self._supervisor)
         for service in services:
-            service(server)
+            service(GuardedServer(server, self._guard))
         self.listener = listener = TlsListener(self._identity, server.serve_peer, self._direct_limits)
         self._stack.push_async_callback(listener.close)
 
@@ -266,6 +268,10 @@ class Transport:
         for key in [(peer, use) for use in get_args(ChannelUse)]:
             if key in self._outbound_bridges and self._outbound_bridges[key].has_failed:
                 self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
+
+    def set_voters(self, voters: frozenset[PeerId]) -> None:
+        """Set the peers whose calls and connections go before those of others; empty while nobody has a vote yet."""
+        self._supervisor.voters = voters
 
     def forget(self, peer: PeerId) -> None:
         """Forget a peer's addresses, cut its connections and close its channels.

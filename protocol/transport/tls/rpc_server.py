@@ -37,6 +37,11 @@ class RpcContext:
     def __init__(self, connection: FramedConnection, handler: Any) -> None:
         self._connection = connection
         self._handler = handler
+        self._code: grpc.StatusCode | None = None
+
+    def code(self) -> grpc.StatusCode | None:
+        """Return the status with which the servicer aborted the call, if it did."""
+        return self._code
 
     def peer(self) -> str:
         """Return the caller in the form that the inbound bridge gives it."""
@@ -46,6 +51,7 @@ class RpcContext:
         await self._connection.send(REPLY, self._handler.response_serializer(reply))
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        self._code = code
         raise CallAbortedError(code, details)
 
 
@@ -59,7 +65,7 @@ class RpcServer:
         self._supervisor = supervisor
         self._handlers: dict[bytes, Any] = {}
 
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
+    def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
         """Ignore them: they duplicate the registered handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering, unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -91,8 +91,8 @@ class FakeSwarmView:
     def __init__(self) -> None:
         self.heads: list[ChainHead] = []
 
-    def announce_head(self, head: ChainHead, state: bytes) -> None:
-        self.heads.append(head)
+    def announce_head(self, chain: Chain, state: bytes) -> None:
+        self.heads.append(chain.head)
 
 
 @dataclass

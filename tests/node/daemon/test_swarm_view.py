@@ -10,11 +10,14 @@ import pytest
 from node.daemon import swarm_view
 from node.daemon.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
+from protocol.admission.electorate import OPEN, Electorate
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.consensus.events import MembershipChanged
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import RUN_ID, grown, replica_in, store_in
+
+VOTERS = Electorate(OPEN, 3, frozenset({"a", "b"}))
 
 
 class FakeStatus:
@@ -40,6 +43,9 @@ class FakeDirectory:
 
     def subscribe(self, listener: MembershipListener) -> None:
         self.tell = lambda event: listener.on_membership_changed([event])
+
+    def set_voters(self, voters: frozenset[str]) -> None:
+        self.voters = voters
 
     def publish(self, **fields: object) -> None:
         self.published = fields
@@ -137,7 +143,8 @@ def test_holders_are_those_of_the_state_that_most_have() -> None:
 
 def test_the_head_is_announced_at_once() -> None:
     directory = FakeDirectory()
-    members_of(directory).announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
+    members_of(directory).announce_head(Chain(ChainHead(3, bytes(32), 7), VOTERS), bytes([1]) * 32)
+    assert directory.voters == {"a", "b"}
     assert directory.published == FakeStatus().status().record_fields() | {
         "urgent": True, "round": 3, "digest": bytes(32), "chain_tokens": 7, "state_digest": bytes([1]) * 32
     }  # fmt: skip
@@ -146,7 +153,7 @@ def test_the_head_is_announced_at_once() -> None:
 def test_our_own_progress_goes_out_with_a_new_head() -> None:
     directory = FakeDirectory()
     members = SwarmView(cast(Any, directory), FakeStatus(step=40), True, random.Random(0))
-    members.announce_head(ChainHead(3, bytes(32), 7), bytes([1]) * 32)
+    members.announce_head(Chain(ChainHead(3, bytes(32), 7), VOTERS), bytes([1]) * 32)
     assert directory.published["step"] == 40 and directory.published["round"] == 3
 
 

@@ -98,6 +98,9 @@ class FakeTransport:
         self.introduced.pop(peer, None)
         self.forgotten.append(peer)
 
+    def set_voters(self, voters: frozenset[str]) -> None:
+        pass
+
     def channel(self, peer: str) -> Any:
         # A peer without known addresses cannot be called.
         return FakeChannel(self.network, self.peer, peer if peer in self.introduced else "nowhere")
