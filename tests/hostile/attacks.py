@@ -1,0 +1,79 @@
+"""All attacks by name: who attacks, which rules hold them off, and what they count."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.hostile.switches import Switches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """One attack on a live swarm.
+
+    Args:
+        row: the row of the list of attacks, or the threats, that it stands for.
+        stranger: the program of the attacker, `module:function` in this folder; empty for a hostile node.
+        switch: of the hostile node; empty: the name of the attack.
+        member: whether the attacker is a node that trains with the honest ones until its switch is on.
+        rules: the rules that hold it off, which the control switches off in the honest peers.
+        counters: each of them may count the attack; one has to.
+        min_pace: of the honest, compared with their pace before.
+        seconds: of the attack.
+        changes: tables of the manifest.
+    """
+
+    name: str
+    row: str
+    stranger: str = ""
+    switch: str = ""
+    member: bool = False
+    rules: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ()
+    min_pace: float = 0.9
+    seconds: float = 6.0
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TRIMMED = {"method": {"aggregate": {"kind": "trimmed-mean"}}}
+GATHER = {"method": {"topology": {"kind": "gather"}}}
+ATTACKS = {
+    attack.name: attack
+    for attack in (
+        Attack(name="invented-history", row="1", stranger="history:invented_history"),
+        Attack(name="history-at-the-limit", row="1b", stranger="history:history_at_the_limit"),
+        Attack(name="noise-in-number-slots", row="1c", stranger="history:noise_in_number_slots"),
+        Attack(name="invented-commits", row="1d", stranger="history:invented_commits"),
+        Attack(name="state-vote", row="2", stranger="history:state_vote"),
+        Attack(name="invented-sums", row="3", member=True),
+        Attack(name="invented-contributors", row="4", member=True),
+        Attack(name="lying-reducer", row="5", member=True),
+        Attack(name="lying-reducer-trimmed", row="5", member=True, switch="lying-reducer", changes=TRIMMED),
+        Attack(name="token-claim", row="6", member=True),
+        Attack(name="token-claim-at-target", row="6b", member=True, changes={"target": {"tokens": 10**12}}),
+        Attack(name="huge-message", row="6c", member=True),
+        Attack(name="ghost-sum", row="7", member=True, seconds=8.0),
+        Attack(name="announce-only", row="8", stranger="crowd:announce_only"),
+        Attack(name="announce-two", row="8", stranger="crowd:announce_only", options={"keys": 2}),
+        Attack(name="lying-clocks", row="9", stranger="crowd:lying_clocks", seconds=8.0),
+        Attack(name="two-decisions", row="10", member=True, changes=GATHER, seconds=10.0),
+        Attack(name="fresh-keys", row="11", stranger="crowd:fresh_keys"),
+        Attack(name="ghost-contribution", row="12", member=True),
+        Attack(name="garbled-contribution", row="12", member=True),
+        Attack(name="knocking", row="14", stranger="crowd:knocking"),
+        Attack(name="log-flood", row="15", stranger="crowd:log_flood"),
+        Attack(name="chain-flood", row="15", stranger="crowd:chain_flood"),
+        Attack(name="leader-drops-others", row="16", member=True, seconds=10.0),
+        Attack(name="two-contributions", row="17", member=True),
+    )
+}
+
+
+def install_members(switches: Switches) -> None:
+    """Replace the methods that the attacks of hostile nodes replace; each does so while its switch is on."""
+    from tests.hostile.equivocation import Equivocator
+    from tests.hostile.members import Liar
+
+    Liar(switches)
+    Equivocator(switches)

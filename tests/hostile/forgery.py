@@ -1,0 +1,85 @@
+"""What liars make: noise in the right format, contributions and commits, and the services that serve them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from node.daemon.outer_state import state_bytes
+from node.from_manifest import build_program
+from node.model import shape_table
+from optim.exchange import ContributionEncoder
+from protocol.blobs.blob import Blob
+from protocol.blobs.server import BlobService, register_blob_service
+from protocol.blobs.store import BlobStore
+from protocol.consensus.message_kinds import Body, kind_of
+from protocol.consensus.messages import Contribution, Digest, SignedMessage
+from protocol.identity import Identity
+from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest
+from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
+from protocol.signing import sign
+from protocol.transport.transport import caller
+from tests.hostile.stranger import Stranger
+
+STORE_BYTES = 1 << 30
+HONEST_TOKENS = 1280  # of a contribution of the small run: five steps
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class FalseChain(RoundsServicer):
+    """Answers every question for the chain with what `reply` returns, and takes all messages."""
+
+    def __init__(self, reply: Callable[[int], ChainReply]) -> None:
+        self.reply = reply
+        self.questions = 0
+
+    async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
+        return DeliverReply()
+
+    async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
+        self.questions += 1
+        return self.reply(request.after_round)
+
+
+class Forger:
+    """Makes and serves forged data in the name of one stranger; create it before the stranger opens."""
+
+    def __init__(self, stranger: Stranger) -> None:
+        self.stranger = stranger
+        self.planner = build_program(stranger.manifest)
+        self.store = BlobStore(stranger.home / "blobs", STORE_BYTES, STORE_BYTES)
+        self.chain = FalseChain(lambda _: ChainReply())
+        self._random = np.random.default_rng(int.from_bytes(stranger.peer_id.encode()[-8:]))
+        stranger.services += [
+            partial(register_blob_service, BlobService(self.store, caller)),
+            partial(add_RoundsServicer_to_server, self.chain),
+        ]
+
+    @property
+    def state_bytes(self) -> int:
+        return state_bytes(self.planner.numel, self.planner.method)
+
+    def noise_state(self) -> Blob:
+        """Return a state of the right size whose values are all random."""
+        noise = self._random.standard_normal(self.state_bytes // 4, dtype=np.float32)
+        return self.store.put_in_memory(noise.tobytes())
+
+    def noise_payloads(self, round_number: int, scale: float) -> list[Blob]:
+        """Return the parts of a random message, with values of about `scale`."""
+        numel = self.planner.signal_numel
+        noise = torch.from_numpy(self._random.standard_normal(numel, dtype=np.float32) * np.float32(scale))
+        payloads = ContributionEncoder(self.planner).encode(round_number, noise, torch.zeros(numel))
+        return [self.store.put_in_memory(bytes(payload)) for payload in payloads]
+
+    def contribution(
+        self, number: int, base: Digest, parts: Sequence[Blob], tokens: int = HONEST_TOKENS
+    ) -> Contribution:
+        shapes = shape_table(self.stranger.manifest.model).hash()
+        codec = self.stranger.manifest.method.recipe
+        return Contribution(number, base, codec, shapes, tokens, 5, 1.0, tuple(parts))
+
+    def sign(self, body: BodyT, identity: Identity | None = None) -> SignedMessage[BodyT]:
+        envelope = sign(identity or self.stranger.identity, kind_of(body), self.stranger.run_id, body.to_wire())
+        return SignedMessage.of(envelope, body)

@@ -1,0 +1,42 @@
+"""Names that a test turns on and off in a running process: the attack of a hostile node, or a rule of an honest one.
+
+A process reads them from a file in its folder, so that one swarm can serve clean phases, attacks and controls.
+"""
+
+import json
+import os
+from pathlib import Path
+
+FILE = "switches.json"
+
+
+class Switches:
+    """The names that are on now, read again whenever the file changes; values are options of the attack."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._version = -1
+        self._values: dict[str, float] = {}
+
+    def is_on(self, name: str) -> bool:
+        return name in self._read()
+
+    def value(self, name: str) -> float:
+        return self._read()[name]
+
+    def _read(self) -> dict[str, float]:
+        try:
+            version = os.stat(self._path).st_mtime_ns
+            if version != self._version:
+                self._values, self._version = json.loads(self._path.read_bytes()), version
+        except FileNotFoundError:
+            self._values = {}
+        return self._values
+
+
+def set_switches(folder: Path, *names: str) -> None:
+    """Turn exactly these names on in the process of a folder."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = folder / f".{FILE}"
+    draft.write_text(json.dumps(dict.fromkeys(names, 1.0)))
+    os.replace(draft, folder / FILE)
