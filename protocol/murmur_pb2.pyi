@@ -279,23 +279,18 @@ class PublicRun(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., expires: _Optional[float] = ..., name: _Optional[str] = ..., recipe: _Optional[str] = ..., parameters: _Optional[int] = ..., peers: _Optional[int] = ..., round: _Optional[int] = ..., target_rounds: _Optional[int] = ..., tokens: _Optional[int] = ..., target_tokens: _Optional[int] = ..., link: _Optional[str] = ...) -> None: ...
 
 class GossipRequest(_message.Message):
-    __slots__ = ("run", "time", "known", "records")
-    class KnownEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("run", "time", "known", "records", "salt")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     time: float
-    known: _containers.ScalarMap[str, int]
+    known: bytes
     records: _containers.RepeatedCompositeFieldContainer[Signed]
-    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[float] = ..., known: _Optional[_Mapping[str, int]] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+    salt: bytes
+    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[float] = ..., known: _Optional[bytes] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class GossipReply(_message.Message):
     __slots__ = ("time", "records", "wanted")
@@ -304,8 +299,8 @@ class GossipReply(_message.Message):
     WANTED_FIELD_NUMBER: _ClassVar[int]
     time: float
     records: _containers.RepeatedCompositeFieldContainer[Signed]
-    wanted: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[_Iterable[str]] = ...) -> None: ...
+    wanted: bytes
+    def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class DeliverRequest(_message.Message):
     __slots__ = ("run", "statements")

@@ -132,7 +132,9 @@ class StateEffects:
         await tools.checkpointer.wait_until_announceable(tools.replicated)
         step_scale = tools.replicated.step_scale(action.commit, action.contributions)
         self._status.record_applied(AppliedContributions.of(action.contributions), step_scale)
-        self._announce([action.commit], action.outcome)
+        # The commit shows the others that we are about to have its head, if it includes us. At the end nothing follows.
+        urgent = action.outcome != "included" or tools.steering.is_target_reached
+        self._announce([action.commit], action.outcome, urgent)
         await self._save([action.commit])
         self._inbox.post(HeadPublished())
 
@@ -190,13 +192,13 @@ class StateEffects:
                 self._status.record_recovered("partner lost", line)
         return tuple(obtained)
 
-    def _announce(self, commits: Sequence[Commit], outcome: ContributionOutcome) -> None:
+    def _announce(self, commits: Sequence[Commit], outcome: ContributionOutcome, urgent: bool = True) -> None:
         """Report the new head to people and peers."""
         tools, replicated = self._tools, self._tools.replicated
         tools.checkpointer.schedule = tools.steering.manifest_at(replicated.chain.round).checkpoint
         self._status.set_revisions(tools.steering.revisions_in_force, replicated.chain.round)
         self._status.record_rounds(replicated.chain.head, replicated.blob.digest, commits, outcome)
-        tools.swarm_view.announce_head(replicated.chain, replicated.blob.digest)
+        tools.swarm_view.announce_head(replicated.chain, replicated.blob.digest, urgent)
 
     async def _save(self, commits: Sequence[Commit]) -> None:
         """Retain the blobs that peers may request, and start to write a checkpoint."""

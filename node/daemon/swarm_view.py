@@ -99,18 +99,21 @@ class SwarmView:
         newest = find_newest_validation(self._directory.live().values())
         return newest.validation_loss if newest else None
 
-    def announce_head(self, chain: Chain, state: Digest) -> None:
-        """Announce our head, and let the voters of its next round go before strangers."""
+    def announce_head(self, chain: Chain, state: Digest, urgent: bool = True) -> None:
+        """Announce our head, and let the voters of its next round go before strangers.
+
+        A head is not urgent if it follows from a commit that includes our contribution.
+        """
         head = chain.head
         self._directory.set_voters(chain.electorate.voters)
         self._directory.publish(
-            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
+            urgent=urgent, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
             **self._status.status().record_fields(),
         )  # fmt: skip
 
     def publish_progress(self) -> None:
-        """Update the progress fields of our peer record; each new head publishes them too."""
-        self._directory.publish(urgent=False, **self._status.status().record_fields())
+        """Update the progress fields of our peer record; each new head and each renewal publishes them."""
+        self._directory.update(**self._status.status().record_fields())
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
         for event in events:

@@ -93,9 +93,15 @@ class SwarmSnapshot:
         return self._preferred[own]
 
     def membership(self, peer_id: PeerId, chain: Chain) -> MembershipChanged:
-        """Return the members of the round after our head: the peers on it, and those about to arrive."""
+        """Return the members of the round after our head: the peers on it, and those about to arrive.
+
+        Records spread by gossip and lag behind fast rounds. So a trainer whose contribution is in the last commit is a
+        member too while its record is older than our head.
+        """
         last = chain.commits_since(max(0, chain.round - 1)) or ()
-        peers = self.trainers_at(frozenset([chain.digest, *(commit.body.base for commit in last)]))
+        at_head = self.trainers_at(frozenset([chain.digest, *(commit.body.base for commit in last)]))
+        contributors = {entry.sender for commit in last for entry in commit.body.contributions}
+        peers = at_head | {peer for peer in contributors & self.trainers if self._is_behind(peer, chain)}
         ahead = self.preferred_heads(chain.head)
         return MembershipChanged(
             peers if peer_id in peers else peers | {peer_id},
@@ -104,6 +110,10 @@ class SwarmSnapshot:
             frozenset(peer for peers_ahead in ahead.values() for peer in peers_ahead),
             self.trainers,
         )
+
+    def _is_behind(self, peer: PeerId, chain: Chain) -> bool:
+        head = self.peers[peer].head
+        return head is not None and head.round < chain.round
 
     def is_outvoted(self, peer_id: PeerId, head: ChainHead, state: Digest) -> bool:
         """Return whether most of the other peers on this head have another state than `state`."""

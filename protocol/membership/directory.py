@@ -1,8 +1,9 @@
 """The directory of a run: gossip that gives all peers the same table of records.
 
-Push-pull anti-entropy: at every heartbeat a peer renews its own record and exchanges with three random live peers the
-records that either lacks, so news reach n peers in about log(n) heartbeats. Urgent changes are pushed at once. A peer
-that does not answer never delays the others, because each exchange is a task with its own deadline.
+Push-pull anti-entropy: at every heartbeat a peer exchanges with three random live peers the records that either lacks,
+so news reach n peers in about log(n) heartbeats. A peer signs its own record again when it has news, and a few times
+before it expires. Urgent changes are pushed at once. A peer that does not answer never delays the others, because each
+exchange is a task with its own deadline.
 
 A peer that is silent until its record expires is gone. A peer that we cannot reach twice in a row counts as gone until
 it speaks again. While no peer is live, and from time to time otherwise (each half of a partition has live peers), the
@@ -46,7 +47,7 @@ from protocol.membership.peer_table import (
     FieldValue,
     MembershipListener,
 )
-from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
+from protocol.membership.summary import SALT_BYTES, Summary, split_tags, tag_of
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.replies import require_reply
@@ -118,6 +119,10 @@ class PeerDirectory(MembershipServicer):
         if urgent:
             self._push_own_record()
 
+    def update(self, **fields: FieldValue) -> None:
+        """Change figures in our own record; its next renewal carries them. Raises MalformedError as `publish` does."""
+        self._known.update(fields)
+
     def live(self) -> Mapping[PeerId, PeerRecord]:
         """Return the live peers, including ourselves."""
         return self._known.live()
@@ -137,7 +142,7 @@ class PeerDirectory(MembershipServicer):
 
     def add_contact(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Remember a peer that may be in the run; it is tried when needed."""
-        if peer != self.peer_id and peer not in self._known.table.known_sequences():
+        if peer != self.peer_id and peer not in self._known.table:
             self._contacts.add(peer, addresses, time.monotonic())
 
     def known_addresses(self) -> Mapping[PeerId, tuple[str, ...]]:
@@ -201,15 +206,18 @@ class PeerDirectory(MembershipServicer):
             raise StaleError(f"{peer} gossips about another run")
         if not self._call_buckets.try_take(peer, time.monotonic(), max(1.0, len(request.records) / RECORDS_PER_CALL)):
             raise LimitError(f"{peer} gossips more than {MAX_CALLS_PER_HEARTBEAT} times a heartbeat")
-        if len(request.known) > MAX_PEERS or any(len(known) > MAX_TEXT_CHARACTERS for known in request.known):
-            raise LimitError(f"{peer} claims to know {len(request.known)} peers")
+        summary = Summary.from_bytes(request.salt, request.known, MAX_PEERS) if request.salt else None
         self._clock.observe_caller(peer, request.time)
         self._known.renew_if_misdated()
         self._merge_records(request.records, peer)
+        if summary is None:
+            return GossipReply(time=self._clock.local())
         table = self._known.table
-        newer, lacking = table.records_newer_than(request.known), table.peers_newer_in(request.known)
-        records = table.other_record_of(peer, self._clock.now()) + self._sample_records(newer)
-        return GossipReply(time=self._clock.local(), records=records[:MAX_RECORDS], wanted=lacking[:MAX_RECORDS])
+        newer, wanted = summary.compare(table.known_sequences())
+        records = table.other_record_of(peer, self._clock.now()) + self._sample_records(table.records_of(newer))
+        return GossipReply(
+            time=self._clock.local(), records=records[:MAX_RECORDS], wanted=b"".join(wanted[:MAX_RECORDS])
+        )
 
     def _sample_records(self, records: list[Signed]) -> list[Signed]:
         """Return as many records as one message takes, our own one first, because the rest depends on our standing."""
@@ -219,7 +227,7 @@ class PeerDirectory(MembershipServicer):
 
     async def _run_heartbeat(self) -> None:
         await self._refresh_addresses()
-        self._known.renew()
+        self._known.renew_if_due()
         self._expire_records()
         self._notify_listeners()
         others = self._known.other_live_peers()
@@ -289,19 +297,26 @@ class PeerDirectory(MembershipServicer):
             self._exchanges.pop(peer, None)
 
     async def _exchange_records(self, peer: PeerId) -> None:
-        wanted = await self._call_gossip(peer, [self.peer_id])
+        sequences = self._known.table.known_sequences()
+        summary = Summary.of(sequences, self._rng.randbytes(SALT_BYTES))
+        reply = await self._call_gossip(peer, [self.peer_id], summary)
+        tags = {tag_of(known, summary.salt): known for known in sequences if known != self.peer_id}
+        wanted = [tags[tag] for tag in split_tags(reply.wanted) if tag in tags][:MAX_RECORDS]
         if self._known.renew_if_misdated():
             wanted.append(self.peer_id)
         if wanted:
             await self._call_gossip(peer, wanted)
 
-    async def _call_gossip(self, peer: PeerId, pushed_peers: Sequence[PeerId]) -> list[PeerId]:
-        """Exchange records with a peer, and return the peers whose records it wants."""
+    async def _call_gossip(
+        self, peer: PeerId, pushed_peers: Sequence[PeerId], summary: Summary | None = None
+    ) -> GossipReply:
+        """Send records to a peer, and learn those that the summary of our table lacks; none without a summary."""
         sent = self._clock.local()
         request = GossipRequest(
             run=bytes.fromhex(self.run_id),
             time=sent,
-            known=self._known.table.known_sequences(),
+            known=summary.to_bytes() if summary else b"",
+            salt=summary.salt if summary else b"",
             records=self._known.table.records_of(pushed_peers),
         )
         stub = MembershipStub(self._transport.channel(peer))
@@ -310,7 +325,7 @@ class PeerDirectory(MembershipServicer):
         self.traffic.record_received("gossip", reply)
         self._clock.observe(peer, reply.time, sent, self._clock.local())
         self._merge_records(reply.records, peer)
-        return [wanted for wanted in reply.wanted[:MAX_RECORDS] if wanted != self.peer_id]
+        return reply
 
     def _record_failure(self, peer: PeerId, error: Exception) -> None:
         reason = describe_call_error(error)

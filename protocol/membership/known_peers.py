@@ -65,6 +65,15 @@ class KnownPeers:
         self.own.update_fields(fields)
         self.renew()
 
+    def update(self, fields: Mapping[str, FieldValue]) -> None:
+        """Change fields of our own record, which its next renewal will carry. Raises MalformedError as `publish`."""
+        self.own.update_fields(fields)
+
+    def renew_if_due(self) -> None:
+        """Renew our own record if it is a while old or our addresses have changed."""
+        if self.own.is_due():
+            self.renew()
+
     def renew(self) -> None:
         """Date and sign our own record again."""
         self.own.renew(self.table)

@@ -207,14 +207,6 @@ class PeerTable:
     def known_sequences(self) -> dict[PeerId, int]:
         return {peer: entry.record.sequence for peer, entry in self._entries.items()}
 
-    def records_newer_than(self, known: Mapping[PeerId, int]) -> list[Signed]:
-        """Return the records that a peer with these sequences lacks."""
-        return [entry.signed for peer, entry in self._entries.items() if entry.record.sequence > known.get(peer, -1)]
-
-    def peers_newer_in(self, known: Mapping[PeerId, int]) -> list[PeerId]:
-        """Return the peers of which the owner of these sequences has a newer record."""
-        return [peer for peer, sequence in known.items() if sequence > self.sequence_of(peer)]
-
     def records_of(self, peers: Iterable[PeerId]) -> list[Signed]:
         return [self._entries[peer].signed for peer in peers if peer in self._entries]
 
@@ -294,6 +286,8 @@ def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
             raise MalformedError(f"the record of {peer} has the address of another peer")
 
 
+# News reach n peers in about log7(n) heartbeats, so a record is renewed long before it expires anywhere.
+RENEWAL_SHARE = 0.25  # of its validity
 MAX_CLOCK_DRIFT_SECONDS = 1.0  # when the swarm time moves by more, the record is dated again
 
 FieldValue = bool | int | float | str | bytes
@@ -313,6 +307,7 @@ class OwnRecord:
         self._fields = PeerRecord(role="observer", start=start)
         self._sequence = -1
         self._signed_offset = clock.offset
+        self._signed_at = float("-inf")
 
     def update_fields(self, fields: Mapping[str, FieldValue]) -> None:
         """Set all of the fields, or none and raise MalformedError.
@@ -329,8 +324,14 @@ class OwnRecord:
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Use the first few addresses that peers would accept."""
-        accepted = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARACTERS]
-        self._fields.addresses[:] = accepted[:MAX_ADDRESSES]
+        accepted = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARACTERS][:MAX_ADDRESSES]
+        if list(self._fields.addresses) != accepted:
+            self._fields.addresses[:] = accepted
+            self._signed_at = float("-inf")
+
+    def is_due(self) -> bool:
+        """Return whether to sign the record again: its addresses have changed, or its validity has shrunk."""
+        return not 0 <= self._clock.now() - self._signed_at < RENEWAL_SHARE * self._expiry
 
     def is_misdated(self) -> bool:
         """Return whether a wrong clock dated the record.
@@ -350,7 +351,7 @@ class OwnRecord:
             table.discard(peer)  # made when our clock was wrong; no other peer accepted it
         record = self._with_dates(self._fields, self._sequence, now)
         table.merge(sign(self._identity, KIND, self._run_id, record), now)
-        self._signed_offset = self._clock.offset
+        self._signed_offset, self._signed_at = self._clock.offset, now
 
     def _with_dates(self, fields: PeerRecord, sequence: int, now: float) -> PeerRecord:
         record = PeerRecord(sequence=sequence, expires=now + self._expiry)

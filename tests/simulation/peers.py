@@ -428,7 +428,8 @@ class SimulatedPeer:
         self._save_revisions()
         self.recent_states.append(self.chain.head)
         self.swarm.on_head_changed(self)
-        self.gossip.broadcast()
+        if isinstance(action, AdoptState) or action.outcome != "included":
+            self.gossip.broadcast()  # others see by the commit that we are about to have its head
         self._schedule_training()
         self.feed(SwarmChanged(self.gossip.snapshot()))
         self.feed(HeadPublished())

@@ -88,6 +88,23 @@ async def test_at_this_round_are_those_who_stand_here_or_are_about_to_arrive(tmp
     assert membership(members_of(directory), replica.chain).peers == {"me", "here", "near"}
 
 
+async def test_contributor_to_the_last_commit_is_at_this_round_while_its_record_lags(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    replica = replica_in(store)
+    await grown(replica, store, 3)
+    kept = replica.chain.commits_since(2)
+    assert kept is not None
+    included, directory = kept[0].body.contributions[0].sender, FakeDirectory()
+    records = {
+        "behind": PeerRecord(role="trainer", round=1, digest=bytes([1]) * 32),
+        "on another chain": PeerRecord(role="trainer", round=3, digest=bytes([2]) * 32),
+    }
+    for text, record in records.items():
+        directory.records = {"me": PeerRecord(role="trainer"), included: record, "stranger": record}
+        expected = {"me", included} if text == "behind" else {"me"}
+        assert membership(members_of(directory), replica.chain).peers == expected
+
+
 def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swarm_view, "MAX_LEFT_PEERS", 2)
     directory = FakeDirectory()

@@ -317,13 +317,14 @@ async def test_bad_calls_are_refused_and_counted(swarm: GossipSwarm, caplog: pyt
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await one.Gossip(GossipRequest(run=run, records=[good] * (MAX_RECORDS + 1)), context)
     async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await one.Gossip(GossipRequest(run=run, known={str(index): 1 for index in range(5000)}), context)
-    async with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await one.Gossip(GossipRequest(run=run, known={"k" * 1000: 1}), context)
+        await one.Gossip(GossipRequest(run=run, salt=bytes(8), known=bytes(8 * 5000)), context)
+    for salt, entries in ((bytes(7), b""), (bytes(8), bytes(12))):
+        async with refused(grpc.StatusCode.INVALID_ARGUMENT):
+            await one.Gossip(GossipRequest(run=run, salt=salt, known=entries), context)
     async with refused(grpc.StatusCode.INVALID_ARGUMENT):
         await one.Gossip(GossipRequest(run=run), FakeContext("nobody"))
-    assert one.refusals == {"stale": 1, "limit": 3, "malformed": 1}
-    assert len(caplog.records) == 5
+    assert one.refusals == {"stale": 1, "limit": 2, "malformed": 3}
+    assert len(caplog.records) == 6
 
 
 async def test_forged_records_are_dropped_and_honest_ones_kept(swarm: GossipSwarm) -> None:

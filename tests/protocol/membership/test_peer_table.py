@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, StaleError
 from protocol.identity import Identity
+from protocol.membership.clock import SwarmClock
 from protocol.membership.peer_table import (
     CLOCK_TOLERANCE_SECONDS,
     KIND,
     MAX_ADDRESSES,
+    RENEWAL_SHARE,
+    OwnRecord,
     PeerTable,
     next_sequence,
 )
+from protocol.membership.summary import Summary, tag_of
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import sign
 
@@ -27,6 +31,8 @@ LIFETIME = 15.0
 SEQUENCE = int(NOW * 1000)
 IDENTITIES = [Identity.create() for _ in range(4)]
 PEER = IDENTITIES[0].peer_id
+NAMES = [identity.peer_id for identity in IDENTITIES]
+SALT = bytes(8)
 
 
 def record(identity: Identity = IDENTITIES[0], **fields: Any) -> Signed:
@@ -47,7 +53,7 @@ def table_of(records: Iterable[Signed], now: float = NOW) -> PeerTable:
 
 
 def contents(table: PeerTable) -> dict[str, bytes]:
-    return {signed.peer: signed.body for signed in table.records_newer_than({})}
+    return {signed.peer: signed.body for signed in table.records_of(table.known_sequences())}
 
 
 def test_highest_sequence_wins_in_any_order() -> None:
@@ -90,14 +96,14 @@ def test_merging_is_commutative_and_idempotent(records: list[Signed], rng: rando
 def test_one_exchange_makes_two_tables_equal(ours: list[Signed], theirs: list[Signed]) -> None:
     """Push and pull: records with another sequence are exchanged, and nothing else."""
     one, other = table_of(ours), table_of(theirs)
-    pulled, wanted = other.records_newer_than(one.known_sequences()), other.peers_newer_in(one.known_sequences())
-    pushed = one.records_of(wanted)
+    newer, tags = Summary.of(one.known_sequences(), SALT).compare(other.known_sequences())
+    pulled, pushed = other.records_of(newer), one.records_of(peer for peer in NAMES if tag_of(peer, SALT) in tags)
     assert not {signed.peer for signed in pulled} & {signed.peer for signed in pushed}
     for table, records in ((one, pulled), (other, pushed)):
         for signed in records:
             table.merge(signed, NOW)
     assert one.known_sequences() == other.known_sequences()
-    assert one.records_newer_than(other.known_sequences()) == [] == one.peers_newer_in(other.known_sequences())
+    assert Summary.of(one.known_sequences(), SALT).compare(other.known_sequences()) == ([], [])
 
 
 def test_forged_altered_and_foreign_records_are_refused() -> None:
@@ -141,7 +147,7 @@ def test_leaving_peer_is_not_revived_by_older_records() -> None:
     assert not table.live(NOW) and table.reason_left(PEER) == "left"
     assert table.merge(record(sequence=SEQUENCE + 1), NOW) is None
     assert not table.live(NOW)
-    assert [signed.peer for signed in table.records_newer_than({})] == [PEER]  # it is passed on, so all learn of it
+    assert contents(table).keys() == {PEER}  # it is passed on, so all learn of it
 
 
 def test_suspected_peer_is_live_again_with_its_next_record() -> None:
@@ -295,3 +301,21 @@ def test_full_table_accepts_a_newcomer_when_a_record_expires() -> None:
     table.merge(record(IDENTITIES[0], sequence=SEQUENCE + 5), NOW + 1)  # known peers can still update
     assert table.merge(record(IDENTITIES[2]), NOW + 6) is not None
     assert set(table.live(NOW + 6)) == {IDENTITIES[0].peer_id, IDENTITIES[2].peer_id}
+
+
+def test_own_record_is_renewed_for_news_and_long_before_it_expires() -> None:
+    now, table = NOW, PeerTable(RUN, LIFETIME)
+    own = OwnRecord(IDENTITIES[0], RUN, SwarmClock(lambda: now), LIFETIME)
+    assert own.is_due()
+    own.renew(table)
+    assert not own.is_due()
+    own.update_fields({"step": 3})
+    assert not own.is_due()  # figures wait for the next renewal
+    own.set_addresses([f"/memory/1/p2p/{PEER}"])
+    assert own.is_due()
+    own.renew(table)
+    assert table.live(now)[PEER].step == 3
+    own.set_addresses([f"/memory/1/p2p/{PEER}"])
+    assert not own.is_due()
+    now += RENEWAL_SHARE * LIFETIME
+    assert own.is_due()
