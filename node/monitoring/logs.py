@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:  # `murmur --help` imports this module and must be fast
     from node.monitoring.display import Display
+    from node.monitoring.line_limit import LineLimit
     from node.monitoring.peer_names import PeerNames
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -78,15 +79,20 @@ class PlainFormatter(LineFormatter):
 
 
 class _LogHandler(logging.Handler):
-    """Write each line to standard error, above the status line if one is shown."""
+    """Write the lines to standard error, above the status line if one is shown, within the limits for peers."""
 
-    def __init__(self, display: "Display") -> None:
+    def __init__(self, display: "Display", limit: "LineLimit") -> None:
         super().__init__()
         self._display = display
+        self._limit = limit
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._display.write_line(self.format(record))
+            for text in self._limit.summaries(record.created):
+                summary = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None)
+                self._display.write_line(self.format(summary))
+            if self._limit.admits(record):
+                self._display.write_line(self.format(record))
         except Exception:  # as every handler of the standard library does
             self.handleError(record)
 
@@ -97,9 +103,10 @@ def configure_logs(as_json: bool = False, verbose: bool = False) -> "Display":
     Returns the display of standard error, which also shows the status line.
     """
     from node.monitoring.display import Display
+    from node.monitoring.line_limit import LineLimit
 
     display = Display(sys.stderr, has_line=not as_json)
-    handler = _LogHandler(display)
+    handler = _LogHandler(display, LineLimit())
     handler.setFormatter(JsonFormatter() if as_json else PlainFormatter(None if verbose else display.names))
     root = logging.getLogger()
     root.handlers[:] = [handler]
