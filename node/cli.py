@@ -143,12 +143,15 @@ def join(
         Path | None, typer.Option("--dir", help="the node's directory (default: ~/.local/state/murmur/NAME-RUNID)")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+    allow_data: Annotated[
+        bool, typer.Option("--allow-data", help="let a downloaded manifest stream its data set from the internet")
+    ] = False,
     flags: NodeFlags,
 ) -> None:
     """Join a run and train. A restarted node resumes."""
     from node.join.command import join_run
 
-    join_run(run, flags, folder=folder, insecure=insecure)
+    join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data)
 
 
 @app.command(epilog="Example: murmur host run.toml --http 0.0.0.0:8080")

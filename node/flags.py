@@ -30,6 +30,10 @@ class MachineFlags:
     ] = False
     upload: Annotated[str | None, typer.Option(metavar="RATE", help="upload limit, such as 20mbit or 2.5MB")] = None
     download: Annotated[str | None, typer.Option(metavar="RATE", help="download limit")] = None
+    disk: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="disk space of a node's directory (default: half of the free)"),
+    ] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="device to train on")] = "auto"
 
 

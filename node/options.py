@@ -33,8 +33,8 @@ OPTION_NAMES = {"peers": "--peer", "folder": "--dir", "base": "RUN"}  # whose fi
 Options = TypeVar("Options", bound="TrainerOptions")
 
 
-def _parse_memory(value: object) -> object:
-    return parse_size(value, "--memory") if isinstance(value, str) else value
+def _parse_bytes(value: object, info: ValidationInfo) -> object:
+    return parse_size(value, f"--{info.field_name}") if isinstance(value, str) else value
 
 
 class TrainerOptions(BaseModel):
@@ -44,7 +44,7 @@ class TrainerOptions(BaseModel):
 
     device: Device = "auto"
     threads: int | None = Field(default=None, ge=1, description="None means as many as there are cores")
-    memory: Annotated[int | None, BeforeValidator(_parse_memory)] = Field(
+    memory: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
         default=None, ge=1, description="bytes that the trainer may use; None means no limit"
     )
     pause_when_busy: bool = Field(default=False, description="train only while other programs leave the device alone")
@@ -65,6 +65,9 @@ class TrainerOptions(BaseModel):
 class MachineOptions(TrainerOptions):
     """The resources that a node may use of its machine and its link."""
 
+    disk: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
+        default=None, ge=1, description="bytes that the node's folder may take; None means half of the free space"
+    )
     upload: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
     download: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
 

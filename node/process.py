@@ -6,6 +6,7 @@ the CPU is contended, work that a round waits for comes first, then the trainer,
 """
 
 import contextlib
+import ctypes
 import gc
 import io
 import os
@@ -55,6 +56,19 @@ def choose_fd_limit(soft: int, hard: int) -> int:
     if soft == resource.RLIM_INFINITY:
         return soft
     return max(soft, MAX_FILE_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_FILE_DESCRIPTORS))
+
+
+PR_SET_NO_NEW_PRIVS = 38
+
+
+def give_up_privileges() -> None:
+    """Let neither this process nor its children gain privileges (setuid programs), and write no core dumps.
+
+    A core dump of a daemon would have its private key. Only Linux has the first; a kernel without it changes nothing.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 # On a CPU, a round's few milliseconds of work would otherwise wait for the many of an inner step, and in the end the

@@ -46,8 +46,12 @@ DEFAULTS_OUTSIDE_RUN_ID = (  # runs older than these keys keep their id
 MAX_ROUNDS = 2**24  # a round every half minute for sixteen years; a message of a later one is refused
 MAX_TOKENS = 2**60
 MAX_STEPS = 2**40
-MAX_SECONDS = 7 * 86400.0
-Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.5, 3600.0
+Timeout = Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)]
+MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.2, 300.0
+HEARTBEATS_UNTIL_EXPIRY = 4  # at least, so that a lost message does not make a peer count as gone
+MAX_BATCH_TOKENS = 2**24  # of one inner step: hours on a small machine
+MAX_KEPT_CHECKPOINTS = 100
 
 
 class Section(BaseModel):
@@ -168,8 +172,8 @@ class TrainSection(Section):
     The learning rate decays to `final_share` of its peak.
     """
 
-    batch_tokens: int = Field(ge=1, le=2**32, description="tokens of one inner step on one peer")
-    microbatch: int = Field(default=8, ge=1, le=2**20, description="sequences of one forward pass")
+    batch_tokens: int = Field(ge=1, le=MAX_BATCH_TOKENS, description="tokens of one inner step on one peer")
+    microbatch: int = Field(default=8, ge=1, le=4096, description="sequences of one forward pass")
     learning_rate: float = Field(gt=0, le=1e6)
     warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     decay_steps: int = Field(
@@ -204,13 +208,9 @@ class MethodSection(Section):
 class RoundSection(Section):
     """Deadlines of an outer round, in seconds."""
 
-    grace: float = Field(
-        default=10.0, gt=0, le=MAX_SECONDS, description="wait for others once half of the live peers have reported"
-    )
-    leader_timeout: float = Field(
-        default=5.0, gt=0, le=MAX_SECONDS, description="silence after which the next leader takes over"
-    )
-    exchange_timeout: Seconds = Field(default=60.0, description="the longest an exchange may take")
+    grace: Timeout = Field(default=10.0, description="wait for others once half of the live peers have reported")
+    leader_timeout: Timeout = Field(default=5.0, description="silence after which the next leader takes over")
+    exchange_timeout: Timeout = Field(default=60.0, description="the longest an exchange may take")
     parts: int = Field(default=12, ge=1, le=4096, description="parts of a butterfly")
 
 
@@ -239,13 +239,19 @@ class AdmissionSection(Section):
 class MembershipSection(Section):
     """Gossip interval, and time until a silent peer counts as gone; in seconds."""
 
-    heartbeat: Seconds = 2.0
-    expiry: Seconds = 15.0
+    heartbeat: float = Field(default=2.0, ge=MIN_HEARTBEAT_SECONDS, le=MAX_HEARTBEAT_SECONDS)
+    expiry: float = Field(default=15.0, ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)
+
+    @model_validator(mode="after")
+    def _outlasts_heartbeats(self) -> Self:
+        if self.expiry < HEARTBEATS_UNTIL_EXPIRY * self.heartbeat:
+            raise ValueError(f"expiry must be at least {HEARTBEATS_UNTIL_EXPIRY} heartbeats")
+        return self
 
 
 class CheckpointSection(Section):
     every_rounds: int = Field(default=1, ge=1, le=MAX_ROUNDS)
-    keep: int = Field(default=2, ge=1, le=MAX_ROUNDS)
+    keep: int = Field(default=2, ge=1, le=MAX_KEPT_CHECKPOINTS)
 
 
 class AuditSection(Section):

@@ -24,6 +24,7 @@ from torch import Tensor
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.outer_state import OuterState, ReplicatedState
+from node.disk_budget import checkpoints_within, folder_bytes
 from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
 from node.loop.catch_up import RETAINED_ROUNDS
 from node.loop.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
@@ -165,6 +166,7 @@ class CheckpointerOptions:
     shapes: ShapeTable
     schedule: CheckpointSection
     max_blob_bytes: int
+    disk_budget: int | None = None  # bytes of the node's folder; None means no limit
 
 
 class AnchorReceiver(Protocol):
@@ -301,7 +303,16 @@ class Checkpointer:
             inner=inner,
             inner_meta=copied[0].meta if copied else {},
         )
-        checkpoint.save(self._options.directory, snapshot, self._options.shapes, self.schedule.keep)
+        checkpoint.save(self._options.directory, snapshot, self._options.shapes, self._kept_count())
+
+    def _kept_count(self) -> int:
+        """Return how many checkpoints to keep: as many as the run asks for, or fewer that fit into the budget."""
+        folder, keep = self._options.directory, self.schedule.keep
+        saved = len(list(folder.glob("*.round-*"))) if folder.exists() else 0
+        if self._options.disk_budget is None or not saved:
+            return keep
+        stored = folder_bytes(folder)
+        return checkpoints_within(self._options.disk_budget, folder_bytes(folder.parent), stored, stored // saved, keep)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from node.daemon.node import Node
+from node.disk_budget import choose_budget, watch_budget
 from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
 from node.options import NodeOptions
-from node.process import handle_stop_signals, raise_fd_limit
+from node.process import give_up_privileges, handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.run_dir import RunDir
 from node.running_nodes import registered
@@ -75,6 +76,7 @@ async def run_node(
 @contextmanager
 def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
     """Prepare the process to run for weeks, and lock the run's folder."""
+    give_up_privileges()
     raise_fd_limit()
     use_one_malloc_arena()
     with RunDir(settings.folder).lock(settings.manifest) as folder:
@@ -122,7 +124,9 @@ class Daemon:
 
     async def _take_part(self, node: Node) -> None:
         shown = self._display.show_status(node)
-        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically(), shown]
+        budget = choose_budget(self._folder.path, self._settings.disk)
+        watched = watch_budget(self._folder.path, budget)
+        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically(), shown, watched]
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="round loop")
         stopped = asyncio.create_task(self._stop.wait())

@@ -23,6 +23,7 @@ from node.daemon.services import InboundQuota
 from node.daemon.state_effects import StateEffects, StateTools
 from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_link import TrainerLink, TrainerTools
+from node.disk_budget import choose_budget
 from node.from_manifest import (
     build_pacing,
     build_program,
@@ -128,7 +129,8 @@ class Replica:
         self._background = BackgroundTasks(self.inbox)
         self._finishing: asyncio.Task[None] | None = None
         self.status_reporter = StatusReporter(self._first_status(), node.metrics)
-        self._max_store_bytes = max_store_bytes(planner)
+        self._disk_budget = choose_budget(run_dir.path, node.options.disk)
+        self._max_store_bytes = min(max_store_bytes(planner), self._disk_budget // 2)
         self.store = BlobStore(run_dir.blobs, self._max_store_bytes, DEFAULT_MEMORY_BYTES)
         self.shared_memory = SharedMemory.create(SharedLayout.of(planner))
         self._restore()
@@ -224,6 +226,7 @@ class Replica:
                 shapes=self._shapes,
                 schedule=self.steering.manifest_at(self.replicated.chain.round).checkpoint,
                 max_blob_bytes=self._max_store_bytes // 2,
+                disk_budget=self._disk_budget,
             ),
             self.store,
             self.shared_memory,

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from node.flags import NodeFlags
+from node.join.data_consent import require_data_consent
 from node.join.finished_run import describe_end
 from node.join.invitation import Invitation
 from node.join.joined_folder import check_pin, open_or_recall, save_invitation
@@ -21,15 +22,19 @@ from protocol.signing import fingerprint
 logger = logging.getLogger(__name__)
 
 
-def join_run(run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False) -> None:
+def join_run(
+    run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False, allow_data: bool = False
+) -> None:
     """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
     with configure_logs(flags.log_json, flags.verbose) as display:
-        _join_run(run, flags, display, folder, insecure)
+        with display.activity("opening the run"):
+            invitation = open_or_recall(run, folder, insecure)
+        _join_run(run, flags, display, folder, invitation, allow_data)
 
 
-def _join_run(run: str, flags: NodeFlags, display: Display, folder: Path | None, insecure: bool) -> None:
-    with display.activity("opening the run"):
-        invitation = open_or_recall(run, folder, insecure)
+def _join_run(
+    run: str, flags: NodeFlags, display: Display, folder: Path | None, invitation: Invitation, allow_data: bool
+) -> None:
     manifest = invitation.manifest
     node_dir = (folder or invitation.folder or join_dir(manifest)).resolve()
     settings = parse_node_options(
@@ -43,12 +48,16 @@ def _join_run(run: str, flags: NodeFlags, display: Display, folder: Path | None,
         from node.daemon.lifecycle import run_node
         from node.data.check import check_and_log_text
         from node.from_manifest import require_program
+        from node.join.room import require_room
         from node.join.run_end import find_end
         from node.receipts.chain_recorder import record_chain
         from node.trainer.device import require_usable_device
 
     require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
     require_usable_device(settings)
+    if invitation.is_downloaded:
+        require_data_consent(manifest.data, settings.base, allow_data)
+    require_room(settings, invitation.is_downloaded)
     _verify_organiser(node_dir, invitation)
     try:
         with display.activity("reading the text"):

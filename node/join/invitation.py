@@ -71,6 +71,11 @@ class Invitation:
     folder: Path | None = None
     text: ManifestText = field(compare=False, repr=False, default=ManifestText("", ""))
 
+    @property
+    def is_downloaded(self) -> bool:
+        """Return whether the manifest came from a URL or a link, so that somebody else chose its values."""
+        return self.base is None
+
 
 def normalize_run(run: str) -> str:
     """Return a URL or link without the blanks around it, and with a scheme in lower case; a path as it is."""

@@ -46,7 +46,8 @@ learning_rate = 1e-2
 [method]
 recipe = "diloco"
 [membership]
-expiry = 0.3
+heartbeat = 0.2
+expiry = 0.8
 [target]
 {target}
 """
