@@ -116,8 +116,9 @@ def round_settings_by_number(steering: Steering, program: RoundPlanner) -> Calla
     def settings(round_number: int) -> RoundSettings:
         plan, manifest = program.plan(round_number), steering.manifest_at(round_number)
         topology, timing = plan.method.topology, manifest.round
+        trust = {"reducers_per_part": 1} if topology.reduces_parts and manifest.admission.trusted else {}
         return RoundSettings(
-            make_topology(topology.kind, run_id, len(plan.part_spans), **asdict(topology)),
+            make_topology(topology.kind, run_id, len(plan.part_spans), **asdict(topology), **trust),
             timing.grace,
             timing.leader_timeout,
             timing.exchange_timeout,

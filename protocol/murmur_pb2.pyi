@@ -165,23 +165,41 @@ class Inclusion(_message.Message):
     def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., included: _Optional[_Iterable[str]] = ..., reducers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("round", "view", "roster", "attempt", "part", "blob")
+    __slots__ = ("round", "view", "roster", "attempt", "part", "blob", "inputs")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     BLOB_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     roster: bytes
     attempt: int
     part: int
     blob: BlobRef
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., part: _Optional[int] = ..., blob: _Optional[_Union[BlobRef, _Mapping]] = ...) -> None: ...
+    inputs: bytes
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., part: _Optional[int] = ..., blob: _Optional[_Union[BlobRef, _Mapping]] = ..., inputs: _Optional[bytes] = ...) -> None: ...
+
+class Evidence(_message.Message):
+    __slots__ = ("view", "roster", "attempt", "peers", "slots", "signatures")
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    view: int
+    roster: bytes
+    attempt: int
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    signatures: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, view: _Optional[int] = ..., roster: _Optional[bytes] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[int]] = ..., signatures: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("round", "view", "base", "contributions", "parts", "left_out", "revision", "revisions")
+    __slots__ = ("round", "view", "base", "contributions", "parts", "left_out", "revision", "revisions", "evidence")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +208,7 @@ class Commit(_message.Message):
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     REVISIONS_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     base: bytes
@@ -198,7 +217,8 @@ class Commit(_message.Message):
     left_out: _containers.RepeatedScalarFieldContainer[str]
     revision: bytes
     revisions: _containers.RepeatedCompositeFieldContainer[Signed]
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., left_out: _Optional[_Iterable[str]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+    evidence: Evidence
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., left_out: _Optional[_Iterable[str]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ...) -> None: ...
 
 class Revision(_message.Message):
     __slots__ = ("number", "previous", "from_round", "changes", "time")

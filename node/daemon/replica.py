@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -188,7 +189,8 @@ class Replica:
         manifest, identity = self.manifest, self._node.identity
         self._pacing = build_pacing(manifest, self._planner)
         self._vote_log = VoteLog(self._run_dir.vote_log, self.run_id, self._limits)
-        options = RoundOptions(identity.peer_id, round_settings_by_number(self.steering, self._planner), self._limits)
+        settings = round_settings_by_number(self.steering, self._planner)
+        options = RoundOptions(identity.peer_id, settings, self._limits, audit_secret=secrets.token_bytes(32))
 
         def sign_message(kind: str, body: Message) -> Signed:
             return sign(identity, kind, manifest.run_id, body)

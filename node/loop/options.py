@@ -17,11 +17,13 @@ class RoundOptions:
         peer_id: our own id.
         settings: maps a round number to the settings of that round.
         limits: the limits that every contribution must keep.
+        audit_secret: random bytes that nobody else knows; they draw the sums that we check.
     """
 
     peer_id: PeerId
     settings: Callable[[int], RoundSettings]
     limits: ContributionLimits
+    audit_secret: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ class RoundSession:
         self._machine = RoundMachine(
             settings,
             self._options.peer_id,
-            RoundStart(head.round, head.digest, last_seen, self._vote, head.revision, revisions),
+            RoundStart(
+                head.round, head.digest, last_seen, self._vote, head.revision, revisions, self._options.audit_secret
+            ),
             self._signer,
             now,
             self._pacing.early_submit_policy,

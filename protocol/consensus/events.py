@@ -91,7 +91,8 @@ RejectReason = Literal[
     "view too far",  # a roster of a view that is too far ahead
     "other revisions",  # a commit that does not continue the list of revisions that this chain has adopted
     "unknown contributor",  # a roster or commit with a contribution of a key that does not train in this run
-    "false proposal",  # a commit with a contribution that is not on the roster of its view
+    "false proposal",  # a commit with a contribution that is not on its roster, or a sum of others than its reducers
+    "wrong sum",  # a reduced part that is not the sum of its inputs
     "smaller roster",  # a roster of another leader, with fewer contributions than the current one
     "leader left",
     "leader silent",

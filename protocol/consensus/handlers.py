@@ -82,10 +82,14 @@ def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float
 
 def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignment], now: float) -> list[Rejection]:
     view = state.current_view
-    if len(message.body.reducers) != state.topology.reduced_part_count:
+    count, parts = len(message.body.reducers), state.topology.reduced_part_count
+    if not parts or count % parts:
         return [(message.sender, "wrong round")]
-    if view and message.body.roster == view.roster.digest and message.sender == view.leader:
-        view.follow_assignment(message, now)
+    if view is None or message.body.roster != view.roster.digest or message.sender != view.leader:
+        return []
+    if count != len(view.initial_reducers):
+        return [(message.sender, "wrong round")]
+    view.follow_assignment(message, state.voter_set.voters, now)
     return []
 
 

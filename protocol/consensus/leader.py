@@ -14,12 +14,14 @@ learns of them with the promises.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Set
+from itertools import cycle
 from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages import Adoption, Commit, Digest, SignedMessage, blobs_of
 from protocol.consensus.quorum import Ballot, Election, VoterSet
+from protocol.consensus.reduction_evidence import Evidence
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Contributions, ExchangeStatus, GatherTopology, draw_reducers
 from protocol.consensus.view import View
@@ -36,11 +38,13 @@ class Proposal(NamedTuple):
     parts: tuple[Blob, ...]
     left_out: tuple[PeerId, ...] = ()
     adoption: Adoption | None = None
+    evidence: Evidence | None = None
 
     def to_commit(self, number: int, view: int, base: Digest, own: Adoption) -> Commit:
         """Return the commit with this content; `own` are the revisions that its leader adopts."""
         adoption = own if self.adoption is None else self.adoption
-        return Commit(number, view, base, self.contributions, self.parts, self.left_out, adoption)
+        content = self.contributions, self.parts, self.left_out, adoption
+        return Commit(number, view, base, *content, self.evidence)
 
 
 class Leader(ABC):
@@ -50,6 +54,7 @@ class Leader(ABC):
         self, settings: RoundSettings, election: Election, voter_set: VoterSet, knowledge: RoundKnowledge, view: View
     ) -> None:
         self.silent_reducers: set[PeerId] = set()  # those that announced no sum for too long
+        self.false_reducers: Set[PeerId] = frozenset()  # those that announced a wrong sum
         self._settings = settings
         self._election = election
         self._voter_set = voter_set
@@ -121,7 +126,7 @@ class Leader(ABC):
         locked = self.locked_proposal()
         if locked is not None:
             body = locked.body
-            return Proposal(body.contributions, body.parts, body.left_out, body.adoption)
+            return Proposal(body.contributions, body.parts, body.left_out, body.adoption, body.evidence)
         return self._new_proposal(joined, now)
 
     @abstractmethod
@@ -219,7 +224,7 @@ class ReducingLeader(Leader):
         digests = frozenset(part.digest for part in parts)
         if not self._is_ready(joined, dict.fromkeys(joined, digests), now):
             return None
-        return Proposal(self._view.included, parts)
+        return Proposal(self._view.included, parts, evidence=self._view.evidence())
 
     def _is_mostly_ready(self, joined: set[PeerId], contributions: Contributions) -> bool:
         reducers = self._available_reducers().intersection(self._view.reducers)
@@ -249,17 +254,28 @@ class ReducingLeader(Leader):
         return None
 
     def _available_reducers(self) -> set[PeerId]:
-        """Return the contributors that may reduce: alive, and not known to be silent while there are others."""
-        alive = self._present & set(self._view.contributors)
-        return set(alive - self.silent_reducers) or set(alive)
+        """Return the peers that may reduce: alive, and neither silent nor wrong; other members if contributors lack."""
+        contributors = self._present & set(self._view.contributors)
+        unfit = self.silent_reducers | self.false_reducers
+        members = contributors | (self._present & self.joined_peers())
+        groups = contributors - unfit, members - unfit, members - self.false_reducers
+        return set(next((group for group in groups if len(group) >= self._copies), members))
+
+    @property
+    def _copies(self) -> int:
+        return len(self._view.initial_reducers) // self._settings.parts
 
     def _reassign_parts(self, available: set[PeerId]) -> tuple[PeerId, ...]:
-        """Return the reducer of each part; parts of unavailable reducers go round the others."""
-        reducers = self._view.reducers
-        orphaned = [part for part, reducer in enumerate(reducers) if reducer not in available]
-        heirs = draw_reducers(self._view.roster.digest, tuple(available), len(orphaned))
-        reassigned = dict(zip(orphaned, heirs, strict=True))
-        return tuple(reassigned.get(part, reducer) for part, reducer in enumerate(reducers))
+        """Return the reducers of each part; available peers take the places of all others in turn."""
+        view, copies = self._view, min(self._copies, len(available))
+        heirs = cycle(draw_reducers(view.roster.digest, tuple(sorted(available)), len(available), 1))
+        by_part = list[list[PeerId]]()
+        for part in range(self._settings.parts):
+            kept = [reducer for reducer in view.reducers_of(part) if reducer in available][:copies]
+            while len(kept) < copies:
+                kept += [heir for heir in [next(heirs)] if heir not in kept]
+            by_part.append(kept)
+        return tuple(reducers[copy] for copy in range(copies) for reducers in by_part)
 
     def _reducible_senders(self, reducer: PeerId, contributions: Contributions) -> set[PeerId]:
         """Return the senders of the contributions of which a reducer holds every part that it is to sum."""
@@ -283,12 +299,13 @@ class ReducingLeader(Leader):
 
     def _replacement_assignment(self, now: float) -> Assignment | None:
         """Replace dead and silent reducers, and drop contributions that nobody can give out any more."""
-        if self._view.attempt + 1 >= MAX_ATTEMPTS:
+        view = self._view
+        if view.attempt + 1 >= MAX_ATTEMPTS:
             return None
         missing = {part for part in range(self._settings.parts) if not self._is_reduced(part)}
         self._mark_silent_reducers(missing, now)
         available = self._available_reducers()
-        orphaned = {part for part, reducer in enumerate(self._view.reducers) if reducer not in available}
+        orphaned = {part for part in range(self._settings.parts) if not available.issuperset(view.reducers_of(part))}
         included = self._still_obtainable(self._view.included, missing | orphaned if missing & orphaned else missing)
         if not available or not included or (not missing & orphaned and included == self._view.included):
             return None
@@ -296,17 +313,30 @@ class ReducingLeader(Leader):
             included = self._still_obtainable(included, range(self._settings.parts))
         return (included, self._reassign_parts(available)) if included else None
 
-    def _is_reduced(self, part_number: int) -> bool:
-        part, live, knowledge = self._view.reduced_part(part_number), self._present, self._knowledge
-        if part is None:
+    def _is_reduced(self, part: int) -> bool:
+        """Return whether all reducers of a part agree, and a peer other than one of them can give it out.
+
+        The word of a single peer does not count: it may announce a sum that it never serves.
+        """
+        reduced, live, knowledge = self._view.reduced_part(part), self._present, self._knowledge
+        if reduced is None:
             return False
-        blob = part.body.blob
-        return part.sender in live or knowledge.has_local_blob(blob) or bool(knowledge.holders(blob.digest, live))
+        reducers, blob = self._view.reducers_of(part), reduced.body.blob
+        if knowledge.has_local_blob(blob) or len(live.intersection(reducers)) > 1:
+            return True
+        holders = knowledge.holders(blob.digest, live)
+        return bool(holders) and (len(reducers) == 1 or set(holders) != {reducers[0]})
 
     def _mark_silent_reducers(self, missing: Iterable[int], now: float) -> None:
-        if now >= self.reducer_deadline:
-            silent = {self._view.reducers[part] for part in missing if self._view.reduced_part(part) is None}
-            self.silent_reducers |= silent
+        if now < self.reducer_deadline:
+            return
+        view = self._view
+        for part in missing:
+            announced = {message.sender for message in view.announcements_of(part)}
+            silent = set(view.reducers_of(part)) - announced
+            # If all have announced the part and still nobody can give it out, each of them may withhold it.
+            disputed = len({message.body.blob for message in view.announcements_of(part)}) > 1
+            self.silent_reducers |= silent or (set() if disputed else announced)
 
     @property
     def reducer_deadline(self) -> float:

@@ -47,10 +47,11 @@ from protocol.consensus.message_kinds import (
     kind_of,
 )
 from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
-from protocol.consensus.reduction import Sums, next_assignment, reduce_own_parts
+from protocol.consensus.reduction import next_assignment, reduce_parts
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
 from protocol.consensus.rules import view_change
-from protocol.consensus.rules.acceptance import proposal_fault, proposals_to_show
+from protocol.consensus.rules.acceptance import lacks_assignment, proposal_fault, proposals_to_show
+from protocol.consensus.rules.audits import audit_deadline, awaits_audit, false_announcements, missing_inputs
 from protocol.consensus.rules.roster_content import build_roster
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
@@ -94,7 +95,6 @@ class RoundMachine:
         self._retransmit_at = now + self._state.retransmit_interval
         self._last_report = NO_ROSTER, 0, 0  # the joined roster, and the numbers of held and announced parts
         self._requested_sources: dict[PartBlob, tuple[PeerId, ...]] = {}
-        self._sums = Sums()
         self._actions: list[Action] = []
 
     @property
@@ -168,7 +168,8 @@ class RoundMachine:
         """Return the time at which the machine needs a Tick, or `None` once the round is decided."""
         if self.commit is not None:
             return None
-        times = (time for time in [self._retransmit_at, *self._state.deadlines()] if time is not None and time > now)
+        known = [self._retransmit_at, audit_deadline(self._state), *self._state.deadlines()]
+        times = (time for time in known if time is not None and time > now)
         return min(times, default=now)
 
     def _apply_event(self, event: Event, now: float) -> None:
@@ -182,7 +183,7 @@ class RoundMachine:
             case BlobAvailable(part_blob):
                 self._knowledge.add_held_parts([part_blob])
             case PartReduced(part, request_id, blob):
-                self._sums.record(request_id, blob)
+                self._state.sums.record(request_id, blob)
                 self._knowledge.add_held_parts([PartBlob(blob, part)])
             case Tick():
                 pass
@@ -216,10 +217,11 @@ class RoundMachine:
         self._change_view(now)
         self._open_roster(now)
         self._assign_reducers(now)
-        self._reduce_own_parts()
+        self._reduce_parts()
+        self._expose_false_reducers()
         self._speculate()
         self._propose(now)
-        self._acknowledge_proposal()
+        self._acknowledge_proposal(now)
         self._fetch_missing_parts()
         self._report_inventory()
         self._retransmit(now)
@@ -272,17 +274,24 @@ class RoundMachine:
         body, dropped = assignment
         self._reject_all(dropped)
         signed_message = self._sign(body)
-        view.follow_assignment(signed_message, now)
+        view.follow_assignment(signed_message, self._state.voter_set.voters, now)
         self._send(self._state.others, signed_message)
 
-    def _reduce_own_parts(self) -> None:
-        for step in reduce_own_parts(self._state, self._sums):
+    def _reduce_parts(self) -> None:
+        for step in reduce_parts(self._state):
             if isinstance(step, Reduce):
                 self._actions.append(step)
             elif (view := self._state.current_view) is not None:
                 signed_message = self._sign(step)
                 view.learn_reduced_part(signed_message)
                 self._send(self._state.others, signed_message)
+
+    def _expose_false_reducers(self) -> None:
+        state = self._state
+        for false in false_announcements(state):
+            if false.sender not in state.false_reducers:
+                state.false_reducers.add(false.sender)
+                self._reject(false.sender, "wrong sum")
 
     def _speculate(self) -> None:
         """Predict the commit once all its parts are here: to compute the new state takes as long as to agree."""
@@ -293,11 +302,14 @@ class RoundMachine:
             view.speculated_attempt = view.attempt
             self._actions.append(Speculate(predicted))
 
-    def _acknowledge_proposal(self) -> None:
+    def _acknowledge_proposal(self, now: float) -> None:
         """Vote for the proposal once this peer holds its parts; from then on it votes for nothing older."""
-        state = self._state
+        state, view = self._state, self._state.current_view
         proposal = state.proposal()
-        if proposal is None or state.is_locked_in_current_view() or proposal_fault(state, proposal):
+        if view is None or proposal is None or state.is_locked_in_current_view():
+            return
+        view.proposed_at = now if view.proposed_at is None else view.proposed_at
+        if lacks_assignment(state, proposal) or awaits_audit(state, proposal, now) or proposal_fault(state, proposal):
             return
         if self._knowledge.has_all_parts(state.me, state.required_parts(proposal)):
             state.lock = proposal
@@ -306,7 +318,7 @@ class RoundMachine:
             self._send({proposal.sender} - {state.me}, vote)
 
     def _fetch_missing_parts(self) -> None:
-        for part_blob, missing in self._state.missing_parts().items():
+        for part_blob, missing in {**missing_inputs(self._state), **self._state.missing_parts()}.items():
             sources = self._state.sources_for(part_blob.blob, missing.owners)
             if sources != self._requested_sources.get(part_blob):
                 self._requested_sources[part_blob] = sources

@@ -25,9 +25,9 @@ from protocol.consensus.messages import (
     SignedMessage,
     check_ascending,
     check_count,
-    check_part_count,
     check_round,
 )
+from protocol.consensus.reduction_evidence import MAX_REDUCERS_PER_PART
 from protocol.errors import MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
@@ -130,7 +130,7 @@ def _acknowledgement_envelopes(body: wire.Decision) -> list[wire.Signed]:
 
 @dataclass(frozen=True)
 class ReducerAssignment:
-    """The contributions to sum, by their senders, and the reducer of each part."""
+    """The contributions to sum, by their senders, and the reducers: the first one of each part, then the second."""
 
     round: int
     view: int
@@ -155,7 +155,8 @@ class ReducerAssignment:
         check_count(len(body.included), MAX_CONTRIBUTIONS, "included peers")
         if not body.included:
             raise MalformedError("a reducer assignment without a contribution")
-        check_part_count(len(body.reducers), limits, "a reducer assignment")
+        if not 1 <= len(body.reducers) <= MAX_REDUCERS_PER_PART * limits.parts:
+            raise MalformedError(f"an assignment of {len(body.reducers)} reducers to at most {limits.parts} parts")
         for peer in {*body.included, *body.reducers}:
             public_key(peer)
         check_ascending(body.included, "included peers")
@@ -164,7 +165,10 @@ class ReducerAssignment:
 
 @dataclass(frozen=True)
 class ReducedPart:
-    """The announcement of a reduced and encoded part."""
+    """The announcement of a reduced and encoded part.
+
+    `inputs`: the digest of the summed contributions.
+    """
 
     round: int
     view: int
@@ -172,6 +176,7 @@ class ReducedPart:
     attempt: int
     part: int
     blob: Blob
+    inputs: Digest
 
     def to_wire(self) -> wire.Part:
         return wire.Part(
@@ -181,6 +186,7 @@ class ReducedPart:
             attempt=self.attempt,
             part=self.part,
             blob=self.blob.to_wire(),
+            inputs=self.inputs,
         )
 
     @classmethod
@@ -188,7 +194,9 @@ class ReducedPart:
         check_round(body.round, body.roster)
         if body.part >= limits.parts:
             raise MalformedError(f"part {body.part} where there are at most {limits.parts}")
-        return cls(body.round, body.view, body.roster, body.attempt, body.part, limits.read_blob(body.blob))
+        check_digest(body.inputs)
+        blob = limits.read_blob(body.blob)
+        return cls(body.round, body.view, body.roster, body.attempt, body.part, blob, body.inputs)
 
 
 Body = (

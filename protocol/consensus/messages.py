@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob, check_digest
+from protocol.consensus.reduction_evidence import Evidence, digest_inputs
 from protocol.consensus.weights import count_tokens
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
@@ -147,6 +148,11 @@ class ContributionList:
         return {entry.sender: entry for entry in self.contributions}
 
     @cached_property
+    def inputs(self) -> Digest:
+        """Return the digest of all these contributions as inputs of a sum."""
+        return digest_inputs(entry.digest for entry in self.contributions)
+
+    @cached_property
     def part_counts(self) -> frozenset[int]:
         """Return the numbers of parts in the contributions: a single one if they agree."""
         return frozenset(len(entry.body.parts) for entry in self.contributions)
@@ -215,7 +221,8 @@ NOTHING_ADOPTED = Adoption()
 class Commit(ContributionList):
     """The content of a round's update: the included contributions in order, and the reduced parts, if there are any.
 
-    `left_out`: the other peers on the roster, where the topology needs them.
+    `left_out`: the other peers on the roster, where the topology needs them. `evidence`: the signatures of the
+    reducers, which are not part of the content, like a certificate.
     """
 
     round: int
@@ -225,6 +232,7 @@ class Commit(ContributionList):
     parts: tuple[Blob, ...]
     left_out: tuple[PeerId, ...] = ()
     adoption: Adoption = NOTHING_ADOPTED
+    evidence: Evidence | None = None
 
     def to_wire(self) -> wire.Commit:
         return wire.Commit(
@@ -236,6 +244,7 @@ class Commit(ContributionList):
             left_out=self.left_out,
             revision=self.adoption.newest,
             revisions=[revision.signed for revision in self.adoption.added],
+            evidence=self.evidence.to_wire() if self.evidence else None,
         )
 
     @classmethod
@@ -248,7 +257,15 @@ class Commit(ContributionList):
         parts = tuple(limits.read_blob(part) for part in body.parts)
         check_sizes([*parts, *(blob for entry in contributions for blob in entry.body.parts)])
         adoption = _open_adoption(body, open_nested)
-        return cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out), adoption)
+        evidence = Evidence.from_wire(body.evidence, len(parts)) if body.HasField("evidence") else None
+        commit = cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out), adoption, evidence)
+        for announcement in commit.announcements():
+            open_nested(announcement)
+        return commit
+
+    def announcements(self) -> list[wire.Signed]:
+        """Return the announcements of the reduced parts, as their reducers signed them."""
+        return self.evidence.announcements(self.round, self.inputs, self.parts) if self.evidence else []
 
     @property
     def roster_peers(self) -> frozenset[PeerId]:
@@ -274,7 +291,9 @@ class Commit(ContributionList):
     @cached_property
     def content_digest(self) -> Digest:
         """Return the SHA-256 of the canonical body with view 0, which is the same for each leader that proposes it."""
-        return hashlib.sha256(replace(self, view=0).to_wire().SerializeToString(deterministic=True)).digest()
+        return hashlib.sha256(
+            replace(self, view=0, evidence=None).to_wire().SerializeToString(deterministic=True)
+        ).digest()
 
 
 BodyT_co = TypeVar("BodyT_co", covariant=True)

@@ -45,11 +45,11 @@ def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inv
     messages: list[OutgoingMessage] = [(state.others - joined, view.roster), (joined, inventory)]
     proposal = state.proposal()
     messages += [(state.others, older) for older in proposals_to_show(state)]
+    messages += [(joined, view.assignment)] if view.assignment else []
     if proposal:
         messages.append((state.others - state.knowledge.acknowledgements[proposal.digest].keys(), proposal))
     else:
-        messages += [(joined, view.assignment)] if view.assignment else []
-        for part in view.reduced_parts():
+        for part in view.newest_announcements():
             receivers = {peer for peer in joined if not state.knowledge.has_blob(peer, part.body.blob.digest)}
             messages.append((receivers - {part.sender}, part))
     return messages
@@ -63,4 +63,4 @@ def _member_messages(state: RoundState, view: View, inventory: SignedMessage[Inv
     messages: list[OutgoingMessage] = [(leader, inventory)]
     if state.lock:
         messages.append((leader, state.lock))
-    return messages + [(leader, part) for part in view.reduced_parts() if part.sender == state.me]
+    return messages + [(leader, part) for part in view.newest_announcements() if part.sender == state.me]

@@ -52,6 +52,7 @@ class RoundStart:
     part was last known to be alive: that of the round before, or in the first round of a process all live trainers.
     `last_vote`: the last vote record of this peer, of any round. `revision`: the newest revision that the chain has
     adopted. `new_revisions`: those with which the list goes on; if this peer leads, its commit adopts them.
+    `audit_secret`: random bytes that draw the part that this peer checks.
     """
 
     number: int
@@ -60,6 +61,7 @@ class RoundStart:
     last_vote: VoteRecord | None = None
     revision: Digest = NO_REVISION
     new_revisions: tuple[SignedMessage[Revision], ...] = ()
+    audit_secret: bytes = b""
 
     @property
     def adoption(self) -> Adoption:

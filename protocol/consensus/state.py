@@ -21,6 +21,7 @@ from protocol.consensus.messages import (
 )
 from protocol.consensus.quorum import Election, VoterSet
 from protocol.consensus.settings import RoundSettings, RoundStart
+from protocol.consensus.sums import Sums
 from protocol.consensus.topology import NeededPart, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
@@ -48,6 +49,7 @@ class RoundState:
     roster. `failed_leaders`: leaders whose views ended undecided. `full_arrival_times`: the time at which each
     full contribution of others was first known. `leader_last_heard`: the last sign of life of a leader without a
     roster. `known_trainers`: all keys that this peer knows to train in the run or to have trained lately.
+    `false_reducers`: peers that announced another sum than this peer computed. `audit_secret`: see `rules.audits`.
     """
 
     def __init__(
@@ -68,6 +70,9 @@ class RoundState:
         self.election = Election(settings.run_id, start.number)
         self.voter_set = VoterSet(settings.vote_memory, settings.leader_timeout, start.last_seen, now)
         self.knowledge = RoundKnowledge(me)
+        self.sums = Sums()
+        self.audit_secret = start.audit_secret
+        self.false_reducers: set[PeerId] = set()
         self.known_trainers = {me, *start.last_seen}
         self.view = 0
         self.view_since = now
@@ -189,6 +194,7 @@ class RoundState:
         self.leader_role = None
         if roster.sender == self.me:
             self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
+            self.leader_role.false_reducers = self.false_reducers
         equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.voters)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]
@@ -260,7 +266,9 @@ class RoundState:
     def max_held_blobs(self) -> int:
         """Return how many blobs a member can hold, as far as this peer knows."""
         contributed = len(self.knowledge.contributions) * self.settings.parts
-        return min(MAX_HELD_BLOBS, max(MIN_HELD_BLOBS, contributed + MAX_ATTEMPTS * self.topology.reduced_part_count))
+        return min(
+            MAX_HELD_BLOBS, max(MIN_HELD_BLOBS, contributed + 2 * MAX_ATTEMPTS * self.topology.reduced_part_count)
+        )
 
     def sources_for(self, blob: Blob, owners: Sequence[PeerId]) -> tuple[PeerId, ...]:
         """Return the peers to ask for a blob: its owners and known holders, or else those that may hold it."""

@@ -121,7 +121,7 @@ class Topology(ABC):
         return sorted(others)
 
     def assign_reducers(self, seed: Digest, contributors: Group) -> tuple[PeerId, ...]:
-        """Return the first reducer of each part."""
+        """Return the reducer of each slot (see `View`) in the first attempt."""
         return ()
 
 
@@ -190,10 +190,16 @@ class AllGather(GatherTopology):
 
 @dataclass(frozen=True)
 class Butterfly(Topology):
-    """A reduce-scatter and an all-gather: one reducer sums each part, and every peer fetches the sums."""
+    """A reduce-scatter and an all-gather: reducers sum each part, and every peer fetches the sums.
+
+    `reducers_per_part`: so many peers sum each part independently and have to agree, if that many contribute. One is
+    enough where the peers trust one another.
+    """
 
     kind: ClassVar[str] = "butterfly"
     exchange_count: ClassVar[int] = 2
+
+    reducers_per_part: int = 2
 
     @property
     def reduced_part_count(self) -> int:
@@ -219,11 +225,19 @@ class Butterfly(Topology):
             for part in own_parts:
                 yield entry.body.part_blobs[part], entry.sender, False
         for reduced in view.reduced_parts():
-            yield PartBlob(reduced.body.blob, reduced.body.part), reduced.sender, True
+            for reducer in view.reducers_of(reduced.body.part):
+                yield PartBlob(reduced.body.blob, reduced.body.part), reducer, True
+
+    def accepts_commit(self, commit: Commit) -> bool:
+        """Return whether a commit has all parts, each with the signatures of its reducers."""
+        evidence = commit.evidence
+        if evidence is None or not super().accepts_commit(commit):
+            return False
+        return len(evidence.peers) >= self.parts * min(self.reducers_per_part, len(commit.contributions))
 
     def assign_reducers(self, seed: Digest, contributors: Group) -> tuple[PeerId, ...]:
-        """Return one reducer for each part: round robin over the peers in an order shuffled by the seed."""
-        return draw_reducers(seed, contributors, self.parts)
+        """Return the reducers of each part: round robin over the peers in an order shuffled by the seed."""
+        return draw_reducers(seed, contributors, self.parts, min(self.reducers_per_part, len(contributors)))
 
 
 @dataclass(frozen=True)
@@ -328,10 +342,10 @@ def _is_held_by(status: ExchangeStatus, entry: SignedMessage[Contribution], peer
 
 
 @lru_cache(maxsize=16)
-def draw_reducers(seed: Digest, peers: Group, count: int) -> tuple[PeerId, ...]:
-    """Return `count` reducers: round robin over the peers in an order shuffled by the seed."""
+def draw_reducers(seed: Digest, peers: Group, parts: int, copies: int) -> tuple[PeerId, ...]:
+    """Return the reducers of each part, different ones: round robin over the peers in an order shuffled by the seed."""
     order = sorted(peers, key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
-    return tuple(order[part % len(order)] for part in range(count))
+    return tuple(order[(part + copy) % len(order)] for copy in range(copies) for part in range(parts))
 
 
 @lru_cache(maxsize=64)

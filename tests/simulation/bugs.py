@@ -23,9 +23,9 @@ from protocol.consensus.messages import (
     blobs_of,
 )
 from protocol.consensus.quorum import VoterSet
-from protocol.consensus.reduction import Sums
 from protocol.consensus.rules import roster_content, view_change
 from protocol.consensus.state import RoundState
+from protocol.consensus.sums import Sums
 from protocol.consensus.topology import Contributions, Groups, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId

@@ -59,6 +59,7 @@ class Scenario:
     pattern: Pattern = "random"
     disk: float = 0.0  # the longest of a write
     resubmits: bool = True
+    reducers_per_part: int = 2
 
     def settings(self) -> RoundSettings:
         return _settings(self)
@@ -69,7 +70,11 @@ class Scenario:
 
 @lru_cache(maxsize=64)
 def _settings(scenario: Scenario) -> RoundSettings:
-    options = {"size": scenario.group_size, "pattern": scenario.pattern} if scenario.exchange == "groups" else {}
+    options: dict[str, object] = {}
+    if scenario.exchange == "groups":
+        options = {"size": scenario.group_size, "pattern": scenario.pattern}
+    elif scenario.exchange == "butterfly":
+        options = {"reducers_per_part": scenario.reducers_per_part}
     return RoundSettings(
         topology=make_topology(scenario.exchange, RUN_ID, scenario.parts, **options),
         grace=2.0,

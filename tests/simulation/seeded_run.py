@@ -53,6 +53,7 @@ def scenario_of(seed: int) -> Scenario:
         roster_quorum=chance.choice([1.0, 0.6]),
         disk=chance.choice([0.0, 0.05]),
         resubmits=chance.choice([True, False]),
+        reducers_per_part=chance.choice([1, 2, 2]),
     )
 
 

@@ -8,7 +8,9 @@ from collections.abc import Set
 
 from protocol.consensus.events import RejectReason
 from protocol.consensus.messages import Commit, ContributionList, SignedMessage
+from protocol.consensus.reduction_evidence import Evidence
 from protocol.consensus.state import RoundState
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 
@@ -35,14 +37,16 @@ def proposals_to_show(state: RoundState) -> list[SignedMessage[Commit]]:
     They explain contributions of keys that a member does not know, and a proposal that goes beyond the roster.
     """
     view = state.current_view
-    listed = view.roster.body.by_sender.items() if view and state.view else None
-    if listed is None:
+    if view is None or not state.view:
         return []
+    listed, known = view.roster.body.by_sender.items(), state.knowledge.proposals.items()
+    older = [entry for digest, entry in known if entry.body.view < state.view and state.knowledge.acknowledgers(digest)]
     return [
         proposal
-        for proposal in binding_proposals(state)
-        if proposal.body.view < state.view
-        and (not proposal.body.by_sender.items() <= listed or not proposal.body.by_sender.keys() <= state.live)
+        for proposal in older
+        if proposal.body.evidence is not None
+        or not proposal.body.by_sender.items() <= listed
+        or not proposal.body.by_sender.keys() <= state.live
     ]
 
 
@@ -58,10 +62,32 @@ def is_repeated(state: RoundState, proposal: SignedMessage[Commit]) -> bool:
 
 def proposal_fault(state: RoundState, proposal: SignedMessage[Commit]) -> RejectReason | None:
     """Return why this peer does not acknowledge the proposal of the leader that it follows, if there is a reason."""
-    view = state.current_view
+    view, evidence = state.current_view, proposal.body.evidence
     if view is None:
         return None
-    listed = view.roster.body.by_sender.items()
-    if not proposal.body.by_sender.items() <= listed and not is_repeated(state, proposal):
-        return "false proposal"
-    return None
+    if evidence and not state.false_reducers.isdisjoint(evidence.peers):
+        return "wrong sum"
+    is_listed = proposal.body.by_sender.items() <= view.roster.body.by_sender.items()
+    if is_listed and (evidence is None or _is_appointed(view, proposal.body, evidence)):
+        return None
+    return None if is_repeated(state, proposal) else "false proposal"
+
+
+def _is_appointed(view: View, commit: Commit, evidence: Evidence) -> bool:
+    """Return whether the reducers of this view have summed the parts of a commit, as far as this peer can know.
+
+    An assignment that this peer has not received yet appoints reducers that it does not know.
+    """
+    if evidence.roster != view.roster.digest or evidence.attempt < view.attempt:
+        return False
+    if evidence.attempt > view.attempt:
+        return True
+    return evidence.peers == view.reducers and commit.inputs == view.inputs
+
+
+def lacks_assignment(state: RoundState, proposal: SignedMessage[Commit]) -> bool:
+    """Return whether this peer waits for the assignment that a proposal follows."""
+    view, evidence = state.current_view, proposal.body.evidence
+    if view is None or evidence is None or evidence.roster != view.roster.digest:
+        return False
+    return evidence.attempt > view.attempt

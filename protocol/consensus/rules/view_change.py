@@ -64,6 +64,8 @@ def leader_fault(state: RoundState, now: float) -> RejectReason | None:
         return _missing_roster_fault(state, now)
     if view.leader not in state.live:
         return "leader left"
+    if view.leader in state.false_reducers:
+        return "wrong sum"
     if _reported_view_of(state, view.leader) > state.view:
         return "leader moved on"
     role, timeout = state.leader_role, _leader_timeout(state)

@@ -90,7 +90,7 @@ async def test_what_the_owner_named_is_fetched_held_and_dropped_with_its_round(s
 
 async def test_a_reduced_part_is_carried_too_and_one_that_is_there_costs_no_fetch(scene: RelaySetup) -> None:
     blob = scene.owner.put(payload(2))
-    part = stated(PEERS[2], ReducedPart(ROUND + 1, 0, bytes(32), 0, 0, blob)).signed
+    part = stated(PEERS[2], ReducedPart(ROUND + 1, 0, bytes(32), 0, 0, blob, bytes(32))).signed
     for _ in range(2):
         await scene.ask(part, blob)
     assert scene.fetcher.asked == [blob] and scene.carrying.bytes_relayed == 2 * blob.size
@@ -125,7 +125,7 @@ async def test_more_than_a_few_messages_for_one_peer_are_refused(scene: RelaySet
 def missing(number: int) -> tuple[Signed, Blob]:
     """A blob of one byte that nobody has, and its owner's word for it."""
     blob = Blob(hashlib.sha256(bytes([number])).digest(), 1)
-    return stated(PEERS[2], ReducedPart(ROUND, 0, bytes(32), 0, 0, blob)).signed, blob
+    return stated(PEERS[2], ReducedPart(ROUND, 0, bytes(32), 0, 0, blob, bytes(32))).signed, blob
 
 
 async def test_what_does_not_come_holds_few_fetches_and_the_rest_waits_behind_it(scene: RelaySetup) -> None:

@@ -71,7 +71,9 @@ def test_lists_of_messages_are_opened_with_their_members() -> None:
 
 def test_fake_signer_forgets_old_rounds() -> None:
     signer = FakeSigner(TERMS)
-    signed = signer.signer_for(PEERS[0])("part", ReducedPart(4, 0, b"r" * 32, 0, 0, Blob.of(b"sum")).to_wire())
+    signed = signer.signer_for(PEERS[0])(
+        "part", ReducedPart(4, 0, b"r" * 32, 0, 0, Blob.of(b"sum"), b"i" * 32).to_wire()
+    )
     statement = signer.open(signed)
     signer.forget_before(4)
     assert signer.open(signed) is statement

@@ -33,8 +33,9 @@ Drop = Callable[[PeerId, PeerId, str], bool]  # sender, receiver, kind
 class Cluster:
     """`names` stand in the order in which they would lead: names[0] leads view 0."""
 
-    def __init__(self, peers: int, exchange: str, parts: int = 1, quorum: float = 1.0) -> None:
-        self.scenario = Scenario(peers, exchange, parts, 1, 0, 0, 0, 0, 0, roster_quorum=quorum)
+    def __init__(self, peers: int, exchange: str, parts: int = 1, quorum: float = 1.0, reducers: int = 2) -> None:
+        timing = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self.scenario = Scenario(peers, exchange, parts, 1, *timing, roster_quorum=quorum, reducers_per_part=reducers)
         self.network = Network(self.scenario, seed=0)
         self.now = 0.0
         self.drop: Drop = lambda sender, receiver, kind: False

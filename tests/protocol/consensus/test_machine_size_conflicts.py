@@ -106,7 +106,7 @@ def test_one_blob_may_be_many_parts() -> None:
 
 def _with_the_sum_of_another_part() -> Cluster:
     """A reducer names the sum of somebody else's part as its own, and it does not decode as that."""
-    table = Cluster(3, "butterfly", 3)
+    table = Cluster(3, "butterfly", 3, reducers=1)
 
     def named(name: PeerId, order: Reduce) -> Blob:
         blob = fake_reduce((order.part + 1) % 3 if name == table.names[1] else order.part, order.contributions)

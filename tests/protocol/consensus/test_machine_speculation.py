@@ -42,7 +42,7 @@ def test_each_foresees_once_what_is_then_decided_before_it_is_proposed() -> None
 
 
 def test_of_a_butterfly_once_all_sums_are_here() -> None:
-    table = table_of("butterfly", 3)
+    table = table_of("butterfly", 12)
     slow, sums = table.names[1], set[Digest]()
     table.is_slow = lambda peer, digest: peer == slow and digest in sums
     real = table.reduce_part

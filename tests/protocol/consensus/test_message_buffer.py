@@ -33,7 +33,7 @@ def test_of_each_sender_the_newest_of_each_kind_waits() -> None:
     attendance = MessageBuffer(2.0)
     blob = make_contribution(ASKER, 1, BASE, SCENARIO).parts[0]
     old, new = Inventory(1, 0, NO_ROSTER, ()), Inventory(1, 1, NO_ROSTER, ())
-    parts = [ReducedPart(1, 0, NO_ROSTER, 0, number, blob) for number in (0, 1)]
+    parts = [ReducedPart(1, 0, NO_ROSTER, 0, number, blob, BASE) for number in (0, 1)]
     bodies: list[tuple[PeerId, Body]] = [(ASKER, old), (ASKER, new), (OTHER, old), (ASKER, parts[0]), (ASKER, parts[1])]
     for sender, body in bodies:
         attendance.buffer_early(signed_message(sender, body))

@@ -12,6 +12,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.events import MessageReceived, Send
 from protocol.consensus.message_kinds import ReducedPart, ReducerAssignment, kind_of
 from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.reduction_evidence import Evidence
 from protocol.consensus.topology import (
     TOPOLOGIES,
     AllGather,
@@ -140,7 +141,8 @@ def test_without_groups_a_commit_is_for_everybody() -> None:
 
 def test_a_commit_has_the_shape_of_its_topology() -> None:
     commit, part = commit_of(PEERS[:3]), Blob.of(b"sum")
-    partial, reduced = replace(commit, left_out=PEERS[3:5]), replace(commit, parts=(part,))
+    evidence = Evidence(0, BASE, 0, PEERS[:2], (bytes(64), bytes(64)))
+    partial, reduced = replace(commit, left_out=PEERS[3:5]), replace(commit, parts=(part,), evidence=evidence)
     accepted = {
         kind: [make_topology(kind, RUN_ID).accepts_commit(given) for given in (commit, partial, reduced)]
         for kind in TOPOLOGIES
@@ -150,6 +152,7 @@ def test_a_commit_has_the_shape_of_its_topology() -> None:
         "butterfly": [False, False, True],
         "groups": [True, True, False],
     }
+    assert not make_topology("butterfly", RUN_ID).accepts_commit(replace(reduced, evidence=None))
     assert not AllGather(RUN_ID, parts=2).accepts_commit(commit)
 
 
@@ -161,8 +164,8 @@ def test_only_a_butterfly_takes_reduced_parts_and_reducers() -> None:
         cluster.contribute(*cluster.names)
         (roster,) = [action.signed for _, action in cluster.log if isinstance(action, Send) and is_roster(action)]
         digest = cluster.network.open(roster).digest
-        part = ReducedPart(0, 0, digest, 0, 0, Blob.of(b"sum"))
-        assignment = ReducerAssignment(0, 0, digest, 1, tuple(sorted(cluster.names)), (member,))
+        part = ReducedPart(0, 0, digest, 0, 0, Blob.of(b"sum"), BASE)
+        assignment = ReducerAssignment(0, 0, digest, 1, tuple(sorted(cluster.names)), (member, leader))
         for body in (part, assignment):
             message = SignedMessage.of(make_signer(leader)(kind_of(body), body.to_wire()), body)
             cluster.feed_event(member, MessageReceived(message))
