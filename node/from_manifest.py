@@ -109,14 +109,21 @@ def build_pacing(manifest: Manifest, program: RoundPlanner) -> Pacing:
     )
 
 
-def round_settings_by_number(steering: Steering, program: RoundPlanner) -> Callable[[int], RoundSettings]:
-    """Return a function that maps a round number to the settings of that round."""
+def round_settings_by_number(
+    steering: Steering, program: RoundPlanner, checks_sums: bool = True
+) -> Callable[[int], RoundSettings]:
+    """Return a function that maps a round number to the settings of that round.
+
+    Args:
+        checks_sums: whether peers check each other's sums, as they do unless the manifest says that they are trusted.
+    """
     run_id = steering.base.run_id
 
     def settings(round_number: int) -> RoundSettings:
         plan, manifest = program.plan(round_number), steering.manifest_at(round_number)
         topology, timing = plan.method.topology, manifest.round
-        trust = {"reducers_per_part": 1} if topology.reduces_parts and manifest.admission.trusted else {}
+        is_unchecked = manifest.admission.trusted or not checks_sums
+        trust = {"reducers_per_part": 1} if topology.reduces_parts and is_unchecked else {}
         return RoundSettings(
             make_topology(topology.kind, run_id, len(plan.part_spans), **asdict(topology), **trust),
             timing.grace,

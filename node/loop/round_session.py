@@ -294,17 +294,17 @@ class RoundSession:
         )
 
     def _priority_of(self, order: Fetch) -> int:
-        """Return the priority of a download: parts that we reduce first, then the sums of others, part by part.
+        """Return the priority of a download: parts that we reduce first, then sums of others, then parts that we check.
 
         Peers can then compute and fetch a sum while the contributions to the next part are still in transit. The sums
         of others follow our own parts cyclically, so that not all peers ask the same reducer first.
         """
-        part = order.part_blob.part
-        if not order.is_reduced:
-            return part
+        part, most = order.part_blob.part, self._options.limits.parts
         own = self._machine.parts_to_reduce if self._machine else ()
+        if not order.is_reduced:
+            return part if part in own or not own else 2 * most + part
         parts = self._options.settings(self._number).topology.parts
-        return self._options.limits.parts + (part - min(own, default=0)) % parts
+        return most + (part - min(own, default=0)) % parts
 
     def _owner_message(self, blob: Blob) -> Signed | None:
         """Return the message in which its owner names a blob, directly or quoted by another peer."""
