@@ -111,6 +111,7 @@ class Node:
     async def open(self) -> None:
         """Join the network and announce the replicas. Raises TransportError."""
         options, trains = self.options, bool(self.replicas)
+        self.transport.limit_dials(options.contacts)
         await self.transport.open(
             self._services(),
             listen=await reuse_last_port(self.run_dir, options.listen),

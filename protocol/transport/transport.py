@@ -19,6 +19,8 @@ from protocol.errors import MalformedError, MurmurError, TransportError, Unreach
 from protocol.identity import Identity, PeerId, public_key
 from protocol.transport.call_guard import CallGuard, GuardedServer
 from protocol.transport.connection_supervisor import ByteCount, ConnectionLimits, ConnectionSupervisor, TrafficCounter
+from protocol.transport.dial_policy import DialPolicy
+from protocol.transport.guarded_dials import GuardedDials
 from protocol.transport.libp2p.client import Stream, split_address
 from protocol.transport.libp2p.grpc_bridge import UNKNOWN_CALLER, Dial, InboundBridge, OutboundBridge, caller
 from protocol.transport.libp2p.p2pd import P2pd, P2pdOptions
@@ -26,6 +28,7 @@ from protocol.transport.local_sockets import SocketFolder, retry_while_port_take
 from protocol.transport.multipath import BulkTransport
 from protocol.transport.nat import CIRCUIT_MARKER
 from protocol.transport.tls.listener import Endpoint, TlsDialer, TlsLimits, TlsListener
+from protocol.transport.tls.resolver import Resolver
 from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES, RpcChannel
 from protocol.transport.tls.rpc_server import RpcServer
 
@@ -87,13 +90,14 @@ class Transport:
         self._stack = AsyncExitStack()
         self._supervisor = ConnectionSupervisor(limits, self.traffic)
         self._guard = CallGuard(self._supervisor)
-        dialer = TlsDialer(identity, self._direct_limits)
-        self.bulk = BulkTransport(dialer, self._supervisor, self.bulk_channel)
+        self._dialer = TlsDialer(identity, self._direct_limits)
+        self.bulk = BulkTransport(self._dialer, self._supervisor, self.bulk_channel)
         self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
         self._supervisor.is_known = self._addresses.__contains__
         self._outbound_bridges: dict[tuple[PeerId, ChannelUse], OutboundBridge] = {}
         self._bridges_made = 0
         self._started_p2pd: P2pd | None = None
+        self._dials: GuardedDials | None = None  # None: every address is dialled, because the user named all of them
 
     @classmethod
     def create(cls, identity_path: Path, folder: Path, limits: ConnectionLimits | None = None) -> Self:
@@ -239,11 +243,18 @@ class Transport:
             TransportError: p2pd is being restarted.
         """
         _, addresses = await self._p2pd.client.identify()
+        if self._dials is not None:
+            self._dials.policy.set_own_addresses(addresses)
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
     async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
         """Return the remote ends of our connections with a peer, as NAT shows them."""
         return await self._p2pd.client.remote_addresses(peer)
+
+    def limit_dials(self, contacts: Sequence[str]) -> None:
+        """Dial other addresses than these only as `dial_policy` says, because other peers name them."""
+        self._dials = GuardedDials(DialPolicy(contacts), Resolver(), self._supervisor.refusals)
+        self._dialer.policy = self._dials.policy
 
     def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None:
         """Replace the known addresses of `peer` without dialling it.
@@ -299,7 +310,7 @@ class Transport:
         """
         try:
             peer, route = split_address(address)
-            await self._p2pd.client.connect(peer, (route,), timeout)
+            await self._connect(peer, (route,), timeout)
         except MurmurError as error:
             raise UnreachableError(f"cannot reach {address}: {error}") from error
         if route not in self._addresses.get(peer, ()):
@@ -360,10 +371,15 @@ class Transport:
         return OutboundBridge(peer, path, dial, self._supervisor, list(CHANNEL_OPTIONS.items()))
 
     async def _dial(self, peer: PeerId) -> Stream:
-        client, addresses = self._p2pd.client, self._addresses.get(peer)
-        if addresses:
-            await client.connect(peer, addresses, self._limits.dial)
-        return await client.open_stream(peer, PROTOCOL, self._limits.dial)
+        if routes := self._addresses.get(peer):
+            await self._connect(peer, routes, self._limits.dial)
+        return await self._p2pd.client.open_stream(peer, PROTOCOL, self._limits.dial)
+
+    async def _connect(self, peer: PeerId, routes: Sequence[str], timeout: float) -> None:
+        if self._dials is None:
+            await self._p2pd.client.connect(peer, routes, timeout)
+        else:
+            await self._dials.connect(self._p2pd.client, peer, routes, timeout)
 
     async def _close_bridges(self) -> None:
         while self._outbound_bridges:

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 
 from protocol.errors import ForgedError, PeerFault, PortTakenError, TransportError, UnreachableError, describe_error
 from protocol.identity import Identity, PeerId
+from protocol.transport import dial_policy
+from protocol.transport.dial_policy import DialPolicy
 from protocol.transport.tls.connection import TlsConnection
 from protocol.transport.tls.handshake import (
     NONCE_BYTES,
@@ -190,6 +193,7 @@ class TlsDialer:
         self._limits = limits or TlsLimits()
         self._resolver = resolver or Resolver()
         self._context = make_client_context()
+        self.policy: DialPolicy | None = None  # None: every address is dialled
 
     async def dial(self, peer: PeerId, endpoint: Endpoint) -> tuple[TlsConnection, str]:
         """Dial all hosts of a peer, and return the first connection and its host.
@@ -215,16 +219,38 @@ class TlsDialer:
         connection: TlsConnection | None = None
         try:
             async with asyncio.timeout(self._limits.handshake):
-                connection = await self._connect_to_any(await self._resolver.resolve(host, port), port)
+                addresses = self._admitted(peer, await self._resolver.resolve(host, port), port)
+                connection = await self._connect_to_any(addresses, port)
                 await self._authenticate(peer, connection)
         except BaseException as error:
             if connection:
                 connection.abort()
+            self._record_failure(peer, host, port)
             # An invalid name raises a UnicodeError.
             if isinstance(error, OSError | EOFError | UnicodeError | PeerFault):
                 raise UnreachableError(f"{host} port {port}: {_refusal_reason(error)}") from error
             raise
+        self._record_proof(peer, connection, port)
         return connection
+
+    def _admitted(self, peer: PeerId, addresses: Sequence[str], port: int) -> Sequence[str]:
+        """Return the addresses that may be dialled now. Raises UnreachableError if there are none."""
+        if self.policy is None:
+            return addresses
+        now, policy = time.monotonic(), self.policy
+        admitted = [address for address in addresses if policy.admits(peer, dial_policy.Endpoint(address, port), now)]
+        if not admitted:
+            raise UnreachableError(f"port {port} may not be dialled there now")
+        return admitted
+
+    def _record_proof(self, peer: PeerId, connection: TlsConnection, port: int) -> None:
+        if self.policy is not None:
+            address = str(connection.socket.getpeername()[0])
+            self.policy.record_proof(peer, dial_policy.Endpoint(address, port), time.monotonic())
+
+    def _record_failure(self, peer: PeerId, host: str, port: int) -> None:
+        if self.policy is not None and dial_policy.parse_ip(host) is not None:
+            self.policy.record_failure(peer, dial_policy.Endpoint(host, port), time.monotonic())
 
     async def _connect_to_any(self, addresses: Sequence[str], port: int) -> TlsConnection:
         """Connect to the first address that answers."""
