@@ -322,19 +322,39 @@ class GossipReply(_message.Message):
     wanted: bytes
     def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
+class Brief(_message.Message):
+    __slots__ = ("kind", "peer", "body", "signature", "references", "bits")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    peer: str
+    body: bytes
+    signature: bytes
+    references: bytes
+    bits: bytes
+    def __init__(self, kind: _Optional[str] = ..., peer: _Optional[str] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., references: _Optional[bytes] = ..., bits: _Optional[bytes] = ...) -> None: ...
+
 class DeliverRequest(_message.Message):
-    __slots__ = ("run", "statements")
+    __slots__ = ("run", "statements", "briefs")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STATEMENTS_FIELD_NUMBER: _ClassVar[int]
+    BRIEFS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     statements: _containers.RepeatedCompositeFieldContainer[Signed]
-    def __init__(self, run: _Optional[bytes] = ..., statements: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+    briefs: _containers.RepeatedCompositeFieldContainer[Brief]
+    def __init__(self, run: _Optional[bytes] = ..., statements: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., briefs: _Optional[_Iterable[_Union[Brief, _Mapping]]] = ...) -> None: ...
 
 class DeliverReply(_message.Message):
-    __slots__ = ("statements",)
+    __slots__ = ("statements", "unresolved")
     STATEMENTS_FIELD_NUMBER: _ClassVar[int]
+    UNRESOLVED_FIELD_NUMBER: _ClassVar[int]
     statements: _containers.RepeatedCompositeFieldContainer[Signed]
-    def __init__(self, statements: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+    unresolved: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, statements: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., unresolved: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChainRequest(_message.Message):
     __slots__ = ("run", "after_round")

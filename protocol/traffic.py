@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from google.protobuf.message import Message
 
 from protocol.consensus.message_kinds import KINDS
-from protocol.murmur_pb2 import DeliverReply, DeliverRequest, Signed
+from protocol.murmur_pb2 import Brief, DeliverReply, DeliverRequest, Signed
 
 UNKNOWN_KIND = "unknown"  # a label is never a word of a peer
 MESSAGE_TAG_BYTES = 3  # of one message in a call: a tag, and mostly two bytes of length
@@ -34,7 +34,11 @@ class ControlTraffic:
 def bytes_by_kind(call: str, message: Message) -> Mapping[str, int]:
     """Return the encoded bytes of a request or reply: those of signed messages by their kinds, the rest by the call."""
     counts: Counter[str] = Counter()
-    messages: list[Signed] = list(message.statements) if isinstance(message, DeliverRequest | DeliverReply) else []
+    messages: list[Signed | Brief] = []
+    if isinstance(message, DeliverRequest | DeliverReply):
+        messages += message.statements
+    if isinstance(message, DeliverRequest):
+        messages += message.briefs
     for signed in messages:
         counts[signed.kind if signed.kind in KINDS else UNKNOWN_KIND] += signed.ByteSize() + MESSAGE_TAG_BYTES
     counts[call] += message.ByteSize() - counts.total()

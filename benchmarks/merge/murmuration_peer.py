@@ -61,6 +61,8 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
+from protocol.consensus.briefs.codec import Abridger
+from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import Rejected
 from protocol.consensus.messages import ContributionLimits
@@ -72,6 +74,7 @@ from protocol.identity import Identity, PeerId
 from protocol.manifest import RoundSection
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
 from protocol.signing import sign
+from protocol.traffic import ControlTraffic
 from protocol.transport.transport import Transport, caller
 
 RUN_ID = hashlib.sha256(b"a merge").hexdigest()
@@ -119,8 +122,9 @@ class Peer:
             vote_log.load(),
         )
         self.loop = RoundLoop(LoopOptions(options, unsteered()), self._replica.chain, b"", self._contributions, session)
-        self._receiver = MessageReceiver(RUN_ID, self._terms, self.inbox, status)
-        rpc = PeerRpc(RUN_ID, self.transport)
+        seen = SeenMessages()
+        self._receiver = MessageReceiver(RUN_ID, self._terms, seen, self.inbox, status)
+        rpc = PeerRpc(RUN_ID, self.transport, Abridger(seen))
         outbox = Outbox(rpc, self._receiver, self, self.inbox, status)
         tools = RoundTools(
             store=self._store,
@@ -151,7 +155,11 @@ class Peer:
     async def open(self, conversation: OrderChannel) -> None:
         deliveries = InboundQuota(self._terms.parts, RoundSection().leader_timeout)
         served: Any = SimpleNamespace(
-            loop=self.loop, receiver=self._receiver, replicated=self._replica, quota=deliveries
+            loop=self.loop,
+            receiver=self._receiver,
+            replicated=self._replica,
+            quota=deliveries,
+            traffic=ControlTraffic(),
         )
         rounds = RoundsService({RUN_ID: served}, {}, LoggedStatus())
         services = [

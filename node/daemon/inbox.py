@@ -6,15 +6,17 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from node.daemon.peer_rpc import Outbox
+from node.daemon.peer_rpc import MAX_BATCH_BYTES, Outbox
 from node.loop.events import Answer, LoopEvent, MessagesReceived
 from node.monitoring.status_reporter import StatusReporter
+from protocol.consensus.briefs.codec import restore
+from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.message_kinds import parse
 from protocol.consensus.messages import ContributionLimits
-from protocol.errors import PeerFault
+from protocol.errors import LimitError, PeerFault
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import Signed
+from protocol.murmur_pb2 import Brief, Signed
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +93,12 @@ class Inbox:
 class MessageReceiver:
     """Verifies the messages that peers deliver to one replica, and collects the replies."""
 
-    def __init__(self, run_id: RunId, limits: ContributionLimits, inbox: Inbox, status: StatusReporter) -> None:
+    def __init__(
+        self, run_id: RunId, limits: ContributionLimits, seen: SeenMessages, inbox: Inbox, status: StatusReporter
+    ) -> None:
         self._run_id = run_id
         self._limits = limits
+        self._seen = seen
         self._inbox = inbox
         self._status = status
         self._reply: list[Signed] = []
@@ -107,6 +112,7 @@ class MessageReceiver:
         for signed in envelopes:
             try:
                 messages.append(parse(signed, self._run_id, self._limits))
+                self._seen.record(signed)
             except PeerFault as fault:
                 faults.append(fault)
         if faults:
@@ -114,6 +120,23 @@ class MessageReceiver:
         self._inbox.post(MessagesReceived(sender, tuple(messages)))
         reply, self._reply = self._reply, []
         return reply
+
+    def restore(self, sender: PeerId, briefs: Iterable[Brief]) -> tuple[list[Signed], list[int]]:
+        """Return the messages of the briefs that `sender` delivered, and the places of those that we cannot restore."""
+        restored, unresolved, size = list[Signed](), list[int](), 0
+        try:
+            for place, brief in enumerate(briefs):
+                signed = restore(brief, self._seen)
+                if signed is None:
+                    unresolved.append(place)
+                    continue
+                size += signed.ByteSize()
+                if size > MAX_BATCH_BYTES:
+                    raise LimitError(f"{sender} delivers briefs of more than {MAX_BATCH_BYTES} bytes in one call")
+                restored.append(signed)
+        except PeerFault as fault:
+            self._status.record_refusal(sender, fault)
+        return restored, unresolved
 
     def answer(self, answer: Answer, outbox: Outbox) -> None:
         """Send a decision in the reply if it is small enough, else through the outbox."""

@@ -20,6 +20,7 @@ import grpc
 
 from node.monitoring.status import ErrorRecorder
 from node.workers import FaultSink
+from protocol.consensus.briefs.codec import Abridger
 from protocol.errors import LimitError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -58,23 +59,37 @@ async def deliver(
     peer: PeerId,
     messages: Sequence[Signed],
     seconds: float,
+    abridger: Abridger | None = None,
     traffic: ControlTraffic | None = None,
 ) -> Iterable[Signed]:
-    """Deliver messages to a peer within `seconds`; return the messages that it thinks we lack."""
-    request, clock = DeliverRequest(run=bytes.fromhex(run_id), statements=messages), asyncio.get_running_loop().time
+    """Deliver messages to a peer within `seconds`; return the messages that it thinks we lack.
+
+    Messages that have a brief go as such, and again in full if the peer cannot restore them.
+    """
+    clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
+    traffic = traffic or ControlTraffic()
+    briefs = [(signed, brief) for signed in messages if abridger and (brief := abridger.brief_of(signed))]
+    abridged = {signed.signature for signed, _ in briefs}
 
-    async def call(channel: Any, seconds: float) -> DeliverReply:
-        if traffic:
+    async def send(request: DeliverRequest) -> DeliverReply:
+        async def call(channel: Any, seconds: float) -> DeliverReply:
             traffic.record_sent("deliver", request)
-        return await await_reply(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
+            return await await_reply(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
 
-    reply = await _call_by_best_channel(channels, peer, call, lambda: deadline - clock())
-    if traffic:
+        reply = await _call_by_best_channel(channels, peer, call, lambda: deadline - clock())
         traffic.record_received("deliver", reply)
-    if len(reply.statements) > MAX_REPLY_MESSAGES:
-        raise LimitError(f"{peer} replied with {len(reply.statements)} messages; at most {MAX_REPLY_MESSAGES}")
-    return list(reply.statements)
+        if len(reply.statements) > MAX_REPLY_MESSAGES:
+            raise LimitError(f"{peer} replied with {len(reply.statements)} messages; at most {MAX_REPLY_MESSAGES}")
+        return reply
+
+    run, whole = bytes.fromhex(run_id), [signed for signed in messages if signed.signature not in abridged]
+    reply = await send(DeliverRequest(run=run, statements=whole, briefs=[brief for _, brief in briefs]))
+    unresolved = [signed for place, (signed, _) in enumerate(briefs) if place in reply.unresolved]
+    answers = list(reply.statements)
+    if unresolved:
+        answers += (await send(DeliverRequest(run=run, statements=unresolved))).statements
+    return answers
 
 
 async def _call_by_best_channel(
@@ -117,15 +132,25 @@ async def request_relay(
 
 
 class PeerRpc:
-    """The calls of one run over the channels of the node; `traffic` counts the bytes of deliveries."""
+    """The calls of one run over the channels of the node.
 
-    def __init__(self, run_id: RunId, channels: PeerChannels, traffic: ControlTraffic | None = None) -> None:
+    `abridger` makes the briefs of messages (`None`: all go in full); `traffic` counts the bytes of deliveries.
+    """
+
+    def __init__(
+        self,
+        run_id: RunId,
+        channels: PeerChannels,
+        abridger: Abridger | None = None,
+        traffic: ControlTraffic | None = None,
+    ) -> None:
         self._run_id = run_id
         self._channels = channels
+        self._abridger = abridger
         self._traffic = traffic
 
     async def deliver(self, peer: PeerId, messages: Sequence[Signed], seconds: float) -> Iterable[Signed]:
-        return await deliver(self._run_id, self._channels, peer, messages, seconds, self._traffic)
+        return await deliver(self._run_id, self._channels, peer, messages, seconds, self._abridger, self._traffic)
 
     async def request_relay(self, relay: PeerId, message: Signed, digest: bytes, seconds: float) -> None:
         await request_relay(self._run_id, self._channels.channel, relay, message, digest, seconds)

@@ -62,6 +62,8 @@ from optim.round_plan import RoundPlanner
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
+from protocol.consensus.briefs.codec import Abridger
+from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.messages import ContributionLimits
 from protocol.consensus.weights import MAX_MULTIPLE
 from protocol.identity import Identity
@@ -166,9 +168,10 @@ class Replica:
         node, status = self._node, self.status_reporter
         self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng)
         self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
-        self.receiver = MessageReceiver(self.run_id, self._limits, self.inbox, status)
+        seen = SeenMessages()
+        self.receiver = MessageReceiver(self.run_id, self._limits, seen, self.inbox, status)
         self.traffic = ControlTraffic()
-        rpc = PeerRpc(self.run_id, node.transport, self.traffic)
+        rpc = PeerRpc(self.run_id, node.transport, Abridger(seen), self.traffic)
         self.outbox = Outbox(rpc, self.receiver, node.directory, self.inbox, status)
         self.downloader = Downloader(self.store, node.transport.bulk, node.rng)
         self._downloads = Downloads(self.downloader, self.swarm_view, rpc, status)

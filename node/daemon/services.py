@@ -126,15 +126,19 @@ class RoundsService(RoundsServicer):
         self._quiet_until = float("-inf")
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
-        peer, replica = await self._admit(self._replicas, request, context, len(request.statements))
+        count = len(request.statements) + len(request.briefs)
+        peer, replica = await self._admit(self._replicas, request, context, count)
+        whole = request.statements
+        restored, unresolved = replica.receiver.restore(peer, request.briefs)
         try:
-            sizes = [signed.ByteSize() for signed in request.statements]
+            sizes = [signed.ByteSize() for signed in (*whole, *restored)]
             replica.quota.charge(peer, sizes, replica.loop.is_known(peer), time.monotonic())
         except LimitError as fault:
             self._record_flood(fault)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(fault))
         replica.traffic.record_received("deliver", request)
-        reply = DeliverReply(statements=replica.receiver.receive(peer, request.statements))
+        answers = replica.receiver.receive(peer, [*whole, *restored])
+        reply = DeliverReply(statements=answers, unresolved=unresolved)
         replica.traffic.record_sent("deliver", reply)
         return reply
 

@@ -310,9 +310,14 @@ class SignedMessage(Generic[BodyT_co]):
 
     @classmethod
     def of(cls, signed: wire.Signed, body: BodyT_co) -> Self:  # type: ignore[misc]  # the class never changes its body
-        """Wrap a checked body; the digest covers kind, sender and body."""
-        content = b"\0".join((signed.kind.encode(), signed.peer.encode(), signed.body))
-        return cls(signed, body, signed.peer, hashlib.sha256(content).digest())
+        """Wrap a checked body."""
+        return cls(signed, body, signed.peer, digest_of(signed))
+
+
+def digest_of(signed: wire.Signed) -> Digest:
+    """Return the digest of a message; it covers kind, sender and body."""
+    content = b"\0".join((signed.kind.encode(), signed.peer.encode(), signed.body))
+    return hashlib.sha256(content).digest()
 
 
 def _open_contributions(

@@ -30,6 +30,7 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
+from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.chain import Chain, genesis_head
 from protocol.consensus.events import Fetch, Rejected
 from protocol.consensus.machine import RoundMachine
@@ -170,7 +171,7 @@ class LoopbackPeer:
         self.inbox = RecordingInbox()
         self.status = FakeStatus()
         self.state = FakeStateEffects(self.inbox)
-        self.receiver = MessageReceiver(RUN_ID, network.terms, self.inbox, cast(Any, self.status))
+        self.receiver = MessageReceiver(RUN_ID, network.terms, SeenMessages(), self.inbox, cast(Any, self.status))
         vote_log = VoteLog(folder / f"vow-{index}.json", RUN_ID, network.terms)
         self.loop = self._build_loop(vote_log)
         self.round_effects = self._build_round_effects(vote_log)

@@ -13,10 +13,12 @@ from node.daemon.outer_state import ReplicatedState
 from node.daemon.peer_rpc import deliver, request_chain
 from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService, ServedChain
 from node.loop.steering import unsteered
+from protocol.consensus.briefs.codec import Abridger, restore
+from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.chain import Chain
 from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
-from protocol.murmur_pb2 import Signed
+from protocol.murmur_pb2 import Brief, Contribution, Roster, Signed
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
 from protocol.traffic import ControlTraffic
 from tests.node.daemon.fake_channels import FixedChannels
@@ -34,6 +36,7 @@ class FakeLoop:
 
     def __init__(self) -> None:
         self.known = True
+        self.seen = SeenMessages()
         self.taken: list[tuple[PeerId, int]] = []
         self.answers = [Signed(kind="answer")]
         self.refused: list[tuple[PeerId, str]] = []
@@ -43,6 +46,11 @@ class FakeLoop:
 
     def is_known(self, peer: PeerId) -> bool:
         return self.known
+
+    def restore(self, sender: PeerId, briefs: Iterable[Brief]) -> tuple[list[Signed], list[int]]:
+        found = [restore(brief, self.seen) for brief in briefs]
+        unresolved = [place for place, signed in enumerate(found) if signed is None]
+        return [signed for signed in found if signed is not None], unresolved
 
     def receive(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         self.taken.append((sender, len(list(envelopes))))
@@ -81,6 +89,26 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_statements_go_to_the_driver_under_the_callers_name(world: RoundsServiceSetup) -> None:
     assert await world.deliver(3) == [Signed(kind="answer")]
     assert world.driver.taken == [(CALLER, 3)]
+
+
+async def test_roster_goes_as_a_brief_and_in_full_to_a_peer_that_lacks_a_contribution(
+    world: RoundsServiceSetup,
+) -> None:
+    said = Contribution(codec="c" * 300).SerializeToString()
+    contributions = [Signed(kind="contribution", peer=peer.peer_id, body=said) for peer in PEERS]
+    body = Roster(round=1, contributions=contributions).SerializeToString()
+    roster = Signed(kind="roster", peer=CALLER, body=body, signature=bytes(64))
+    abridger, sent = Abridger(SeenMessages()), []
+    for _ in range(2):
+        traffic = ControlTraffic()
+        await deliver(RUN_ID, FixedChannels(world.channel), THEM, [roster], 5.0, abridger, traffic)
+        sent.append(traffic.sent["roster"])
+        for contribution in contributions:
+            world.driver.seen.record(contribution)
+    assert world.driver.taken == [(CALLER, 0), (CALLER, 1), (CALLER, 1)]  # first the brief, and then the roster
+    brief = abridger.brief_of(roster)
+    assert brief is not None
+    assert sent == [brief.ByteSize() + roster.ByteSize() + 6, brief.ByteSize() + 3]
 
 
 async def test_too_many_another_run_and_no_identity_are_refused(

@@ -1,0 +1,1 @@
+"""Briefs: signed messages without the parts that their receiver has seen in earlier messages."""
