@@ -1,18 +1,17 @@
 """Repeat the work of another peer from its work record, and return what it should have contributed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict, FiniteFloat
 from torch import Tensor
 
 from node.audits.inner_state import InnerState
 from node.data import Corpus
-from node.ipc.channel import ContributionHeader
 from node.model import LanguageModel
 from node.simulation.virtual_trainer import VirtualTrainer
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
-from protocol.audits.work import WorkRecord
+from protocol.audits.work import BlobName, WorkRecord
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages import Contribution
 from protocol.errors import MalformedError
@@ -22,23 +21,26 @@ from protocol.manifest import Manifest
 Anchors = Mapping[int, Tensor]  # the shared vectors of rounds, one after another, weights first
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """A contribution as it should be: its header and parts, and the name of the inner state after it."""
+class Repetition(BaseModel):
+    """A contribution as it should be: the names of its parts, its counts, and the inner state after it."""
 
-    header: ContributionHeader
-    payloads: tuple[bytes, ...]
-    after: Blob
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    parts: tuple[BlobName, ...]
+    tokens: int
+    steps: int
+    loss: FiniteFloat
+    after: BlobName
 
     def find_difference(self, contribution: Contribution, record: WorkRecord) -> str:
         """Return the first difference to what the peer sent; empty if every bit agrees."""
-        if tuple(Blob.of(payload) for payload in self.payloads) != contribution.parts:
+        if tuple(part.blob for part in self.parts) != contribution.parts:
             return "other values"
-        if (self.header.tokens, self.header.steps) != (contribution.tokens, contribution.steps):
+        if (self.tokens, self.steps) != (contribution.tokens, contribution.steps):
             return "other counts"
-        if self.header.loss != contribution.loss:
+        if self.loss != contribution.loss:
             return "another loss"
-        return "" if record.after and self.after == record.after.blob else "another state"
+        return "" if self.after == record.after else "another state"
 
 
 class Repeater:
@@ -79,7 +81,13 @@ class Repeater:
         trainer.state.save()
         state = InnerState.copy_of(trainer.shared_memory, header.serial)
         assert state is not None
-        return Repetition(header, tuple(payloads), Blob.of(*state.to_bytes()))
+        return Repetition(
+            parts=tuple(BlobName.of(Blob.of(payload)) for payload in payloads),
+            tokens=header.tokens,
+            steps=header.steps,
+            loss=header.loss,
+            after=BlobName.of(Blob.of(*state.to_bytes())),
+        )
 
     def _restore(self, peer: PeerId, record: WorkRecord, before: InnerState | None, anchors: Anchors) -> VirtualTrainer:
         start = record.trace.start if before is None else before.counters.round

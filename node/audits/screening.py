@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from optim.round_plan import RoundPlanner
 from protocol.audits.findings import Verdict
 from protocol.audits.work import BlobName, Conditions, WorkRecord
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages import Commit, Contribution
-from protocol.identity import PeerId
+from protocol.consensus.messages import Contribution
 
 MAX_PLANS = 4  # an audit repeats at most so many times the planned steps of a round
 MAX_LINKS = 4  # records from a contribution to the last one that the chain includes
@@ -17,9 +17,9 @@ MAX_LINKS = 4  # records from a contribution to the last one that the chain incl
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an auditor found, and why."""
+    """What an auditor found, and why; "skipped" if it could not repeat the work."""
 
-    verdict: Verdict
+    verdict: Verdict | Literal["skipped"]
     reason: str = ""
 
 
@@ -38,27 +38,25 @@ class Screening:
         """
         if record.round != contribution.round - contribution.age:
             return Judgement("different", "its record is of another round")
-        if obstacle := record.find_obstacle() or self._find_own_obstacle(record, rounds):
+        if obstacle := record.find_obstacle() or self._find_excess(record):
             return Judgement("not auditable", obstacle)
-        return None
+        lack = self._find_lack(record, rounds)
+        return Judgement("skipped", lack) if lack else None
 
-    def _find_own_obstacle(self, record: WorkRecord, rounds: Collection[int]) -> str:
-        if record.conditions.text != self._own.text:
-            return "other text"
-        if record.conditions.device != self._own.device:
-            return "another kind of device"
+    def _find_excess(self, record: WorkRecord) -> str:
         if record.trace.steps > MAX_PLANS * self._planner.plan(record.round).steps:
             return "too many steps"
-        if not set(record.anchor_rounds) <= set(rounds):
-            return "an old anchor"
         if record.before is not None and record.before.size > self._max_state_bytes:
             return "too large a state"
         return ""
 
-
-def last_work_by_peer(commits: Sequence[Commit]) -> dict[PeerId, Blob | None]:
-    """Return the work record of the last contribution of each peer in these commits."""
-    return {entry.sender: entry.body.work for commit in commits for entry in commit.contributions}
+    def _find_lack(self, record: WorkRecord, rounds: Collection[int]) -> str:
+        """Return what this auditor lacks to repeat the work, for which the audited peer is not to blame."""
+        if record.conditions.text != self._own.text:
+            return "other text"
+        if record.conditions.device != self._own.device:
+            return "another kind of device"
+        return "" if set(record.anchor_rounds) <= set(rounds) else "an old anchor"
 
 
 def next_link(records: Sequence[WorkRecord], last_work: Blob | None) -> Blob | None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from node.daemon.peer_rpc import MAX_BATCH_BYTES, Outbox
 from node.loop.events import Answer, LoopEvent, MessagesReceived
 from node.monitoring.status_reporter import StatusReporter
+from protocol.audits.findings import FINDING_KIND
 from protocol.consensus.briefs.codec import restore
 from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.message_kinds import parse
@@ -25,6 +26,11 @@ MAX_DECISION_REPLY_BYTES = 768 * 1024  # in one reply; larger decisions go throu
 
 class EventHandler(Protocol):
     def handle(self, event: LoopEvent) -> None: ...
+
+
+class FindingReceiver(Protocol):
+    def receive(self, signed: Signed) -> None:
+        """Take the finding of another auditor. Raises PeerFault."""
 
 
 class Inbox:
@@ -102,6 +108,7 @@ class MessageReceiver:
         self._inbox = inbox
         self._status = status
         self._reply: list[Signed] = []
+        self.auditor: FindingReceiver | None = None  # None: the run has no audits
 
     def receive(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         """Verify and post the messages that `sender` delivered; return messages that it seems to lack.
@@ -111,8 +118,11 @@ class MessageReceiver:
         messages, faults = [], list[PeerFault]()
         for signed in envelopes:
             try:
-                messages.append(parse(signed, self._run_id, self._limits))
-                self._seen.record(signed)
+                if signed.kind == FINDING_KIND and self.auditor is not None:
+                    self.auditor.receive(signed)
+                else:
+                    messages.append(parse(signed, self._run_id, self._limits))
+                    self._seen.record(signed)
             except PeerFault as fault:
                 faults.append(fault)
         if faults:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
+from node.audits.auditor import Auditor, AuditTools
+from node.audits.work_keeper import WorkKeeper
 from node.checkpoints.vote_log import VoteLog
-from node.daemon.blob_relay import MAX_CONTRIBUTIONS, BlobRelay, RelayOptions
+from node.daemon.blob_relay import BlobRelay, RelayOptions
 from node.daemon.chain_sync import ChainReader, ChainSyncClient
 from node.daemon.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.downloads import Downloads
@@ -20,6 +22,7 @@ from node.daemon.outer_state import ReplicatedState, RoundCompute, state_bytes
 from node.daemon.peer_rpc import Outbox, PeerRpc
 from node.daemon.restoring import RestoreTargets, restore_run
 from node.daemon.round_effects import RoundEffects, RoundTools
+from node.daemon.run_limits import contribution_limits, max_store_bytes
 from node.daemon.services import InboundQuota
 from node.daemon.state_effects import StateEffects, StateTools
 from node.daemon.swarm_view import SwarmView
@@ -64,8 +67,6 @@ from protocol.blobs.server import BlobService
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.briefs.codec import Abridger
 from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.messages import ContributionLimits
-from protocol.consensus.weights import MAX_MULTIPLE
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
@@ -81,8 +82,6 @@ logger = logging.getLogger(__name__)
 
 VALIDATION_TOKENS = 16_384
 SLOW_COMPILE_SECONDS = 5.0  # a shorter warm-up found the kernels compiled
-STORE_STATES = 16  # size of the store, in states
-STORE_EXTRA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +138,7 @@ class Replica:
         self._restore()
         self._connect()
         self._build_loop()
+        self._build_audits()
         self._build_trainer()
         self._build_effects()
         self.status_reporter.add_source(self)
@@ -215,6 +215,25 @@ class Replica:
             RoundSession(options, sign_message, self._pacing, self._vote_log.load()),
         )
 
+    def _build_audits(self) -> None:
+        self.auditor: Auditor | None = None
+        if not self.manifest.audits.share:
+            return
+        tools = AuditTools(
+            identity=self._node.identity,
+            planner=self._planner,
+            steering=self.steering,
+            store=self.store,
+            keeper=WorkKeeper(self.store, self.shared_memory),
+            fetcher=self._downloads,
+            outbox=self.outbox,
+            swarm=self.swarm_view,
+            base=self._node.options.base,
+            device=self._node.options.device,
+        )
+        self.auditor = self.receiver.auditor = Auditor(tools, self.inbox)
+        self._node.metrics.add_refusal_counter(self.auditor)
+
     def _build_trainer(self) -> None:
         tools = TrainerTools(
             process=TrainerProcess(self.shared_memory, self._trainer_config()),
@@ -222,6 +241,7 @@ class Replica:
             store=self.store,
             contribution_file=self._contribution_file,
             run_in_thread=self._node.workers.compute,
+            work_keeper=self.auditor.work_keeper if self.auditor else None,
         )
         self.trainer = TrainerLink(tools, self._contributions, self._pacing, self, self.status_reporter)
         self.checkpointer = Checkpointer(
@@ -275,6 +295,7 @@ class Replica:
             swarm_view=self.swarm_view,
             steering=self.steering,
             revisions=self._node.revisions,
+            auditor=self.auditor,
         )
         self.effects = Effects(
             self.loop,
@@ -317,6 +338,8 @@ class Replica:
 
     async def _finish(self) -> None:
         self.effects.stop()
+        if self.auditor is not None:
+            self.auditor.stop()
         await self.trainer.stop(self.replicated.chain.round, evaluates=self.effects.reached is not None)
         if self.effects.reached is None or self.effects.reached.is_ours:
             await self.checkpointer.save_now(self.replicated, self._contributions)
@@ -331,6 +354,8 @@ class Replica:
             case Ready():
                 directory.publish(device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
             case ContributionHeader():
+                if self.auditor is not None:
+                    self.auditor.conditions = message.conditions
                 self.inbox.post(ContributionReady())
             case PauseChanged():
                 directory.publish(urgent=True, resting=bool(message.reason))
@@ -351,7 +376,8 @@ class Replica:
         return self._node.blob_service.recently_requested()
 
     def held_digests(self) -> Collection[bytes]:
-        return [*self.blob_relay.held_digests(), *self.loop.session.left_out]
+        audits = self.auditor.held_digests if self.auditor else ()
+        return [*self.blob_relay.held_digests(), *self.loop.session.left_out, *audits]
 
     def status_fields(self) -> Mapping[str, object]:
         target = self.steering.manifest_at(self.replicated.chain.round).target
@@ -364,6 +390,7 @@ class Replica:
             "trainer_restarts": self.trainer.crash_count,
             "trainer_trouble": self.trainer.not_running_reason,
             "unsaved": self.checkpointer.last_error,
+            "audits": dict(self.auditor.counts) if self.auditor else {},
         }
 
     def _first_status(self) -> NodeStatus:
@@ -376,17 +403,3 @@ class Replica:
             target_rounds=manifest.target.rounds,
             target_tokens=manifest.target.tokens,
         )
-
-
-def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> ContributionLimits:
-    """Return the limits that every contribution to the run must keep."""
-    shapes = shape_table(manifest.model).hash()
-    recipe, organiser = manifest.method.recipe, manifest.run.organiser_key
-    most = MAX_MULTIPLE * planner.max_steps * manifest.train.batch_tokens
-    return ContributionLimits(recipe, shapes, planner.max_parts, most, planner.max_part_bytes, organiser)
-
-
-def max_store_bytes(planner: RoundPlanner) -> int:
-    """Return the most bytes that the blobs of a run may take on disk."""
-    states = STORE_STATES * state_bytes(planner.numel, planner.method)
-    return states + MAX_CONTRIBUTIONS * planner.max_contribution_bytes + STORE_EXTRA_BYTES

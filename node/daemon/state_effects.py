@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from node.audits.auditor import Auditor
 from node.daemon.chain_sync import ChainSyncClient
 from node.daemon.checkpointer import Checkpointer
 from node.daemon.downloads import Downloads
@@ -63,6 +64,7 @@ class StateTools:
     swarm_view: SwarmView
     steering: Steering
     revisions: RevisionKeeper
+    auditor: Auditor | None = None
 
 
 class StateEffects:
@@ -99,11 +101,16 @@ class StateEffects:
 
     async def start_trainer(self) -> None:
         round_number = self._tools.replicated.chain.round
+        self._remember_anchor(round_number, self._shared_vectors())
         await self._tools.trainer.start(round_number, self._shared_vectors(), self._train_section())
         self._inbox.post(TrainerStarted())
 
     async def set_resting(self, is_resting: bool) -> None:
         await self._tools.trainer.set_resting(is_resting)
+
+    def _remember_anchor(self, round_number: int, shared: list[Tensor]) -> None:
+        if self._tools.auditor is not None:
+            self._tools.auditor.remember_anchor(round_number, shared)
 
     def _train_section(self) -> TrainSection:
         return self._tools.steering.manifest_at(self._tools.replicated.chain.round).train
@@ -123,6 +130,7 @@ class StateEffects:
         assert state is not None
         tools, round_number = self._tools, action.commit.body.round + 1
         train = tools.steering.manifest_after(action.commit.body).train
+        self._remember_anchor(round_number, state.shared_vectors(tools.method))
         await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method), train)
         await tools.replicated.advance(action.commit, state)
         self._inbox.post(CommitApplied(tools.replicated.blob.digest))
@@ -136,6 +144,8 @@ class StateEffects:
         urgent = action.outcome != "included" or tools.steering.is_target_reached
         self._announce([action.commit], action.outcome, urgent)
         await self._save([action.commit])
+        if tools.auditor is not None:
+            tools.auditor.on_commit(tools.replicated.chain)
         self._inbox.post(HeadPublished())
 
     async def find_path(self, action: FindPath) -> None:
@@ -167,6 +177,7 @@ class StateEffects:
     async def adopt_state(self, action: AdoptState) -> None:
         """Announce the state only once it is on disk: a kill would revert all skipped rounds."""
         tools = self._tools
+        self._remember_anchor(tools.replicated.chain.round, self._shared_vectors())
         await tools.trainer.apply_anchor(tools.replicated.chain.round, self._shared_vectors(), self._train_section())
         await self._save(action.commits)
         await tools.checkpointer.wait_until_saved()

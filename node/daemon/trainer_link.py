@@ -17,6 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from node.audits.work_keeper import WorkKeeper
 from node.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
@@ -73,6 +74,7 @@ class TrainerTools:
     store: BlobStore
     contribution_file: ContributionFile
     run_in_thread: RunInThread
+    work_keeper: WorkKeeper | None = None
 
 
 class TrainerLink:
@@ -91,6 +93,7 @@ class TrainerLink:
         self._store = tools.store
         self._contribution_file = tools.contribution_file
         self._run_in_thread = tools.run_in_thread
+        self._work_keeper = tools.work_keeper
         self.contributions = contributions
         self._step_targets = step_targets
         self._listener = listener
@@ -318,7 +321,9 @@ class TrainerLink:
         self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None
     ) -> StoredContribution:
         """Store a contribution; `settled` are those before it, or None if it will not be submitted."""
-        contribution = StoredContribution(header, store_parts(self._store, self._shared_memory, header))
+        parts = store_parts(self._store, self._shared_memory, header)
+        work = None if self._work_keeper is None else self._work_keeper.record(header)
+        contribution = StoredContribution(header, parts, work)
         if settled is not None:
             self._contribution_file.save(LastSent(contribution, settled))
         return contribution

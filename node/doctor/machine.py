@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from node.daemon.outer_state import state_bytes
-from node.daemon.replica import STORE_EXTRA_BYTES, STORE_STATES
+from node.daemon.run_limits import STORE_EXTRA_BYTES, STORE_STATES
 from node.doctor.findings import Finding, finding_of_error, judge_free_space, judge_microbatch
 from node.from_manifest import build_program
 from node.model import shape_table

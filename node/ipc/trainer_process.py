@@ -42,6 +42,7 @@ from node.process import python_environment
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 
+TRAINER_MODULE = "node.trainer"
 WATCHDOG_SECONDS = 5.0
 MIN_STUCK_SECONDS = 300.0
 STUCK_FACTOR = 20.0
@@ -293,7 +294,7 @@ class TrainerProcess:
     async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
         memory_fd, threads = self._shared_memory.fd, str(self._config.options.thread_count)
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "node.trainer"),
+            *(sys.executable, "-m", TRAINER_MODULE),
             *(str(channel_fd), str(memory_fd), str(os.getpid())),
             pass_fds=(channel_fd, memory_fd),
             stdin=asyncio.subprocess.DEVNULL,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from node.checkpoints import checkpoint
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.outer_state import OuterState, state_bytes
-from node.daemon.replica import max_store_bytes
+from node.daemon.run_limits import max_store_bytes
 from node.model import shape_table
 from node.run_dir import RunDir
 from optim.round_plan import RoundPlanner

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from node.daemon.chain_sync import ChainReader, find_reached_head
 from node.daemon.node import Node
-from node.daemon.replica import contribution_limits
+from node.daemon.run_limits import contribution_limits
 from node.daemon.services import ServedChain
 from node.daemon.swarm_view import find_newest_validation, peer_states
 from node.from_manifest import build_program, topology_class

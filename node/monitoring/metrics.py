@@ -184,6 +184,7 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     yield _labelled_counter(
         "murmur_direct_refusals", "Rejected direct connections, by reason", "reason", status.direct_refusals
     )
+    yield _labelled_counter("murmur_audits", "Audits of others' contributions", "verdict", status.audits)
     gauges: tuple[tuple[str, str, float | None], ...] = (
         ("murmur_paused", "1 while training pauses for other programs that use the device", float(bool(status.paused))),
         ("murmur_loss", "Recent training loss, nats a token", status.loss),

@@ -132,6 +132,7 @@ class NodeStatus(BaseModel):
     skipped_rows: dict[str, int] = Field(
         default={}, description="rows of the text that the trainer could not use, by reason"
     )
+    audits: dict[str, int] = Field(default={}, description="contributions that this node repeated, by verdict")
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
     trainer_restarts: int = 0

@@ -9,7 +9,7 @@ import torch
 
 from node.audits.inner_state import InnerState, max_state_bytes
 from node.audits.repeater import Repeater
-from node.audits.screening import Judgement, Screening, find_broken_link, last_work_by_peer, next_link
+from node.audits.screening import Judgement, Screening, find_broken_link, next_link
 from node.audits.work_keeper import WorkKeeper
 from node.daemon.outer_state import OuterState
 from node.data import Corpus
@@ -18,7 +18,7 @@ from node.ipc.shared_memory import SharedLayout
 from node.simulation.virtual_trainer import VirtualTrainer
 from protocol import murmur_pb2 as wire
 from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
-from protocol.audits.draw import Audit, draw_audits
+from protocol.audits.draw import Audit
 from protocol.audits.findings import FINDING_KIND, Finding, SignedFinding
 from protocol.audits.work import Conditions, WorkRecord
 from protocol.blobs.blob import Blob
@@ -125,7 +125,6 @@ class PeerAudits:
         self._peer_id = peer_id
         self._docket = Docket(peer_id)
         self._keeper: tuple[VirtualTrainer, WorkKeeper] | None = None
-        self._last_work: dict[tuple[Digest, PeerId], Blob | None] = {}
 
     def record_work(self, trainer: VirtualTrainer, header: ContributionHeader) -> Blob:
         """Store the work record and the inner state of a new contribution."""
@@ -137,14 +136,7 @@ class PeerAudits:
     def on_new_head(self, chain: Chain, state: OuterState) -> None:
         """Draw the audits of the newest round, and repeat what is ours."""
         self._shared.remember_anchor(chain.round, state)
-        if not chain.kept_commits:
-            return
-        *earlier, newest = (commit.body for commit in chain.kept_commits)
-        audits = draw_audits(newest, chain.digest, self._shared.share, ())
-        known = last_work_by_peer(earlier)
-        for audit in audits:
-            self._last_work[audit.chain, audit.contribution.sender] = known.get(audit.contribution.sender)
-        self._follow(self._docket.open(newest.round, audits))
+        self._follow(self._docket.open_round(chain, self._shared.share))
 
     def learn(self, finding: SignedFinding) -> None:
         with suppress(StaleError):
@@ -153,16 +145,18 @@ class PeerAudits:
     def _follow(self, consequences: list[Consequence]) -> None:
         for consequence in consequences:
             match consequence:
-                case RepeatWork(audit):
-                    self._repeat(audit)
+                case RepeatWork(audit, last_work):
+                    self._repeat(audit, last_work)
                 case PeerLied(peer, round_number):
                     self._shared.caught.setdefault(peer, round_number)
                 case PeerStruck(_, reason):
                     self._shared.struck[reason] += 1
 
-    def _repeat(self, audit: Audit) -> None:
+    def _repeat(self, audit: Audit, last_work: Blob | None) -> None:
         peer = audit.contribution.sender
-        judgement = self._shared.judge(audit, self._last_work[audit.chain, peer])
+        judgement = self._shared.judge(audit, last_work)
+        if judgement.verdict == "skipped":
+            return
         self._follow(self._docket.note_verdict(audit, judgement.verdict))
         if self._docket.is_published(audit, judgement.verdict):
             body = audit.contribution.body

@@ -10,29 +10,40 @@ is down. It gets a strike once that happens MAX_MISSES times in a row.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
-from protocol.audits.draw import Audit
+from protocol.audits.draw import Audit, AuditKey, draw_audits
 from protocol.audits.findings import SignedFinding, Verdict
+from protocol.blobs.blob import Blob
+from protocol.consensus.chain import Chain
+from protocol.consensus.messages import Commit
 from protocol.errors import StaleError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 
 MAJORITY = 2  # of the three auditors of a contribution
-KEPT_ROUNDS = 16
+KEPT_ROUNDS = 64
+HELD_ROUNDS = 16  # for so long an auditor keeps what a repetition needs, and longer once there is a finding
 MAX_MISSES = 3
 MAX_COUNTED_PEERS = 4096
 MAX_EARLY_ROUNDS = 2
 MAX_EARLY_FINDINGS = 256
-AuditKey = tuple[bytes, PeerId]  # chain and audited peer
+NOTHING_KNOWN: Final[Mapping[PeerId, Blob | None]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class RepeatWork:
-    """We are to repeat a contribution."""
+    """We are to repeat a contribution; another auditor found a difference in it if it `is_disputed`.
+
+    `last_work` is the record of the peer's last contribution in the chain, if known.
+    """
 
     audit: Audit
+    last_work: Blob | None = None
+    is_disputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ Consequence = RepeatWork | PeerLied | PeerStruck
 class _Case:
     audit: Audit
     round: int
+    last_work: Blob | None
     findings: dict[PeerId, SignedFinding] = field(default_factory=dict)
     is_repeating: bool = False
     is_decided: bool = False
@@ -77,22 +89,40 @@ class Docket:
         self._round = -1
         self._early: dict[tuple[PeerId, *AuditKey], SignedFinding] = {}  # of rounds that we have not applied yet
 
-    def open(self, round_number: int, audits: Sequence[Audit]) -> list[Consequence]:
+    def open_round(self, chain: Chain, share: float) -> list[Consequence]:
+        """Draw the audits of the newest commit of our chain; return those that are ours."""
+        if not chain.kept_commits:
+            return []
+        *earlier, newest = (commit.body for commit in chain.kept_commits)
+        audits = draw_audits(newest, chain.digest, share, chain.electorate.voters)
+        return self.open(newest.round, audits, last_work_by_peer(earlier))
+
+    def open(
+        self, round_number: int, audits: Sequence[Audit], last_work: Mapping[PeerId, Blob | None] = NOTHING_KNOWN
+    ) -> list[Consequence]:
         """Take the audits of a decided round; return those that are ours, and what early findings lead to."""
         self._round = round_number
         self._cases = {key: case for key, case in self._cases.items() if case.round > round_number - KEPT_ROUNDS}
         ours: list[Consequence] = []
         for audit in audits:
-            case = self._cases.setdefault((audit.chain, audit.contribution.sender), _Case(audit, round_number))
+            peer = audit.contribution.sender
+            case = self._cases.setdefault((audit.chain, peer), _Case(audit, round_number, last_work.get(peer)))
             if audit.auditors[:1] == (self._peer_id,) and not case.is_repeating:
                 case.is_repeating = True
-                ours.append(RepeatWork(audit))
+                ours.append(RepeatWork(audit, case.last_work))
         return [*ours, *self._learn_early()]
 
     def _learn_early(self) -> list[Consequence]:
         due = [key for key, finding in self._early.items() if finding.body.round <= self._round]
         found = [finding for key in due if self._is_known(finding := self._early.pop(key))]
         return [consequence for finding in found for consequence in self._learn(finding)]
+
+    @property
+    def our_audits(self) -> frozenset[AuditKey]:
+        """Return the audits that we may still have to repeat."""
+        since = self._round - HELD_ROUNDS
+        ours = ((key, case) for key, case in self._cases.items() if self._peer_id in case.audit.auditors)
+        return frozenset(key for key, case in ours if case.round > since or (case.findings and not case.is_decided))
 
     def is_published(self, audit: Audit, verdict: Verdict) -> bool:
         """Return whether our verdict concerns the others: a difference does, and any answer to one."""
@@ -141,7 +171,7 @@ class Docket:
         if case.is_repeating or self._peer_id not in case.audit.auditors or not case.count("different"):
             return []
         case.is_repeating = True
-        return [RepeatWork(case.audit)]
+        return [RepeatWork(case.audit, case.last_work, is_disputed=True)]
 
     def _decide(self, case: _Case) -> list[Consequence]:
         if case.is_decided:
@@ -160,3 +190,8 @@ class Docket:
 
     def _accusers(self, case: _Case) -> list[PeerId]:
         return sorted(peer for peer, finding in case.findings.items() if finding.body.verdict == "different")
+
+
+def last_work_by_peer(commits: Sequence[Commit]) -> dict[PeerId, Blob | None]:
+    """Return the work record of the last contribution of each peer in these commits."""
+    return {entry.sender: entry.body.work for commit in commits for entry in commit.contributions}

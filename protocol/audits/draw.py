@@ -15,12 +15,19 @@ from protocol.identity import PeerId
 PANEL = 3  # auditors of one contribution, the majority of whom decides
 
 
+AuditKey = tuple[Digest, PeerId]  # chain and audited peer
+
+
 class Audit(NamedTuple):
     """A contribution that is audited, the chain's digest after its commit, and its auditors in their order."""
 
     contribution: SignedMessage[Contribution]
     chain: Digest
     auditors: tuple[PeerId, ...]
+
+    @property
+    def key(self) -> AuditKey:
+        return self.chain, self.contribution.sender
 
 
 def draw_audits(commit: Commit, chain: Digest, share: float, voters: Collection[PeerId]) -> tuple[Audit, ...]:

@@ -11,7 +11,7 @@ from typing import Self
 
 from node.daemon.outer_state import RoundCompute
 from node.daemon.peer_rpc import request_chain
-from node.daemon.replica import contribution_limits
+from node.daemon.run_limits import contribution_limits
 from node.from_manifest import build_program
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.blobs.store import BlobStore

@@ -32,7 +32,7 @@ def test_same_round_twice_gives_no_second_repetition() -> None:
 
 def test_difference_lets_the_other_auditors_repeat_once() -> None:
     docket = docket_of(AUDIT.auditors[1])
-    assert docket.learn(finding_of(AUDIT, 0, "different")) == [RepeatWork(AUDIT)]
+    assert docket.learn(finding_of(AUDIT, 0, "different")) == [RepeatWork(AUDIT, is_disputed=True)]
     assert docket.learn(finding_of(AUDIT, 0, "different")) == []
     assert docket_of(STRANGER).learn(finding_of(AUDIT, 0, "different")) == []
 
@@ -68,7 +68,7 @@ def test_finding_on_another_contribution_is_refused() -> None:
 def test_early_findings_wait_for_their_round_and_old_ones_are_refused() -> None:
     docket = Docket(AUDIT.auditors[1])
     assert docket.learn(finding_of(AUDIT, 0, "different")) == []
-    assert docket.open(0, [AUDIT]) == [RepeatWork(AUDIT)]
+    assert docket.open(0, [AUDIT]) == [RepeatWork(AUDIT, is_disputed=True)]
     docket.open(KEPT_ROUNDS + 1, [])
     with pytest.raises(StaleError):
         docket.learn(finding_of(AUDIT, 2, "different"))

@@ -1,0 +1,50 @@
+"""Audits among real peers: one of them makes half of its steps, and the others find out."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.local.peer_process import PeerProcess
+from tests.swarm.process_swarm import ProcessSwarm, join_command, manifest_with, running_swarm
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
+PEERS = 4
+LIED = "audit: lied"
+
+
+def audited_run() -> dict[str, dict[str, object]]:
+    return {
+        "run": {"min_peers": PEERS},
+        "round": {"grace": 5.0, "leader_timeout": 5.0},
+        "method": {"recipe": "diloco", "schedule": {"inner_steps": 30}},
+        "audits": {"share": 0.2},
+        "target": {"rounds": 1_000_000},
+    }
+
+
+def make_lazy(swarm: ProcessSwarm, index: int) -> None:
+    name = f"peer-{index}"
+    home = swarm.run.parent / name
+    command = join_command(swarm.run, home, "--name", name)
+    command[command.index("node.cli")] = "tests.swarm.lazy_peer"
+    assert command[0] == sys.executable
+    swarm.peers[index] = PeerProcess(name, home, command)
+
+
+def test_peers_find_the_one_that_makes_half_of_its_steps(tmp_path: Path) -> None:
+    with running_swarm(tmp_path, manifest_with(**audited_run()), PEERS) as swarm:
+        make_lazy(swarm, PEERS - 1)
+        swarm.start()
+        honest = swarm.peers[:-1]
+        swarm.wait_until(lambda: any(status.refusals.get(LIED) for status in swarm.poll(*honest)), "it is found", 150)
+        statuses = swarm.poll(*honest)
+        liar = swarm.poll(swarm.peers[-1])[0].peer_id
+        lines = [line for peer in honest for line in swarm.log(peer).splitlines() if "lied about its work" in line]
+        assert lines and all("peer-3" in line or liar in line for line in lines)
+        # The control: honest contributions were repeated too, and nobody found a difference in them.
+        swarm.wait_until(
+            lambda: sum(status.audits.get("equal", 0) for status in swarm.poll(*honest)) >= 1, "honest work agrees", 60
+        )
+        assert not any(status.refusals.get("audit: false finding") for status in statuses)
