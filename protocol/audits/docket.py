@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 from protocol.audits.draw import Audit, AuditKey, draw_audits
 from protocol.audits.findings import SignedFinding, Verdict
@@ -31,6 +31,10 @@ MAX_MISSES = 3
 MAX_COUNTED_PEERS = 4096
 MAX_EARLY_ROUNDS = 2
 MAX_EARLY_FINDINGS = 256
+Offence = Literal["audit: lied", "audit: not served", "audit: not auditable", "audit: false finding"]
+_MISSES: Final[Mapping[Verdict, Offence]] = MappingProxyType(
+    {"not served": "audit: not served", "not auditable": "audit: not auditable"}
+)
 NOTHING_KNOWN: Final[Mapping[PeerId, Blob | None]] = MappingProxyType({})
 
 
@@ -60,7 +64,7 @@ class PeerStruck:
     """A peer did something that honest peers do rarely."""
 
     peer: PeerId
-    reason: str
+    reason: Offence
 
 
 Consequence = RepeatWork | PeerLied | PeerStruck
@@ -132,7 +136,7 @@ class Docket:
     def note_verdict(self, audit: Audit, verdict: Verdict) -> list[Consequence]:
         """Count what we found ourselves."""
         peer = audit.contribution.sender
-        if verdict in ("equal", "different"):
+        if verdict not in _MISSES:
             self._misses.pop(peer, None)
             return []
         if len(self._misses) >= MAX_COUNTED_PEERS:
@@ -141,7 +145,7 @@ class Docket:
         if self._misses[peer] < MAX_MISSES:
             return []
         del self._misses[peer]
-        return [PeerStruck(peer, f"audit: {verdict}")]
+        return [PeerStruck(peer, _MISSES[verdict])]
 
     def learn(self, finding: SignedFinding) -> list[Consequence]:
         """Take a finding, our own included. Raises StaleError if its sender does not audit that contribution."""

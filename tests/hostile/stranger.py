@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from node.daemon.peer_rpc import await_reply
-from node.daemon.replica import contribution_limits
+from node.daemon.run_limits import contribution_limits
 from node.from_manifest import build_program
 from protocol.consensus.messages import ContributionLimits
 from protocol.identity import Identity, PeerId
