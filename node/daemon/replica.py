@@ -54,7 +54,7 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from node.model import shape_table
 from node.monitoring.metrics import Metrics
-from node.monitoring.status import NodeStatus
+from node.monitoring.status import first_status
 from node.monitoring.status_reporter import StatusReporter
 from node.options import NodeOptions
 from node.run_dir import RunDir
@@ -130,7 +130,9 @@ class Replica:
         self.inbox = Inbox()
         self._background = BackgroundTasks(self.inbox)
         self._finishing: asyncio.Task[None] | None = None
-        self.status_reporter = StatusReporter(self._first_status(), node.metrics)
+        self.status_reporter = StatusReporter(
+            first_status(manifest, node.identity.peer_id, node.options.name), node.metrics
+        )
         self._disk_budget = choose_budget(run_dir.path, node.options.disk)
         self._max_store_bytes = min(max_store_bytes(planner), self._disk_budget // 2)
         self.store = BlobStore(run_dir.blobs, self._max_store_bytes, DEFAULT_MEMORY_BYTES)
@@ -392,14 +394,3 @@ class Replica:
             "unsaved": self.checkpointer.last_error,
             "audits": dict(self.auditor.counts) if self.auditor else {},
         }
-
-    def _first_status(self) -> NodeStatus:
-        manifest = self.manifest
-        return NodeStatus(
-            peer_id=self._node.identity.peer_id,
-            run=manifest.run.name,
-            run_id=manifest.run_id,
-            name=self._node.options.name,
-            target_rounds=manifest.target.rounds,
-            target_tokens=manifest.target.tokens,
-        )

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
+from protocol.manifest import Manifest
 
 # Errors from which the node recovered, each with one line in the log; docs/reference/status.md explains the words.
 RecoveredErrorKind = Literal[
@@ -252,6 +253,18 @@ def _format_counts(counts: Mapping[str, int]) -> str:
     """Format counts as `late 3, slow 1`, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join(f"{reason} {count}" for reason, count in ordered)
+
+
+def first_status(manifest: Manifest, peer_id: PeerId, name: str) -> NodeStatus:
+    """Return the status of a node of that name before it has done anything."""
+    return NodeStatus(
+        peer_id=peer_id,
+        run=manifest.run.name,
+        run_id=manifest.run_id,
+        name=name,
+        target_rounds=manifest.target.rounds,
+        target_tokens=manifest.target.tokens,
+    )
 
 
 async def fetch_status(port: int, deadline: float) -> NodeStatus:
