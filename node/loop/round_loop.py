@@ -104,7 +104,7 @@ class RoundLoop:
 
     def is_known(self, peer: PeerId) -> bool:
         """Return whether messages of a peer may count: a trainer's, or those of a voter that we have just lost."""
-        return peer in self._snapshot.trainers or self.session.has_voter(peer)
+        return peer in self._snapshot.trainers or self.session.has_member(peer)
 
     def handle(self, event: LoopEvent, now: float) -> list[LoopAction]:
         return self.handle_all((event,), now)
@@ -260,7 +260,7 @@ class RoundLoop:
     def _open_round(self, now: float) -> None:
         self._report_phase("training")
         membership, trainers = self._snapshot.membership(self._peer_id, self.chain), self._snapshot.trainers
-        self.session.open(self.chain.head, membership, trainers, self.steering.new_revisions, now)
+        self.session.open(self.chain, membership, trainers, self.steering.new_revisions, now)
         self._submit(now)
 
     def _submit(self, now: float) -> None:

@@ -19,7 +19,7 @@ from node.loop.events import (
 )
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import (
     Action,
     Event,
@@ -107,23 +107,23 @@ class RoundSession:
         """Return the actions that wait until a vote is on disk."""
         return self._pending
 
-    def has_voter(self, peer: PeerId) -> bool:
-        return self._machine is not None and self._machine.has_voter(peer)
+    def has_member(self, peer: PeerId) -> bool:
+        return self._machine is not None and self._machine.has_member(peer)
 
     def open(
-        self, head: ChainHead, membership: MembershipChanged, trainers: Iterable[PeerId],
+        self, chain: Chain, membership: MembershipChanged, trainers: Iterable[PeerId],
         revisions: tuple[SignedMessage[Revision], ...], now: float,
     ) -> None:  # fmt: skip
-        """Open the round after `head`.
+        """Open the round after the head of our chain.
 
         Args:
-            head: the head that the round continues.
+            chain: the chain that the round continues, with the keys that may vote.
             membership: the peers that take part.
             trainers: every live trainer of the run, at any round.
             revisions: those that a commit of ours adopts.
             now: the current time.
         """
-        last_seen = self._last_seen
+        head, last_seen = chain.head, self._last_seen
         if last_seen is None:
             last_seen = dict.fromkeys([*self._known_voters, *trainers], now)
         self._number = head.round
@@ -133,7 +133,14 @@ class RoundSession:
             settings,
             self._options.peer_id,
             RoundStart(
-                head.round, head.digest, last_seen, self._vote, head.revision, revisions, self._options.audit_secret
+                head.round,
+                head.digest,
+                last_seen,
+                self._vote,
+                head.revision,
+                revisions,
+                self._options.audit_secret,
+                chain.electorate,
             ),
             self._signer,
             now,
@@ -182,7 +189,7 @@ class RoundSession:
     def _receive(self, message: SignedMessage[Any]) -> None:
         if self._machine is None or message.body.round != self._number:
             return
-        if self._machine.has_voter(message.sender):
+        if self._machine.has_member(message.sender):
             key = message_key(message)
             if key not in self._messages:
                 self._index_blobs(message)

@@ -15,7 +15,7 @@ or a single key. Revoked keys have no vote, from the commit on that adopts their
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -36,6 +36,7 @@ REVOKED_KEY = "admission.revoked"  # the key of a revision
 
 _WINDOW = (1 << WINDOW_ROUNDS) - 1
 _ABSENT = (1 << ABSENCES_TO_LOSE) - 1
+_REGULAR = 0b111
 _PRESENT = 1
 OPEN = AdmissionSection()
 Attendance = Mapping[PeerId, int]  # a bit for each of the last commits, the newest lowest: whether it includes the key
@@ -112,15 +113,30 @@ class Electorate:
         ranked = sorted(earned, key=lambda peer: (-earned[peer].bit_count(), _rank(commit.content_digest, peer)))
         return frozenset(ranked[: max(0, free)])
 
+    def counted(self, members: Set[PeerId], known: Set[PeerId]) -> frozenset[PeerId]:
+        """Return those of `known` whose votes count in a round with these members.
+
+        They are the voters. If no voter is a member any more, the keys that contributed lately go on without them, and
+        if there is none of these either, all do.
+        """
+        groups: tuple[Set[PeerId], ...] = (self.voters, self.attendance.keys())
+        return frozenset(known & next((group for group in groups if not group.isdisjoint(members)), known))
+
+    def is_regular(self, peer: PeerId) -> bool:
+        """Return whether the last commits all include a key: peers wait for its next contribution."""
+        return self.attendance.get(peer, 0) & _REGULAR == _REGULAR
+
+    def tolerated_liars(self, count: int) -> int:
+        """Return how many of `count` voters may lie."""
+        return 0 if self.rule.trusted else max(0, count - 1) // 3
+
     def quorum_size(self, count: int) -> int:
         """Return how many of `count` voters decide.
 
         Any two such sets share more than a third of the voters, so they share an honest one while fewer than a third
         are liars; in a list whose members trust one another they share one.
         """
-        if self.rule.trusted:
-            return count // 2 + 1
-        return (count + max(0, count - 1) // 3) // 2 + 1
+        return (count + self.tolerated_liars(count)) // 2 + 1
 
     def is_certified_by(self, peers: Iterable[PeerId]) -> bool:
         """Return whether these peers are a quorum of all voters; without voters nobody can be sure."""
@@ -202,3 +218,6 @@ def _bounded(attendance: Attendance, voters: frozenset[PeerId]) -> Attendance:
 
 def _rank(seed: Digest, peer: PeerId) -> bytes:
     return hashlib.sha256(seed + peer.encode()).digest()
+
+
+NOBODY = Electorate.at_genesis()

@@ -115,7 +115,7 @@ class VoteRecord:
     the new machine takes the last record, begins in the view after it and keeps the lock. So a peer does not have to
     remember its messages in earlier views.
 
-    `lock`: the newest proposal that the peer acknowledged. `members`: the voters; a restarted peer that sees none of
+    `lock`: the newest proposal that the peer acknowledged. `members`: the members; a restarted peer that sees none of
     them still counts them until their votes are forgotten. `required_blobs`: the blobs that the locked proposal needs.
     They must be on disk before the record, because no other peer may have them any more.
     """

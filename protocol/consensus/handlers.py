@@ -20,7 +20,7 @@ def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -
     sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "wrong round")]
-    if not state.voter_set.is_voter(sender):
+    if not state.voter_set.is_known(sender):
         return [(sender, "not a member")]
     if sender == state.me:
         return []
@@ -50,7 +50,7 @@ def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> lis
         case Acknowledgement():
             state.knowledge.learn_acknowledgement(message)
         case CommitCertificate():
-            state.knowledge.learn_certificate(message, state.voter_set.voters)
+            state.knowledge.learn_certificate(message, state.voter_set.known)
     return []
 
 
@@ -72,7 +72,7 @@ def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float
     if ballot.view > view_change.max_reachable_view(state):
         return [(sender, "view too far")]
     if current and len(message.body.contributions) < len(current.contributors):
-        return [(sender, "smaller roster")]  # until the current leader fails, or half of the live members have moved on
+        return [(sender, "smaller roster")]  # until the current leader fails, or half of the live voters have moved on
     if not view_change.may_lead(state, sender, ballot.view):
         return [(sender, "not the leader")]
     if unknown_contributors(state, message.body):
@@ -89,7 +89,7 @@ def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignme
         return []
     if count != len(view.initial_reducers):
         return [(message.sender, "wrong round")]
-    view.follow_assignment(message, state.voter_set.voters, now)
+    view.follow_assignment(message, state.voter_set.known, now)
     return []
 
 
@@ -111,5 +111,5 @@ def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[
     if unknown_contributors(state, message.body):
         return [(message.sender, "unknown contributor")]
     if message.sender == state.leader or view_change.may_lead(state, message.sender, message.body.view):
-        state.knowledge.learn_contributions(message.body, state.voter_set.voters)
+        state.knowledge.learn_contributions(message.body, state.voter_set.known)
     return []

@@ -90,8 +90,8 @@ class Leader(ABC):
         return self._voter_set.is_quorum(self.joined_peers())
 
     def locked_proposal(self) -> SignedMessage[Commit] | None:
-        """Return the highest older proposal that any member of this view acknowledged."""
-        joined = self.joined_peers()
+        """Return the highest older proposal that any voter of this view acknowledged."""
+        joined = self.joined_peers() & self._voter_set.voters
         return max(
             (
                 proposal
@@ -155,7 +155,7 @@ class Leader(ABC):
         """Return whether most peers have more than half of the parts that they wait for."""
 
     def _is_ready(self, joined: set[PeerId], required_blobs: Mapping[PeerId, Set[Digest]], now: float) -> bool:
-        """Return whether all contributors hold their blobs, or a majority does and the others have had a grace."""
+        """Return whether all voters that contributed hold their blobs, or a quorum does and the others had a grace."""
         nothing = frozenset[Digest]()
         ready = {peer for peer in joined if required_blobs.get(peer, nothing) <= self._knowledge.held_digests(peer)}
         if not self._voter_set.is_quorum(ready):
@@ -163,7 +163,7 @@ class Leader(ABC):
             return False
         if self._ready_since is None:
             self._ready_since = now
-        awaited = self._present.intersection(self._view.contributors)
+        awaited = self._present.intersection(self._view.contributors) & self._voter_set.voters
         return awaited <= ready or now >= self._ready_since + self._settings.grace
 
     def deadlines(self) -> list[float]:

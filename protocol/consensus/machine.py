@@ -135,9 +135,9 @@ class RoundMachine:
         missed = [entry for sender, entry in self._knowledge.contributions.items() if sender not in included]
         return frozenset(blob.digest for blob in blobs_of(missed))
 
-    def has_voter(self, peer: PeerId) -> bool:
-        """Return whether the vote of a peer counts in this round."""
-        return self._state.voter_set.is_voter(peer)
+    def has_member(self, peer: PeerId) -> bool:
+        """Return whether a peer takes part in this round, or did before it vanished."""
+        return self._state.voter_set.is_known(peer)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle one event; after Finish the machine returns no more actions."""
@@ -162,7 +162,7 @@ class RoundMachine:
             return []
         self._persisted_vote = vote
         blobs = tuple(part_blob.blob for part_blob in state.required_parts(state.lock)) if state.lock else ()
-        return [VoteRecord(state.number, state.base, view, state.lock, state.voter_set.voters, blobs)]
+        return [VoteRecord(state.number, state.base, view, state.lock, state.voter_set.known, blobs)]
 
     def next_deadline(self, now: float) -> float | None:
         """Return the time at which the machine needs a Tick, or `None` once the round is decided."""
@@ -274,7 +274,7 @@ class RoundMachine:
         body, dropped = assignment
         self._reject_all(dropped)
         signed_message = self._sign(body)
-        view.follow_assignment(signed_message, self._state.voter_set.voters, now)
+        view.follow_assignment(signed_message, self._state.voter_set.known, now)
         self._send(self._state.others, signed_message)
 
     def _reduce_parts(self) -> None:
@@ -357,7 +357,8 @@ class RoundMachine:
         received = self._knowledge.certificates.get(commit.digest)
         if received and self._state.voter_set.is_quorum(vote.sender for vote in received.body.acknowledgements):
             return received
-        votes = self._knowledge.acknowledgements[commit.digest]
+        known, voters = self._knowledge.acknowledgements[commit.digest], self._state.voter_set.voters
+        votes = {peer: vote for peer, vote in known.items() if peer in voters}
         ordered = tuple(votes[peer] for peer in sorted(votes))
         return self._sign(CommitCertificate(self.number, commit.body.view, commit.digest, ordered))
 

@@ -1,6 +1,8 @@
-"""The leader of each view, and the majorities that decide a round.
+"""The leader of each view, and the quorums that decide a round.
 
-    rank(view, peer) = SHA-256(run, round, view, peer) as a number; the live member with the lowest rank leads the view.
+    rank(view, peer) = SHA-256(digest of the chain, view, peer) as a number; the live voter with the lowest rank leads.
+
+Nobody knows the digest before the round before is decided, so nobody can choose a key that leads a later round.
 
 Members may disagree for a while on the set of live members, so a view can have two leaders. As in Paxos this is
 harmless: ballots are totally ordered, by view and then by rank, and each has exactly one proposer.
@@ -11,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from protocol.admission.electorate import Electorate
 from protocol.consensus.events import MembershipChanged
+from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
-from protocol.manifest import RunId
 
 
 @dataclass(frozen=True, order=True)
@@ -26,99 +29,129 @@ class Ballot:
 
 # Both caches serve one round at a time. With eight peers they fill in ten minutes, with 0.3 MB.
 @lru_cache(maxsize=1024)
-def leader_rank(run_id: RunId, number: int, view: int, peer: PeerId) -> int:
+def leader_rank(base: Digest, view: int, peer: PeerId) -> int:
     """Return the rank of a peer in a view; the lowest one leads."""
-    text = f"murmur leader {run_id} {number} {view} {peer}"
+    text = f"murmur leader {base.hex()} {view} {peer}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
 @lru_cache(maxsize=64)
-def lowest_ranked_peer(run_id: RunId, number: int, view: int, peers: frozenset[PeerId]) -> PeerId | None:
+def lowest_ranked_peer(base: Digest, view: int, peers: frozenset[PeerId]) -> PeerId | None:
     """Return the peer with the lowest rank in a view."""
-    return min(peers, key=lambda peer: leader_rank(run_id, number, view, peer), default=None)
+    return min(peers, key=lambda peer: leader_rank(base, view, peer), default=None)
 
 
 @dataclass(frozen=True)
 class Election:
-    """The leaders of one round."""
+    """The leaders of the round that continues the chain with the digest `base`."""
 
-    run_id: RunId
-    round: int
+    base: Digest
 
     def ballot(self, view: int, peer: PeerId) -> Ballot:
         """Return the ballot of a leader."""
-        return Ballot(view, -leader_rank(self.run_id, self.round, view, peer))
+        return Ballot(view, -leader_rank(self.base, view, peer))
 
     def leader(self, view: int, peers: frozenset[PeerId]) -> PeerId | None:
         """Return the leader of a view among these peers."""
-        return lowest_ranked_peer(self.run_id, self.round, view, peers)
+        return lowest_ranked_peer(self.base, view, peers)
+
+
+@dataclass(frozen=True)
+class VoteMemory:
+    """How long the votes of absent members count, in seconds.
+
+    `vote_memory`: that of a member which vanished. `max_gap`: the longest time between two calls of `advance` while
+    this peer is not away.
+    """
+
+    vote_memory: float
+    max_gap: float
 
 
 class VoterSet:
-    """The members and voters of one round, and the majority rule.
+    """The members and voters of one round, and the rule by which voters decide.
+
+    A member takes part: it contributes, fetches and is heard. A voter is a member that the electorate entitles to vote;
+    `Electorate.counted` says who counts if no such member is left.
 
     A member that vanishes without a goodbye keeps its vote for `vote_memory` seconds. Members notice such a loss at
-    different times, and majorities overlap only if all members count them over nearly the same set. Time in which this
-    peer itself was away (suspended, or between two rounds) does not count, because it says nothing about the others;
-    `max_gap` is the longest time between two calls of `advance` while this peer is not away.
+    different times, and quorums overlap only if all members count them over nearly the same set. Time in which this
+    peer itself was away (suspended, or between two rounds) does not count, because it says nothing about the others.
 
     After that time the member is forgotten. It may have voted before it died, together with members that still live. So
-    no peer waits for it, but it remains one of the `voters` until the round ends, and a quorum is a majority of the
-    voters, or all members. Two majorities overlap. All members overlap with every majority that decided, unless all of
-    that majority have been gone for longer than `vote_memory`. A majority of the voters is enough where it is left: so
-    after a few deaths a straggler cannot hold up the round. Where all members are needed and one of them dies, it is
-    forgotten in turn: so the round can always go on, because each member can get the blobs that any of them
-    acknowledged, or can do without them.
+    no peer waits for it, but it remains one of the `voters` for as long again, and a quorum is `quorum_size` of the
+    voters, or all voters that are members. Two quorums of the first kind overlap in an honest voter. All members
+    overlap with every quorum that decided, unless all honest ones of that quorum have been gone for longer than
+    `vote_memory`. A quorum of the voters is enough where it is left: so after a few deaths a straggler cannot hold up
+    the round. Where all members are needed and one of them dies, it is forgotten in turn: so the round can always go
+    on, because each member can get the blobs that any of them acknowledged, or can do without them. Where one of them
+    is a liar that is alive and silent, the round goes on once the dead no longer count. In a list whose members trust
+    one another there is none, and the dead count until the round ends.
 
     A member that is known to be ahead is not forgotten: peers that were cut off for nearly `vote_memory` and meet the
     others again must not decide alone a round that the others have passed.
     """
 
-    def __init__(self, vote_memory: float, max_gap: float, last_seen: Mapping[PeerId, float], now: float) -> None:
+    def __init__(
+        self, electorate: Electorate, memory: VoteMemory, last_seen: Mapping[PeerId, float], now: float
+    ) -> None:
         away = now - max(last_seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
+        self._electorate = electorate
         self._resting: frozenset[PeerId] = frozenset()
         self._ahead: frozenset[PeerId] = frozenset()
-        self._vote_memory = vote_memory
-        self._max_gap = max_gap
+        self._memory = memory
         self._now = now
         self._vanished = {peer: time + away for peer, time in last_seen.items()}
         # Members of the round before that have not appeared in this one yet: late rather than gone.
         self._not_yet_seen = set(last_seen)
-        self._forgotten: set[PeerId] = set()
+        self._forgotten: dict[PeerId, float] = {}  # since when
         self._recount()
 
     def _recount(self) -> None:
         self.members: frozenset[PeerId] = self.live.union(self._vanished) if self._vanished else self.live
-        self.voters = self.members | self._forgotten if self._forgotten else self.members
-        # The members that may still contribute.
+        self.known = self.members.union(self._forgotten) if self._forgotten else self.members
+        self.voters = self._electorate.counted(self.members, self.known)
+        self.voting_members = self.members & self.voters
+        # The members that may lead.
+        self.electable = self.live & self.voters or self.live
+        # The members that may still contribute and that peers wait for.
         expected = self.live | self._not_yet_seen if self._not_yet_seen else self.live
-        self.awaited: frozenset[PeerId] = expected - self._resting if self._resting else expected
+        present = expected - self._resting if self._resting else expected
+        is_regular = self._electorate.is_regular
+        self.awaited: frozenset[PeerId] = frozenset(peer for peer in present if peer in self.voters or is_regular(peer))
 
     def update(self, membership: MembershipChanged, now: float) -> None:
         """Take over a new set of live members."""
-        live, departed = membership.peers, membership.departed
-        self._vanished.update(dict.fromkeys((self.live - live) | (self._forgotten & membership.ahead), now))
+        live, departed, ahead = membership.peers, membership.departed, membership.ahead
+        self._vanished.update(dict.fromkeys((self.live - live) | (self._forgotten.keys() & ahead), now))
         for peer in self._vanished.keys() & (live | departed):
             del self._vanished[peer]
         self.live = live
         self._resting = membership.resting
-        self._ahead = membership.ahead
-        self._not_yet_seen -= live | departed | membership.ahead
-        self._forgotten -= live | departed | membership.ahead
+        self._ahead = ahead
+        gone = live | departed | ahead
+        self._not_yet_seen -= gone
+        self._forgotten = {peer: since for peer, since in self._forgotten.items() if peer not in gone}
         self._recount()
 
     def advance(self, now: float) -> None:
-        """Forget the members that vanished too long ago."""
-        away = max(0.0, now - self._now - self._max_gap)
+        """Forget the members that vanished too long ago, and their votes as long after that."""
+        away = max(0.0, now - self._now - self._memory.max_gap)
         self._now = now
-        if not self._vanished:
+        if not self._vanished and not self._forgotten:
             return
+        limit = self._memory.vote_memory
         aged = {peer: now if peer in self._ahead else time + away for peer, time in self._vanished.items()}
-        self._vanished = {peer: time for peer, time in aged.items() if now - time <= self._vote_memory}
-        if len(self._vanished) < len(aged):
+        self._vanished = {peer: time for peer, time in aged.items() if now - time <= limit}
+        forgotten = {peer: since + away for peer, since in self._forgotten.items()}
+        forgotten |= dict.fromkeys(aged.keys() - self._vanished.keys(), now)
+        if not self._electorate.rule.trusted:
+            forgotten = {peer: since for peer, since in forgotten.items() if now - since <= limit}
+        has_changed = len(self._vanished) < len(aged) or forgotten.keys() != self._forgotten.keys()
+        self._forgotten = forgotten
+        if has_changed:
             self._not_yet_seen &= self._vanished.keys()
-            self._forgotten |= aged.keys() - self._vanished.keys()
             self._recount()
 
     @property
@@ -132,24 +165,24 @@ class VoterSet:
 
         The new set forgets them at once, and counts them as voters.
         """
-        return {**dict.fromkeys(self._forgotten, self._now - 2 * self._vote_memory), **self.last_seen}
+        return {**dict.fromkeys(self._forgotten, self._now - 2 * self._memory.vote_memory), **self.last_seen}
 
-    def is_voter(self, peer: PeerId) -> bool:
-        """Return whether the vote of a peer counts."""
-        return peer in self.voters
+    def is_known(self, peer: PeerId) -> bool:
+        """Return whether a peer is a member, or was one in this round."""
+        return peer in self.known
 
     def is_quorum(self, peers: Iterable[PeerId]) -> bool:
-        """Return whether these peers can decide.
-
-        They can if they are more than half of the voters, or exactly half with the lowest peer id among them (two such
-        sets still overlap), or all members.
-        """
+        """Return whether these peers can decide: they are enough of the voters, or all that are members."""
         present = self.voters.intersection(peers)
-        surplus = 2 * len(present) - len(self.voters)
-        if surplus > 0 or (present and surplus == 0 and min(self.voters) in present):
+        if present and len(present) >= self._electorate.quorum_size(len(self.voters)):
             return True
-        return bool(self.members) and self.members <= present
+        return bool(self.voting_members) and self.voting_members <= present
+
+    def least_majority(self) -> int:
+        """Return how many voters that are members decide."""
+        return self._electorate.quorum_size(len(self.voting_members))
 
     def next_forget_at(self) -> float | None:
-        """Return the time at which the next member will be forgotten."""
-        return min((time + self._vote_memory for time in self._vanished.values()), default=None)
+        """Return the time at which the next member, or the vote of one, will be forgotten."""
+        times = [*self._vanished.values(), *(() if self._electorate.rule.trusted else self._forgotten.values())]
+        return min((time + self._memory.vote_memory for time in times), default=None)

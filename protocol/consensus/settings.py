@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.messages import Adoption, Digest, SignedMessage
 from protocol.consensus.topology import Topology
@@ -53,6 +54,7 @@ class RoundStart:
     `last_vote`: the last vote record of this peer, of any round. `revision`: the newest revision that the chain has
     adopted. `new_revisions`: those with which the list goes on; if this peer leads, its commit adopts them.
     `audit_secret`: random bytes that draw the part that this peer checks.
+    `electorate`: the keys that may vote.
     """
 
     number: int
@@ -62,6 +64,7 @@ class RoundStart:
     revision: Digest = NO_REVISION
     new_revisions: tuple[SignedMessage[Revision], ...] = ()
     audit_secret: bytes = b""
+    electorate: Electorate = NOBODY
 
     @property
     def adoption(self) -> Adoption:

@@ -19,7 +19,7 @@ from protocol.consensus.messages import (
     SignedMessage,
     part_blobs_of,
 )
-from protocol.consensus.quorum import Election, VoterSet
+from protocol.consensus.quorum import Election, VoteMemory, VoterSet
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.sums import Sums
 from protocol.consensus.topology import NeededPart, Topology
@@ -67,8 +67,10 @@ class RoundState:
         self.base = start.base
         self.revision = start.revision
         self.adoption = start.adoption  # of a commit that this peer proposes
-        self.election = Election(settings.run_id, start.number)
-        self.voter_set = VoterSet(settings.vote_memory, settings.leader_timeout, start.last_seen, now)
+        self.election = Election(start.base)
+        self.voter_set = VoterSet(
+            start.electorate, VoteMemory(settings.vote_memory, settings.leader_timeout), start.last_seen, now
+        )
         self.knowledge = RoundKnowledge(me)
         self.sums = Sums()
         self.audit_secret = start.audit_secret
@@ -100,7 +102,7 @@ class RoundState:
         if vote.lock is None:
             return vote.view, b""
         self.knowledge.learn_proposal(vote.lock)
-        self.knowledge.learn_contributions(vote.lock.body, self.voter_set.voters)
+        self.knowledge.learn_contributions(vote.lock.body, self.voter_set.known)
         return vote.view, vote.lock.digest
 
     @property
@@ -125,8 +127,9 @@ class RoundState:
 
     @property
     def candidates(self) -> frozenset[PeerId]:
-        """Return the members that may lead: not those whose view failed in this round, while there are others."""
-        return self.live - self.failed_leaders or self.live if self.failed_leaders else self.live
+        """Return the voters that may lead: not those whose view failed in this round, while there are others."""
+        electable = self.voter_set.electable
+        return electable - self.failed_leaders or electable if self.failed_leaders else electable
 
     def mark_leader_failed(self, leader: PeerId | None) -> None:
         """Record that the view of a leader ends undecided, for whatever reason."""
@@ -195,7 +198,7 @@ class RoundState:
         if roster.sender == self.me:
             self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
             self.leader_role.false_reducers = self.false_reducers
-        equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.voters)
+        equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.known)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]
 
@@ -255,7 +258,7 @@ class RoundState:
         proposal, known = self.proposal(), self.knowledge.contributions.values()
         if proposal:
             yield from self.topology.proposed_parts(proposal.body, self.me)
-        yield from self.topology.offered_parts(self.me, known, self.voter_set.voters, self.current_view)
+        yield from self.topology.offered_parts(self.me, known, self.voter_set.known, self.current_view)
 
     @property
     def parts_to_reduce(self) -> list[int]:

@@ -48,7 +48,7 @@ from protocol.consensus.quorum import Election
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
-from tests.simulation.network import NAMES, RUN_ID, make_contribution, make_signer
+from tests.simulation.network import NAMES, make_contribution, make_signer
 
 WIRE_KINDS = {"inventory": "holding", "assignment": "inclusion", "reduced-part": "part", "certificate": "decision"}
 
@@ -223,7 +223,7 @@ class TracedCluster(Cluster):
 
 def leaders_in_order(peers: Iterable[PeerId]) -> list[PeerId]:
     """Return the peers in the order in which they lead, each in the view after the one before it failed."""
-    election, left, order = Election(RUN_ID, 0), frozenset(peers), list[PeerId]()
+    election, left, order = Election(BASE), frozenset(peers), list[PeerId]()
     while leader := election.leader(len(order), left):
         order.append(leader)
         left -= {leader}

@@ -130,9 +130,9 @@ def test_one_way_silence_between_two_holds_nobody(swarm: LabSwarm) -> None:
 def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(swarm: LabSwarm) -> None:
     began = swarm.highest_round()
     swarm.wait_until(lambda: swarm.highest_round() > began, "a round begins")
-    number = swarm.highest_round()
-    by_id = {peer.status.peer_id: peer for peer in swarm.lab_peers if peer.status}
-    leader = Election(swarm.manifest.run_id, number).leader(0, frozenset(by_id))
+    newest = max(swarm.poll(), key=lambda status: status.round)
+    number, by_id = newest.round, {peer.status.peer_id: peer for peer in swarm.lab_peers if peer.status}
+    leader = Election(bytes.fromhex(newest.digest)).leader(0, frozenset(by_id))
     assert leader is not None
     victim = by_id[leader]
     others = [peer for peer in swarm.peers if peer is not victim]

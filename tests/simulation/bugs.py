@@ -8,6 +8,7 @@ import pytest
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
+from protocol.admission.electorate import Electorate
 from protocol.consensus import messages
 from protocol.consensus.events import Reduce
 from protocol.consensus.knowledge import RoundKnowledge
@@ -22,7 +23,7 @@ from protocol.consensus.messages import (
     SignedMessage,
     blobs_of,
 )
-from protocol.consensus.quorum import VoterSet
+from protocol.consensus.quorum import Election, VoterSet
 from protocol.consensus.rules import roster_content, view_change
 from protocol.consensus.state import RoundState
 from protocol.consensus.sums import Sums
@@ -53,12 +54,22 @@ def asks_only_a_majority_of_the_rest(patch: pytest.MonkeyPatch) -> None:
     is_quorum = VoterSet.is_quorum
 
     def counted(self: VoterSet, voters: set[str]) -> bool:
-        electors, self.voters = self.voters, self.members
+        electors, self.voters = self.voters, self.voting_members
         is_enough = is_quorum(self, voters)
         self.voters = electors
         return is_enough
 
     patch.setattr(VoterSet, "is_quorum", counted)
+
+
+def lets_keys_without_a_vote_vote(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Electorate, "counted", lambda self, members, known: frozenset(known))
+
+
+def lets_a_key_be_ground(patch: pytest.MonkeyPatch) -> None:
+    """The order of the leaders follows from what is known for years ahead."""
+    ballot = Election.ballot
+    patch.setattr(Election, "ballot", lambda self, view, peer: ballot(Election(bytes(32)), view, peer))
 
 
 def waits_for_what_died_with_a_partner(patch: pytest.MonkeyPatch) -> None:
@@ -222,6 +233,8 @@ FORK, STUCK = "two commits", "stuck"
 RELAPSES = ("relapse",)
 BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it shows soon
     (commits_without_majority, FORK, FAULTS),
+    (lets_keys_without_a_vote_vote, STUCK, FAULTS),
+    (lets_a_key_be_ground, "known in advance", FAULTS),
     (counts_a_vote_twice, FORK, FAULTS),
     (forgets_its_lock_with_the_view, FORK, RELAPSES),
     (forgets_its_vote_with_its_memory, FORK, RELAPSES),

@@ -74,7 +74,8 @@ class BlobTransfers:
             return
         link = peer.network.link
         is_connected = link.can_send(peer.name, source) and link.can_send(source, peer.name)
-        if digest in peer.store or (is_connected and peer.swarm.peers[source].serves(digest)):
+        holder = peer.swarm.peers.get(source)  # a stranger holds nothing
+        if digest in peer.store or (is_connected and holder is not None and holder.serves(digest)):
             peer.on_blob(part_blob)
         else:
             peer.after(RETRY_SECONDS, lambda: self._try(part_blob, attempt + 1))

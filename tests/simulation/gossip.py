@@ -48,4 +48,5 @@ class Gossip:
         oldest = peer.network.now - peer.network.scenario.expiry
         records = sorted(self.records.items())
         others = {name: PeerState(head) for name, (head, heard) in records if heard >= oldest}
-        return SwarmSnapshot({peer.name: PeerState(peer.chain.head), **others})
+        strangers = dict.fromkeys(peer.swarm.strangers, PeerState(peer.chain.head))
+        return SwarmSnapshot({peer.name: PeerState(peer.chain.head), **others, **strangers})

@@ -27,6 +27,7 @@ from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Pattern, make_topology
 from protocol.errors import ForgedError
 from protocol.identity import Identity, PeerId
+from protocol.manifest import AdmissionSection
 from protocol.steering.revisions import REVISION_KIND, Revision
 
 NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
@@ -60,6 +61,16 @@ class Scenario:
     disk: float = 0.0  # the longest of a write
     resubmits: bool = True
     reducers_per_part: int = 2
+    strangers: int = 0  # keys that announce the head of each peer and do nothing else
+    trusted: bool = False  # whether the peers trust one another, so that a majority decides
+
+    @property
+    def rule(self) -> AdmissionSection:
+        """Return the rule by which all peers, and no stranger, vote."""
+        names = tuple(NAMES[: self.peers])
+        if self.trusted:
+            return AdmissionSection(mode="list", keys=names, trusted=True)
+        return AdmissionSection(founders=names if self.strangers else ())
 
     def settings(self) -> RoundSettings:
         return _settings(self)

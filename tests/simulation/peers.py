@@ -80,7 +80,7 @@ class SimulatedPeer:
         self.network = network
         self.swarm = swarm
         self.progress = TrainerWork(name, network.scenario, swarm.ledger)
-        genesis = Chain.from_genesis(RUN_ID)
+        genesis = Chain.from_genesis(RUN_ID, network.scenario.rule)
         self.disk = Disk(set(), genesis.head, genesis.electorate, (), self.progress.save())
         self.store: set[Digest] = set()  # blobs, in memory and on disk
         self.gossip = Gossip(self)
@@ -238,7 +238,8 @@ class SimulatedPeer:
         match action:
             case Send(peers, signed):
                 for peer in peers:
-                    self._send(peer, signed)
+                    if peer not in self.swarm.strangers:
+                        self._send(peer, signed)
             case Answer(peer, messages):
                 for signed in messages:
                     self._send(peer, signed)
@@ -396,8 +397,8 @@ class SimulatedPeer:
         self.feed(CommitApplied(b""))
 
     def _find_path(self, action: FindPath) -> None:
-        peer, link = self.swarm.peers[action.peer], self.network.link
-        if not (link.can_send(self.name, peer.name) and link.can_send(peer.name, self.name)):
+        peer, link = self.swarm.peers.get(action.peer), self.network.link
+        if peer is None or not (link.can_send(self.name, peer.name) and link.can_send(peer.name, self.name)):
             return self.after(RPC_TIMEOUT, lambda: self.feed(SyncFailed("it does not answer")))
         state = Blob.of(peer.chain.digest)
         plan = plan_path(self.chain, peer.chain, state, action.replay, action.history_since)

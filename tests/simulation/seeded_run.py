@@ -19,6 +19,8 @@ from tests.simulation.swarm import SimulatedSwarm
 FAULTS_END = 25.0
 END = 240.0
 MARGIN = 2.0  # seconds: a heartbeat, and what is on its way, until those who were apart know of each other again
+TRUSTED_SHARE = 0.3  # of the seeds
+STRANDED_SECONDS = 2.0
 PHASES = ("contribution", "roster", "holding", "inclusion", "part", "commit", "acknowledgement", "decision", "vow")
 EXCHANGES: tuple[str, ...] = ("butterfly", "butterfly", "gather", "groups")
 PATTERNS: tuple[Pattern, ...] = ("random", "random", "ring", "exponential")
@@ -54,6 +56,8 @@ def scenario_of(seed: int) -> Scenario:
         disk=chance.choice([0.0, 0.05]),
         resubmits=chance.choice([True, False]),
         reducers_per_part=chance.choice([1, 2, 2]),
+        strangers=random.Random(f"strangers {seed}").choice([0, 0, 1, 4]),
+        trusted=random.Random(f"trusted {seed}").random() < TRUSTED_SHARE,
     )
 
 
@@ -211,33 +215,36 @@ class SeededRun:
         return None
 
     def _strand(self, number: int) -> None:
-        """A voter and a peer that has not voted outlive a decision, and are apart when all others are forgotten."""
+        """A voter and two peers without the proposal outlive a decision, and are apart when the others are forgotten.
+
+        Of the three, two are a quorum.
+        """
+        unheard: list[PeerId] = []
 
         def watch(leader: PeerId, action: LoopAction) -> None:
-            if self.swarm.peers[leader].chain.round != number or not self._strands(action):
+            if self.swarm.peers[leader].chain.round != number or self.swarm.network.link.dead:
                 return
-            assert isinstance(action, Send)
-            voters = self.swarm.network.open(action.signed).body.by_sender.keys()
             alive = [peer.name for peer in self.swarm.alive() if peer.name != leader]
-            pairs = [(other, voter) for other in alive for voter in alive if other not in voters and voter in voters]
-            apart = [pair for pair in pairs if pair[0] < pair[1]]  # of two, the lower one alone is half of all votes
-            if apart:
-                pair = self._chance.choice(apart)
-                for name in [leader, *alive]:
-                    if name not in pair:
-                        self._kill(name, comes_back=False)
-                self._split_later(pair)
+            if _kind_of(action) == "commit" and not unheard and len(alive) >= 4:
+                unheard.extend(self._chance.sample(alive, 2))
+                islands = {name: int(name in unheard) for name in (leader, *alive)}
+                self.swarm.split(islands, STRANDED_SECONDS)
+            elif _kind_of(action) == "decision" and unheard and isinstance(action, Send):
+                voters = self.swarm.network.open(action.signed).body.by_sender.keys() - {leader, *unheard}
+                if voters:
+                    bound = self._chance.choice(sorted(voters))
+                    for name in [leader, *alive]:
+                        if name != bound and name not in unheard:
+                            self._kill(name, comes_back=False)
+                    self._split_later((bound,), tuple(unheard))
 
         self.swarm.action_watchers.append(watch)
 
-    def _strands(self, action: LoopAction) -> bool:
-        return _kind_of(action) == "decision" and not self.swarm.network.link.dead
-
-    def _split_later(self, pair: tuple[PeerId, PeerId]) -> None:
-        """Part two peers until shortly after those that died now are forgotten."""
+    def _split_later(self, *groups: tuple[PeerId, ...]) -> None:
+        """Part groups of peers until shortly after those that died now are forgotten."""
         scenario, seconds = self.swarm.scenario, self._seconds(9.0, 10.0)
         begins = scenario.expiry + scenario.vote_memory + MARGIN - seconds
-        islands = {name: place for place, name in enumerate(pair)}
+        islands = {name: place for place, group in enumerate(groups) for name in group}
         self.swarm.network.schedule(begins, lambda: self.swarm.split(islands, seconds))
 
     def _relapse(self, number: int) -> None:

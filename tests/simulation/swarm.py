@@ -15,6 +15,7 @@ from protocol.consensus.messages import (
     enumerate_parts,
     part_blobs_of,
 )
+from protocol.consensus.quorum import Election
 from protocol.consensus.topology import Groups
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -25,6 +26,12 @@ from tests.simulation.table_sizes import count_entries, max_entries
 from tests.simulation.work_accounting import WorkLedger
 
 NO_LIARS: Mapping[PeerId, type[SimulatedPeer]] = {}
+MAX_PEERS = 8
+
+
+def leaders_by_rank(base: Digest) -> list[PeerId]:
+    """Return all keys in the order in which they would lead the first view of a round."""
+    return sorted(NAMES, key=lambda name: Election(base).ballot(0, name), reverse=True)
 
 
 class SimulatedSwarm:
@@ -51,8 +58,11 @@ class SimulatedSwarm:
         self.returning: set[PeerId] = set()  # dead, but not for good
         self.conflicting_peer: PeerId | None = None  # offers what others do, one byte shorter
         self.invented_blobs: set[Blob] = set()  # by it: there are none of that digest and size
+        self._electorates: dict[Digest, Digest] = {}  # by the head that they follow
         self.peaks: dict[int, int] = {}  # by round, the most entries in the tables of any peer
         self.organiser = Organiser(self)
+        self.strangers = frozenset(NAMES[MAX_PEERS : MAX_PEERS + scenario.strangers])
+        self._foreseen_leaders = leaders_by_rank(genesis_head(RUN_ID).digest)
         self._rosters: dict[Digest, set[tuple[PeerId, ...]]] = {}  # by the base that they continue
         names = NAMES[: scenario.peers]
         self.peers = {name: liars.get(name, SimulatedPeer)(name, self.network, self) for name in names}
@@ -74,10 +84,20 @@ class SimulatedSwarm:
         if peer.name in self.liars:
             return
         self.organiser.check_head(peer.chain.head, peer.steering)
+        self._check_voters(peer)
         if peer.chain.round >= self.scenario.rounds:
             self._unfinished.discard(peer.name)
         else:
             self._unfinished.add(peer.name)
+
+    def _check_voters(self, peer: SimulatedPeer) -> None:
+        """No stranger has a vote, all on one head have the same voters, and nobody knew the order of the leaders."""
+        electorate, head = peer.chain.electorate, peer.chain.head
+        assert not electorate.voters & self.strangers, "a stranger has a vote"
+        known = self._electorates.setdefault(head.digest, electorate.digest)
+        assert known == electorate.digest, "two electorates of one head"
+        if head.round:
+            assert leaders_by_rank(head.digest) != self._foreseen_leaders, "the leaders were known in advance"
 
     def is_done(self) -> bool:
         """All that live, or will again, have ended all rounds; where forks are allowed, on one chain."""

@@ -29,7 +29,7 @@ def count_entries(peer: "SimulatedPeer") -> int:
 
 def max_entries(scenario: Scenario) -> int:
     """Some tables hold an entry a peer, some one a peer and part, and of both kinds there are a few a view."""
-    return 60 + 40 * scenario.peers * (2 + scenario.parts)
+    return 60 + 40 * (scenario.peers + scenario.strangers) * (2 + scenario.parts)
 
 
 def _count_entries(value: Any, counted: set[int]) -> int:

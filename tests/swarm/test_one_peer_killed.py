@@ -101,9 +101,9 @@ def test_a_frozen_peer_is_not_waited_for_and_catches_up(swarm: ProcessSwarm) -> 
 def test_the_leader_of_a_round_dies(swarm: ProcessSwarm) -> None:
     round_number = highest(swarm) + 1
     swarm.wait_until(lambda: highest(swarm) >= round_number, "a round begins")
-    number = highest(swarm)
     ids = {peer.status.peer_id: peer for peer in swarm.peers if peer.status}
-    leader = Election(swarm.manifest.run_id, number).leader(0, frozenset(ids))
+    newest = max((peer.status for peer in swarm.peers if peer.status), key=lambda status: status.round)
+    number, leader = newest.round, Election(bytes.fromhex(newest.digest)).leader(0, frozenset(ids))
     assert leader is not None
     victim = ids[leader]
     victim.kill()

@@ -14,16 +14,16 @@ def may_lead(state: RoundState, peer: PeerId, view: int) -> bool:
     """Return whether a peer may lead a view.
 
     The claim of this peer itself does not count, so that a leader stays once it leads. A failed leader leads again
-    only in a view that half of the live members have reached: they may know better, and all have to meet in one
+    only in a view that half of the live voters have reached: they may know better, and all have to meet in one
     view. Otherwise a peer could choose one view after another that its rank gives it, and delay the round for ever.
     """
-    live, me = state.live, state.me
-    if peer not in live or peer == me:
+    electable, me = state.voter_set.electable, state.me
+    if peer not in electable or peer == me:
         return False
-    has_failed = peer in state.failed_leaders and not live - state.failed_leaders <= {me}
+    has_failed = peer in state.failed_leaders and not electable - state.failed_leaders <= {me}
     if has_failed and view > outvoting_view(state):
         return False
-    groups = live, state.candidates
+    groups = electable, state.candidates
     leaders = {state.election.leader(view, group) for group in groups}
     if me in leaders:
         leaders |= {state.election.leader(view, group - {me}) for group in groups}
@@ -31,13 +31,13 @@ def may_lead(state: RoundState, peer: PeerId, view: int) -> bool:
 
 
 def outvoting_view(state: RoundState) -> int:
-    """Return the latest view that half of the live members have reached, or as many as leave no majority behind.
+    """Return the latest view that half of the live voters have reached, or as many as leave no quorum behind.
 
-    The count is over the members, not the voters: to leave a view too late or too early costs only time, and
-    forgotten members make no promises any more.
+    Forgotten voters are left out of the count: to leave a view too late or too early costs only time, and they make no
+    promises any more.
     """
-    live, knowledge = state.live, state.knowledge
-    half, spare = (len(live) + 1) // 2, len(live) - len(state.voter_set.members) // 2
+    live, knowledge = state.voter_set.electable, state.knowledge
+    half, spare = (len(live) + 1) // 2, len(live) - state.voter_set.least_majority() + 1
     needed = min(half, spare) if spare > 0 else half
     ahead = knowledge.in_later_view & live
     if not ahead or len(ahead) < needed:
@@ -52,7 +52,7 @@ def max_reachable_view(state: RoundState) -> int:
 
 def next_view(state: RoundState) -> int:
     """Return the view to change to: one that others have reached, so that all meet, but not too far ahead."""
-    ahead = state.knowledge.in_later_view & state.live
+    ahead = state.knowledge.in_later_view & state.voter_set.electable
     latest = max((_reported_view_of(state, peer) for peer in ahead), default=0)
     return min(max(state.view + 1, outvoting_view(state), min(latest, state.view + MAX_VIEW_JUMP)), MAX_VIEW)
 

@@ -78,7 +78,7 @@ async def test_a_driver_that_starts_again_goes_on_after_its_vow(tables: list[Loo
     tables[0].begin()
     machines = [tables[0][index].machine for index in range(2)]
     assert [machine.view for machine in machines if machine] == [5, 0]
-    assert [machine.has_voter(absent) for machine in machines if machine] == [True, False]
+    assert [machine.has_member(absent) for machine in machines if machine] == [True, False]
 
 
 async def test_a_disk_that_cannot_keep_a_vow_ends_the_node(

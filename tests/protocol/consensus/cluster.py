@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from protocol import murmur_pb2 as wire
+from protocol.admission.electorate import NOBODY, Electorate
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import (
@@ -24,16 +25,22 @@ from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
+from protocol.manifest import AdmissionSection
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce, make_contribution, make_signer
 
 BASE = genesis_head(RUN_ID).digest
+TRUSTED = Electorate.at_genesis(AdmissionSection(mode="list", keys=tuple(NAMES), trusted=True))
 Drop = Callable[[PeerId, PeerId, str], bool]  # sender, receiver, kind
 
 
 class Cluster:
     """`names` stand in the order in which they would lead: names[0] leads view 0."""
 
-    def __init__(self, peers: int, exchange: str, parts: int = 1, quorum: float = 1.0, reducers: int = 2) -> None:
+    def __init__(
+        self, peers: int, exchange: str, parts: int = 1, quorum: float = 1.0, reducers: int = 2,
+        electorate: Electorate = NOBODY,
+    ) -> None:  # fmt: skip
+        self.electorate = electorate
         timing = (0.0, 0.0, 0.0, 0.0, 0.0)
         self.scenario = Scenario(peers, exchange, parts, 1, *timing, roster_quorum=quorum, reducers_per_part=reducers)
         self.network = Network(self.scenario, seed=0)
@@ -59,9 +66,8 @@ class Cluster:
         self.names = sorted(members, key=lambda name: name != leader)
 
     def new_machine(self, name: PeerId, seen: dict[PeerId, float] | None = None) -> RoundMachine:
-        return RoundMachine(
-            self.scenario.settings(), name, RoundStart(0, BASE, seen or {}), make_signer(name), self.now
-        )
+        start = RoundStart(0, BASE, seen or {}, electorate=self.electorate)
+        return RoundMachine(self.scenario.settings(), name, start, make_signer(name), self.now)
 
     def contribute(self, *names: PeerId) -> None:
         for name in names:

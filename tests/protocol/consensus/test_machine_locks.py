@@ -9,8 +9,7 @@ from protocol.consensus.leader import Leader
 from protocol.consensus.messages import Commit
 from protocol.consensus.quorum import Election
 from protocol.identity import PeerId
-from tests.protocol.consensus.cluster import Cluster
-from tests.simulation.network import RUN_ID
+from tests.protocol.consensus.cluster import BASE, Cluster
 
 
 def _lone_decision(seconds_without_commits: float = 0.0) -> tuple[Cluster, Commit]:
@@ -20,7 +19,7 @@ def _lone_decision(seconds_without_commits: float = 0.0) -> tuple[Cluster, Commi
     """
     table = Cluster(3, "gather")
     leader = table.names[0]
-    late = Election(RUN_ID, 0).leader(1, frozenset(table.names[1:]))
+    late = Election(BASE).leader(1, frozenset(table.names[1:]))
     locked = next(name for name in table.names[1:] if name != late)
     assert late is not None
     table.contribute(leader, locked)

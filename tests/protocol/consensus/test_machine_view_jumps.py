@@ -15,7 +15,7 @@ from protocol.consensus.rules.view_change import MAX_VIEW_JUMP
 from protocol.consensus.state import MAX_VIEW, RoundState
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
-from tests.simulation.network import RUN_ID, make_contribution, make_signer
+from tests.simulation.network import make_contribution, make_signer
 
 SECONDS = 150.0
 REPEAT = 0.5  # of what nobody has answered
@@ -52,7 +52,7 @@ class Spoiler:
         self._table.deliver_all()
 
     def _lead(self, first: int) -> SignedMessage[Roster]:
-        election, names = Election(RUN_ID, 0), frozenset(self._table.names)
+        election, names = Election(BASE), frozenset(self._table.names)
         mine = next(view for view in count(first) if election.leader(view, names) == self.name)
         offers = ((name, make_contribution(name, 0, BASE, self._table.scenario)) for name in sorted(names))
         return signed_message(
@@ -130,7 +130,7 @@ def test_without_these_rules_it_holds_them_for_ever(
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_nobody_takes_us_far_alone(beyond: int) -> None:
     table, view = Cluster(5, "gather"), MAX_VIEW_JUMP + beyond
-    leader = Election(RUN_ID, 0).leader(view, frozenset(table.names))
+    leader = Election(BASE).leader(view, frozenset(table.names))
     me, giver, *_ = (name for name in table.names if name != leader)
     assert leader is not None
     entry = signed_message(giver, make_contribution(giver, 0, BASE, table.scenario))

@@ -8,7 +8,7 @@ from protocol.consensus.machine import RoundMachine
 from protocol.consensus.message_kinds import Inventory
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
-from tests.protocol.consensus.cluster import BASE, Cluster
+from tests.protocol.consensus.cluster import BASE, TRUSTED, Cluster
 from tests.simulation.network import make_signer
 
 
@@ -71,7 +71,7 @@ def test_a_vow_of_another_chain_or_round_binds_to_nothing() -> None:
 
 def test_the_others_follow_at_once_whoever_they_need_for_a_majority() -> None:
     """Two of five are dead and one has come back: without it the two others decide nothing in their view."""
-    table = Cluster(5, "gather")
+    table = Cluster(5, "gather", electorate=TRUSTED)
     back = table.names[2]
     table.drop = lambda sender, receiver, kind: back in (sender, receiver)
     table.contribute(*table.names[:2])
@@ -81,7 +81,9 @@ def test_the_others_follow_at_once_whoever_they_need_for_a_majority() -> None:
     vow = VoteRecord(0, BASE, 0, None, frozenset(table.names))
     seen = dict.fromkeys(table.names, table.now)
     settings, signer = table.scenario.settings(), make_signer(back)
-    table.machines[back] = RoundMachine(settings, back, RoundStart(0, BASE, seen, vow), signer, table.now)
+    table.machines[back] = RoundMachine(
+        settings, back, RoundStart(0, BASE, seen, vow, electorate=TRUSTED), signer, table.now
+    )
     table.drop = lambda sender, receiver, kind: False
     table.set_live(*table.names[:3])
     table.elapse(0.8)

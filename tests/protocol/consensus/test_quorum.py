@@ -4,18 +4,34 @@ from collections.abc import Iterable
 
 import pytest
 
+from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages import Commit
-from protocol.consensus.quorum import VoterSet
-from tests.protocol.consensus.cluster import Cluster
+from protocol.consensus.quorum import Election, VoteMemory, VoterSet
+from protocol.manifest import AdmissionSection
+from tests.protocol.admission.electorates import after_rounds, commit
+from tests.protocol.consensus.cluster import TRUSTED, Cluster
 from tests.simulation.bugs import asks_only_a_majority_of_the_rest
 
 MEMORY = 10.0
 
 
-def voter_set(present: Iterable[str], gone: Iterable[str]) -> VoterSet:
+def trusting(names: Iterable[str]) -> Electorate:
+    rule = AdmissionSection.model_construct(mode="list", keys=tuple(names), trusted=True, founders=(), revoked=())
+    return Electorate.at_genesis(rule)
+
+
+def founded_by(names: Iterable[str]) -> Electorate:
+    return NOBODY.after(commit(0, names))
+
+
+def new_voter_set(electorate: Electorate = NOBODY) -> VoterSet:
+    return VoterSet(electorate, VoteMemory(MEMORY, MEMORY), {}, 0.0)
+
+
+def voter_set(present: Iterable[str], gone: Iterable[str], electorate: Electorate = NOBODY) -> VoterSet:
     """Those that are gone are forgotten."""
-    members = VoterSet(MEMORY, MEMORY, {}, 0.0)
+    members = new_voter_set(electorate)
     members.update(MembershipChanged(frozenset([*present, *gone])), 0.0)
     members.update(MembershipChanged(frozenset(present)), 1.0)
     for now in (5.0, 11.0, 12.0):
@@ -25,27 +41,24 @@ def voter_set(present: Iterable[str], gone: Iterable[str]) -> VoterSet:
 
 
 def test_nobody_decides_nothing() -> None:
-    assert not VoterSet(MEMORY, MEMORY, {}, 0.0).is_quorum([])
+    assert not new_voter_set().is_quorum([])
 
 
 def test_a_few_deaths_let_no_straggler_hold_up_a_round() -> None:
-    members = voter_set("abcdefg", "xyz")
-    assert members.is_quorum("bcdefg") and members.is_quorum("abcde") and not members.is_quorum("bcdef")
+    members = voter_set("abcdefg", "xyz", trusting("abcdefgxyz"))
+    assert members.is_quorum("bcdefg") and members.is_quorum("bcdefa") and not members.is_quorum("bcdef")
+    members = voter_set("abcdefghi", "xyz")  # nine of twelve where some may lie: eight
+    assert members.is_quorum("bcdefghi") and not members.is_quorum("bcdefgh")
 
 
 def test_what_a_forgotten_peer_said_still_counts() -> None:
     members = voter_set("abc", "x")
-    assert members.is_quorum("abx") and members.is_voter("x") and not members.is_voter("y")
+    assert members.is_quorum("abx") and members.is_known("x") and not members.is_known("y")
 
 
 def test_where_no_majority_is_left_all_have_to_agree() -> None:
     members = voter_set("ab", "xyz")
     assert members.is_quorum("ab") and not members.is_quorum("a")
-
-
-def test_half_are_enough_if_they_are_all() -> None:
-    members = voter_set("xy", "ab")
-    assert members.is_quorum("xy") and not members.is_quorum("x")
 
 
 def test_who_comes_back_is_asked_again() -> None:
@@ -57,7 +70,7 @@ def test_who_comes_back_is_asked_again() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_who_is_ahead_keeps_its_vote(known: bool) -> None:
     """Cut off for a while, three of eight meet the others again, who have passed the round."""
-    members = VoterSet(MEMORY, MEMORY, {}, 0.0)
+    members = new_voter_set()
     members.update(MembershipChanged(frozenset("abcdefgh")), 0.0)
     members.update(MembershipChanged(frozenset("abc")), 1.0)
     for now in (5.0, 10.0):
@@ -76,29 +89,85 @@ def test_who_is_seen_ahead_after_it_was_forgotten_votes_again() -> None:
     assert not members.is_quorum("abc")
 
 
-def _half_decides() -> tuple[Cluster, Commit, str, list[str]]:
-    """The leader and one more decide as the half with the lowest id; the leader dies unheard and is forgotten.
+def test_only_entitled_keys_count() -> None:
+    members = new_voter_set(founded_by("abcd"))
+    members.update(MembershipChanged(frozenset(["a", "b", "c", "d", *"123456789"])), 0.0)
+    assert members.is_quorum("abc") and not members.is_quorum("ab123456789")
+    assert members.electable == members.awaited == frozenset("abcd"), "strangers do not lead, and nobody waits for them"
+    control = new_voter_set()
+    control.update(MembershipChanged(frozenset(["a", "b", "c", "d", *"123456789"])), 0.0)
+    assert not control.is_quorum("abcd"), "where they counted, announcements alone stopped the rounds"
+
+
+def test_nobody_waits_for_a_voter_that_is_not_there() -> None:
+    members = voter_set("ab", "", founded_by("abcdef"))
+    assert members.is_quorum("ab") and not members.is_quorum("a")
+
+
+def test_newcomers_go_on_once_no_voter_is_left() -> None:
+    electorate = after_rounds(founded_by("a"), 3, "axy")
+    members = new_voter_set(electorate)
+    members.update(MembershipChanged(frozenset("axyz")), 0.0)
+    members.update(MembershipChanged(frozenset("xyz")), 1.0)
+    members.advance(5.0)
+    assert not members.is_quorum("xyz"), "as long as the voter may come back"
+    members.advance(12.0)
+    assert members.is_quorum("xy") and not members.is_quorum("xz"), "those that contributed before the others"
+    members.update(MembershipChanged(frozenset("z")), 13.0)
+    for now in (18.0, 24.0):
+        members.advance(now)
+    assert members.is_quorum("z"), "and all where none of them is left"
+
+
+def test_a_key_that_contributes_is_waited_for_and_a_silent_one_is_not() -> None:
+    electorate = after_rounds(founded_by("abc"), 3, "abcx")
+    members = new_voter_set(electorate)
+    members.update(MembershipChanged(frozenset("abcxy")), 0.0)
+    assert members.awaited == frozenset("abcx")
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_silent_liar_does_not_hold_up_a_round_in_which_an_honest_voter_died(trusted: bool) -> None:
+    members = voter_set("abl", "d", trusting("abld") if trusted else founded_by("abld"))
+    assert not members.is_quorum("ab") and members.is_quorum("abd")
+    for now in (15.0, 20.0, 22.5):
+        members.advance(now)
+    assert members.is_quorum("ab") != trusted, "where nobody lies, the vote of the dead counts to the end"
+
+
+def test_no_key_can_be_ground_to_lead() -> None:
+    """A key that leads one round after the digest is known leads others as rarely as any key."""
+    bases = [bytes([number]) * 32 for number in range(1, 251)]
+    names = [f"key {number}" for number in range(200)]
+    voters = frozenset("abcd")
+    ground = next(name for name in names if Election(bases[0]).leader(0, voters | {name}) == name)
+    led = sum(Election(base).leader(0, voters | {ground}) == ground for base in bases[1:])
+    assert 25 < led < 80, "one round of five"
+    assert Election(bases[0]).leader(0, voters) in voters
+
+
+def _three_decide() -> tuple[Cluster, Commit, str, list[str]]:
+    """The leader and two more decide; the leader and one of the two die unheard and are forgotten.
 
     Nothing passes between the one that is bound by it and the two others, although they know that it lives.
     """
-    table = Cluster(4, "gather")
-    leader = table.names[0]
-    bound = min(name for name in table.names[1:])
-    half = {leader, bound}
-    assert min(table.names) in half
-    table.drop = lambda sender, receiver, kind: kind == "decision" or (sender in half) != (receiver in half)
+    table = Cluster(5, "gather", electorate=TRUSTED)
+    leader, bound, doomed = table.names[:3]
+    table.drop = lambda sender, receiver, kind: (
+        kind == "decision" or (sender in table.names[:3]) != (receiver in table.names[:3])
+    )
     table.contribute(*table.names)
     table.elapse(2.4)
     decided = table.commit(leader)
     assert decided and table.commit(bound) is None
-    table.kill(leader)
+    table.kill(leader, doomed)
     table.drop = lambda sender, receiver, kind: bound in (sender, receiver)
     table.elapse(table.scenario.vote_memory + 30)
-    return table, decided, bound, [name for name in table.names if name not in half]
+    return table, decided, bound, table.names[3:]
 
 
 def test_who_may_be_bound_by_a_forgotten_vote_is_asked() -> None:
-    table, decided, bound, others = _half_decides()
+    table, decided, bound, others = _three_decide()
     assert not table.included_peers(), "they wait as long as it lives"
     table.drop = lambda sender, receiver, kind: False
     table.elapse(30)
@@ -110,7 +179,7 @@ def test_who_may_be_bound_by_a_forgotten_vote_is_asked() -> None:
 
 @pytest.mark.parametrize("remembers", [True, False], ids=["remembers", "control"])
 def test_a_round_that_is_opened_again_waits_for_it_too(remembers: bool) -> None:
-    table, decided, bound, others = _half_decides()
+    table, decided, bound, others = _three_decide()
     for name in others:
         machine = table.machines[name]
         seen = machine.last_seen if remembers else machine._state.voter_set.last_seen
@@ -124,7 +193,7 @@ def test_a_round_that_is_opened_again_waits_for_it_too(remembers: bool) -> None:
 
 
 def test_who_waits_for_a_bound_peer_goes_on_once_it_is_gone() -> None:
-    table, _, bound, others = _half_decides()
+    table, _, bound, others = _three_decide()
     table.kill(bound)
     table.elapse(table.scenario.vote_memory + 30)
     assert all(table.commit(name) for name in others)
@@ -132,5 +201,5 @@ def test_who_waits_for_a_bound_peer_goes_on_once_it_is_gone() -> None:
 
 def test_if_a_majority_of_the_rest_were_enough_two_commits_came_about(monkeypatch: pytest.MonkeyPatch) -> None:
     asks_only_a_majority_of_the_rest(monkeypatch)
-    table, decided, _, others = _half_decides()
+    table, decided, _, others = _three_decide()
     assert all(commit and commit.content_digest != decided.content_digest for commit in map(table.commit, others))

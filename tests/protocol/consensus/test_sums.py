@@ -12,7 +12,7 @@ from protocol.consensus.messages import Commit
 from protocol.consensus.rules import audits, view_change
 from protocol.errors import ForgedError
 from protocol.identity import PeerId
-from tests.protocol.consensus.cluster import BASE, Cluster
+from tests.protocol.consensus.cluster import BASE, TRUSTED, Cluster
 from tests.protocol.consensus.test_acceptance import deliver, locks
 from tests.protocol.consensus.test_knowledge import signed_message
 from tests.simulation.network import fake_reduce
@@ -56,8 +56,8 @@ def test_control_with_one_reducer_a_part_its_lie_is_committed() -> None:
 
 
 def with_two_liars(secret: bytes) -> Cluster:
-    """Let both reducers of part 0 announce the same noise, and be honest otherwise."""
-    plain = Cluster(5, "butterfly", 5)
+    """Let both reducers of part 0 announce the same noise, and be honest otherwise; three of five decide."""
+    plain = Cluster(5, "butterfly", 5, electorate=TRUSTED)
     plain.drop = lambda sender, receiver, kind: kind == "part"
     plain.contribute(*plain.names)
     view = plain.machines[plain.names[0]]._state.current_view
@@ -68,7 +68,7 @@ def with_two_liars(secret: bytes) -> Cluster:
         true = fake_reduce(order.part, order.contributions)
         return Blob.of(NOISE) if order.part == 0 and name in liars else true
 
-    table = Cluster(5, "butterfly", 5)
+    table = Cluster(5, "butterfly", 5, electorate=TRUSTED)
     for machine in table.machines.values():
         machine._state.audit_secret = secret
     table.reduce_part = reduce_part
