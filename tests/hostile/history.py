@@ -1,6 +1,7 @@
 """Strangers that invent a history or a state: attacks 1, 1b, 1c, 1d and 2."""
 
 import asyncio
+import json
 import struct
 from typing import Any
 
@@ -11,10 +12,10 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.consensus.chain import ChainHead, extend_head
 from protocol.consensus.messages import Commit
-from protocol.identity import Identity
+from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import ChainReply
 from protocol.signing import MAX_CHAIN_TOKENS
-from tests.hostile.forgery import Forger
+from tests.hostile.forgery import HONEST_TOKENS, Forger
 from tests.hostile.stranger import Stranger
 
 FLEET = 5  # keys of the state vote
@@ -39,13 +40,42 @@ async def _announce_invention(stranger: Stranger, tokens: int) -> None:
     state, digest = forger.noise_state(), bytes(range(32))
     await stranger.open()
     await stranger.meet()
-    forger.chain.reply = lambda _: ChainReply(
-        round=INVENTED_ROUND, digest=digest, chain_tokens=tokens, state=state.to_wire()
+    honest = await ask_for_chain(stranger)
+    reply = like(
+        honest, stranger.peer_id, round=INVENTED_ROUND, digest=digest, chain_tokens=tokens, state=state.to_wire()
     )
+    forger.chain.reply = lambda _: reply
     stranger.directory.publish(
         urgent=True, role="trainer", round=INVENTED_ROUND, digest=digest, chain_tokens=tokens, state_digest=state.digest
     )
     stranger.begin()
+
+
+async def ask_for_chain(stranger: Stranger) -> ChainReply:
+    """Return what an honest peer answers."""
+    return await request_chain(stranger.run_id, stranger.transport.channel, stranger.victims[0], 0)
+
+
+def _electorate_of(voter: PeerId, number: int) -> bytes:
+    """Return the voters of a round: this key alone."""
+    values = {"round": number, "voters": [voter], "attendance": {voter: 1}, "entries": [], "revoked": []}
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def like(honest: ChainReply, voter: PeerId = "", **lies: Any) -> ChainReply:
+    """Return an honest reply with other values in some fields; commits only if they are given.
+
+    `voter`: the only one of the electorate that it claims; empty: the honest electorate.
+    """
+    reply = ChainReply()
+    reply.CopyFrom(honest)
+    reply.ClearField("commits")
+    if voter:
+        lies["electorate"] = _electorate_of(voter, lies["round"])
+    for name in lies:
+        reply.ClearField(name)
+    reply.MergeFrom(ChainReply(**lies))
+    return reply
 
 
 async def noise_in_number_slots(stranger: Stranger) -> None:
@@ -53,15 +83,16 @@ async def noise_in_number_slots(stranger: Stranger) -> None:
     forger = Forger(stranger)
     await stranger.open()
     await stranger.meet()
-    reply = await request_chain(stranger.run_id, stranger.transport.channel, stranger.victims[0], 0)
-    raw = await _fetch(stranger, forger, Blob.from_wire(reply.state))
+    honest = await ask_for_chain(stranger)
+    raw = await _fetch(stranger, forger, Blob.from_wire(honest.state))
     tampered = forger.store.put_in_memory(_with_negative_numbers(forger, raw))
     tokens, digest = MAX_CHAIN_TOKENS // 2, bytes(range(32))
-    forger.chain.reply = lambda _: ChainReply(
-        round=reply.round + 5, digest=digest, chain_tokens=tokens, state=tampered.to_wire()
+    reply = like(
+        honest, stranger.peer_id, round=honest.round + 5, digest=digest, chain_tokens=tokens, state=tampered.to_wire()
     )
+    forger.chain.reply = lambda _: reply
     stranger.directory.publish(
-        urgent=True, role="trainer", round=reply.round + 5, digest=digest, chain_tokens=tokens,
+        urgent=True, role="trainer", round=honest.round + 5, digest=digest, chain_tokens=tokens,
         state_digest=tampered.digest,
     )  # fmt: skip
     stranger.begin()
@@ -99,21 +130,21 @@ async def invented_commits(stranger: Stranger) -> None:
 
 async def _continue_chain(stranger: Stranger, forger: Forger) -> None:
     """Ask for the honest head, and claim to be some rounds ahead of it."""
-    honest = await request_chain(stranger.run_id, stranger.transport.channel, stranger.victims[0], 0)
+    honest = await ask_for_chain(stranger)
     head = ChainHead(honest.round, honest.digest, honest.chain_tokens, honest.revision)
     commits = []
     for _ in range(INVENTED_COMMITS):
         parts = forger.noise_payloads(head.round, NOISE)
-        own = forger.sign(forger.contribution(head.round, head.digest, parts, tokens=1 << 20))
+        own = forger.sign(forger.contribution(head.round, head.digest, parts, tokens=2 * HONEST_TOKENS))
         commit = forger.sign(Commit(head.round, 0, head.digest, (own,), tuple(parts)))
         commits.append(commit)
         head = extend_head(head, commit.body)
     state = forger.noise_state()
     known = [*honest.commits, *(commit.signed for commit in commits)]
     first = honest.round - len(honest.commits)
-    forger.chain.reply = lambda after: ChainReply(
-        commits=known[max(0, after - first) :], round=head.round, digest=head.digest, chain_tokens=head.tokens,
-        state=state.to_wire(),
+    forger.chain.reply = lambda after: like(
+        honest, commits=known[max(0, after - first) :], round=head.round, digest=head.digest,
+        chain_tokens=head.tokens, state=state.to_wire(),
     )  # fmt: skip
     stranger.directory.publish(
         urgent=True, role="trainer", round=head.round, digest=head.digest, chain_tokens=head.tokens,
@@ -132,7 +163,8 @@ async def state_vote(stranger: Stranger) -> None:
     while True:
         honest = (await stranger.meet())[stranger.victims[0]]
         head: dict[str, Any] = {"round": honest.round, "digest": honest.digest, "chain_tokens": honest.chain_tokens}
-        forger.chain.reply = lambda _, head=head: ChainReply(**head, state=state.to_wire())  # type: ignore[misc]
+        reply = like(await ask_for_chain(stranger), state=state.to_wire(), **head)
+        forger.chain.reply = lambda _, reply=reply: reply  # type: ignore[misc]
         stranger.directory.publish(urgent=True, role="trainer", state_digest=state.digest, **head)
         records = [stranger.record_of(key, state_digest=state.digest, **head) for key in keys]
         for victim in stranger.victims:
