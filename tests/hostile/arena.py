@@ -95,6 +95,7 @@ class Arena:
         self.member = self._make_peer("hostile", "hostile") if has_member else None
         if self.member is not None:
             _grind_key(self.member.folder)
+        self._log_bytes_before = 0
         self._strangers: list[tuple[Path, ForkedProcess]] = []
 
     def _make_peer(self, name: str, kind: str) -> ForkedPeer:
@@ -122,6 +123,7 @@ class Arena:
 
     def start_strangers(self, target: str, seconds: float = START_SECONDS, **options: Any) -> ForkedProcess:
         """Start the program of one or many strangers, and wait until it says that the attack has begun."""
+        self._log_bytes_before = self._log_bytes()
         home = self.run.parent / f"stranger-{len(self._strangers)}"
         addresses = [address for peer in self.honest for address in peer.addresses()[:1]]
         pids = {"victims": [peer.pid for peer in self.honest]}
@@ -138,12 +140,15 @@ class Arena:
             process.kill()
 
     def facts(self) -> dict[str, float]:
-        """Return what the strangers measured."""
-        found: dict[str, float] = {}
+        """Return what the strangers measured, and how much the honest peers have logged since they began."""
+        found: dict[str, float] = {"log_bytes": float(self._log_bytes() - self._log_bytes_before)}
         for home, _ in self._strangers:
             path = home / "facts.json"
             found |= json.loads(path.read_text()) if path.exists() else {}
         return found
+
+    def _log_bytes(self) -> int:
+        return sum(peer.log.stat().st_size for peer in self.honest)
 
     def rounds(self) -> dict[str, list[RoundLine]]:
         return {peer.name: peer.rounds for peer in self.honest}

@@ -18,7 +18,9 @@ class Attack:
         member: whether the attacker is a node that trains with the honest ones until its switch is on.
         rules: the rules that hold it off, which the control switches off in the honest peers.
         counters: each of them may count the attack; one has to.
-        min_pace: of the honest, compared with their pace before.
+        min_pace: of the honest, compared with their pace before; less for floods, because the machine's own work for
+            the attacker's connections takes processor time from the trainers on the same two cores.
+        limits: what the attacker measures may be at most this.
         seconds: of the attack.
         changes: tables of the manifest.
     """
@@ -31,6 +33,7 @@ class Attack:
     rules: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
     min_pace: float = 0.9
+    limits: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 6.0
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -38,6 +41,12 @@ class Attack:
 
 TRIMMED = {"method": {"aggregate": {"kind": "trimmed-mean"}}}
 GATHER = {"method": {"topology": {"kind": "gather"}}}
+FLOODED_PACE = 0.5
+KNOCKS = 6.0  # one connection a key that speaks for itself
+LOG_BYTES = 60_000.0  # of three peers; honest rounds write 5 kB
+CHAIN_ANSWERS = 100.0
+TARGET_TOKENS = 10**12
+
 ATTACKS = {
     attack.name: attack
     for attack in (
@@ -47,27 +56,58 @@ ATTACKS = {
         Attack(name="invented-commits", row="1d", stranger="history:invented_commits"),
         Attack(name="state-vote", row="2", stranger="history:state_vote"),
         Attack(name="invented-sums", row="3", member=True),
-        Attack(name="invented-contributors", row="4", member=True),
+        Attack(
+            name="invented-contributors", row="4", member=True, rules=("known-contributors",),
+            counters=("refusals: false proposal", "refusals: unknown contributor"),
+        ),
         Attack(name="lying-reducer", row="5", member=True),
         Attack(name="lying-reducer-trimmed", row="5", member=True, switch="lying-reducer", changes=TRIMMED),
-        Attack(name="token-claim", row="6", member=True),
-        Attack(name="token-claim-at-target", row="6b", member=True, changes={"target": {"tokens": 10**12}}),
+        Attack(
+            name="token-claim", row="6", member=True, rules=("bounded-tokens",), counters=("refusals: limit",),
+        ),
+        Attack(
+            name="token-claim-at-target", row="6b", member=True, switch="token-claim", rules=("bounded-tokens",),
+            counters=("refusals: limit",), changes={"target": {"tokens": TARGET_TOKENS}},
+        ),
         Attack(name="huge-message", row="6c", member=True),
         Attack(name="ghost-sum", row="7", member=True, seconds=8.0),
-        Attack(name="announce-only", row="8", stranger="crowd:announce_only"),
-        Attack(name="announce-two", row="8", stranger="crowd:announce_only", options={"keys": 2}),
-        Attack(name="lying-clocks", row="9", stranger="crowd:lying_clocks", seconds=8.0),
+        Attack(
+            name="announce-only", row="8", stranger="crowd:announce_only", rules=("confirmed-keys",),
+            counters=("refusals: newcomer",),
+        ),
+        Attack(
+            name="announce-two", row="8", stranger="crowd:announce_only", rules=("confirmed-keys",),
+            options={"keys": 2},
+        ),
+        Attack(
+            name="lying-clocks", row="9", stranger="crowd:lying_clocks", counters=("refusals: stale",), seconds=8.0,
+        ),
         Attack(name="two-decisions", row="10", member=True, changes=GATHER, seconds=10.0),
-        Attack(name="fresh-keys", row="11", stranger="crowd:fresh_keys"),
-        Attack(name="ghost-contribution", row="12", member=True),
-        Attack(name="garbled-contribution", row="12", member=True),
-        Attack(name="knocking", row="14", stranger="crowd:knocking"),
-        Attack(name="log-flood", row="15", stranger="crowd:log_flood"),
-        Attack(name="chain-flood", row="15", stranger="crowd:chain_flood"),
-        Attack(name="leader-drops-others", row="16", member=True, seconds=10.0),
-        Attack(name="two-contributions", row="17", member=True),
+        Attack(
+            name="fresh-keys", row="11", stranger="crowd:fresh_keys", rules=("newcomer-quota",),
+            counters=("refusals: newcomer", "refusals: limit"), min_pace=FLOODED_PACE,
+        ),
+        Attack(
+            name="ghost-contribution", row="12", member=True,
+            counters=("refusals: left out", "refusals: not fetched", "refusals: late"),
+        ),
+        Attack(name="garbled-contribution", row="12", member=True, counters=("setbacks: blob missing",)),
+        Attack(name="knocking", row="14", stranger="crowd:knocking", limits={"knocks": KNOCKS}),
+        Attack(
+            name="log-flood", row="15", stranger="crowd:log_flood", rules=("call-guard", "log-limit"),
+            counters=("refusals: stale", "refusals: limit"), min_pace=FLOODED_PACE, limits={"log_bytes": LOG_BYTES},
+        ),
+        Attack(
+            name="chain-flood", row="15", stranger="crowd:chain_flood", rules=("call-guard",),
+            counters=("refusals: limit",), min_pace=FLOODED_PACE, limits={"answers": CHAIN_ANSWERS},
+        ),
+        Attack(
+            name="leader-drops-others", row="16", member=True, seconds=10.0,
+            counters=("refusals: left out", "refusals: late", "refusals: smaller roster"),
+        ),
+        Attack(name="two-contributions", row="17", member=True, counters=("refusals: equivocation",)),
     )
-}
+}  # fmt: skip
 
 
 def install_members(switches: Switches) -> None:

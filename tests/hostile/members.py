@@ -123,11 +123,6 @@ def _claim_tokens(liar: Liar, machine: RoundMachine, body: Contribution) -> Cont
     return replace(body, tokens=CLAIMED_TOKENS, parts=parts)
 
 
-def _claim_target(liar: Liar, machine: RoundMachine, body: Contribution) -> Contribution:
-    """Attack 6b: claim as many tokens as the whole run is to have."""
-    return replace(body, tokens=CLAIMED_TOKENS)
-
-
 def _enlarge(liar: Liar, machine: RoundMachine, body: Contribution) -> Contribution:
     """Attack 6c: send a message a milliard times as large."""
     return replace(body, parts=_hold(machine, liar.noise(body.round, HUGE)))
@@ -170,7 +165,6 @@ LIES: dict[str, tuple[type[Any], Lie]] = {
     "lying-reducer": (ReducedPart, _lie_in_part),
     "ghost-sum": (ReducedPart, _ghost_part),
     "token-claim": (Contribution, _claim_tokens),
-    "token-claim-at-target": (Contribution, _claim_target),
     "huge-message": (Contribution, _enlarge),
     "ghost-contribution": (Contribution, _ghost_contribution),
     "garbled-contribution": (Contribution, _garble),

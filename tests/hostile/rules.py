@@ -1,7 +1,61 @@
 """The rules of honest peers that a control turns off, by name."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from node.daemon import outer_state, replica
+from node.monitoring.line_limit import LineLimit
+from protocol.consensus import handlers, machine, messages
+from protocol.membership.known_peers import KnownPeers
+from protocol.membership.newcomers import CheckQuota, NewcomerQuota
+from protocol.transport.call_guard import CallGuard
+from tests.hostile.patches import replaced
 from tests.hostile.switches import Switches
+
+UNBOUNDED_TOKENS = 1 << 40
 
 
 def install_rules(switches: Switches) -> None:
-    """Make each rule yield while its switch is on."""
+    """Turn off the rules whose switches are on when the process starts."""
+    for name, turn_off in RULES.items():
+        if switches.is_on(name):
+            turn_off()
+
+
+def _always(owner: Any, name: str, value: Any) -> None:
+    replaced(owner, name, lambda original, *arguments, **options: value)
+
+
+def _know_all_contributors() -> None:
+    _always(machine, "proposal_fault", None)
+    _always(handlers, "unknown_contributors", frozenset())
+
+
+def _take_any_tokens() -> None:
+    def limits(original: Any, *arguments: Any) -> messages.ContributionLimits:
+        found: messages.ContributionLimits = original(*arguments)
+        return replace(found, max_tokens=UNBOUNDED_TOKENS)
+
+    replaced(replica, "contribution_limits", limits)
+    for module in (messages, outer_state):
+        replaced(module, "count_tokens", lambda original, claims: list(claims))
+
+
+def _confirm_every_key() -> None:
+    replaced(KnownPeers, "_origin_of", lambda original, *arguments: "itself")
+
+
+def _take_all_newcomers() -> None:
+    _always(NewcomerQuota, "try_take", True)
+    _always(CheckQuota, "try_take", True)
+
+
+RULES: dict[str, Callable[[], None]] = {
+    "known-contributors": _know_all_contributors,
+    "bounded-tokens": _take_any_tokens,
+    "confirmed-keys": _confirm_every_key,
+    "newcomer-quota": _take_all_newcomers,
+    "call-guard": lambda: _always(CallGuard, "charge", None),
+    "log-limit": lambda: _always(LineLimit, "admits", True),
+}

@@ -106,11 +106,19 @@ class Score:
     counters: Mapping[str, int]
     facts: Mapping[str, float] = field(default_factory=dict)
 
-    def is_harmed(self, min_pace: float = PACE_LIMIT) -> bool:
-        return not self.digests_equal or self.loss_ratio > LOSS_LIMIT or self.pace_ratio < min_pace
+    def is_harmed(self, min_pace: float, limits: Mapping[str, float]) -> bool:
+        """Return whether the honest are worse off than without the attack."""
+        is_slow = self.pace_ratio < min_pace
+        return is_slow or not self.digests_equal or self.loss_ratio > LOSS_LIMIT or self._is_above(limits, 1.0)
 
-    def is_ruined(self) -> bool:
+    def is_ruined(self, limits: Mapping[str, float]) -> bool:
+        """Return whether the harm is so large that no noise explains it."""
+        if limits:
+            return self._is_above(limits, 2.0)
         return not self.digests_equal or self.loss_ratio > RUINED_LOSS or self.pace_ratio < RUINED_PACE
+
+    def _is_above(self, limits: Mapping[str, float], factor: float) -> bool:
+        return any(self.facts.get(name, 0.0) > factor * limit for name, limit in limits.items())
 
 
 @dataclass(frozen=True)

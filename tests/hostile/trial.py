@@ -48,7 +48,7 @@ def try_attack(template: Template, attack: Attack, rules_off: Sequence[str] = ()
         while True:
             attacked = _pass(attack.seconds) if not until_ruin else _pass(1.0)
             score = _score(arena, clean, Window(started, attacked.end), before)
-            if not until_ruin or score.is_ruined() or time.monotonic() - started > CONTROL_SECONDS:
+            if not until_ruin or score.is_ruined(attack.limits) or time.monotonic() - started > CONTROL_SECONDS:
                 break
         if not until_ruin:
             _end(arena, attack)
@@ -110,10 +110,10 @@ def run_attack(template: Template, attack: Attack) -> Result:
         pace_ratio=score.pace_ratio,
         digests_equal=score.digests_equal,
         counted=any(score.counters.get(name, 0) for name in attack.counters),
-        control_succeeds=control.is_ruined(),
+        control_succeeds=control.is_ruined(attack.limits),
         counters=score.counters,
         facts=score.facts,
         control={"loss_ratio": control.loss_ratio, "pace_ratio": control.pace_ratio,
                  "digests_equal": control.digests_equal},
-        defended=not score.is_harmed(attack.min_pace),
+        defended=not score.is_harmed(attack.min_pace, attack.limits),
     )  # fmt: skip
