@@ -121,13 +121,12 @@ class Arena:
         lines = [peer.rounds[-1:] for peer in self.honest]
         return all(line and line[0].round >= 4 and len(line[0].senders[-1]) == everybody for line in lines)
 
-    def start_strangers(self, target: str, seconds: float = START_SECONDS, **options: Any) -> ForkedProcess:
+    def start_strangers(self, target: str, options: Mapping[str, Any], seconds: float = START_SECONDS) -> ForkedProcess:
         """Start the program of one or many strangers, and wait until it says that the attack has begun."""
         self._log_bytes_before = self._log_bytes()
         home = self.run.parent / f"stranger-{len(self._strangers)}"
         addresses = [address for peer in self.honest for address in peer.addresses()[:1]]
-        pids = {"victims": [peer.pid for peer in self.honest]}
-        arguments = [target, str(home), str(self.run), addresses, options | pids]
+        arguments = [target, str(home), str(self.run), addresses, dict(options)]
         process = self._template.fork("tests.hostile.stranger:main", arguments, home / "log", NICE)
         self._strangers.append((home, process))
         self.wait_until(lambda: (home / "began").exists() or process.poll() is not None, "the attack begins", seconds)
@@ -138,6 +137,14 @@ class Arena:
     def stop_strangers(self) -> None:
         for _, process in self._strangers:
             process.kill()
+
+    def wait_until_recovered(self) -> None:
+        """Wait until the peers decide rounds together again, without a stranger."""
+        last = max(line.round for peer in self.honest for line in peer.rounds)
+        self.wait_until(
+            lambda: self._are_together() and all(peer.rounds[-1].round > last + 2 for peer in self.honest),
+            "the peers recover from the last attack",
+        )
 
     def facts(self) -> dict[str, float]:
         """Return what the strangers measured, and how much the honest peers have logged since they began."""

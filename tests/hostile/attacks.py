@@ -23,6 +23,8 @@ class Attack:
         limits: what the attacker measures may be at most this.
         seconds: of the attack.
         changes: tables of the manifest.
+        options: of the attacker's program.
+        is_local: whether it attacks a person who starts a node, not the running ones.
     """
 
     name: str
@@ -37,6 +39,11 @@ class Attack:
     seconds: float = 6.0
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_local: bool = False
+
+    def is_counted(self, risen: Mapping[str, int]) -> bool:
+        """Return whether one of its counters has risen; a refusal of a whole manifest is an error for the person."""
+        return self.is_local or any(risen.get(name, 0) for name in self.counters)
 
 
 TRIMMED = {"method": {"aggregate": {"kind": "trimmed-mean"}}}
@@ -92,6 +99,14 @@ ATTACKS = {
             counters=("refusals: left out", "refusals: not fetched", "refusals: late"),
         ),
         Attack(name="garbled-contribution", row="12", member=True, counters=("setbacks: blob missing",)),
+        Attack(
+            name="oversized-manifest", row="13", stranger="manifests:oversized_manifest", rules=("room",),
+            limits={"gigabytes": 1.0}, is_local=True, seconds=3.0,
+        ),
+        Attack(
+            name="extreme-manifest", row="13b", stranger="manifests:extreme_manifest", rules=("manifest-bounds",),
+            limits={"accepted": 0.4}, is_local=True, seconds=1.0,
+        ),
         Attack(name="knocking", row="14", stranger="crowd:knocking", limits={"knocks": KNOCKS}),
         Attack(
             name="log-flood", row="15", stranger="crowd:log_flood", rules=("call-guard", "log-limit"),

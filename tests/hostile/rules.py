@@ -18,7 +18,7 @@ UNBOUNDED_TOKENS = 1 << 40
 
 def install_rules(switches: Switches) -> None:
     """Turn off the rules whose switches are on when the process starts."""
-    for name, turn_off in RULES.items():
+    for name, turn_off in RULES.items():  # "room" and "manifest-bounds" are those of `manifests`
         if switches.is_on(name):
             turn_off()
 

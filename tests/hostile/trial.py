@@ -5,68 +5,74 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hostile.arena import Arena, small_manifest
 from tests.hostile.attacks import Attack
-from tests.hostile.scoreboard import (
-    Result,
-    Score,
-    Window,
-    are_digests_equal,
-    mean_loss,
-    slowest_pace,
-)
+from tests.hostile.scoreboard import Result, Score, Window, are_digests_equal, mean_loss, slowest_pace
 from tests.hostile.template import Template
 from tests.swarm.process_swarm import isolated_processes
 
-CLEAN_SECONDS = 3.0
-AFTER_SECONDS = 2.0
-SETTLE_SECONDS = 0.5
-CONTROL_SECONDS = 20.0
+LOSS_SECONDS = 2.0  # over which the losses at the end are averaged
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds before the attack and after it, the longest control, and the share of the attack's own seconds."""
+
+    clean: float = 3.0
+    after: float = 2.0
+    control: float = 20.0
+    share: float = 1.0
 
 
 @contextmanager
-def open_arena(template: Template, attack: Attack) -> Iterator[Arena]:
+def open_arena(template: Template, attack: Attack, rules_off: Sequence[str] = ()) -> Iterator[Arena]:
+    """Start a swarm that suits an attack, inside the context."""
     with isolated_processes(), tempfile.TemporaryDirectory(prefix="mmh", dir="/tmp") as folder:
         arena = Arena(template, Path(folder) / "r", small_manifest(**attack.changes), attack.member)
         try:
+            arena.start(rules_off)
             yield arena
         finally:
             arena.close()
 
 
-def try_attack(template: Template, attack: Attack, rules_off: Sequence[str] = (), until_ruin: bool = False) -> Score:
-    """Attack a fresh swarm; `until_ruin` ends the attack once it has done harm that noise cannot."""
-    with open_arena(template, attack) as arena:
-        arena.start(rules_off)
-        clean = _pass(CLEAN_SECONDS)
-        before = arena.counters()
-        began = time.monotonic()
-        _begin(arena, attack)
-        started = time.monotonic()
-        while True:
-            attacked = _pass(attack.seconds) if not until_ruin else _pass(1.0)
-            score = _score(arena, clean, Window(started, attacked.end), before)
-            if not until_ruin or score.is_ruined(attack.limits) or time.monotonic() - started > CONTROL_SECONDS:
-                break
-        if not until_ruin:
-            _end(arena, attack)
-            after = _pass(AFTER_SECONDS)
-            score = _score(arena, clean, Window(started, attacked.end), before, after)
-        del began
-        return score
+def attack_once(arena: Arena, attack: Attack, timing: Timing) -> Score:
+    """Return how a swarm does during an attack and after it, compared with just before it."""
+    clean = _pass(timing.clean)
+    before = arena.counters()
+    _begin(arena, attack, ())
+    attacked = _pass(timing.share * attack.seconds)
+    _end(arena)
+    after = _pass(timing.after)
+    return _score(arena, clean, attacked, before, after)
 
 
-def _begin(arena: Arena, attack: Attack) -> None:
+def attack_until_ruin(arena: Arena, attack: Attack, timing: Timing) -> Score:
+    """Attack until there is harm that no noise explains, or until the control has lasted too long."""
+    clean = _pass(timing.clean)
+    before = arena.counters()
+    _begin(arena, attack, attack.rules)
+    start = time.monotonic()
+    while True:
+        second = _pass(1.0)
+        score = _score(arena, clean, Window(start, second.end), before)
+        if score.is_ruined(attack.limits) or second.end - start > timing.control:
+            return score
+
+
+def _begin(arena: Arena, attack: Attack, rules_off: Sequence[str]) -> None:
     if attack.member:
         assert arena.member is not None
         arena.member.switch_on(attack.switch or attack.name)
     if attack.stranger:
-        arena.start_strangers(f"tests.hostile.{attack.stranger}", **attack.options)
+        options = dict(attack.options) | {"rules_off": list(rules_off)}
+        arena.start_strangers(f"tests.hostile.{attack.stranger}", options)
 
 
-def _end(arena: Arena, attack: Attack) -> None:
+def _end(arena: Arena) -> None:
     if arena.member is not None:
         arena.member.switch_on()
     arena.stop_strangers()
@@ -79,41 +85,50 @@ def _pass(seconds: float) -> Window:
 
 
 def _score(
-    arena: Arena,
-    clean: Window,
-    attacked: Window,
-    before: Mapping[str, int],
-    after: Window | None = None,
+    arena: Arena, clean: Window, attacked: Window, before: Mapping[str, int], after: Window | None = None
 ) -> Score:
     rounds = arena.rounds()
-    last = Window(attacked.end - 2.0, (after or attacked).end)
-    whole = Window(attacked.start, (after or attacked).end)
-    clean_pace = slowest_pace(rounds, [clean])
+    end = (after or attacked).end
     counters = arena.counters()
     counters.subtract(before)
     return Score(
-        loss_ratio=mean_loss(rounds, last) / mean_loss(rounds, clean),
-        pace_ratio=slowest_pace(rounds, [attacked]) / clean_pace,
-        digests_equal=are_digests_equal(rounds, whole),
+        loss_ratio=mean_loss(rounds, Window(attacked.end - LOSS_SECONDS, end)) / mean_loss(rounds, clean),
+        pace_ratio=slowest_pace(rounds, [attacked]) / max(1e-9, slowest_pace(rounds, [clean])),
+        digests_equal=are_digests_equal(rounds, Window(attacked.start, end)),
         counters=dict(sorted((+Counter(counters)).items())),
         facts=arena.facts(),
     )
 
 
+def try_attack(template: Template, attack: Attack, timing: Timing | None = None) -> Score:
+    """Try an attack on a swarm of its own."""
+    with open_arena(template, attack) as arena:
+        return attack_once(arena, attack, timing or Timing())
+
+
+def try_control(template: Template, attack: Attack, timing: Timing | None = None) -> Score:
+    """Try an attack on a swarm of its own whose honest peers have its rules switched off."""
+    with open_arena(template, attack, attack.rules) as arena:
+        return attack_until_ruin(arena, attack, timing or Timing())
+
+
 def run_attack(template: Template, attack: Attack) -> Result:
     """Try an attack, and then its control."""
-    score = try_attack(template, attack)
-    control = try_attack(template, attack, attack.rules, until_ruin=True)
+    score, control = try_attack(template, attack), try_control(template, attack)
     return Result(
         attack=attack.name,
         loss_ratio=score.loss_ratio,
         pace_ratio=score.pace_ratio,
         digests_equal=score.digests_equal,
-        counted=any(score.counters.get(name, 0) for name in attack.counters),
+        counted=attack.is_counted(score.counters),
         control_succeeds=control.is_ruined(attack.limits),
         counters=score.counters,
         facts=score.facts,
-        control={"loss_ratio": control.loss_ratio, "pace_ratio": control.pace_ratio,
-                 "digests_equal": control.digests_equal},
+        control={
+            "loss_ratio": control.loss_ratio,
+            "pace_ratio": control.pace_ratio,
+            "digests_equal": control.digests_equal,
+            "facts": dict(control.facts),
+        },
         defended=not score.is_harmed(attack.min_pace, attack.limits),
-    )  # fmt: skip
+    )
