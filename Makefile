@@ -14,7 +14,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 # Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check warmup modules processes test-long ordeals seeds links proto dist image image-check clean
+.PHONY: demo quick test check warmup modules processes test-long ordeals hostile seeds links proto dist image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
@@ -24,7 +24,7 @@ quick: check
 
 test: check modules processes
 
-test-long: ordeals seeds links
+test-long: ordeals hostile seeds links
 
 check: .venv/installed-for-tests
 	$(BIN)/ruff check .
@@ -38,10 +38,13 @@ modules: warmup
 	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
 
 processes: .venv/installed-for-tests
-	$(BIN)/pytest -m "swarm and not ordeal"
+	$(BIN)/pytest -m "swarm and not ordeal and not hostile"
 
 ordeals: .venv/installed-for-tests
 	$(BIN)/pytest -m ordeal
+
+hostile: .venv/installed-for-tests
+	$(BIN)/pytest -m hostile
 
 seeds: .venv/installed-for-tests
 	$(BIN)/pytest -n logical --dist loadfile -p no:cacheprovider --timeout 900 -m seeds

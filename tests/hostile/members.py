@@ -26,6 +26,7 @@ NOISE = 0.5  # of a value; an honest update has about 0.003
 HUGE = 1e9
 CLAIMED_TOKENS = 1 << 40
 FRESH_KEYS = 5
+SENT_TWICE = "two-contributions"
 Lie = Callable[["Liar", RoundMachine, Any], Any]  # an honest body, and the one to sign instead
 
 
@@ -54,7 +55,7 @@ class Liar:
     def _send(self, original: Any, machine: RoundMachine, peers: Iterable[str], message: SignedMessage[Any]) -> None:
         """Send another version of some messages to half of the peers."""
         chosen = sorted(peers)
-        if message.sender == machine._state.me and self.switches.is_on("two-contributions"):
+        if message.sender == machine._state.me and self.switches.is_on(SENT_TWICE):
             twin = _twin(machine, message)
             if twin is not None:
                 original(machine, chosen[::2], twin)

@@ -1,0 +1,65 @@
+"""Each defence against its attack in a live swarm, and the same attack with the rule off, which has to succeed.
+
+`python -m tests.hostile all` tries every attack for longer; here the windows are short, and attackers that leave no
+trace share a swarm. So the pace may fall further here before a test is red.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hostile.arena import Arena
+from tests.hostile.attacks import ATTACKS, Attack
+from tests.hostile.scoreboard import Score
+from tests.hostile.template import Template
+from tests.hostile.trial import Timing, attack_once, open_arena, try_attack, try_control
+
+pytestmark = [pytest.mark.hostile, pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(240)]
+
+TIMING = Timing(clean=2.0, after=1.5, control=15.0, share=0.7)
+PACE_SLACK = 0.2  # of windows of a few seconds on a busy machine
+STRANGERS = ("log-flood", "chain-flood", "fresh-keys", "knocking")
+MEMBERS = ("invented-contributors", "lying-reducer", "token-claim-at-target")
+CONTROLS = ("invented-contributors", "token-claim-at-target", "log-flood", "oversized-manifest", "extreme-manifest")
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Template]:
+    made = Template()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def arena(template: Template) -> Iterator[Arena]:
+    with open_arena(template, ATTACKS[STRANGERS[0]]) as opened:
+        yield opened
+
+
+def require_defended(attack: Attack, score: Score) -> None:
+    assert not score.is_harmed(attack.min_pace - PACE_SLACK, attack.limits), score
+    assert attack.is_counted(score.counters), score
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_strangers_do_no_harm_and_are_counted(arena: Arena, name: str) -> None:
+    arena.wait_until_recovered()
+    require_defended(ATTACKS[name], attack_once(arena, ATTACKS[name], TIMING))
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_hostile_member_does_no_harm_and_is_counted(template: Template, name: str) -> None:
+    require_defended(ATTACKS[name], try_attack(template, ATTACKS[name], TIMING))
+
+
+@pytest.mark.parametrize("name", ("oversized-manifest", "extreme-manifest"))
+def test_manifests_of_hostile_organisers_are_refused(arena: Arena, name: str) -> None:
+    score = attack_once(arena, ATTACKS[name], TIMING)
+    assert score.facts.keys() >= ATTACKS[name].limits.keys(), score
+    assert not score.is_harmed(0.0, ATTACKS[name].limits), score
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_same_attack_succeeds_with_the_rule_off(template: Template, name: str) -> None:
+    score = try_control(template, ATTACKS[name], TIMING)
+    assert score.is_ruined(ATTACKS[name].limits), score
