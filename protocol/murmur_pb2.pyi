@@ -298,29 +298,47 @@ class PublicRun(_message.Message):
     link: str
     def __init__(self, run: _Optional[bytes] = ..., expires: _Optional[float] = ..., name: _Optional[str] = ..., recipe: _Optional[str] = ..., parameters: _Optional[int] = ..., peers: _Optional[int] = ..., round: _Optional[int] = ..., target_rounds: _Optional[int] = ..., tokens: _Optional[int] = ..., target_tokens: _Optional[int] = ..., link: _Optional[str] = ...) -> None: ...
 
+class RecordUpdate(_message.Message):
+    __slots__ = ("name", "base", "fields", "cleared", "signature")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    base: int
+    fields: PeerRecord
+    cleared: _containers.RepeatedScalarFieldContainer[int]
+    signature: bytes
+    def __init__(self, name: _Optional[bytes] = ..., base: _Optional[int] = ..., fields: _Optional[_Union[PeerRecord, _Mapping]] = ..., cleared: _Optional[_Iterable[int]] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
 class GossipRequest(_message.Message):
-    __slots__ = ("run", "time", "known", "records", "salt")
+    __slots__ = ("run", "time", "known", "records", "salt", "updates")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     time: float
     known: bytes
     records: _containers.RepeatedCompositeFieldContainer[Signed]
     salt: bytes
-    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[float] = ..., known: _Optional[bytes] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., salt: _Optional[bytes] = ...) -> None: ...
+    updates: _containers.RepeatedCompositeFieldContainer[RecordUpdate]
+    def __init__(self, run: _Optional[bytes] = ..., time: _Optional[float] = ..., known: _Optional[bytes] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., salt: _Optional[bytes] = ..., updates: _Optional[_Iterable[_Union[RecordUpdate, _Mapping]]] = ...) -> None: ...
 
 class GossipReply(_message.Message):
-    __slots__ = ("time", "records", "wanted")
+    __slots__ = ("time", "records", "wanted", "updates")
     TIME_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
     time: float
     records: _containers.RepeatedCompositeFieldContainer[Signed]
     wanted: bytes
-    def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
+    updates: _containers.RepeatedCompositeFieldContainer[RecordUpdate]
+    def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[bytes] = ..., updates: _Optional[_Iterable[_Union[RecordUpdate, _Mapping]]] = ...) -> None: ...
 
 class Brief(_message.Message):
     __slots__ = ("kind", "peer", "body", "signature", "references", "bits")

@@ -33,6 +33,7 @@ from protocol.errors import (
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import AddressFile
+from protocol.membership.exchange import MAX_RECORDS, make_reply, make_request
 from protocol.membership.gossip_interface import (
     DirectoryOptions,
     GossipTransport,
@@ -47,8 +48,8 @@ from protocol.membership.peer_table import (
     FieldValue,
     MembershipListener,
 )
-from protocol.membership.summary import SALT_BYTES, Summary, split_tags, tag_of
-from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
+from protocol.membership.summary import SALT_BYTES, Summary
+from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.replies import require_reply
 from protocol.traffic import ControlTraffic
@@ -59,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 GOSSIP_FANOUT = 3
 URGENT_FANOUT = 16
-MAX_RECORDS = 256  # per message; with the largest records and MAX_PEERS known still below 1 MiB
 FAILURES_UNTIL_SUSPECT = 2
 MIN_TIMEOUT_SECONDS = 2.0
 LEAVE_SECONDS = 2.0
@@ -100,6 +100,7 @@ class PeerDirectory(MembershipServicer):
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
         self._repeat_exchanges: set[PeerId] = set()
+        self._unresolved: set[PeerId] = set()  # peers of which we hold another version than an update changes
         self._next_report_at = float("-inf")  # of changes to the listeners
         self._report_timer: asyncio.TimerHandle | None = None
         self._address_file = AddressFile(options.addresses_file, time.monotonic())
@@ -204,26 +205,18 @@ class PeerDirectory(MembershipServicer):
     def _answer_gossip(self, peer: PeerId, request: GossipRequest) -> GossipReply:
         if request.run.hex() != self.run_id:
             raise StaleError(f"{peer} gossips about another run")
-        if not self._call_buckets.try_take(peer, time.monotonic(), max(1.0, len(request.records) / RECORDS_PER_CALL)):
+        cost = max(1.0, (len(request.records) + len(request.updates)) / RECORDS_PER_CALL)
+        if not self._call_buckets.try_take(peer, time.monotonic(), cost):
             raise LimitError(f"{peer} gossips more than {MAX_CALLS_PER_HEARTBEAT} times a heartbeat")
         summary = Summary.from_bytes(request.salt, request.known, MAX_PEERS) if request.salt else None
         self._clock.observe_caller(peer, request.time)
         self._known.renew_if_misdated()
-        self._merge_records(request.records, peer)
+        self._merge_records(request, peer)
         if summary is None:
             return GossipReply(time=self._clock.local())
         table = self._known.table
-        newer, wanted = summary.compare(table.known_sequences())
-        records = table.other_record_of(peer, self._clock.now()) + self._sample_records(table.records_of(newer))
-        return GossipReply(
-            time=self._clock.local(), records=records[:MAX_RECORDS], wanted=b"".join(wanted[:MAX_RECORDS])
-        )
-
-    def _sample_records(self, records: list[Signed]) -> list[Signed]:
-        """Return as many records as one message takes, our own one first, because the rest depends on our standing."""
-        own = [signed for signed in records if signed.peer == self.peer_id]
-        others = [signed for signed in records if signed.peer != self.peer_id]
-        return own + (others if len(records) <= MAX_RECORDS else self._rng.sample(others, MAX_RECORDS - len(own)))
+        others = table.other_record_of(peer, self._clock.now())
+        return make_reply(self._clock.local(), table, summary, others, self.peer_id, self._rng)
 
     async def _run_heartbeat(self) -> None:
         await self._refresh_addresses()
@@ -298,33 +291,34 @@ class PeerDirectory(MembershipServicer):
 
     async def _exchange_records(self, peer: PeerId) -> None:
         sequences = self._known.table.known_sequences()
+        for unresolved in self._unresolved:
+            sequences.pop(unresolved, None)  # so it comes in full
+        self._unresolved.clear()
         summary = Summary.of(sequences, self._rng.randbytes(SALT_BYTES))
-        reply = await self._call_gossip(peer, [self.peer_id], summary)
-        tags = {tag_of(known, summary.salt): known for known in sequences if known != self.peer_id}
-        wanted = [tags[tag] for tag in split_tags(reply.wanted) if tag in tags][:MAX_RECORDS]
+        reply = await self._call_gossip(peer, self._known.own_version_at(peer), summary)
+        asked = Summary.from_bytes(summary.salt, reply.wanted, MAX_RECORDS)
+        wanted = asked.known_of(sequences)
         if self._known.renew_if_misdated():
-            wanted.append(self.peer_id)
+            wanted[self.peer_id] = 0
         if wanted:
             await self._call_gossip(peer, wanted)
 
     async def _call_gossip(
-        self, peer: PeerId, pushed_peers: Sequence[PeerId], summary: Summary | None = None
+        self, peer: PeerId, pushed: Mapping[PeerId, int], summary: Summary | None = None
     ) -> GossipReply:
-        """Send records to a peer, and learn those that the summary of our table lacks; none without a summary."""
+        """Send records to a peer, and learn those that the summary of our table lacks; none without a summary.
+
+        Args:
+            pushed: the peers whose records we send, with the sequences that the receiver has (0: none).
+        """
         sent = self._clock.local()
-        request = GossipRequest(
-            run=bytes.fromhex(self.run_id),
-            time=sent,
-            known=summary.to_bytes() if summary else b"",
-            salt=summary.salt if summary else b"",
-            records=self._known.table.records_of(pushed_peers),
-        )
+        request = make_request(bytes.fromhex(self.run_id), sent, self._known.table, pushed, summary)
         stub = MembershipStub(self._transport.channel(peer))
         self.traffic.record_sent("gossip", request)
         reply: GossipReply = require_reply(await stub.Gossip(request, timeout=self._timeout))
         self.traffic.record_received("gossip", reply)
         self._clock.observe(peer, reply.time, sent, self._clock.local())
-        self._merge_records(reply.records, peer)
+        self._merge_records(reply, peer)
         return reply
 
     def _record_failure(self, peer: PeerId, error: Exception) -> None:
@@ -342,11 +336,14 @@ class PeerDirectory(MembershipServicer):
             level = logging.WARNING if self._contacts.should_warn(peer) else logging.DEBUG
             logger.log(level, "no answer from %s at %s (%s); trying again in %.0f s", peer, tried, reason, wait)
 
-    def _merge_records(self, records: Sequence[Signed], sender: PeerId) -> None:
-        if len(records) > MAX_RECORDS:
-            raise LimitError(f"{sender} sent {len(records)} records at once; at most {MAX_RECORDS} are allowed")
+    def _merge_records(self, message: GossipRequest | GossipReply, sender: PeerId) -> None:
+        count = len(message.records) + len(message.updates)
+        if count > MAX_RECORDS:
+            raise LimitError(f"{sender} sent {count} records at once; at most {MAX_RECORDS} are allowed")
         self._expire_records(sender)
-        merged = self._known.merge(records, sender, time.monotonic())
+        restored, unresolved = self._known.table.restore(message.updates)
+        self._unresolved.update(unresolved)
+        merged = self._known.merge([*message.records, *restored], sender, time.monotonic())
         for peer, record in merged.news.items():
             self._learn_peer(peer, record)
         self._record_faults(merged.faults, sender)

@@ -23,8 +23,8 @@ from protocol.membership.peer_table import (
     OwnRecord,
     PeerTable,
     PeerUpdated,
-    check_addresses,
 )
+from protocol.membership.record_fields import check_addresses
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import open_signed
 
@@ -73,6 +73,13 @@ class KnownPeers:
         """Renew our own record if it is a while old or our addresses have changed."""
         if self.own.is_due():
             self.renew()
+
+    def own_version_at(self, peer: PeerId) -> dict[PeerId, int]:
+        """Return the version of our own record that a peer most likely has (0: none), to send it an update.
+
+        A peer that has another one says so in its reply.
+        """
+        return {self.peer_id: self.table.earlier_sequence(self.peer_id) if peer in self.table else 0}
 
     def renew(self) -> None:
         """Date and sign our own record again."""

@@ -12,19 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from protocol.errors import LimitError, MalformedError, StaleError
+from protocol.errors import LimitError, StaleError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import RunId
 from protocol.membership.clock import SwarmClock
-from protocol.membership.record_fields import check_fields
-from protocol.murmur_pb2 import PeerRecord, Signed
-from protocol.signing import peer_id_of, read_unverified, sign, verify_signed
+from protocol.membership.record_fields import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES, check_addresses, check_fields
+from protocol.membership.record_updates import apply_update, make_update, name_of
+from protocol.membership.summary import is_same_sequence
+from protocol.murmur_pb2 import PeerRecord, RecordUpdate, Signed
+from protocol.signing import read_unverified, sign, verify_signed
 
 KIND = "peer"
 MAX_PEERS = 4096
 MAX_RECORD_BYTES = 2048
-MAX_ADDRESSES = 8
-MAX_ADDRESS_CHARACTERS = 256
+KEPT_VERSIONS = 3  # of a record before the newest one
 CLOCK_TOLERANCE_SECONDS = 60.0  # by which two honest swarm times may differ
 
 
@@ -65,6 +66,7 @@ class _Entry:
     is_suspected: bool = False
     is_confirmed: bool = True  # its key has spoken to us, or somebody vouches for it
     other: "tuple[Signed, PeerRecord] | None" = None  # the last record of another process with the same key
+    earlier: tuple[tuple[int, Signed], ...] = ()  # the versions before, with their sequences
 
     @property
     def is_live(self) -> bool:
@@ -127,8 +129,9 @@ class PeerTable:
         verify_signed(signed, self._run_id)
         if evicted is not None:
             del self._entries[evicted]
+        earlier = ((stored.record.sequence, stored.signed), *stored.earlier)[:KEPT_VERSIONS] if stored else ()
         other = _other_process(stored, record)
-        self._entries[signed.peer] = _Entry(signed, record, is_confirmed=is_confirmed, other=other)
+        self._entries[signed.peer] = _Entry(signed, record, is_confirmed=is_confirmed, other=other, earlier=earlier)
 
     def _find_evictable(self, newcomer: PeerId, is_confirmed: bool, now: float) -> PeerId | None:
         """Return the peer of lower standing whose record is the oldest; None if a place is free."""
@@ -210,6 +213,46 @@ class PeerTable:
     def records_of(self, peers: Iterable[PeerId]) -> list[Signed]:
         return [self._entries[peer].signed for peer in peers if peer in self._entries]
 
+    def earlier_sequence(self, peer: PeerId) -> int:
+        """Return the sequence of the version before the newest one of a record, or 0."""
+        entry = self._entries.get(peer)
+        return entry.earlier[0][0] if entry and entry.earlier else 0
+
+    def updates_for(self, known: Mapping[PeerId, int]) -> tuple[list[Signed], list[RecordUpdate]]:
+        """Return the newest records for a peer with these versions, as updates where we have its version too.
+
+        Args:
+            known: the sequences of a summary.
+        """
+        records, updates = list[Signed](), list[RecordUpdate]()
+        for peer, low_half in known.items():
+            entry = self._entries.get(peer)
+            if entry is None:
+                continue
+            versions = (signed for sequence, signed in entry.earlier if is_same_sequence(sequence, low_half))
+            if base := next(versions, None):
+                updates.append(make_update(entry.signed, entry.record, base))
+            else:
+                records.append(entry.signed)
+        return records, updates
+
+    def restore(self, updates: Sequence[RecordUpdate]) -> tuple[list[Signed], list[PeerId]]:
+        """Return the records that result from updates, unverified, and the peers of which we lack the version."""
+        peers = {name_of(peer): peer for peer in self._entries} if updates else {}
+        records, unresolved = list[Signed](), list[PeerId]()
+        for update in updates:
+            peer = peers.get(update.name)
+            if peer is None:
+                continue
+            entry = self._entries[peer]
+            versions = (entry.signed, *(signed for _, signed in entry.earlier))
+            signed = next(filter(None, (apply_update(update, version) for version in versions)), None)
+            if signed is not None:
+                records.append(signed)
+            elif update.fields.sequence > entry.record.sequence:
+                unresolved.append(peer)
+        return records, unresolved
+
     def other_record_of(self, peer: PeerId, now: float) -> list[Signed]:
         """Return the record that another process with the key of `peer` published lately, if any.
 
@@ -270,20 +313,6 @@ def _find_timing_fault(record: PeerRecord, now: float, lifetime: float) -> str |
     if not 0 < record.sequence <= (now + CLOCK_TOLERANCE_SECONDS) * 1000:
         return f"has the sequence {record.sequence}, which no clock gives at {now:.0f}"
     return None
-
-
-def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
-    """Raise MalformedError unless these are few, short addresses of this peer."""
-    listed = list(addresses)
-    if len(listed) > MAX_ADDRESSES:
-        raise MalformedError(f"the record of {peer} has {len(listed)} of at most {MAX_ADDRESSES} addresses")
-    for address in listed:
-        is_plain = address.startswith("/") and address.isascii() and address.isprintable() and " " not in address
-        if not is_plain or len(address) > MAX_ADDRESS_CHARACTERS:
-            raise MalformedError(f"the record of {peer} has an invalid address")
-        # Otherwise one peer could make all others dial a third one.
-        if peer_id_of(address) != peer:
-            raise MalformedError(f"the record of {peer} has the address of another peer")
 
 
 # News reach n peers in about log7(n) heartbeats, so a record is renewed long before it expires anywhere.

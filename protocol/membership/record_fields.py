@@ -4,18 +4,20 @@ Counts of 64 bits that only the page shows have no bound here; the page clamps t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PeerRecord
-from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
+from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND, peer_id_of
 
 ROLES = ("trainer", "observer")
 MAX_TEXT_CHARACTERS = 64
 MAX_PORT = 65535
+MAX_ADDRESSES = 8
+MAX_ADDRESS_CHARACTERS = 256
 DIGEST_BYTES = (0, 32)
 
 
@@ -78,3 +80,17 @@ def check_fields(peer: PeerId, record: PeerRecord) -> None:
     for name, bound in FIELD_BOUNDS.items():
         if not bound.accepts(getattr(record, name)):
             raise MalformedError(f"the record of {peer} has {bound.fault}")
+
+
+def check_addresses(peer: PeerId, addresses: Iterable[str]) -> None:
+    """Raise MalformedError unless these are few, short addresses of this peer."""
+    listed = list(addresses)
+    if len(listed) > MAX_ADDRESSES:
+        raise MalformedError(f"the record of {peer} has {len(listed)} of at most {MAX_ADDRESSES} addresses")
+    for address in listed:
+        is_plain = address.startswith("/") and address.isascii() and address.isprintable() and " " not in address
+        if not is_plain or len(address) > MAX_ADDRESS_CHARACTERS:
+            raise MalformedError(f"the record of {peer} has an invalid address")
+        # Otherwise one peer could make all others dial a third one.
+        if peer_id_of(address) != peer:
+            raise MalformedError(f"the record of {peer} has the address of another peer")

@@ -7,8 +7,9 @@ among two thousand peers; then one record waits for the next exchange.
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId
@@ -44,19 +45,33 @@ class Summary:
         """Return the entries for the wire; the salt goes with them."""
         return b"".join(_ENTRY.pack(tag, sequence) for tag, sequence in self.sequences.items())
 
-    def compare(self, sequences: Mapping[PeerId, int]) -> tuple[list[PeerId], list[bytes]]:
-        """Return the peers of which the sender lacks our record, and the tags of those whose record we lack."""
-        newer, own_tags, wanted = [], set[bytes](), []
+    def compare(self, sequences: Mapping[PeerId, int]) -> "tuple[dict[PeerId, int], Summary]":
+        """Compare our table with that of the sender.
+
+        Returns:
+            The peers whose record the sender lacks, with the sequence that it has (0: none); and a summary of what we
+            have of the peers whose record we lack.
+        """
+        newer, own_tags, wanted = dict[PeerId, int](), set[bytes](), dict[bytes, int]()
         for peer, sequence in sequences.items():
             tag = tag_of(peer, self.salt)
             own_tags.add(tag)
             theirs = self.sequences.get(tag)
             if theirs is None or _is_above(sequence, theirs):
-                newer.append(peer)
+                newer[peer] = theirs or 0
             elif _is_above(theirs, sequence):
-                wanted.append(tag)
-        wanted += [tag for tag in self.sequences if tag not in own_tags]
-        return newer, wanted
+                wanted[tag] = sequence % _SEQUENCES
+        wanted.update((tag, 0) for tag in self.sequences if tag not in own_tags)
+        return newer, Summary(self.salt, wanted)
+
+    def first(self, count: int) -> "Summary":
+        """Return a summary of the first few entries."""
+        return Summary(self.salt, dict(islice(self.sequences.items(), count)))
+
+    def known_of(self, peers: Iterable[PeerId]) -> dict[PeerId, int]:
+        """Return those of the peers that are in the summary, with their sequences."""
+        tags = ((peer, tag_of(peer, self.salt)) for peer in peers)
+        return {peer: self.sequences[tag] for peer, tag in tags if tag in self.sequences}
 
 
 def tag_of(peer: PeerId, salt: bytes) -> bytes:
@@ -64,9 +79,9 @@ def tag_of(peer: PeerId, salt: bytes) -> bytes:
     return hashlib.blake2b(peer.encode(), digest_size=TAG_BYTES, key=salt).digest()
 
 
-def split_tags(tags: bytes) -> Iterator[bytes]:
-    """Yield the tags in a reply."""
-    return (tags[start : start + TAG_BYTES] for start in range(0, len(tags) - TAG_BYTES + 1, TAG_BYTES))
+def is_same_sequence(sequence: int, other: int) -> bool:
+    """Return whether two sequences are the same, of which either may be a low half."""
+    return (sequence - other) % _SEQUENCES == 0
 
 
 def _is_above(first: int, second: int) -> bool:

@@ -15,13 +15,13 @@ from protocol.membership.clock import SwarmClock
 from protocol.membership.peer_table import (
     CLOCK_TOLERANCE_SECONDS,
     KIND,
-    MAX_ADDRESSES,
     RENEWAL_SHARE,
     OwnRecord,
     PeerTable,
     next_sequence,
 )
-from protocol.membership.summary import Summary, tag_of
+from protocol.membership.record_fields import MAX_ADDRESSES
+from protocol.membership.summary import Summary
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import sign
 
@@ -96,14 +96,14 @@ def test_merging_is_commutative_and_idempotent(records: list[Signed], rng: rando
 def test_one_exchange_makes_two_tables_equal(ours: list[Signed], theirs: list[Signed]) -> None:
     """Push and pull: records with another sequence are exchanged, and nothing else."""
     one, other = table_of(ours), table_of(theirs)
-    newer, tags = Summary.of(one.known_sequences(), SALT).compare(other.known_sequences())
-    pulled, pushed = other.records_of(newer), one.records_of(peer for peer in NAMES if tag_of(peer, SALT) in tags)
+    newer, wanted = Summary.of(one.known_sequences(), SALT).compare(other.known_sequences())
+    pulled, pushed = other.records_of(newer), one.records_of(wanted.known_of(NAMES))
     assert not {signed.peer for signed in pulled} & {signed.peer for signed in pushed}
     for table, records in ((one, pulled), (other, pushed)):
         for signed in records:
             table.merge(signed, NOW)
     assert one.known_sequences() == other.known_sequences()
-    assert Summary.of(one.known_sequences(), SALT).compare(other.known_sequences()) == ([], [])
+    assert Summary.of(one.known_sequences(), SALT).compare(other.known_sequences()) == ({}, Summary(SALT, {}))
 
 
 def test_forged_altered_and_foreign_records_are_refused() -> None:

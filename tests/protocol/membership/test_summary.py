@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import LimitError, MalformedError
-from protocol.membership.summary import SALT_BYTES, Summary, split_tags, tag_of
+from protocol.membership.summary import SALT_BYTES, Summary, tag_of
 
 SALT = bytes(range(SALT_BYTES))
 NOW = 1_800_000_000_000  # a sequence, in milliseconds
@@ -18,16 +18,20 @@ def sent(table: dict[str, int], salt: bytes = SALT) -> Summary:
 
 @given(TABLES, TABLES)
 def test_both_sides_find_what_they_lack(ours: dict[str, int], theirs: dict[str, int]) -> None:
-    newer, tags = sent(theirs).compare(ours)
-    assert set(newer) == {peer for peer, sequence in ours.items() if sequence > theirs.get(peer, -1)}
-    wanted = {peer for peer, sequence in theirs.items() if sequence > ours.get(peer, -1)}
-    assert set(split_tags(b"".join(tags))) == {tag_of(peer, SALT) for peer in wanted}
+    newer, wanted = sent(theirs).compare(ours)
+    lacking = {peer: theirs.get(peer, 0) for peer, sequence in ours.items() if sequence > theirs.get(peer, -1)}
+    assert newer == {peer: sequence % 2**32 for peer, sequence in lacking.items()}
+    ahead = {peer: ours.get(peer, 0) for peer, sequence in theirs.items() if sequence > ours.get(peer, -1)}
+    answer = Summary.from_bytes(SALT, wanted.to_bytes(), 8)
+    assert answer.known_of(theirs) == {peer: sequence % 2**32 for peer, sequence in ahead.items()}
 
 
 def test_sequences_around_a_multiple_of_the_low_half_are_compared_rightly() -> None:
     edge = 2**32 * 419
-    assert sent({"a": edge - 1}).compare({"a": edge + 1}) == (["a"], [])
-    assert sent({"a": edge + 1}).compare({"a": edge - 1}) == ([], [tag_of("a", SALT)])
+    before, after = (edge - 1) % 2**32, 1
+    assert sent({"a": edge - 1}).compare({"a": edge + 1}) == ({"a": before}, Summary(SALT, {}))
+    assert sent({"a": edge + 1}).compare({"a": edge - 1}) == ({}, Summary(SALT, {tag_of("a", SALT): before}))
+    assert sent({"a": edge + 1}).sequences == {tag_of("a", SALT): after}
 
 
 def test_summary_takes_eight_bytes_for_each_peer() -> None:
