@@ -92,15 +92,18 @@ class Leader(ABC):
     def locked_proposal(self) -> SignedMessage[Commit] | None:
         """Return the highest older proposal that any voter of this view acknowledged."""
         joined = self.joined_peers() & self._voter_set.voters
-        return max(
-            (
-                proposal
-                for digest, proposal in self._knowledge.proposals.items()
-                if self._ballot(proposal) < self._view.ballot and joined & self._knowledge.acknowledgers(digest)
-            ),
-            key=self._ballot,
-            default=None,
-        )
+        older = [entry for entry in self._knowledge.proposals.values() if self._ballot(entry) < self._view.ballot]
+        return max((entry for entry in older if self._binds(entry, joined)), key=self._ballot, default=None)
+
+    def _binds(self, proposal: SignedMessage[Commit], joined: Set[PeerId]) -> bool:
+        """Return whether this leader has to repeat a proposal that some of these voters may have acknowledged.
+
+        Honest voters refuse one with a wrong sum for ever, so it is given up once it cannot have been decided.
+        """
+        bound, evidence = joined & self._knowledge.acknowledgers(proposal.digest), proposal.body.evidence
+        if not bound or evidence is None or self.false_reducers.isdisjoint(evidence.peers):
+            return bool(bound)
+        return self._voter_set.is_quorum(self._voter_set.voters - (joined - bound))
 
     def _ballot(self, proposal: SignedMessage[Commit]) -> Ballot:
         return self._election.ballot(proposal.body.view, proposal.sender)

@@ -12,7 +12,7 @@ from protocol.consensus.messages import Commit
 from protocol.consensus.rules import audits, view_change
 from protocol.errors import ForgedError
 from protocol.identity import PeerId
-from tests.protocol.consensus.cluster import BASE, TRUSTED, Cluster
+from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_acceptance import deliver, locks
 from tests.protocol.consensus.test_knowledge import signed_message
 from tests.simulation.network import fake_reduce
@@ -56,8 +56,8 @@ def test_control_with_one_reducer_a_part_its_lie_is_committed() -> None:
 
 
 def with_two_liars(secret: bytes) -> Cluster:
-    """Let both reducers of part 0 announce the same noise, and be honest otherwise; three of five decide."""
-    plain = Cluster(5, "butterfly", 5, electorate=TRUSTED)
+    """Let both reducers of part 0 announce the same noise, and be honest otherwise; all others are a quorum."""
+    plain = Cluster(7, "butterfly", 5)
     plain.drop = lambda sender, receiver, kind: kind == "part"
     plain.contribute(*plain.names)
     view = plain.machines[plain.names[0]]._state.current_view
@@ -68,7 +68,7 @@ def with_two_liars(secret: bytes) -> Cluster:
         true = fake_reduce(order.part, order.contributions)
         return Blob.of(NOISE) if order.part == 0 and name in liars else true
 
-    table = Cluster(5, "butterfly", 5, electorate=TRUSTED)
+    table = Cluster(7, "butterfly", 5)
     for machine in table.machines.values():
         machine._state.audit_secret = secret
     table.reduce_part = reduce_part
@@ -91,7 +91,7 @@ def shares_found(count: int = 24) -> tuple[float, float]:
 
 
 def test_two_liars_that_reduce_the_same_part_are_found_by_the_draws_of_the_others() -> None:
-    """Three others draw one of three parts each: 1 - (2/3)^3 = 0.70."""
+    """Five others draw one of four or five parts each: about 1 - (3/4)^5 = 0.76."""
     found, prevented = shares_found()
     print(f"found {found:.2f}, prevented {prevented:.2f}")
     assert 0.45 < found < 0.95 and prevented > 0.4
