@@ -5,6 +5,10 @@ peer has one vote: its clock minus the midpoint of our sending and receiving tim
 The median does not follow a minority of liars, however far off they are. A peer sends its raw clock, never its swarm
 time, because offsets derived from offsets would drift together.
 
+Keys are free, so only those with a vote in the run count. A node that does not know any of them yet (it is new, or the
+run is) counts the peers that its user or the manifest named, and follows them where its own clock is far off. And while
+anybody agrees with its own clock, no majority moves it by more than `MAX_OFFSET_SECONDS`.
+
 Two peers alone meet in the middle of their clocks. For that the called peer must also count the caller's clock, though
 it has no round trip to correct it by; such a vote counts only while there are few others.
 """
@@ -19,6 +23,7 @@ MAX_VOTES = 64
 MAX_ROUND_TRIP_SECONDS = 10.0  # the error of a vote is at most half of it
 PLAUSIBLE_RANGE = (1.7e9, 4.1e9)  # seconds since the epoch: 2023 to 2099; a device without a battery starts in 1970
 FEW_VOTES = 3
+MAX_OFFSET_SECONDS = 60.0  # while another peer agrees with our clock
 VOTE_LIFETIME_SECONDS = 120.0  # after this time a step of our own clock no longer affects the votes
 
 
@@ -28,7 +33,18 @@ class SwarmClock:
     def __init__(self, local: Callable[[], float] = time.time) -> None:
         self.local = local
         self._votes: dict[PeerId, tuple[float, float]] = {}  # offset, when it was measured; oldest first
+        self._counted: frozenset[PeerId] | None = None  # `None` means all
+        self._has_voters = False
         self.offset = 0.0
+
+    def count_only(self, voters: frozenset[PeerId], contacts: frozenset[PeerId]) -> None:
+        """Count the clocks of voters only, or of contacts while there is no voter."""
+        counted = voters or contacts
+        if (counted, bool(voters)) == (self._counted, self._has_voters):
+            return
+        self._counted, self._has_voters = counted, bool(voters)
+        self._votes = {peer: vote for peer, vote in self._votes.items() if peer in counted}
+        self._update_offset(self.local())
 
     def now(self) -> float:
         return self.local() + self.offset
@@ -39,13 +55,26 @@ class SwarmClock:
         Implausible values are ignored.
         """
         offset = theirs - (sent + received) / 2
+        if self._counted is not None and peer not in self._counted:
+            return
         if not (_is_plausible(theirs) and 0 <= received - sent <= MAX_ROUND_TRIP_SECONDS):
             return
         self._votes.pop(peer, None)
         self._votes[peer] = offset, received
-        self._drop_old(received)
-        own = [0.0] if _is_plausible(received) else []
-        self.offset = statistics.median([*own, *(offset for offset, _ in self._votes.values())])
+        self._update_offset(received)
+
+    def _update_offset(self, now: float) -> None:
+        self._drop_old(now)
+        offsets = [offset for offset, _ in self._votes.values()]
+        if not _is_plausible(now) or not offsets:
+            self.offset = statistics.median(offsets) if offsets else 0.0
+            return
+        others, common = statistics.median(offsets), statistics.median([0.0, *offsets])
+        if self._counted is not None and not self._has_voters and abs(others) > MAX_OFFSET_SECONDS:
+            common = others  # of a run that goes on: two clocks that met in the middle would both be wrong
+        if any(abs(offset) <= MAX_OFFSET_SECONDS for offset in offsets):
+            common = max(-MAX_OFFSET_SECONDS, min(common, MAX_OFFSET_SECONDS))
+        self.offset = common
 
     def observe_caller(self, peer: PeerId, theirs: float) -> None:
         """Count the clock of a peer that calls us; it is late by the one-way delay."""

@@ -106,6 +106,7 @@ class PeerDirectory(MembershipServicer):
         self._address_file = AddressFile(options.addresses_file, time.monotonic())
         for peer, addresses in self._address_file.load().items():
             self.add_contact(peer, addresses)
+        self._clock.count_only(frozenset(), frozenset(self._contacts.bootstrap()))
         self._known.renew()
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -135,6 +136,7 @@ class PeerDirectory(MembershipServicer):
     def set_voters(self, voters: frozenset[PeerId]) -> None:
         """Set the peers that have a vote; empty while nobody has one yet."""
         self._known.set_voters(voters)
+        self._clock.count_only(voters, frozenset(self._contacts.bootstrap()))
         self._transport.set_voters(voters | self._contacts.bootstrap().keys() if voters else voters)
 
     def other_node_with_our_key(self) -> OtherNode | None:

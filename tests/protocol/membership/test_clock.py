@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from protocol.membership.clock import MAX_VOTES, VOTE_LIFETIME_SECONDS, SwarmClock
+from protocol.membership.clock import MAX_OFFSET_SECONDS, MAX_VOTES, VOTE_LIFETIME_SECONDS, SwarmClock
 
 NOW = 1_800_000_000.0
 
@@ -122,3 +122,54 @@ def test_clock_in_1970_has_no_vote() -> None:
     other = SwarmClock(ManualClock())
     other.observe_caller("the one in 1970", local_clock.time)
     assert other.now() == NOW
+
+
+@pytest.mark.parametrize("defended", [True, False])
+def test_clocks_of_keys_without_a_vote_move_nobody(defended: bool) -> None:
+    """Five observers that told each victim another time split a swarm of three within ten seconds."""
+    local_clock, voters = ManualClock(), frozenset(["peer 0", "peer 1"])
+    clock = SwarmClock(local_clock)
+    if defended:
+        clock.count_only(voters, frozenset())
+    observe_all(clock, local_clock, [0.1, -0.1, *[3600.0] * 5])
+    assert clock.offset == (0.0 if defended else MAX_OFFSET_SECONDS)
+
+
+def test_votes_of_others_are_dropped_once_there_are_voters() -> None:
+    local_clock = ManualClock()
+    clock = SwarmClock(local_clock)
+    clock.count_only(frozenset(), frozenset(["peer 0", "peer 1"]))
+    observe_all(clock, local_clock, [10.0, 10.0, 0.0])
+    assert clock.offset == 10.0
+    clock.count_only(frozenset(["peer 2"]), frozenset())
+    assert clock.offset == 0.0
+    observe_all(clock, local_clock, [10.0, 10.0, 4.0])
+    assert clock.offset == 2.0
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_no_majority_of_voters_moves_a_clock_far_while_another_peer_agrees_with_it(agrees: bool) -> None:
+    local_clock = ManualClock()
+    clock = SwarmClock(local_clock)
+    clock.count_only(frozenset(f"peer {number}" for number in range(7)), frozenset())
+    observe_all(clock, local_clock, [-3600.0] * 6 + [1.0 if agrees else -3600.0])
+    assert clock.offset == (-60.0 if agrees else -3600.0)
+
+
+def test_newcomer_whose_clock_is_far_off_follows_the_peer_that_its_user_named() -> None:
+    """Half of the way would leave it out of the run, and there is no voter yet that it knows."""
+    local_clock = ManualClock()
+    clock = SwarmClock(local_clock)
+    clock.count_only(frozenset(), frozenset(["peer 0"]))
+    observe_all(clock, local_clock, [-7200.0, 900.0, 900.0])
+    assert clock.offset == -7200.0
+    observe_all(clock, local_clock, [8.0])
+    assert clock.offset == 4.0, "but a small difference is shared"
+
+
+def test_implausible_clock_follows_the_voters_without_a_bound() -> None:
+    local_clock = ManualClock(5.0)
+    clock = SwarmClock(local_clock)
+    clock.count_only(frozenset(["peer 0"]), frozenset())
+    observe_all(clock, local_clock, [NOW - 5.0])
+    assert clock.now() == NOW
