@@ -61,6 +61,12 @@ class NodeFlags(MachineFlags):
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="log the details of each round, and whole peer ids")
     ] = False
+    trust: Annotated[
+        str | None, typer.Option(metavar="POINT", help="the run passes through this point, which `murmur status` shows")
+    ] = None
+    accept_jump: Annotated[
+        bool, typer.Option("--accept-jump", help="follow a preferred chain although many rounds of ours get lost")
+    ] = False
     log_json: Annotated[bool, typer.Option("--log-json", help="write log lines as JSON")] = False
 
 

@@ -16,8 +16,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from node.paths import is_utf8
 from node.units import ALL_INTERFACES, multiaddress_fault, parse_host_port, parse_rate, parse_size
-from protocol.errors import UsageError
+from protocol.consensus.trust import TrustPoint
+from protocol.errors import MalformedError, UsageError
 from protocol.fault_words import describe_value, shorten
+from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.transport.nat import listen_on_all_interfaces
 
@@ -96,9 +98,19 @@ class NodeOptions(MachineOptions):
     direct: int | None = Field(
         default=0, ge=0, le=65535, description="port for direct connections; 0: a free one; None: none are accepted"
     )
+    trust: TrustPoint | None = Field(default=None, description="the run's chain passes through this point")
+    accept_jump: bool = Field(default=False, description="follow a preferred chain that lacks many rounds of ours")
     verbose: bool = False
     log_json: bool = False
     stays: bool = Field(default=False, description="serve the final state after the target, until the node is stopped")
+
+    @field_validator("trust", mode="before")
+    @classmethod
+    def _parse_trust(cls, value: object) -> object:
+        try:
+            return TrustPoint.parse(value) if isinstance(value, str) else value
+        except MalformedError as error:
+            raise ValueError(f"{shorten(ascii(value))} is not a trust point: {error}") from error
 
     @field_validator("base", "folder")
     @classmethod
@@ -151,6 +163,11 @@ class NodeOptions(MachineOptions):
     def contacts(self) -> tuple[str, ...]:
         """Return the peers that may be asked for the run."""
         return (*self.peers, *self.manifest.run.bootstrap)
+
+    @property
+    def contact_ids(self) -> tuple[PeerId, ...]:
+        """Return the ids of these peers."""
+        return tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in self.contacts if "/p2p/" in address))
 
     @property
     def run_id(self) -> str:

@@ -235,28 +235,40 @@ class Revision(_message.Message):
     def __init__(self, number: _Optional[int] = ..., previous: _Optional[bytes] = ..., from_round: _Optional[int] = ..., changes: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
 
 class Acknowledgement(_message.Message):
-    __slots__ = ("round", "view", "proposal")
+    __slots__ = ("round", "view", "proposal", "state", "voters", "tokens")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VOTERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     proposal: bytes
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ...) -> None: ...
+    state: bytes
+    voters: bytes
+    tokens: int
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., state: _Optional[bytes] = ..., voters: _Optional[bytes] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("round", "view", "proposal", "peers", "signatures")
+    __slots__ = ("round", "view", "proposal", "peers", "signatures", "state", "voters", "tokens")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VOTERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     proposal: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     signatures: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., signatures: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    state: bytes
+    voters: bytes
+    tokens: int
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., signatures: _Optional[_Iterable[bytes]] = ..., state: _Optional[bytes] = ..., voters: _Optional[bytes] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Finding(_message.Message):
     __slots__ = ("round", "chain", "audited", "contribution", "verdict")
@@ -382,25 +394,33 @@ class ChainRequest(_message.Message):
     after_round: int
     def __init__(self, run: _Optional[bytes] = ..., after_round: _Optional[int] = ...) -> None: ...
 
-class ChainReply(_message.Message):
-    __slots__ = ("commits", "round", "digest", "chain_tokens", "state", "revision", "revisions", "electorate")
+class ChainLog(_message.Message):
+    __slots__ = ("electorate", "commits", "certificates")
+    ELECTORATE_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    electorate: bytes
+    commits: _containers.RepeatedCompositeFieldContainer[Signed]
+    certificates: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, electorate: _Optional[bytes] = ..., commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., certificates: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
+
+class ChainReply(_message.Message):
+    __slots__ = ("log", "round", "digest", "chain_tokens", "state", "revision", "revisions")
+    LOG_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CHAIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     REVISIONS_FIELD_NUMBER: _ClassVar[int]
-    ELECTORATE_FIELD_NUMBER: _ClassVar[int]
-    commits: _containers.RepeatedCompositeFieldContainer[Signed]
+    log: ChainLog
     round: int
     digest: bytes
     chain_tokens: int
     state: BlobRef
     revision: bytes
     revisions: _containers.RepeatedCompositeFieldContainer[Signed]
-    electorate: bytes
-    def __init__(self, commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., electorate: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, log: _Optional[_Union[ChainLog, _Mapping]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
 
 class PiecesRequest(_message.Message):
     __slots__ = ("digest",)

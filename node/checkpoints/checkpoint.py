@@ -4,6 +4,7 @@
         anchor.safetensors              the shared weights, by Hugging Face parameter name
         outer.<slot>.safetensors        one file per vector of the outer optimizer, of any length
         inner.safetensors               this peer's own vectors, as <vector>/<parameter name>, and raw bytes or values
+        chain.bin                       the last commits of the chain with their certificates
         manifest.json                   everything else, with the hash and size of each file, and a hash of itself
 
 A save writes a new hidden folder, syncs each file and the folder, renames it and syncs the parent. Only then does it
@@ -29,17 +30,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from node.checkpoints.tensor_file import DamagedError, FileDigest, read_tensors, write_file, write_tensors
+from node.checkpoints.chain_file import SavedChain
+from node.checkpoints.tensor_file import DamagedError, FileDigest, read_file, read_tensors, write_file, write_tensors
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, OtherRunError, StorageError
 from protocol.manifest import Manifest, RunId, load_manifest
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 ANCHOR = "anchor.safetensors"
 INNER = "inner.safetensors"
 MANIFEST = "manifest.json"
+CHAIN = "chain.bin"
 NAME = re.compile(r"(\d{10,})\.round-(\d+)")
 
 Json = dict[str, Any]
@@ -54,7 +57,7 @@ class Checkpoint:
     shapes: bytes  # hash of the shape table
     round: int
     digest: bytes  # of the chain of commits up to the anchor
-    chain: Json  # JSON, like inner_meta
+    chain: SavedChain  # its table is JSON, like inner_meta
     anchor: Tensor
     outer: dict[str, Tensor]  # slot to vector; the memory of an aggregate has its own length
     inner: dict[str, Tensor]  # vectors, or raw fp32 or uint8 of any other length
@@ -110,14 +113,14 @@ def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkp
     return _load_newest_with(folder, run_id, shapes, build)
 
 
-def load_newest_chain(folder: Path, run_id: RunId, shapes: ShapeTable) -> Json | None:
-    """Return the chain's table of the newest checkpoint, without its vectors; None if there is no checkpoint.
+def load_newest_chain(folder: Path, run_id: RunId, shapes: ShapeTable) -> SavedChain | None:
+    """Return the chain of the newest checkpoint, without its vectors; None if there is no checkpoint.
 
     Raises OtherRunError or CheckpointError, as `load_newest` does.
     """
 
-    def build(_: Path, body: Json) -> Json:
-        return dict(body["chain"])
+    def build(path: Path, body: Json) -> SavedChain:
+        return _read_chain(path, body)
 
     return _load_newest_with(folder, run_id, shapes, build)[0]
 
@@ -152,6 +155,7 @@ def _write(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
     files = {ANCHOR: shapes.views(checkpoint.anchor), INNER: _name_inner_tensors(checkpoint.inner, shapes)}
     files |= {_outer_file(slot): _name_tensors(slot, vector, shapes) for slot, vector in checkpoint.outer.items()}
     digests = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+    digests[CHAIN] = write_file(folder / CHAIN, [checkpoint.chain.log])
     write_file(folder / MANIFEST, [_encode_manifest(_body(checkpoint, digests))])
 
 
@@ -176,7 +180,7 @@ def _body(checkpoint: Checkpoint, digests: Mapping[str, FileDigest]) -> Json:
         "shapes": checkpoint.shapes.hex(),
         "round": checkpoint.round,
         "digest": checkpoint.digest.hex(),
-        "chain": checkpoint.chain,
+        "chain": dict(checkpoint.chain.table),
         "outer": list(checkpoint.outer),
         "inner": list(checkpoint.inner),
         "inner_meta": checkpoint.inner_meta,
@@ -235,12 +239,16 @@ def _read(folder: Path, body: Json, shapes: ShapeTable) -> Checkpoint:
         shapes=bytes.fromhex(body["shapes"]),
         round=body["round"],
         digest=bytes.fromhex(body["digest"]),
-        chain=body["chain"],
+        chain=_read_chain(folder, body),
         anchor=_read_vector(folder, ANCHOR, body, shapes),
         outer={slot: _read_outer(folder, slot, body, shapes) for slot in body["outer"]},
         inner=_read_inner(folder, body, shapes),
         inner_meta=body["inner_meta"],
     )
+
+
+def _read_chain(folder: Path, body: Json) -> SavedChain:
+    return SavedChain(body["chain"], read_file(folder / CHAIN, FileDigest(**body["files"][CHAIN])))
 
 
 def _read_vector(folder: Path, file: str, body: Json, shapes: ShapeTable) -> Tensor:

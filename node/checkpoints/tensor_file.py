@@ -53,6 +53,23 @@ def write_file(path: Path, chunks: Iterable[bytes], mode: int = 0o600) -> FileDi
 
 def read_tensors(path: Path, digest: FileDigest) -> dict[str, Tensor]:
     """Read the tensors of a file. Raises DamagedError, before any is built, if the file does not match `digest`."""
+    _require_intact(path, digest)
+    try:
+        return dict(safetensors.torch.load_file(path))
+    except OSError as error:
+        raise DamagedError(f"{path.name}: {error.strerror}") from error
+
+
+def read_file(path: Path, digest: FileDigest) -> bytes:
+    """Return the bytes of a file. Raises DamagedError if it does not match `digest`."""
+    _require_intact(path, digest)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{path.name}: {error.strerror}") from error
+
+
+def _require_intact(path: Path, digest: FileDigest) -> None:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -60,7 +77,6 @@ def read_tensors(path: Path, digest: FileDigest) -> dict[str, Tensor]:
                 raise DamagedError(f"{path.name} has {size} bytes instead of {digest.size}")
             if hashlib.file_digest(file, "sha256").hexdigest() != digest.sha256:
                 raise DamagedError(f"{path.name} does not match its hash")
-        return dict(safetensors.torch.load_file(path))
     except OSError as error:
         raise DamagedError(f"{path.name}: {error.strerror}") from error
 

@@ -1,19 +1,21 @@
-"""Plan how a peer that is behind, new, or on the losing chain catches up with the swarm.
+"""Ask other peers for their chains, with the certificates of the commits, and ask the user's contacts about them.
 
-The client asks a peer that is ahead for the commits after its own round. If they continue its chain, it replays them:
-same blobs, same arithmetic, same digests. Otherwise it downloads the state itself, from all peers that have it.
+The signatures are checked here; `protocol.consensus.fork_choice` judges the chains.
 """
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from node.daemon.peer_rpc import ChannelTo, request_chain
-from node.loop.catch_up import SyncPlan, is_worth_taking, plan_replay
-from protocol.admission.electorate import OPEN, Electorate
+from node.loop.catch_up import RETAINED_ROUNDS, SyncOffer
 from protocol.blobs.blob import Blob, check_digest
-from protocol.consensus.chain import Chain, ChainHead, extend_head
-from protocol.consensus.message_kinds import parse
-from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
-from protocol.errors import MalformedError, StaleError
+from protocol.consensus.certified import MAX_KEPT_COMMITS, ChainLog
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.fork_choice import ChainOffer
+from protocol.consensus.message_kinds import nested_parser
+from protocol.consensus.messages import ContributionLimits
+from protocol.errors import MalformedError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import AdmissionSection, RunId
 from protocol.murmur_pb2 import ChainReply
@@ -21,122 +23,150 @@ from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
 from protocol.steering.revision_log import SignedRevision, open_revision
 from protocol.steering.revisions import MAX_REVISIONS
 
-MAX_COMMITS = 64
+MAX_PAGES = 64  # replies of one peer for one chain
+MAX_ASKED_CONTACTS = 8
+WORD_ROUNDS = 16  # by which the chains of two peers that agree may differ in length
+
+
+class ShownChain(NamedTuple):
+    """The chain of a peer as it shows it: its head, the commits that lead to it, and the blob of its state."""
+
+    head: ChainHead
+    log: ChainLog
+    state: Blob | None
+    revisions: tuple[SignedRevision, ...]
 
 
 class ChainReader:
-    """Requests chains from the peers of a run."""
+    """Requests chains from the peers of a run.
 
-    def __init__(
-        self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo, rule: AdmissionSection = OPEN
-    ) -> None:
+    Args:
+        run_id: the run.
+        limits: those of its contributions.
+        channel: returns the channel to a peer.
+        rule: the run's rule of admission.
+    """
+
+    def __init__(self, run_id: RunId, limits: ContributionLimits, channel: ChannelTo, rule: AdmissionSection) -> None:
         self._run_id = run_id
-        self._rule = rule
         self._limits = limits
         self._channel = channel
+        self._rule = rule
 
-    async def read(self, peer: PeerId, after_round: int) -> tuple[ChainReply, tuple[SignedMessage[Commit], ...]]:
-        """Return a peer's reply, and the commits in it: those after `after_round` that fit in one reply.
+    async def read(self, peer: PeerId, after_round: int) -> ShownChain:
+        """Return the chain of a peer up to its head, from the commit of round `after_round` on or the oldest it keeps.
 
-        Raises UnreachableError if the peer does not answer, PeerFault if it sends anything but commits.
+        Raises UnreachableError if the peer does not answer, PeerFault if it sends anything but a chain.
         """
+        shown = await self._read_page(peer, after_round)
+        for _ in range(MAX_PAGES):
+            if not shown.log.commits or shown.log.commits[-1].body.round >= shown.head.round - 1:
+                return shown
+            page = await self._read_page(peer, shown.log.commits[-1].body.round + 1)
+            if not page.log.commits:
+                break
+            log = ChainLog(shown.log.electorate, (*shown.log.commits, *page.log.commits))
+            shown = page._replace(log=log)
+        raise MalformedError(f"the commits of {peer} do not lead to its head")
+
+    async def _read_page(self, peer: PeerId, after_round: int) -> ShownChain:
         reply = await request_chain(self._run_id, self._channel, peer, after_round)
-        return reply, _parse_commits(reply, self._run_id, self._limits)
+        head, open_nested = _parse_head(reply), nested_parser(self._run_id, self._limits)
+        # A chain of a thousand peers has a hundred thousand signatures.
+        log = await asyncio.to_thread(ChainLog.from_wire, reply.log, self._rule, self._limits, open_nested)
+        state = Blob.from_wire(reply.state) if reply.HasField("state") else None
+        return ShownChain(head, log, state, self._open_revisions(reply))
 
-    async def read_electorate(
-        self, peer: PeerId, head: ChainHead, reply: ChainReply, commits: Sequence[SignedMessage[Commit]]
-    ) -> Electorate:
-        """Return the voters after `head` on the chain of a peer, from its reply or from another one.
-
-        Raises UnreachableError or PeerFault, also if the peer does not know these voters.
-        """
-        electorate = Electorate.from_bytes(reply.electorate, self._rule)
-        for commit in commits:
-            if commit.body.round == electorate.round < head.round:
-                electorate = electorate.after(commit.body)
-        if electorate.round != head.round:
-            reply = await request_chain(self._run_id, self._channel, peer, head.round)
-            electorate = Electorate.from_bytes(reply.electorate, self._rule)
-        if electorate.round != head.round:
-            raise StaleError(f"{peer} does not show the voters after round {head.round}")
-        return electorate
-
-    def open_revisions(self, reply: ChainReply) -> tuple[SignedRevision, ...]:
-        """Return the checked revisions in a reply. Raises PeerFault."""
+    def _open_revisions(self, reply: ChainReply) -> tuple[SignedRevision, ...]:
         if len(reply.revisions) > MAX_REVISIONS:
             raise MalformedError(f"{len(reply.revisions)} revisions in one reply; at most {MAX_REVISIONS}")
         return tuple(open_revision(signed, self._run_id, self._limits.organiser) for signed in reply.revisions)
 
 
-def heads_along(start: ChainHead, commits: Iterable[Commit]) -> list[ChainHead]:
-    """Return the head after each commit. Raises MalformedError unless the commits continue `start`."""
-    heads, head = [], start
-    for commit in commits:
-        try:
-            head = extend_head(head, commit)
-        except StaleError as fault:
-            raise MalformedError(f"the commits do not follow one another: {fault}") from fault
-        heads.append(head)
-    return heads
-
-
-def find_reached_head(commits: Sequence[SignedMessage[Commit]]) -> ChainHead:
-    """Return the head after the last commit, with the tokens of these commits; MalformedError as above."""
-    bodies = [commit.body for commit in commits]
-    return heads_along(ChainHead(bodies[0].round, bodies[0].base, 0), bodies)[-1]
-
-
 class ChainSyncClient:
-    """Requests the path to another peer's head; `state_bytes` is the size of every state of this run."""
+    """Asks peers for the chain to follow.
 
-    def __init__(self, reader: ChainReader, chain: Chain, state_bytes: int) -> None:
+    Args:
+        reader: reads the chains.
+        chain: our own.
+        contacts: the peers that the user named.
+        state_bytes: the size of every state of this run.
+        has_shared_state: whether all peers on one head hold the same state.
+    """
+
+    def __init__(
+        self, reader: ChainReader, chain: Chain, contacts: Sequence[PeerId], state_bytes: int, has_shared_state: bool
+    ) -> None:
         self._reader = reader
         self._chain = chain
+        self._contacts = contacts
         self._state_bytes = state_bytes
+        self._has_shared_state = has_shared_state
 
-    async def plan_sync(self, peer: PeerId, replay: bool, history_since: int) -> SyncPlan:
-        """Return the plan to the head of `peer`: by replay of commits if possible, else by a state download.
+    async def ask(self, peer: PeerId, since: int) -> SyncOffer:
+        """Return the chain of `peer`, and the word of the contacts if nothing else can vouch for it.
 
         Args:
             peer: the peer to ask.
-            replay: whether to replay commits that continue our chain.
-            history_since: the first round that may include a contribution of ours. The other chain may include it in a
-                round that ended differently on ours, so for a state the client also requests the commits from there on.
+            since: the first round that may include a contribution of ours.
 
         Raises UnreachableError if `peer` does not answer, PeerFault if its answer is malformed.
         """
-        mine = self._chain.head
-        reply, commits = await self._reader.read(peer, mine.round)
-        head = _parse_head(reply)
-        replayed = plan_replay(self._chain, commits) if replay else None
-        if replayed is not None:
-            return replayed
-        if not is_worth_taking(mine, head):
-            raise StaleError(f"{peer} is at round {head.round}, which is not ahead of ours")
-        if history_since < mine.round:
-            longer, earlier = await self._reader.read(peer, history_since)
-            if earlier:
-                reply, head, commits = longer, _parse_head(longer), earlier
-        revisions = self._reader.open_revisions(reply)
-        linked, state = _require_linked(commits, head), self._state(reply, peer)
-        electorate = await self._reader.read_electorate(peer, head, reply, linked)
-        return SyncPlan(head, linked, state, revisions, electorate)
+        own = self._chain.head
+        shown = await self._reader.read(peer, own.round)
+        if not _continues(own, shown):
+            shown = await self._reader.read(peer, max(0, min(since, own.round - MAX_KEPT_COMMITS)))
+        state = self._checked_state(shown, peer)
+        offer = self._to_offer(shown)
+        word = await ask_contacts(self._reader, self._contacts, offer) if needs_word(self._chain, offer) else None
+        return SyncOffer(offer, state, shown.revisions, word)
 
-    def _state(self, reply: ChainReply, peer: PeerId) -> Blob:
-        state = Blob.from_wire(reply.state)
-        if state.size != self._state_bytes:
+    def _to_offer(self, shown: ShownChain) -> ChainOffer:
+        state = shown.state.digest if shown.state is not None and self._has_shared_state else b""
+        return ChainOffer(shown.log, shown.head, state)
+
+    def _checked_state(self, shown: ShownChain, peer: PeerId) -> Blob | None:
+        state = shown.state
+        if state is not None and state.size != self._state_bytes:
             raise MalformedError(f"{peer} has a state of {state.size} bytes instead of {self._state_bytes}")
         return state
 
 
-def _require_linked(commits: tuple[SignedMessage[Commit], ...], head: ChainHead) -> tuple[SignedMessage[Commit], ...]:
-    """Return consecutive commits that lead to `head` or end before it. Raises MalformedError for others."""
-    if not commits:
-        return commits
-    reached = find_reached_head(commits)
-    if reached.round > head.round or (reached.round == head.round and reached.digest != head.digest):
-        raise MalformedError(f"the commits do not lead to the head of round {head.round}")
-    return commits
+def needs_word(own: Chain, offer: ChainOffer) -> bool:
+    """Return whether no voters are known that could certify a chain."""
+    common = [head for head in offer.heads if own.has_head(head.digest)]
+    return not common or not own.electorate_at(common[-1].digest).voters
+
+
+async def ask_contacts(reader: ChainReader, contacts: Sequence[PeerId], offer: ChainOffer) -> bool | None:
+    """Return whether most of the contacts that answer are on a chain; None if none answers."""
+    asked = contacts[:MAX_ASKED_CONTACTS]
+    words = await asyncio.gather(*(_ask_contact(reader, contact, offer) for contact in asked))
+    answered = [word for word in words if word is not None]
+    return 2 * sum(answered) > len(answered) if answered else None
+
+
+async def _ask_contact(reader: ChainReader, contact: PeerId, offer: ChainOffer) -> bool | None:
+    try:
+        shown = await reader.read(contact, max(0, offer.head.round - WORD_ROUNDS))
+        theirs = ChainOffer(shown.log, shown.head)
+    except (UnreachableError, PeerFault):
+        return None
+    if theirs.head.round == 0:
+        return None
+    return _agree(theirs, offer) or _agree(offer, theirs)
+
+
+def _continues(own: ChainHead, shown: ShownChain) -> bool:
+    """Return whether a chain continues ours by so few commits that nothing else of it is needed."""
+    commits = shown.log.commits
+    if shown.head.digest == own.digest:
+        return True
+    return bool(commits) and commits[0].body.base == own.digest and len(commits) <= RETAINED_ROUNDS
+
+
+def _agree(longer: ChainOffer, shorter: ChainOffer) -> bool:
+    return any(head.digest == shorter.head.digest for head in longer.heads)
 
 
 def _parse_head(reply: ChainReply) -> ChainHead:
@@ -146,12 +176,3 @@ def _parse_head(reply: ChainReply) -> ChainHead:
     if reply.revision:
         check_digest(reply.revision)
     return ChainHead(reply.round, reply.digest, reply.chain_tokens, reply.revision)
-
-
-def _parse_commits(reply: ChainReply, run_id: RunId, limits: ContributionLimits) -> tuple[SignedMessage[Commit], ...]:
-    if len(reply.commits) > MAX_COMMITS:
-        raise MalformedError(f"{len(reply.commits)} commits in one reply; at most {MAX_COMMITS}")
-    messages = [parse(signed, run_id, limits) for signed in reply.commits]
-    if not all(isinstance(message.body, Commit) for message in messages):
-        raise MalformedError("the chain has messages that are not commits")
-    return tuple(messages)  # type: ignore[arg-type]  # checked one line above

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from node.checkpoints import checkpoint
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.outer_state import OuterState, ReplicatedState
 from node.disk_budget import checkpoints_within, folder_bytes
@@ -33,16 +34,17 @@ from node.monitoring.status import ErrorRecorder
 from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
 from optim.exchange import nonzero_mask
 from optim.round_plan import RoundPlanner
-from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import ChainHead, chain_to_json
+from protocol.consensus.certified import ChainLog
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit
 from protocol.errors import CheckpointError, MissingFileError, StorageError
 from protocol.manifest import CheckpointSection, RunId
 
 logger = logging.getLogger(__name__)
 
+OFFER_KEY = "offer"  # in the chain's table of a checkpoint: the contributions
 CONTRIBUTION_VECTOR = "outbox"  # the name of the outbox bytes among a checkpoint's vectors
 
 
@@ -70,7 +72,9 @@ def restore_contributions(
 
     Call `restore_trainer_snapshot` before. A round may have included the contribution while this node was down.
     """
-    tracker = ContributionTracker.from_json(planner, saved.chain["offer"]) if saved else ContributionTracker(planner)
+    tracker = (
+        ContributionTracker.from_json(planner, saved.chain.table[OFFER_KEY]) if saved else ContributionTracker(planner)
+    )
     if saved is None or not saved.inner:
         contribution_file.delete()
         return tracker
@@ -297,7 +301,7 @@ class Checkpointer:
             shapes=self._options.shapes.hash(),
             round=pending.head.round,
             digest=pending.head.digest,
-            chain={**chain_to_json(pending.head, pending.electorate), "offer": pending.contributions},
+            chain=SavedChain.of(pending.head, pending.log, **{OFFER_KEY: pending.contributions}),
             anchor=pending.state.anchor,
             outer=dict(pending.state.slots),
             inner=inner,
@@ -320,11 +324,11 @@ class _PendingSave:
     """The content of a save, captured at once because the replica moves on during the write."""
 
     head: ChainHead
-    electorate: Electorate
+    log: ChainLog
     state: OuterState
     contributions: dict[str, Any] | None
 
     @classmethod
     def of(cls, replicated: ReplicatedState, contributions: ContributionTracker) -> "_PendingSave":
         chain = replicated.chain
-        return cls(chain.head, chain.electorate, replicated.state, contributions.to_json())
+        return cls(chain.head, chain.log, replicated.state, contributions.to_json())

@@ -13,6 +13,7 @@ from node.loop.events import (
     ApplyCommit,
     CloseRound,
     FetchBlob,
+    FetchState,
     FindPath,
     LeaveRun,
     LoopAction,
@@ -107,6 +108,8 @@ class Effects:
                 self._tasks.spawn(self._state.publish_head(action))
             case FindPath():
                 self._tasks.spawn(self._state.find_path(action))
+            case FetchState():
+                self._tasks.spawn(self._state.fetch_state(action))
             case TakeState():
                 self._tasks.spawn(self._state.take_state(action))
             case AdoptState():

@@ -25,8 +25,8 @@ from optim.kernels.buffer_pool import clone
 from optim.kernels.vectors import SparseVector, Vector
 from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT, Method
 from optim.round_plan import RoundPlanner
-from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob, Bytes
+from protocol.consensus.certified import CertifiedCommit, ChainLog
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
 from protocol.consensus.weights import count_tokens
@@ -263,9 +263,7 @@ class ReplicatedState:
             return computed
         return None
 
-    async def compute_next(
-        self, commit: SignedMessage[Commit], signed_contributions: SignedContributions
-    ) -> OuterState:
+    async def compute_next(self, commit: CertifiedCommit, signed_contributions: SignedContributions) -> OuterState:
         """Return the state after a commit, whose blobs must be in the store; nothing changes yet.
 
         Raises StaleError or MalformedError.
@@ -283,7 +281,7 @@ class ReplicatedState:
         )
         return state
 
-    async def advance(self, commit: SignedMessage[Commit], state: OuterState) -> None:
+    async def advance(self, commit: CertifiedCommit, state: OuterState) -> None:
         """Replace the state by one from `compute_next`; head, state and blob change together.
 
         This is separate from `compute_next` because hashing a state reads all of it, and neither the trainer nor a
@@ -298,16 +296,13 @@ class ReplicatedState:
         """Return the fraction of a full outer step that the last round made."""
         return self._compute.step_scale(self.state, commit, signed_contributions)
 
-    async def install_state(
-        self, head: ChainHead, electorate: Electorate, blob: Blob, commits: Sequence[SignedMessage[Commit]]
-    ) -> None:
-        """Switch to the head, its voters and the state (in the store) of another chain.
+    async def install_state(self, head: ChainHead, log: ChainLog, blob: Blob) -> None:
+        """Switch to the head, the log that leads to it, and the state (in the store) of another chain.
 
-        The chain keeps `commits`, which are consecutive, if they lead to its head. Raises MalformedError without any
-        change.
+        Raises MalformedError without any change.
         """
         state = await self._run_in_thread(self._compute.load_state, blob)
         self._drop_speculative()
-        self.chain.switch_to(head, electorate, commits if commits and commits[-1].body.round == head.round - 1 else ())
+        self.chain.switch_to(head, log)
         self.state = state
         self.blob = blob

@@ -48,7 +48,7 @@ from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.ipc.trainer_process import TrainerProcess
 from node.loop.contributions import ContributionFile
 from node.loop.events import ContributionReady, RevisionsChanged, SwarmChanged
-from node.loop.options import LoopOptions, RoundOptions
+from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
@@ -207,7 +207,11 @@ class Replica:
                 min_peers=manifest.run.min_peers,
                 expiry=manifest.membership.expiry,
                 has_contacts=self._node.has_contacts,
-                compares_states=topology_class(self._planner.method).has_shared_state,
+                sync=SyncOptions(
+                    topology_class(self._planner.method).has_shared_state,
+                    self._node.options.trust,
+                    self._node.options.accept_jump,
+                ),
                 state_bytes=self._state_bytes,
                 stays=self._node.options.stays,
             ),
@@ -292,7 +296,9 @@ class Replica:
             sync_client=ChainSyncClient(
                 ChainReader(self.run_id, self._limits, transport.channel, self.manifest.admission),
                 self.replicated.chain,
+                self._node.options.contact_ids,
                 self._state_bytes,
+                topology_class(method).has_shared_state,
             ),
             swarm_view=self.swarm_view,
             steering=self.steering,

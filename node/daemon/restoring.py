@@ -7,13 +7,14 @@ from pathlib import Path
 from node.checkpoints.checkpoint import Checkpoint, load_newest
 from node.daemon.checkpointer import restore_contributions, restore_trainer_snapshot
 from node.daemon.outer_state import OuterState
+from node.daemon.run_limits import contribution_limits
 from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, ContributionTracker
 from node.model import initial_weights, shape_table
 from node.monitoring.status import ErrorRecorder
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import Chain, restore_chain
+from protocol.consensus.chain import Chain
 from protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def restore_run(manifest: Manifest, planner: RoundPlanner, folder: Path, targets
         saved, planner, targets.shared_memory, targets.store, targets.contribution_file, targets.errors
     )
     if saved is not None:
-        chain = restore_chain(saved.chain, manifest.admission)
+        chain = saved.chain.restore(manifest.admission, contribution_limits(manifest, planner))
         return RestoredRun(chain, OuterState(saved.anchor, saved.outer), contributions)
     weights = initial_weights(manifest.model, manifest.run.seed)
     chain = Chain.from_genesis(manifest.run_id, manifest.admission)

@@ -37,7 +37,6 @@ from protocol.murmur_pb2 import (
     DialBackRequest,
     ManifestReply,
     ManifestRequest,
-    Signed,
 )
 from protocol.murmur_pb2_grpc import CarriersServicer, RoundsServicer, RunsServicer
 from protocol.transport.nat import DialBackResponder
@@ -145,16 +144,16 @@ class RoundsService(RoundsServicer):
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
         _, served = await self._admit(self._chains, request, context, 0)
         chain, state = served.source.chain, served.source.blob
-        commits = chain.commits_since(request.after_round) or ()
+        # A peer that asks for more than is kept gets the oldest commits, and asks again for those that do not fit.
+        log = chain.log_since(min(request.after_round, chain.round)) or chain.log
         return ChainReply(
-            commits=_fit_in_reply([commit.signed for commit in commits]),
+            log=log.to_wire(MAX_REPLY_BYTES),
             round=chain.round,
             digest=chain.digest,
             chain_tokens=chain.tokens,
             state=state.to_wire() if state else None,
             revision=chain.head.revision,
             revisions=[entry.signed for entry in served.steering.adopted],
-            electorate=(chain.electorate_at(request.after_round) or chain.electorate).to_bytes(),
         )
 
     def _record_flood(self, fault: LimitError) -> None:
@@ -219,17 +218,6 @@ def _find_run(served: Mapping[RunId, Served], run: bytes, peer: PeerId) -> Serve
 async def _abort(context: Any, fault: PeerFault) -> NoReturn:
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
     raise AssertionError("abort always raises")
-
-
-def _fit_in_reply(commits: list[Signed]) -> list[Signed]:
-    """Return the oldest commits that fit in one reply; a peer that needs more asks again."""
-    total, reply = 0, []
-    for signed in commits:
-        total += signed.ByteSize()
-        if total > MAX_REPLY_BYTES:
-            break
-        reply.append(signed)
-    return reply
 
 
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT

@@ -21,6 +21,7 @@ from node.loop.events import (
     ApplyFailed,
     CommitApplied,
     CommitComputed,
+    FetchState,
     FindPath,
     HeadPublished,
     PathFound,
@@ -31,6 +32,7 @@ from node.loop.events import (
     ReportPace,
     ReportPhase,
     ReportRecovered,
+    StateFetched,
     StateInstalled,
     SyncFailed,
     TakeState,
@@ -150,18 +152,29 @@ class StateEffects:
 
     async def find_path(self, action: FindPath) -> None:
         try:
-            plan = await self._tools.sync_client.plan_sync(action.peer, action.replay, action.history_since)
+            offer = await self._tools.sync_client.ask(action.peer, action.since)
         except RECOVERABLE as error:
             self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
         else:
-            self._inbox.post(PathFound(plan))
+            self._inbox.post(PathFound(offer))
+
+    async def fetch_state(self, action: FetchState) -> None:
+        try:
+            await self._download_state(action)
+        except RECOVERABLE as error:
+            self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
+        else:
+            self._inbox.post(StateFetched())
+
+    async def _download_state(self, action: FetchState | TakeState) -> None:
+        seconds = MIN_STATE_SECONDS + action.state.size / MIN_BYTES_PER_SECOND
+        await self._tools.downloads.download_from_holders(action.state, seconds, action.holders)
 
     async def take_state(self, action: TakeState) -> None:
-        tools, plan = self._tools, action.plan
-        seconds = MIN_STATE_SECONDS + action.state.size / MIN_BYTES_PER_SECOND
+        tools, chain = self._tools, action.offer.chain
         try:
-            await tools.downloads.download_from_holders(action.state, seconds, action.holders)
-            await tools.replicated.install_state(plan.head, plan.electorate, action.state, plan.commits)
+            await self._download_state(action)
+            await tools.replicated.install_state(chain.head, chain.log, action.state)
         except RECOVERABLE as error:
             self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
         else:

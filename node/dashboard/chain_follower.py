@@ -1,10 +1,10 @@
 """The chain of commits as the host knows it: fetched from peers, proved by digests, recorded as events.
 
-The follower trusts a head when two trainers report it (one, if there are fewer than three trainers). It then fetches
-the commits from one of them and accepts them only if they lead to exactly that head, so no single peer can invent a
-round. A peer that cannot prove the head that it reports is not asked for a while, so that it does not hide the head
-of the others. A host that was away fetches the rounds that it missed; if the peers' logs do not reach back far enough,
-it records which rounds are missing.
+The follower looks at a head when two trainers report it (one, if there are fewer than three trainers). It then fetches
+the commits from one of them and accepts them only if they lead to exactly that head and voters certified each of them,
+so nobody without votes can invent a round. A peer that cannot prove the head that it reports is not asked for a while,
+so that it does not hide the head of the others. A host that was away fetches the rounds that it missed; if the peers'
+logs do not reach back far enough, it records which rounds are missing.
 """
 
 import logging
@@ -12,40 +12,42 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from node.daemon.chain_sync import ChainReader, heads_along
+from node.daemon.chain_sync import ChainReader
 from node.daemon.peer_rpc import ChannelTo
 from node.daemon.swarm_view import peer_states
 from node.dashboard.events import ChainForked, CommittedContribution, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
 from node.loop.catch_up import best_head
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, genesis_head
-from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
+from protocol.admission.electorate import OPEN, Electorate
+from protocol.consensus.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
+from protocol.consensus.chain import Chain, ChainHead, genesis_head
+from protocol.consensus.fork_choice import ChainOffer, Witnesses, is_certified
+from protocol.consensus.messages import Commit, ContributionLimits, Digest
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest import AdmissionSection, RunId
 from protocol.murmur_pb2 import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUESTS = 64  # to one peer for one stretch of the chain
 MAX_SHOWN_LOSS = 1e6  # larger claims would spoil every mean
 AVOID_SECONDS = 10.0  # do not ask a peer again that could not prove its head
 RECENT_SECONDS = 5.0  # rounds that arrive within this time of the last fetch are dated with the current time
-LOOK_BACK_ROUNDS = (MAX_KEPT_COMMITS, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
 class ChainStep:
-    """A commit as its leader signed it, with the chain heads before and after it."""
+    """A commit with its certificate, the electorate before it, and the chain heads before and after it."""
 
     before: ChainHead
-    signed: SignedMessage[Commit]
+    electorate: Electorate
+    entry: CertifiedCommit
     after: ChainHead
 
     @property
     def commit(self) -> Commit:
-        return self.signed.body
+        return self.entry.body
 
 
 class ChainFollower:
@@ -60,11 +62,14 @@ class ChainFollower:
         limits: ContributionLimits,
         channel: ChannelTo,
         local_chains: Mapping[PeerId, Chain] | None = None,
+        rule: AdmissionSection = OPEN,
     ) -> None:
         self._run_id = run_id
         self._local_chains = local_chains or {}
-        self._reader = ChainReader(run_id, limits, channel)
+        self._reader = ChainReader(run_id, limits, channel, rule)
         self._last_fetch_at: float | None = None
+        self._verified: dict[Digest, Electorate] = {}  # the electorate at the last head that we verified
+        self._live: frozenset[PeerId] = frozenset()
         self._failed_at: dict[PeerId, float] = {}  # when a peer last failed to prove its head
 
     def find_trusted_head(
@@ -73,8 +78,10 @@ class ChainFollower:
         """Return the best trusted head and peers that can prove it; `None` if it is not better than the known head."""
         self._failed_at = {peer: since for peer, since in self._failed_at.items() if 0 <= now - since < AVOID_SECONDS}
         needed = 1 if len(trainers) < 3 else 2
-        preferred = SwarmSnapshot(peer_states(trainers)).preferred_heads(known)
-        trusted = [(head, peers) for head, peers in preferred.items() if len(peers) >= needed]
+        self._live = frozenset(trainers)
+        heads = SwarmSnapshot(peer_states(trainers)).peers_by_head
+        better = {head: peers for head, peers in heads.items() if head.tokens > known.tokens}
+        trusted = [(head, peers) for head, peers in better.items() if len(peers) >= needed]
         sources = {head: sorted(set(peers) - set(self._failed_at)) for head, peers in trusted}
         provable = {head: peers for head, peers in sources.items() if peers}
         return best_head(provable) if provable else None
@@ -99,34 +106,35 @@ class ChainFollower:
 
     async def _fetch_steps(self, peer: PeerId, known: ChainHead, target: ChainHead) -> list[ChainStep]:
         """Return steps from our head if the peer's log continues it, otherwise from as far back as its log reaches."""
-        starts = [known.round, *(target.round - back for back in LOOK_BACK_ROUNDS if target.round - back >= 0)]
-        for start in dict.fromkeys([*starts, *([0] if target.round < MAX_KEPT_COMMITS else [])]):
-            commits = await self._fetch_commits(peer, start, target)
-            if not commits:
+        for start in (known.round, max(0, target.round - MAX_KEPT_COMMITS)):
+            log = await self._fetch_log(peer, start, target)
+            if not log.commits:
                 continue
-            steps = prove_chain(commits, target)
+            steps = prove_chain(log, target)
             if start == known.round and steps[0].before != known:
                 continue  # another chain: find the round where it forked from ours
+            self._require_certified(steps)
             return steps
         raise StaleError("the peer's log does not reach back far enough")
 
-    async def _fetch_commits(self, peer: PeerId, start: int, target: ChainHead) -> list[SignedMessage[Commit]]:
-        """Return the commits from round `start` up to the target; none if the peer's log does not hold `start`."""
+    async def _fetch_log(self, peer: PeerId, start: int, target: ChainHead) -> ChainLog:
+        """Return the commits from round `start` up to the target, or the oldest that the peer keeps."""
         if (own := self._local_chains.get(peer)) is not None:
-            return list(own.commits_since(start) or ())[: target.round - start]
-        found: list[SignedMessage[Commit]] = []
-        for _ in range(MAX_REQUESTS):
-            if start + len(found) >= target.round:
-                break
-            _, commits = await self._reader.read(peer, start + len(found))
-            if not commits:
-                break
-            found += commits
-        commits_to_target = found[: target.round - start]
-        in_order = all(commit.body.round == start + index for index, commit in enumerate(commits_to_target))
-        if commits_to_target and not (in_order and len(commits_to_target) == target.round - start):
-            raise MalformedError("the rounds of the commits are not consecutive")
-        return commits_to_target
+            log = own.log_since(min(start, own.round)) or own.log
+        else:
+            log = (await self._reader.read(peer, start)).log
+        return ChainLog(log.electorate, tuple(entry for entry in log.commits if entry.body.round < target.round))
+
+    def _require_certified(self, steps: Sequence[ChainStep]) -> None:
+        """Raise MalformedError unless voters certified the commits after the last head that we verified."""
+        for step in steps:
+            if self._verified.get(step.before.digest, step.electorate).digest != step.electorate.digest:
+                raise MalformedError(f"the chain names other voters after round {step.before.round} than before")
+            witnesses = Witnesses("", self._live)  # before the first commit nobody has a vote
+            if step.electorate.voters and not is_certified(step.entry.signers, step.electorate, witnesses):
+                raise MalformedError(f"round {step.commit.round} is not certified")
+        last = steps[-1]
+        self._verified = {last.after.digest: last.electorate.after(last.commit)}
 
 
 def known_head(run_id: RunId, state: RunState) -> ChainHead:
@@ -135,20 +143,16 @@ def known_head(run_id: RunId, state: RunState) -> ChainHead:
     return genesis_head(run_id) if last is None else ChainHead(last.round + 1, bytes.fromhex(last.digest), last.tokens)
 
 
-def prove_chain(commits: Sequence[SignedMessage[Commit]], target: ChainHead) -> list[ChainStep]:
+def prove_chain(log: ChainLog, target: ChainHead) -> list[ChainStep]:
     """Return each commit with the heads around it.
 
     Raises MalformedError unless the commits lead to `target` by digest and by tokens.
     """
-    bodies = [commit.body for commit in commits]
-    tokens = target.tokens - sum(body.tokens for body in bodies)
-    if tokens < 0:
-        raise MalformedError("the commits have more tokens than their chain")
-    start = ChainHead(bodies[0].round, bodies[0].base, tokens)
-    heads = [start, *heads_along(start, bodies)]
+    heads = ChainOffer(log, target).heads
     if heads[-1] != target:
         raise MalformedError(f"the commits do not lead to the head of round {target.round}")
-    return [ChainStep(heads[index], commit, heads[index + 1]) for index, commit in enumerate(commits)]
+    along = zip(heads, log.electorates, log.commits, heads[1:], strict=False)
+    return [ChainStep(*step) for step in along]
 
 
 def _build_events(

@@ -41,6 +41,7 @@ from node.from_manifest import build_method, topology_class
 from node.keeper.model_archive import ModelArchive, model_values
 from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_log import CommitLog
+from protocol.consensus.certified import ChainLog
 from protocol.identity import PeerId
 from protocol.membership import peer_table
 from protocol.murmur_pb2 import PeerRecord
@@ -77,7 +78,7 @@ class SwarmWatcher:
         self._model = model
         limits = commit_file_header(node.manifest).limits()
         own = {node.peer_id: node.own_chain} if node.own_chain else {}
-        self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel, own)
+        self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel, own, node.manifest.admission)
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}
@@ -121,7 +122,7 @@ class SwarmWatcher:
         steps = await self._chain_follower.fetch_steps(known, *target, now)
         if not steps:
             return
-        self._commit_log.extend(steps[0].before, [step.signed for step in steps])
+        self._commit_log.extend(steps[0].before, ChainLog(steps[0].electorate, tuple(step.entry for step in steps)))
         self._adoptions.record([step.commit for step in steps])
         for event in self._chain_follower.build_events(self._event_log.state, steps, now):
             self._event_log.record(event)

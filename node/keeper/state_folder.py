@@ -9,17 +9,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from node.checkpoints import checkpoint
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.checkpointer import OFFER_KEY
 from node.daemon.outer_state import OuterState, state_bytes
-from node.daemon.run_limits import max_store_bytes
+from node.daemon.run_limits import contribution_limits, max_store_bytes
 from node.model import shape_table
 from node.run_dir import RunDir
 from optim.round_plan import RoundPlanner
-from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.blobs.storage import disk_errors
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import ChainHead, chain_to_json, restore_chain
+from protocol.consensus.certified import ChainLog
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.errors import MalformedError
 from protocol.manifest import Manifest
 
@@ -37,10 +39,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class KeptState:
-    """A state and the head of its chain."""
+    """A state, the head of its chain, and the last commits that lead to it."""
 
     head: ChainHead
-    electorate: Electorate
+    log: ChainLog
     blob: Blob
     validation: Validation = Validation()
 
@@ -61,11 +63,11 @@ class StateFolder:
         saved = checkpoint.load_newest_chain(self._run_dir.checkpoints, self._manifest.run_id, self._shapes)
         if saved is None:
             return None
-        chain, name = restore_chain(saved, self._manifest.admission), saved.get(STATE_KEY)
+        chain, name = self._restore(saved), saved.table.get(STATE_KEY)
         if isinstance(name, str) and self.store.has(bytes.fromhex(name)):
-            round_number, loss = saved.get(VALIDATION_KEY) or (0, 0.0)
+            round_number, loss = saved.table.get(VALIDATION_KEY) or (0, 0.0)
             validation = Validation(int(round_number), float(loss))
-            return KeptState(chain.head, chain.electorate, self.store.blob(bytes.fromhex(name)), validation)
+            return KeptState(chain.head, chain.log, self.store.blob(bytes.fromhex(name)), validation)
         return self._restore_blob()
 
     def _restore_blob(self) -> KeptState | None:
@@ -74,8 +76,11 @@ class StateFolder:
         if saved is None:
             return None
         blob = self.store.put(*OuterState(saved.anchor, saved.outer).byte_views())
-        chain = restore_chain(saved.chain, self._manifest.admission)
-        return KeptState(chain.head, chain.electorate, blob)
+        chain = self._restore(saved.chain)
+        return KeptState(chain.head, chain.log, blob)
+
+    def _restore(self, saved: SavedChain) -> Chain:
+        return saved.restore(self._manifest.admission, contribution_limits(self._manifest, self._planner))
 
     def save(self, kept: KeptState) -> None:
         """Write a checkpoint of a state whose blob is complete.
@@ -90,12 +95,15 @@ class StateFolder:
             shapes=self._shapes.hash(),
             round=head.round,
             digest=head.digest,
-            chain={
-                **chain_to_json(head, kept.electorate),
-                "offer": None,
-                STATE_KEY: kept.blob.name,
-                VALIDATION_KEY: [kept.validation.round, kept.validation.loss],
-            },
+            chain=SavedChain.of(
+                head,
+                kept.log,
+                **{
+                    OFFER_KEY: None,
+                    STATE_KEY: kept.blob.name,
+                    VALIDATION_KEY: [kept.validation.round, kept.validation.loss],
+                },
+            ),
             anchor=state.anchor,
             outer=dict(state.slots),
             inner={},

@@ -11,10 +11,10 @@ import os
 import random
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from node.daemon.chain_sync import ChainReader, find_reached_head
+from node.daemon.chain_sync import ChainReader, ask_contacts, needs_word
 from node.daemon.node import Node
 from node.daemon.run_limits import contribution_limits
 from node.daemon.services import ServedChain
@@ -27,11 +27,12 @@ from node.loop.steering import Steering
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.run_dir import RunDir
 from node.units import format_bytes
-from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
-from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
-from protocol.consensus.messages import Adoption, Commit, SignedMessage
+from protocol.consensus.certified import MAX_KEPT_COMMITS, ChainLog
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.fork_choice import ChainOffer, Witnesses, judge
+from protocol.consensus.messages import Adoption, Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -49,7 +50,11 @@ DISK_RETRY_SECONDS = 60.0
 MIN_FETCH_SECONDS = 60.0  # for a download, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 125_000
 MAX_CHAIN_SOURCES = 3
-MAX_CHAIN_COMMITS = 4 * MAX_KEPT_COMMITS  # of one peer, with those after the state
+AVOID_SECONDS = 30.0  # a head that nobody could prove
+
+
+class UncertifiedError(PeerFault):
+    """A chain that is not to be followed."""
 
 
 class RecentRequests(Protocol):
@@ -59,12 +64,16 @@ class RecentRequests(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class KeeperParts:
-    """The parts of the node that the keeper uses; `reader` requests the commits that lead to a state."""
+    """The parts of the node that the keeper uses.
+
+    `reader` requests the commits that lead to a state; `contacts` are the peers that the user named.
+    """
 
     directory: PeerDirectory
     downloader: Downloader
     reader: ChainReader
     requests: RecentRequests
+    contacts: tuple[PeerId, ...]
     revisions: RevisionLog
 
 
@@ -73,14 +82,6 @@ class FetchedState(NamedTuple):
 
     head: ChainHead
     blob: Blob
-
-
-class FetchedChain(NamedTuple):
-    """The head of a chain, the voters after it, and the commits that show peers what became of their work."""
-
-    head: ChainHead
-    electorate: Electorate
-    commits: tuple[SignedMessage[Commit], ...]
 
 
 class StateKeeper:
@@ -99,6 +100,7 @@ class StateKeeper:
         self._parts = parts
         self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
+        self._avoided: dict[Digest, float] = {}  # heads that nobody could prove, and until when
         self._validation = Validation()
 
     @property
@@ -124,7 +126,7 @@ class StateKeeper:
         kept = self.folder.load()
         if kept is not None:
             self.blob, self._validation = kept.blob, kept.validation
-            self.chain.switch_to(kept.head, kept.electorate)
+            self.chain.switch_to(kept.head, kept.log)
             logger.info("holding the state of round %d", kept.head.round)
 
     async def run(self) -> None:
@@ -147,7 +149,10 @@ class StateKeeper:
 
     def _choose(self) -> StateOffer | None:
         snapshot = SwarmSnapshot(peer_states(self._parts.directory.live()))
-        return choose_state(self._rules, snapshot, self.chain.head if self.blob else None)
+        now = time.monotonic()
+        self._avoided = {digest: until for digest, until in self._avoided.items() if until > now}
+        own = self.chain.head if self.blob else None
+        return choose_state(self._rules, snapshot, own, self.chain.electorate.voters, self._avoided)
 
     def _note_validation(self) -> None:
         """Repeat the newest validation loss in our record, for those who come when no trainer is left."""
@@ -181,9 +186,9 @@ class StateKeeper:
         """Fetch and save a state; on a failure, say why and try again later."""
         began = time.monotonic()
         try:
-            blob = await self._fetch(offer)
             chain = await self._fetch_chain(offer)
-            kept = KeptState(chain.head, chain.electorate, blob, self._validation)
+            blob = await self._fetch(offer)
+            kept = KeptState(chain.head, chain.log, blob, self._validation)
             await asyncio.to_thread(self.folder.save, kept)
         except StorageError as error:
             self._fail(str(error))
@@ -191,9 +196,11 @@ class StateKeeper:
             await asyncio.sleep(DISK_RETRY_SECONDS)
         except (UnreachableError, PeerFault, MissingFileError) as error:
             logger.info("cannot keep the state of round %d: %s", offer.head.round, error)
+            if isinstance(error, UncertifiedError):
+                self._avoided[offer.head.digest] = time.monotonic() + AVOID_SECONDS
             await asyncio.sleep(RETRY_SECONDS)
         else:
-            self._adopt(kept, chain.commits)
+            self._adopt(kept)
             seconds = time.monotonic() - began
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
 
@@ -210,39 +217,48 @@ class StateKeeper:
         await self._parts.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
         return blob
 
-    async def _fetch_chain(self, offer: StateOffer) -> FetchedChain:
-        """Return the chain to a state, from one of its holders. Raises UnreachableError if none shows it."""
+    async def _fetch_chain(self, offer: StateOffer) -> ChainOffer:
+        """Return the verified chain to a state, from one of its holders.
+
+        Raises UnreachableError if none shows it, UncertifiedError if it is not to be followed.
+        """
         live = self._parts.directory.live()
         for peer in [peer for peer in offer.holders if peer in live][:MAX_CHAIN_SOURCES]:
             try:
-                return await self._read_chain(peer, offer.head)
+                return await self._read_chain(peer, offer)
+            except UncertifiedError:
+                raise
             except (UnreachableError, PeerFault) as error:
                 logger.info("%s does not show the chain to round %d: %s", peer, offer.head.round, error)
         raise UnreachableError(f"no peer shows the chain to round {offer.head.round}")
 
-    async def _read_chain(self, peer: PeerId, head: ChainHead) -> FetchedChain:
-        """Read the last commits of a peer's chain. Raises PeerFault unless they lead to `head`."""
-        start, reader = max(0, head.round - MAX_KEPT_COMMITS), self._parts.reader
-        found: list[SignedMessage[Commit]] = []
-        while not found or found[-1].body.round < head.round - 1:
-            reply, commits = await reader.read(peer, start + len(found))
-            if not commits and not found and start < head.round - 1:
-                start = head.round - 1  # it started not long ago and knows only the last commits
-                continue
-            if not commits or len(found) > MAX_CHAIN_COMMITS:
-                raise StaleError("its log does not reach back far enough")
-            found += commits
-        found = [commit for commit in found if commit.body.round < head.round]
-        reached = find_reached_head(found)
-        if reached.digest != head.digest:
-            raise StaleError("its chain leads elsewhere")
-        self.steering.learn(Adoption(reached.revision, reader.open_revisions(reply)))
-        electorate = await reader.read_electorate(peer, head, reply, found)
-        return FetchedChain(replace(head, revision=reached.revision), electorate, tuple(found))
+    async def _read_chain(self, peer: PeerId, offer: StateOffer) -> ChainOffer:
+        """Read and verify the last commits of a peer's chain. Raises PeerFault unless they lead to the state."""
+        start = max(0, offer.head.round - MAX_KEPT_COMMITS)
+        shown = await self._parts.reader.read(peer, start)
+        commits = tuple(entry for entry in shown.log.commits if entry.body.round < offer.head.round)
+        state = offer.state if self._rules.has_one_state else b""
+        chain = ChainOffer(ChainLog(shown.log.electorate, commits), offer.head, state)
+        if not commits or chain.head.digest != offer.head.digest:
+            raise StaleError("its chain leads elsewhere, or its log does not reach back far enough")
+        await self._require_certified(chain)
+        self.steering.learn(Adoption(chain.head.revision, shown.revisions))
+        return chain
 
-    def _adopt(self, kept: KeptState, commits: tuple[SignedMessage[Commit], ...]) -> None:
+    async def _require_certified(self, chain: ChainOffer) -> None:
+        """Raise UncertifiedError unless the chain is to be followed from that of the state that we hold."""
+        word = None
+        if needs_word(self.chain, chain):
+            word = await ask_contacts(self._parts.reader, self._parts.contacts, chain)
+        states = peer_states(self._parts.directory.live())
+        live = SwarmSnapshot(states).trainers - {self._rules.peer_id}
+        judgement = judge(self.chain, chain, Witnesses(self._rules.peer_id, live or frozenset(states), None, word))
+        if judgement.relation != "ahead":
+            raise UncertifiedError(judgement.reason or "the chain of the state that we hold is preferred")
+
+    def _adopt(self, kept: KeptState) -> None:
         is_first = self.blob is None
-        self.chain.switch_to(kept.head, kept.electorate, commits)
+        self.chain.switch_to(kept.head, kept.log)
         self.blob, self.error = kept.blob, ""
         self._announce()
         self._retain(kept.blob)
@@ -285,6 +301,7 @@ def build_keeper(node: Node, run_dir: RunDir) -> StateKeeper:
         downloader=Downloader(folder.store, node.transport.bulk, random.Random(os.urandom(16))),
         reader=ChainReader(manifest.run_id, limits, node.transport.channel, manifest.admission),
         requests=node.blob_service,
+        contacts=node.options.contact_ids,
         revisions=node.revisions.log,
     )
     node.metrics.add_refusal_counter(parts.downloader)

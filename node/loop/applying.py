@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from node.daemon.outer_state import SignedContributions
 from node.ipc.channel import ContributionOutcome
-from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.certified import CertifiedCommit
 
 
 @dataclass
 class Applying:
     """A commit that is being applied to our state."""
 
-    commit: SignedMessage[Commit]
+    commit: CertifiedCommit
     contributions: SignedContributions = ()
     outcome: ContributionOutcome = "none"

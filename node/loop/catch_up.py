@@ -1,66 +1,97 @@
-"""Decide when a peer leaves its round to follow others, whom it follows, and how. PURE.
+"""Decide when a peer asks others for their chain, whom it asks, and whom it avoids. PURE.
 
-The loop asks a peer that is ahead for the commits after our head, and replays them if they continue our chain. If they
-do not, or if the replay fails or would take long, it downloads the state itself.
+What a record claims is only a hint where to ask. A peer is asked while the open round goes on; only a chain whose
+certificates are verified (`protocol.consensus.fork_choice`) ends the round. A peer that could not show one is avoided
+with growing pauses.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain, ChainHead, prefers_theirs
-from protocol.consensus.messages import Commit, Digest, SignedMessage
-from protocol.errors import PeerFault
+from protocol.consensus.certified import CertifiedCommit
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.fork_choice import ChainOffer
+from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
 from protocol.steering.revision_log import SignedRevision
 
 SYNC_AFTER_SECONDS = 1.5  # to wait for the next commit to arrive by itself
-SYNC_NOW_GAP = 2  # rounds behind at which we sync at once
+SYNC_NOW_GAP = 2  # rounds behind at which we ask at once
 RETAINED_ROUNDS = 4  # whose blobs a late peer may still fetch, if there is room
 MAX_VANISHED_STATES = 5  # in a row: states that no peer had any more when we fetched them
-AVOID_SECONDS = 60.0  # a peer that could not show the path to its head
+MIN_AVOID_SECONDS, MAX_AVOID_SECONDS = 4.0, 256.0  # a peer that did not show a chain to follow
+MAX_AVOIDED = 4096
 
 
 @dataclass(frozen=True)
-class SyncPlan:
-    """How to get from our head to another: by these commits, or by downloading a state.
+class SyncOffer:
+    """The answer of a peer that was asked for its chain; its signatures are checked.
 
-    `commits` are consecutive. If `state` is None they continue our chain; otherwise they lead to `head`, or are the
-    first of more, and give the outcomes of our contributions; `revisions` are those that the chain of `head` has
-    adopted, oldest first, and `electorate` are the voters after it.
+    Args:
+        chain: its chain, with at least the commits after our head, if it keeps them.
+        state: the blob of the outer state at its head; None if it has none.
+        revisions: those that the chain has adopted, oldest first.
+        word: whether most of the contacts that answered are on this chain; None if there is none to ask.
     """
 
-    head: ChainHead
-    commits: tuple[SignedMessage[Commit], ...]
+    chain: ChainOffer
     state: Blob | None
     revisions: tuple[SignedRevision, ...] = ()
-    electorate: Electorate = field(default_factory=Electorate.at_genesis)
-
-    @property
-    def log(self) -> tuple[SignedMessage[Commit], ...]:
-        """Return the commits that the chain keeps with the installed state: those that lead to its head."""
-        return self.commits if self.commits and self.commits[-1].body.round == self.head.round - 1 else ()
+    word: bool | None = None
 
 
 @dataclass(frozen=True)
 class SyncTarget:
-    """The head to sync to, the peers on it, and whether to replay its commits if they continue our chain."""
+    """The head to sync to, the peers that claim it, and whether to replay its commits if they continue our chain."""
 
     head: ChainHead
     peers: tuple[PeerId, ...]
     replay: bool
 
 
-def best_head(heads: Mapping[ChainHead, list[PeerId]]) -> tuple[ChainHead, list[PeerId]]:
-    """Return the most preferred head, and the peers on it."""
-    head = max(heads, key=lambda candidate: (candidate.tokens, candidate.digest))
-    return head, heads[head]
+@dataclass
+class Sync:
+    """A sync to another head.
+
+    Args:
+        target: the head, and the peers to ask.
+        left: our head when it began.
+        offer: the chain that a peer has shown, once we have judged that we should follow it.
+        is_following: whether our round has ended for it.
+        is_fetched: whether its state is in our store, but nothing has confirmed it yet.
+        confirm_until: how long to wait for voters that confirm the state.
+        ask_at: when to ask again for the next certificate, which names the state.
+        is_replay: whether we apply its commits instead of taking its state.
+        to_replay: those that are left to apply.
+    """
+
+    target: SyncTarget
+    left: ChainHead
+    offer: SyncOffer | None = None
+    is_following: bool = False
+    is_fetched: bool = False
+    confirm_until: float = 0.0
+    ask_at: float = 0.0
+    is_replay: bool = False
+    to_replay: list[CertifiedCommit] = field(default_factory=list)
 
 
-def should_sync(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
-    """Return whether to sync to a preferred head that we have known for `waited` seconds.
+def best_head(
+    heads: Mapping[ChainHead, list[PeerId]], voters: frozenset[PeerId] = frozenset()
+) -> tuple[ChainHead, list[PeerId]]:
+    """Return the head to ask about first, and its peers: that of the most voters, then the one with most tokens."""
+
+    def rank(head: ChainHead) -> tuple[int, int, Digest]:
+        return len(voters.intersection(heads[head])), head.tokens, head.digest
+
+    head = max(heads, key=rank)
+    return head, sorted(heads[head], key=lambda peer: peer not in voters)
+
+
+def should_ask(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
+    """Return whether to ask about another head that we have known for `waited` seconds.
 
     The commit of the open round arrives by itself. A head whose round is not above ours is on another chain, and its
     commit never does.
@@ -68,52 +99,12 @@ def should_sync(own: ChainHead, theirs: ChainHead, waited: float) -> bool:
     return not 0 < theirs.round - own.round < SYNC_NOW_GAP or waited >= SYNC_AFTER_SECONDS
 
 
-def plan_replay(chain: Chain, commits: tuple[SignedMessage[Commit], ...]) -> SyncPlan | None:
-    """Return the plan that replays these commits, None unless they continue our chain."""
-    try:
-        return SyncPlan(chain.head_after(commits), commits, None) if commits else None
-    except PeerFault:
-        return None
-
-
-def is_worth_taking(own: ChainHead, theirs: ChainHead) -> bool:
-    """Return whether to download a state: that of a preferred head, or another one of our own head."""
-    return theirs.digest == own.digest or prefers_theirs(own, theirs)
-
-
-def plan_path(own: Chain, theirs: Chain, state: Blob, replay: bool, history_since: int) -> SyncPlan | None:
-    """Return the plan to the head of a chain that we see whole, as virtual peers do; None if it is not ahead.
-
-    Args:
-        own: our chain.
-        theirs: the other chain.
-        state: the outer state of its head.
-        replay: whether to replay commits if they continue our chain.
-        history_since: the first round that may include one of our contributions.
-    """
-    replayed = plan_replay(own, theirs.commits_since(own.round) or ()) if replay else None
-    if replayed is not None:
-        return replayed
-    if not is_worth_taking(own.head, theirs.head):
-        return None
-    commits = theirs.commits_since(history_since) or theirs.commits_since(own.round) or ()
-    return SyncPlan(theirs.head, commits, state, electorate=theirs.electorate)
-
-
-@dataclass
-class Sync:
-    """A sync to another head in progress; `left` is the head where it began."""
-
-    target: SyncTarget
-    left: ChainHead
-    plan: SyncPlan | None = None
-    to_replay: list[SignedMessage[Commit]] = field(default_factory=list)
-
-
 class CatchUp:
-    """Remembers since when other peers are ahead, which of them misled us, and which syncs failed.
+    """Remembers since when other peers are elsewhere, which of them did not help us, and which syncs failed.
 
     Args:
+        peer_id: our own id.
+        chain: our chain.
         compares_states: whether all peers on one head must have the same state.
     """
 
@@ -122,7 +113,7 @@ class CatchUp:
         self._chain = chain
         self._compares_states = compares_states
         self._snapshot = SwarmSnapshot({})
-        self._avoided_until: dict[PeerId, float] = {}
+        self._avoided: dict[PeerId, tuple[float, float]] = {}  # until when, and the length of the pause
         self._ahead_since: float | None = None
         self._replay_failed = False
         self._vanished = 0
@@ -132,49 +123,62 @@ class CatchUp:
         self._snapshot = snapshot
 
     def is_due(self, state: Digest, now: float) -> bool:
-        """Return whether to sync: others are ahead and their commit did not arrive, or our state is wrong."""
+        """Return whether to ask: others are elsewhere and their commit did not arrive, or our state is wrong."""
         if self.is_state_wrong(state):
-            return True
+            return bool(self._state_holders(state, now))
         heads = self.heads(now)
         if not heads:
             self._ahead_since = None
             return False
         self._ahead_since = now if self._ahead_since is None else self._ahead_since
-        return should_sync(self._chain.head, best_head(heads)[0], now - self._ahead_since)
+        waited = now - self._ahead_since
+        return any(should_ask(self._chain.head, head, waited) for head in heads)
 
     def next_deadline(self, now: float) -> float | None:
         """Return the time at which `is_due` may change without an event."""
-        times = list(self._avoided_until.values())
+        times = [until for until, _ in self._avoided.values()]
         if self._ahead_since is not None:
             times.append(self._ahead_since + SYNC_AFTER_SECONDS)
         return min((time for time in times if time > now), default=None)
 
     def is_state_wrong(self, state: Digest) -> bool:
-        return self._compares_states and self._snapshot.is_outvoted(self._peer_id, self._chain.head, state)
+        """Return whether the voters on our head have another state than we."""
+        voters = self._chain.electorate.voters
+        return self._compares_states and self._snapshot.is_outvoted(self._peer_id, self._chain.head, state, voters)
 
     def heads(self, now: float) -> dict[ChainHead, list[PeerId]]:
-        """Return the heads that we could sync to, with the peers that we could ask."""
-        self._avoided_until = {peer: until for peer, until in self._avoided_until.items() if until > now}
-        heads = self._snapshot.preferred_heads(self._chain.head)
-        available = {head: self._not_avoided(peers) for head, peers in heads.items()}
+        """Return the heads that are not in our chain, with the peers that we could ask."""
+        chain = self._chain
+        heads = {head: peers for head, peers in self._snapshot.peers_by_head.items() if not chain.has_head(head.digest)}
+        available = {head: self._available(peers, now) for head, peers in heads.items() if head.round}
         return {head: peers for head, peers in available.items() if peers}
 
-    def _not_avoided(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        return [peer for peer in peers if peer not in self._avoided_until and peer != self._peer_id]
+    def avoided(self, now: float) -> frozenset[PeerId]:
+        """Return the peers that are not asked for now."""
+        return frozenset(peer for peer, (until, _) in self._avoided.items() if until > now)
+
+    def _available(self, peers: Iterable[PeerId], now: float) -> list[PeerId]:
+        avoided = self.avoided(now)
+        return [peer for peer in peers if peer not in avoided and peer != self._peer_id]
+
+    def _state_holders(self, state: Digest, now: float) -> list[PeerId]:
+        voters = self._chain.electorate.voters
+        holders = self._snapshot.state_holders(self._peer_id, self._chain.head, state, voters)
+        return self._available(holders, now)
 
     def target(self, state: Digest, now: float) -> SyncTarget | None:
-        """Return the head to sync to, None if no peer can be asked."""
+        """Return the head to ask about, None if no peer can be asked."""
         own, heads = self._chain.head, self.heads(now)
-        if self.is_state_wrong(state):
-            holders = self._not_avoided(self._snapshot.state_holders(self._peer_id, own, state))
-            return SyncTarget(own, tuple(holders), replay=False) if holders else None
+        if self.is_state_wrong(state) and (holders := self._state_holders(state, now)):
+            return SyncTarget(own, tuple(holders), replay=False)
         if not heads:
             return None
-        head, peers = best_head(heads)
-        # Old blobs are gone, hosts have none, and one state costs no more than many rounds.
-        has_blobs = not self._snapshot.trainers.isdisjoint(peers)
-        replay = not self._replay_failed and has_blobs and head.round - own.round <= RETAINED_ROUNDS
-        return SyncTarget(head, tuple(peers), replay)
+        head, peers = best_head(heads, self._chain.electorate.voters)
+        return SyncTarget(head, tuple(peers), not self._replay_failed)
+
+    def may_replay(self, target: SyncTarget, rounds: int) -> bool:
+        """Return whether to replay so many commits; old blobs are gone, and hosts have none."""
+        return target.replay and rounds <= RETAINED_ROUNDS and not self._snapshot.trainers.isdisjoint(target.peers)
 
     def is_news(self, state: Digest) -> bool:
         """Return whether to report a wrong state; each of our states is reported once."""
@@ -182,20 +186,29 @@ class CatchUp:
         self._reported_state = state
         return is_news
 
-    def succeeded(self) -> None:
+    def succeeded(self, peer: PeerId) -> None:
         self._replay_failed = False
         self._vanished = 0
+        self._avoided.pop(peer, None)
 
     def moved(self) -> None:
-        """Reset the time since which others are ahead: we have a new head."""
+        """Reset the time since which others are elsewhere: we have a new head."""
         self._ahead_since = None
 
-    def failed(self, target: SyncTarget, has_vanished: bool, now: float) -> bool:
+    def avoid(self, peer: PeerId, now: float) -> None:
+        """Do not ask a peer for a while, which doubles each time."""
+        _, pause = self._avoided.pop(peer, (0.0, MIN_AVOID_SECONDS / 2))
+        pause = min(2 * pause, MAX_AVOID_SECONDS)
+        self._avoided[peer] = now + pause, pause
+        while len(self._avoided) > MAX_AVOIDED:
+            del self._avoided[next(iter(self._avoided))]
+
+    def failed(self, sync: Sync, has_vanished: bool, now: float) -> bool:
         """Record a failed sync. Return whether to retry at once, because the peers moved on meanwhile."""
-        self._vanished = self._vanished + 1 if has_vanished and not target.replay else 0
+        self._vanished = self._vanished + 1 if has_vanished and not sync.is_replay else 0
         if 0 < self._vanished < MAX_VANISHED_STATES:
             return True
-        self._replay_failed = target.replay
-        if not target.replay:
-            self._avoided_until[target.peers[0]] = now + AVOID_SECONDS
+        self._replay_failed = sync.is_replay
+        if not sync.is_replay:
+            self.avoid(sync.target.peers[0], now)
         return False

@@ -10,11 +10,12 @@ from typing import Any
 
 from node.daemon.outer_state import SignedContributions
 from node.ipc.channel import ContributionOutcome
-from node.loop.catch_up import SyncPlan
+from node.loop.catch_up import SyncOffer
 from node.loop.contributions import ForkOutcome
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from protocol.blobs.blob import Blob
+from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import PartReduced, Reduce, Rejected, RequestEarlySubmit, Send, VoteRecord
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
@@ -93,14 +94,19 @@ class ApplyFailed:
 
 @dataclass(frozen=True)
 class PathFound:
-    """Answers FindPath."""
+    """Answers FindPath: the chain that the peer shows, which nothing but its signatures has verified."""
 
-    plan: SyncPlan
+    offer: SyncOffer
+
+
+@dataclass(frozen=True)
+class StateFetched:
+    """Answers FetchState: the state is in our store."""
 
 
 @dataclass(frozen=True)
 class StateInstalled:
-    """Answers TakeState: chain and outer state are those of the plan."""
+    """Answers TakeState: chain and outer state are those of the offer."""
 
     state: Digest
 
@@ -150,6 +156,7 @@ LoopEvent = (
     | CommitApplied
     | ApplyFailed
     | PathFound
+    | StateFetched
     | StateInstalled
     | SyncFailed
     | HeadPublished
@@ -233,7 +240,7 @@ class ApplyCommit:
         seconds: the timeout of a download.
     """
 
-    commit: SignedMessage[Commit]
+    commit: CertifiedCommit
     contributions: SignedContributions
     may_lose: bool
     seconds: float
@@ -243,7 +250,7 @@ class ApplyCommit:
 class AdvanceState:
     """Give the computed state to the trainer, then make it our own; answer with CommitApplied."""
 
-    commit: SignedMessage[Commit]
+    commit: CertifiedCommit
     outcome: ContributionOutcome
 
 
@@ -261,18 +268,29 @@ class PublishHead:
 
 @dataclass(frozen=True)
 class FindPath:
-    """Ask a peer for the path to its head; answer with PathFound or SyncFailed."""
+    """Ask a peer for its chain while our round goes on; answer with PathFound or SyncFailed.
+
+    `since`: the first round that may include a contribution of ours. The other chain may include it in a round that
+    ended differently on ours, so the commits from there on are wanted unless those after our head continue our chain.
+    """
 
     peer: PeerId
-    replay: bool
-    history_since: int
+    since: int
+
+
+@dataclass(frozen=True)
+class FetchState:
+    """Download a state that nothing has confirmed yet, and keep it; answer with StateFetched or SyncFailed."""
+
+    state: Blob
+    holders: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True)
 class TakeState:
     """Download a state from its holders and install it; answer with StateInstalled or SyncFailed."""
 
-    plan: SyncPlan
+    offer: SyncOffer
     state: Blob
     holders: tuple[PeerId, ...]
 
@@ -368,6 +386,7 @@ LoopAction = (
     | AdvanceState
     | PublishHead
     | FindPath
+    | FetchState
     | TakeState
     | AdoptState
     | ReportPhase

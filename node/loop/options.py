@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from node.loop.steering import Steering
 from protocol.consensus.messages import ContributionLimits
 from protocol.consensus.settings import RoundSettings
+from protocol.consensus.trust import TrustPoint
 from protocol.identity import PeerId
 
 
@@ -27,6 +28,21 @@ class RoundOptions:
 
 
 @dataclass(frozen=True)
+class SyncOptions:
+    """How a peer follows other chains.
+
+    Args:
+        compares_states: whether all peers on one head must have the same state.
+        trust: the point through which the run's chain passes, if the user has one.
+        accepts_jumps: whether a chain may replace many rounds of ours.
+    """
+
+    compares_states: bool = True
+    trust: TrustPoint | None = None
+    accepts_jumps: bool = False
+
+
+@dataclass(frozen=True)
 class LoopOptions:
     """The options of a run, the same for each of its peers, and whether this one has contacts.
 
@@ -36,7 +52,7 @@ class LoopOptions:
         min_peers: number of trainers with which the run begins.
         expiry: seconds for which a restarted peer waits for that number of trainers.
         has_contacts: whether the user named a peer to ask for the run.
-        compares_states: whether all peers on one head must have the same state.
+        sync: how this peer follows other chains.
         state_bytes: size of a state.
         stays: whether this peer serves the final state until it is stopped, as a host does.
     """
@@ -46,6 +62,11 @@ class LoopOptions:
     min_peers: int = 1
     expiry: float = 0.0
     has_contacts: bool = False
-    compares_states: bool = True
+    sync: SyncOptions = SyncOptions()
     state_bytes: int = 0
     stays: bool = False
+
+    @property
+    def compares_states(self) -> bool:
+        """Return whether all peers on one head must have the same state."""
+        return self.sync.compares_states

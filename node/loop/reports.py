@@ -5,6 +5,10 @@ from node.loop.events import LoopAction, ReportMissed, ReportRecovered
 from node.units import format_bytes, format_plural
 from protocol.blobs.blob import Blob
 
+SHUT_OUT = (
+    "nobody vouches for the run's chain; ask its organiser for a trust point (`murmur status` shows one) and join with "
+    "--trust"
+)
 UNKNOWN_REVISIONS = "it names revisions of the organiser that are not known here"
 
 
@@ -24,6 +28,20 @@ def sync_failed(target: SyncTarget, reason: str) -> LoopAction:
     """Report a failed sync."""
     line = f"cannot follow {target.peers[0]} to round {target.head.round}: {reason}"
     return ReportRecovered("sync failed", line)
+
+
+def not_certified(target: SyncTarget, reason: str) -> LoopAction:
+    """Report a chain that its peer could not prove."""
+    return ReportRecovered("not certified", f"{target.peers[0]} shows a chain that is not followed: {reason}")
+
+
+def jump_held(target: SyncTarget, lost: int) -> LoopAction:
+    """Report a preferred chain that only a person may follow, because much of ours would be lost."""
+    line = (
+        f"{target.peers[0]} shows a chain with more votes that lacks at least {lost} rounds of ours; compare the run "
+        "with its organiser, then restart with --accept-jump to follow it"
+    )
+    return ReportRecovered("jump held", line)
 
 
 def waiting(present: int, needed: int) -> str:

@@ -1,6 +1,6 @@
 """Decide what a peer does for a run: join, run one round after the other, catch up, stop at the target. PURE.
 
-New peers, peers that were away and peers on the losing chain all take the same path: a peer that sees a preferred chain
+New peers, peers that were away and peers on the losing chain take one path: a peer that is shown a preferred chain
 syncs to it; otherwise it opens the next round and applies the decided commit. It submits a contribution until a round
 includes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation carry them out.
 """
@@ -11,7 +11,6 @@ from typing import Literal
 from node.daemon.outer_state import SignedContributions
 from node.loop import reports
 from node.loop.applying import Applying
-from node.loop.catch_up import SyncPlan
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
 from node.loop.events import (
@@ -36,6 +35,7 @@ from node.loop.events import (
     SetResting,
     Started,
     StartTrainer,
+    StateFetched,
     StateInstalled,
     Stopped,
     SumReady,
@@ -51,9 +51,10 @@ from node.loop.round_session import RoundSession
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.loop.syncing import Syncing
 from node.monitoring.status import Phase
+from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import BlobAvailable
-from protocol.consensus.messages import Adoption, Commit, Digest, SignedMessage
+from protocol.consensus.messages import Adoption, Digest
 from protocol.identity import PeerId
 
 POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
@@ -82,7 +83,7 @@ class RoundLoop:
         self._options = options
         self.steering = options.steering
         self._peer_id = options.round.peer_id
-        self._syncing = Syncing(self._peer_id, chain, contributions, options.compares_states)
+        self._syncing = Syncing(self._peer_id, chain, contributions, options.sync)
         self._snapshot = SwarmSnapshot({})
         self._stage: Stage = "created"
         self._applying: Applying | None = None
@@ -99,7 +100,6 @@ class RoundLoop:
 
     @property
     def is_syncing(self) -> bool:
-        """Return whether a sync to another head is in progress."""
         return self._syncing.is_active
 
     def is_known(self, peer: PeerId) -> bool:
@@ -122,6 +122,8 @@ class RoundLoop:
     def next_deadline(self, now: float) -> float | None:
         """Return when to send TimePassed."""
         times = [self.session.next_deadline(now), self._departure.next_deadline()]
+        if self._syncing.is_confirming:
+            times.append(self._syncing.next_deadline(now))
         if self._is_free and self._stage not in ("created", "starting", "done"):
             waits = [self._idle_until, self._patience_ends, self._syncing.next_deadline(now)]
             times += [time for time in waits if time is not None and time > now]
@@ -145,7 +147,7 @@ class RoundLoop:
             case ContributionReady():
                 self._submit(now)
             case SwarmChanged(snapshot):
-                self._update_swarm(snapshot)
+                self._update_swarm(snapshot, now)
             case TimePassed() | RevisionsChanged():
                 self.session.tick()
             case Started() if self._stage == "created":
@@ -166,8 +168,10 @@ class RoundLoop:
                 self._publish(state)
             case ApplyFailed(reason):
                 self._apply_failed(reason, now)
-            case PathFound(plan):
-                self._follow(plan, now)
+            case PathFound(offer):
+                self._syncing.receive(offer)
+            case StateFetched():
+                self._syncing.on_fetched(now)
             case StateInstalled(state):
                 self._adopt(state)
             case SyncFailed(reason, has_vanished):
@@ -179,7 +183,13 @@ class RoundLoop:
 
     def _proceed(self, now: float) -> bool:
         """Take the next step, if there is one; return whether there was."""
-        if not self._is_free or now < self._idle_until:
+        if self._syncing.is_confirming:
+            self._emit(self._syncing.confirm(self._live(now), now))
+        if not self._is_free:
+            return False
+        if self._syncing.is_asking and self._attend_sync(now):
+            return True
+        if now < self._idle_until:
             return False
         if self.steering.is_target_reached and self._stage in ("joining", "assembling", "running"):
             return self._reach_target(now)
@@ -204,8 +214,13 @@ class RoundLoop:
             self._stop()
             self._actions += [ReportPhase("done", "the run is over"), TargetReached(final, is_ours=False), LeaveRun()]
             return True
+        if self._syncing.is_asking:
+            return False
         if self._syncing.is_behind(now):
             return self._begin_sync(now)
+        if is_new and self._options.has_contacts and self._syncing.is_shut_out():
+            self._report_phase("joining", reports.SHUT_OUT)
+            return False
         self._stage = "starting"
         self._actions.append(StartTrainer())
         return True
@@ -216,7 +231,7 @@ class RoundLoop:
         is_patient = self.chain.round == 0 or self._patience_ends is None or now < self._patience_ends
         if present < needed and is_patient:
             self._report_phase("waiting for peers", reports.waiting(present, needed))
-            return self._syncing.is_behind(now) and self._begin_sync(now)
+            return not self._syncing.is_asking and self._syncing.is_behind(now) and self._begin_sync(now)
         self._stage = "running"
         self._patience_ends = None
         return True
@@ -226,9 +241,8 @@ class RoundLoop:
             commit, self.session.decided = self.session.decided, None
             self._apply(commit, now)
             return True
-        if self._syncing.is_due(self.state, now):
-            self.session.close()
-            return self._begin_sync(now)
+        if self._syncing.is_due(self.state, now) and self._begin_sync(now):
+            return True
         if self.session.is_open or self._rests():
             return False
         self._open_round(now)
@@ -259,8 +273,9 @@ class RoundLoop:
 
     def _open_round(self, now: float) -> None:
         self._report_phase("training")
-        membership, trainers = self._snapshot.membership(self._peer_id, self.chain), self._snapshot.trainers
-        self.session.open(self.chain, membership, trainers, self.steering.new_revisions, now)
+        membership = self._snapshot.membership(self._peer_id, self.chain, self._syncing.avoided(now))
+        state = self.state if self._options.compares_states else b""
+        self.session.open(self.chain, state, membership, self._snapshot.trainers, self.steering.new_revisions, now)
         self._submit(now)
 
     def _submit(self, now: float) -> None:
@@ -270,17 +285,18 @@ class RoundLoop:
             self._report_phase("exchanging")
             self.session.submit(pending, self.chain.head, now)
 
-    def _update_swarm(self, snapshot: SwarmSnapshot) -> None:
+    def _update_swarm(self, snapshot: SwarmSnapshot, now: float) -> None:
         self._snapshot = snapshot
         self._syncing.set_snapshot(snapshot)
         self._departure.set_snapshot(snapshot)
         self._idle_until = 0.0
         if self.session.is_open:
-            self.session.update_membership(self._snapshot.membership(self._peer_id, self.chain))
+            avoided = self._syncing.avoided(now)
+            self.session.update_membership(snapshot.membership(self._peer_id, self.chain, avoided))
 
     # A decided round: fetch its blobs, compute, give the state to the trainer, publish.
 
-    def _apply(self, commit: SignedMessage[Commit], now: float) -> None:
+    def _apply(self, commit: CertifiedCommit, now: float) -> None:
         body = commit.body
         self._applying = Applying(commit)
         settings = self._options.round.settings(body.round)
@@ -330,23 +346,31 @@ class RoundLoop:
     # Catching up: find the path, then replay commits or download a state.
 
     def _begin_sync(self, now: float) -> bool:
-        """Start a sync; return False, and wait for an event, if no peer can be asked."""
+        """Ask a peer for its chain while our round goes on; return whether one can be asked."""
         self._emit(self._syncing.begin(self.state, now))
-        if not self._syncing.is_active:
-            self._idle_until = now + POLL_SECONDS
-        return self._syncing.is_active
+        return self._syncing.is_asking
 
-    def _follow(self, plan: SyncPlan, now: float) -> None:
-        self._emit(self._syncing.follow(plan))
-        if self._syncing.is_active and plan.state is None:
-            self._replay_next(now)
-        elif self._syncing.is_active and not self.steering.learn(Adoption(plan.head.revision, plan.revisions)):
+    def _attend_sync(self, now: float) -> bool:
+        """Judge the chain that a peer has shown; if it is to be followed, end our round and return True."""
+        self._emit(self._syncing.consider(self.state, self._live(now), now))
+        if (offer := self._syncing.accepted) is None:
+            return False
+        self.session.close()
+        if not self.steering.learn(Adoption(offer.chain.head.revision, offer.revisions)):
             self._sync_failed(reports.UNKNOWN_REVISIONS, False, now)
-        elif self._syncing.is_active:
-            self._emit(self._syncing.take_state(plan))
+        elif self._syncing.is_replay:
+            self._replay_next(now)
+        else:
+            self._emit(self._syncing.take_state(now))
+        return True
+
+    def _live(self, now: float) -> frozenset[PeerId]:
+        return (self._snapshot.trainers | self.session.recently_seen(now)) - {self._peer_id}
 
     def _replay_next(self, now: float) -> None:
-        if (commit := self._syncing.next_commit()) is not None:
+        if not self._syncing.is_state_expected(self.state):
+            self._sync_failed("the certificates name another state than the one after our replay", False, now)
+        elif (commit := self._syncing.next_commit()) is not None:
             self._apply(commit, now)
 
     def _adopt(self, state: Digest) -> None:
@@ -356,9 +380,10 @@ class RoundLoop:
             self._actions.append(adoption)
 
     def _sync_failed(self, reason: str, has_vanished: bool, now: float) -> None:
+        was_following = self._syncing.is_active
         actions, may_retry = self._syncing.fail(reason, has_vanished, now)
         self._emit(actions)
-        if not may_retry:
+        if was_following and not may_retry:
             self._idle_until = now + POLL_SECONDS
 
     def _emit(self, actions: Iterable[LoopAction]) -> None:

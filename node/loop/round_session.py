@@ -19,6 +19,7 @@ from node.loop.events import (
 )
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
+from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import (
     Action,
@@ -81,7 +82,7 @@ class RoundSession:
         self._pending: deque[Action] = deque()
         self._is_persisting = False
         self._actions: list[LoopAction] = []
-        self.decided: SignedMessage[Commit] | None = None
+        self.decided: CertifiedCommit | None = None
         self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that peers may request in the next
 
     @property
@@ -110,14 +111,21 @@ class RoundSession:
     def has_member(self, peer: PeerId) -> bool:
         return self._machine is not None and self._machine.has_member(peer)
 
+    def recently_seen(self, now: float) -> frozenset[PeerId]:
+        """Return the peers that still count in a majority: alive, or vanished a moment ago."""
+        times = self._machine.last_seen if self._machine is not None else self._last_seen or {}
+        since = now - self._options.settings(max(0, self._number)).vote_memory
+        return frozenset(peer for peer, seen in times.items() if seen >= since)
+
     def open(
-        self, chain: Chain, membership: MembershipChanged, trainers: Iterable[PeerId],
+        self, chain: Chain, state: Digest, membership: MembershipChanged, trainers: Iterable[PeerId],
         revisions: tuple[SignedMessage[Revision], ...], now: float,
     ) -> None:  # fmt: skip
-        """Open the round after the head of our chain.
+        """Open the round after the head of a chain.
 
         Args:
             chain: the chain that the round continues, with the keys that may vote.
+            state: the digest of our outer state; empty where peers share none.
             membership: the peers that take part.
             trainers: every live trainer of the run, at any round.
             revisions: those that a commit of ours adopts.
@@ -141,6 +149,8 @@ class RoundSession:
                 revisions,
                 self._options.audit_secret,
                 chain.electorate,
+                state,
+                head.tokens,
             ),
             self._signer,
             now,
@@ -275,8 +285,9 @@ class RoundSession:
         self.left_out = self._machine.left_out_blobs
         informed = self._machine.last_seen if commit.sender == self._options.peer_id else ()
         self._buffer.record_decision(self._number, self._machine.signed_decision, informed, now)
+        decided = self._machine.decided
         self._end()
-        self.decided = commit
+        self.decided = decided
 
     def _end(self) -> None:
         if self._machine is None:

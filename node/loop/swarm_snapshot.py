@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from protocol.consensus.chain import Chain, ChainHead, is_state_outvoted, prefers_theirs
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
@@ -46,7 +46,6 @@ class SwarmSnapshot:
     peers: Mapping[PeerId, PeerState]
     left: Mapping[PeerId, PeerState] = field(default_factory=dict)
     _trainers_at: dict[frozenset[Digest], frozenset[PeerId]] = field(default_factory=dict, compare=False)
-    _preferred: dict[ChainHead, dict[ChainHead, list[PeerId]]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def trainers(self) -> frozenset[PeerId]:
@@ -57,7 +56,7 @@ class SwarmSnapshot:
         return frozenset(peer for peer in self.trainers if self.peers[peer].is_resting)
 
     @cached_property
-    def _peers_by_head(self) -> dict[ChainHead, list[PeerId]]:
+    def peers_by_head(self) -> dict[ChainHead, list[PeerId]]:
         by_head: defaultdict[ChainHead, list[PeerId]] = defaultdict(list)
         for peer, state in self.peers.items():
             if state.head is not None:
@@ -80,34 +79,28 @@ class SwarmSnapshot:
     def trainers_at(self, digests: frozenset[Digest]) -> frozenset[PeerId]:
         """Return the trainers whose chains end with one of these digests."""
         if digests not in self._trainers_at:
-            at = (peers for head, peers in self._peers_by_head.items() if head.digest in digests)
+            at = (peers for head, peers in self.peers_by_head.items() if head.digest in digests)
             self._trainers_at[digests] = frozenset().union(*at) & self.trainers
         return self._trainers_at[digests]
 
-    def preferred_heads(self, own: ChainHead) -> Mapping[ChainHead, list[PeerId]]:
-        """Return the heads that win against our own, with the peers on each."""
-        if own not in self._preferred:
-            heads = self._peers_by_head.items()
-            better = {head: peers for head, peers in heads if head.digest != own.digest and prefers_theirs(own, head)}
-            self._preferred[own] = better
-        return self._preferred[own]
-
-    def membership(self, peer_id: PeerId, chain: Chain) -> MembershipChanged:
+    def membership(self, peer_id: PeerId, chain: Chain, avoided: frozenset[PeerId] = frozenset()) -> MembershipChanged:
         """Return the members of the round after our head: the peers on it, and those about to arrive.
 
         Records spread by gossip and lag behind fast rounds. So a trainer whose contribution is in the last commit is a
-        member too while its record is older than our head.
+        member too while its record is older than our head. Peers on a head that our chain does not have may have
+        decided the round, unless they could not show it.
         """
         last = chain.commits_since(max(0, chain.round - 1)) or ()
         at_head = self.trainers_at(frozenset([chain.digest, *(commit.body.base for commit in last)]))
         contributors = {entry.sender for commit in last for entry in commit.body.contributions}
         peers = at_head | {peer for peer in contributors & self.trainers if self._is_behind(peer, chain)}
-        ahead = self.preferred_heads(chain.head)
+        unknown = [head for head in self.peers_by_head if not chain.has_head(head.digest)]
+        ahead = [self.peers_by_head[head] for head in unknown if head.round and head.tokens >= chain.tokens]
         return MembershipChanged(
             peers if peer_id in peers else peers | {peer_id},
             self.departed,
             self.resting & peers,
-            frozenset(peer for peers_ahead in ahead.values() for peer in peers_ahead),
+            frozenset(peer for peers_ahead in ahead for peer in peers_ahead) - avoided,
             self.trainers,
         )
 
@@ -115,23 +108,33 @@ class SwarmSnapshot:
         head = self.peers[peer].head
         return head is not None and head.round < chain.round
 
-    def is_outvoted(self, peer_id: PeerId, head: ChainHead, state: Digest) -> bool:
-        """Return whether most of the other peers on this head have another state than `state`."""
-        at_head = [peers for known, peers in self._peers_by_head.items() if known.digest == head.digest]
-        voters = [peer for peers in at_head for peer in peers if peer != peer_id and self._may_vote(peer)]
-        votes = {peer: (head.digest, self.peers[peer].state) for peer in voters}
-        return bool(votes) and is_state_outvoted(head.digest, state, votes)
+    def is_outvoted(self, peer_id: PeerId, head: ChainHead, state: Digest, voters: frozenset[PeerId]) -> bool:
+        """Return whether the voters on this head hold another state than this peer.
 
-    def _may_vote(self, peer: PeerId) -> bool:
-        """Return whether a peer computed its state itself; a host repeats the majority's."""
-        state = self.peers[peer]
-        return state.is_trainer and state.state != b""
+        The state with the most votes is right, if it has more than a third of all live voters; of several with equally
+        many, the one with the lowest digest.
 
-    def state_holders(self, peer_id: PeerId, head: ChainHead, own_state: Digest) -> list[PeerId]:
-        """Return the other peers on this head with the state that most of them have, if it differs from our own."""
+        Args:
+            peer_id: our own id; our state counts too.
+            head: our head.
+            state: the digest of our state.
+            voters: the electorate of the next round; if it is empty, every trainer votes.
+        """
+        live = (self.trainers & voters if voters else self.trainers) - {peer_id}
+        states = [self.peers[peer].state for peer in self.trainers_at(frozenset([head.digest])) & live]
+        counts = Counter([state, *(other for other in states if other)])
+        right = min(counts, key=lambda candidate: (-counts[candidate], candidate))
+        return right != state and 3 * counts[right] > len(live)
+
+    def state_holders(
+        self, peer_id: PeerId, head: ChainHead, own_state: Digest, voters: frozenset[PeerId]
+    ) -> list[PeerId]:
+        """Return the other peers on this head with the state that most voters there have, if it is not our own."""
         by_state: defaultdict[Digest, list[PeerId]] = defaultdict(list)
         for peer, state in self.peers.items():
             is_at_head = peer != peer_id and state.head is not None and state.head.digest == head.digest
             if is_at_head and state.state not in (b"", own_state):
                 by_state[state.state].append(peer)
-        return min(by_state.items(), key=lambda entry: (-len(entry[1]), entry[0]), default=(b"", []))[1]
+        votes = {state: len(voters.intersection(peers)) for state, peers in by_state.items()}
+        ranked = min(by_state, key=lambda state: (-votes[state], -len(by_state[state]), state), default=b"")
+        return by_state[ranked]

@@ -19,6 +19,8 @@ RecoveredErrorKind = Literal[
     "not reduced",  # a part of the sum that this peer reduces
     "partner lost",  # a contribution of our group, with its owner
     "sync failed",  # the peer that was asked could not show how to catch up
+    "not certified",  # a chain that a peer showed, so it is not followed
+    "jump held",  # a preferred chain that lacks so many rounds of ours that only a person may follow it
     "not saved",  # a checkpoint
     "not relayed",  # a blob between two other peers
     "no relay",  # for a blob that we cannot fetch ourselves

@@ -22,7 +22,9 @@ RECORD_SECONDS = 2.0  # the chain keeps the last 64 commits
 def commit_file_header(manifest: Manifest) -> CommitFileHeader:
     """Return the first line of the file of a run's commits."""
     shapes = shape_table(manifest.model).hash()
-    return CommitFileHeader(manifest.run_id, manifest.method.recipe, shapes, manifest.run.organiser_key)
+    return CommitFileHeader(
+        manifest.run_id, manifest.method.recipe, shapes, manifest.run.organiser_key, manifest.admission
+    )
 
 
 @asynccontextmanager
@@ -60,9 +62,9 @@ def append_new_commits(log: CommitLog, chain: Chain) -> None:
     """Bring the log to the head of the chain, as far as the chain still holds the commits."""
     if log.head == chain.head:
         return
-    commits = chain.commits_since(log.head.round)
-    if not commits or commits[0].body.base != log.head.digest:  # another chain, or a gap
-        commits = chain.kept_commits
-    if commits:  # else the state was downloaded, and the first commit after it is still to come
-        first, tokens = commits[0].body, sum(commit.body.tokens for commit in commits)
-        log.extend(ChainHead(first.round, first.base, chain.tokens - tokens), commits)
+    found = chain.log_since(log.head.round)
+    if found is None or not found.commits or found.commits[0].body.base != log.head.digest:  # another chain, or a gap
+        found = chain.log
+    if found.commits:  # else the state was downloaded, and the first commit after it is still to come
+        first, tokens = found.commits[0].body, found.commits[0].certificate.basis.tokens
+        log.extend(ChainHead(first.round, first.base, tokens), found)

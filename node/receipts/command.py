@@ -48,9 +48,20 @@ def verify_files(paths: Sequence[Path], commits: Path, issuer: PeerId | None) ->
     for receipt in receipts:
         if issuer is not None and receipt.issuer != issuer:
             raise ReceiptError(f"the receipt of {receipt.peer} is signed by {receipt.issuer}, not by {issuer}")
-    verify_receipts(receipts, commits)
+    ledger = verify_receipts(receipts, commits)
     lines = [sanitize(receipt.describe()) for receipt in receipts]
-    return lines if len(receipts) < 2 else [*lines, _describe_sum(receipts)]
+    sums = [_describe_sum(receipts)] if len(receipts) > 1 else []
+    return [*lines, *sums, _describe_certificates(ledger)]
+
+
+def _describe_certificates(ledger: Ledger) -> str:
+    known = ledger.head.round - ledger.missing_rounds
+    if not ledger.thin_rounds:
+        return f"a quorum of all voters acknowledged each of the {known:,} rounds"
+    return (
+        f"a quorum of all voters acknowledged {known - ledger.thin_rounds:,} of the {known:,} rounds; in the others, "
+        "voters were gone"
+    )
 
 
 def _describe_sum(receipts: Sequence[Receipt]) -> str:

@@ -15,14 +15,15 @@ from node.receipts.commit_file import (
     CommitFileHeader,
     CutRecordError,
     DamagedRecordError,
+    Start,
     encode_commit,
     encode_start,
     read_header,
     read_records,
 )
 from node.receipts.ledger import Ledger, commit_reader
+from protocol.consensus.certified import CertifiedCommit, ChainLog
 from protocol.consensus.chain import ChainHead, extend_head, genesis_head
-from protocol.consensus.messages import Commit, SignedMessage
 from protocol.errors import ReceiptError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -55,16 +56,17 @@ class CommitLog:
         """Return the head of the chain up to which the log reaches."""
         return self.ledger.head
 
-    def extend(self, start: ChainHead, commits: Sequence[SignedMessage[Commit]]) -> None:
+    def extend(self, start: ChainHead, log: ChainLog) -> None:
         """Append the commits that follow `start`, and drop the rounds that their chain does not have."""
         try:
-            known = 0 if start == self.head else self._rewind(start, commits)
+            known = 0 if start == self.head else self._rewind(start, log.commits)
             if not known and start != self.head:
-                self._write(encode_start(start))
-                self.ledger.start(start)
-            for commit in commits[known:]:
-                self._write(encode_commit(commit.signed))
-                self.ledger.add(commit)
+                begun = Start(start, log.electorate)
+                self._write(encode_start(begun))
+                self.ledger.start(begun)
+            for entry in log.commits[known:]:
+                self._write(encode_commit(entry))
+                self.ledger.add(entry)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error.strerror}; free some space") from error
 
@@ -73,7 +75,7 @@ class CommitLog:
             if file.write(records) != len(records):  # the next start cuts the partial record off
                 raise StorageError(f"cannot write {self.path}: no space left; free some space")
 
-    def _rewind(self, start: ChainHead, commits: Sequence[SignedMessage[Commit]]) -> int:
+    def _rewind(self, start: ChainHead, commits: Sequence[CertifiedCommit]) -> int:
         """Drop the rounds that the chain of `commits` does not have; returns how many of the commits the log keeps."""
         heads = [start]
         for commit in commits:
@@ -99,7 +101,7 @@ class CommitLog:
         with self.path.open("rb") as file:
             if read_header(file, self.path) != self._header:
                 raise ReceiptError(f"{self.path} holds the commits of another run; choose another --dir")
-            for record in read_records(file):
+            for record in read_records(file, self._header.rule):
                 self.ledger.take(record.content, open_commit)
                 yield record.end, self.ledger.head
 

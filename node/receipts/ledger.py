@@ -1,7 +1,9 @@
 """The account of a run: the work of each peer that its chain of commits counts, and the rounds that nobody can show.
 
 A ledger takes in the commits in order. It refuses a commit that does not continue the chain, so the tokens of all peers
-and those of the gaps always add up to the tokens of the head.
+and those of the gaps always add up to the tokens of the head. It refuses a certificate that names other voters or
+tokens than the commits before. It counts the rounds in which fewer than a quorum of all voters acknowledged the commit:
+voters that were gone for long do not count in a round, but the commits alone do not show who was gone.
 """
 
 from collections.abc import Callable, Set
@@ -12,14 +14,17 @@ from node.receipts.commit_file import (
     CommitFileHeader,
     CutRecordError,
     DamagedRecordError,
+    Start,
     open_commit_file,
     read_header,
     read_records,
 )
 from protocol import murmur_pb2 as wire
+from protocol.admission.electorate import Electorate
+from protocol.consensus.certified import CertifiedCommit, open_certified
 from protocol.consensus.chain import ChainHead, extend_head, genesis_head
-from protocol.consensus.message_kinds import parse, parse_unverified
-from protocol.consensus.messages import Commit, Contribution, SignedMessage
+from protocol.consensus.message_kinds import nested_parser, nested_reader
+from protocol.consensus.messages import Contribution, SignedMessage
 from protocol.errors import PeerFault, ReceiptError
 from protocol.identity import PeerId
 
@@ -62,6 +67,8 @@ class Ledger:
         self.works: dict[PeerId, list[CountedWork]] = {}
         self.segments: list[Segment] = []
         self.head = genesis_head(header.run_id)
+        self.electorate = Electorate.at_genesis(header.rule)
+        self.thin_rounds = 0  # with fewer acknowledgements than a quorum of all voters
         self._followed = followed
 
     @property
@@ -79,35 +86,47 @@ class Ledger:
         """Return the number of the rounds that are not known."""
         return self.head.round - sum(segment.end.round - segment.start.round for segment in self.segments)
 
-    def take(self, content: ChainHead | wire.Signed, open_commit: "OpenCommit") -> None:
+    def take(self, content: Start | wire.ChainLog, open_commit: "OpenCommit") -> None:
         """Take in the content of a record. Raises ReceiptError, and the PeerFault of a commit that is not valid."""
-        if isinstance(content, ChainHead):
+        if isinstance(content, Start):
             self.start(content)
         else:
             self.add(open_commit(content))
 
-    def start(self, head: ChainHead) -> None:
+    def start(self, start: Start) -> None:
         """Continue at a head. Raises ReceiptError unless it is the genesis, or lies after a gap."""
-        rounds, tokens = head.round - self.head.round, head.tokens - self.head.tokens
-        is_genesis = not self.segments and head == self.head
+        rounds, tokens = start.head.round - self.head.round, start.head.tokens - self.head.tokens
+        is_genesis = not self.segments and start == Start(self.head, self.electorate)
         if not (is_genesis or 0 < rounds <= tokens):
-            raise ReceiptError(f"the commits jump from round {self.head.round} to {head.round}, which is not later")
-        self.segments.append(Segment(head, head))
-        self.head = head
+            raise ReceiptError(
+                f"the commits jump from round {self.head.round} to {start.head.round}, which is not later"
+            )
+        self.segments.append(Segment(start.head, start.head))
+        self.head, self.electorate = start.head, start.electorate
 
-    def add(self, commit: SignedMessage[Commit]) -> None:
-        """Count a commit. Raises ReceiptError if it does not continue the chain."""
+    def add(self, entry: CertifiedCommit) -> None:
+        """Count a commit. Raises ReceiptError if it does not continue the chain, or its certificate is of another."""
         try:
-            after = extend_head(self.head, commit.body)
+            after = extend_head(self.head, entry.body)
         except PeerFault as fault:
             raise ReceiptError(f"the commits do not follow one another after round {self.head.round}") from fault
+        basis = entry.certificate.basis
+        if (basis.voters, basis.tokens) != (self.electorate.digest, self.head.tokens):
+            raise ReceiptError(
+                f"the certificate of round {self.head.round} names other voters or tokens than its chain"
+            )
+        self.thin_rounds += not self._is_certified(entry)
         if not self.segments:
             self.segments.append(Segment(self.head, self.head))
         self.segments[-1] = Segment(self.segments[-1].start, after)
-        self.head = after
-        for contribution in commit.body.contributions:
-            tokens = commit.body.counted_tokens[contribution.sender]
-            self._count(CountedWork(commit.body.round, tokens, contribution, after.digest))
+        self.head, self.electorate = after, self.electorate.after(entry.body)
+        for contribution in entry.body.contributions:
+            tokens = entry.body.counted_tokens[contribution.sender]
+            self._count(CountedWork(entry.body.round, tokens, contribution, after.digest))
+
+    def _is_certified(self, entry: CertifiedCommit) -> bool:
+        """Return whether a quorum of all voters acknowledged a commit; before the first one nobody has a vote."""
+        return self.electorate.is_certified_by(entry.signers) or not self.electorate.voters
 
     def _count(self, work: CountedWork) -> None:
         peer = work.contribution.sender
@@ -120,25 +139,19 @@ class Ledger:
             self.works.setdefault(peer, []).append(work)
 
 
-OpenCommit = Callable[[wire.Signed], SignedMessage[Commit]]
+OpenCommit = Callable[[wire.ChainLog], CertifiedCommit]
 
 
 def commit_verifier(header: CommitFileHeader) -> OpenCommit:
-    """Return a function that checks a commit and all signatures in it. It raises PeerFault."""
+    """Return a function that checks a commit, its certificate, and all signatures in them. It raises PeerFault."""
     limits = header.limits()
-    return lambda signed: _require_commit(parse(signed, header.run_id, limits))
+    return lambda log: open_certified(log, limits, nested_parser(header.run_id, limits))
 
 
 def commit_reader(header: CommitFileHeader) -> OpenCommit:
     """Return a function that reads a commit of our own file, whose signatures were checked before it was written."""
     limits = header.limits()
-    return lambda signed: _require_commit(parse_unverified(signed, limits))
-
-
-def _require_commit(message: SignedMessage[object]) -> SignedMessage[Commit]:
-    if not isinstance(message.body, Commit):
-        raise ReceiptError("the file has a message that is not a commit")
-    return message  # type: ignore[return-value]  # checked one line above
+    return lambda log: open_certified(log, limits, nested_reader(limits))
 
 
 def read_ledger(
@@ -156,7 +169,7 @@ def read_ledger(
         ledger = Ledger(header, followed)
         try:
             checked = open_commit(header)
-            for record in read_records(file):
+            for record in read_records(file, header.rule):
                 ledger.take(record.content, checked)
                 if ledger.head.round == up_to_round:
                     break

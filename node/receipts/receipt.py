@@ -178,8 +178,11 @@ def read_receipt(path: Path) -> Receipt:
         raise ReceiptError(f"{path} is not a receipt: {describe_faults(error)}") from error
 
 
-def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> None:
-    """Check receipts against a file of commits. Raises ReceiptError with the reason, and MissingFileError."""
+def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> Ledger:
+    """Check receipts against a file of commits, and return the account of the longest chain that they name.
+
+    Raises ReceiptError with the reason, and MissingFileError.
+    """
     for receipt in receipts:
         verify_issuer(receipt)
     for run_rounds in sorted({receipt.run_rounds for receipt in receipts}):
@@ -188,6 +191,7 @@ def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> None:
         ledger = read_ledger(commits, commit_verifier, peers, up_to_round=run_rounds)
         for receipt in asked:
             compare(receipt, ledger)
+    return ledger
 
 
 def verify_issuer(receipt: Receipt) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from node.daemon.outer_state import blobs_to_apply
 from node.from_manifest import build_pacing
 from node.ipc.channel import ContributionOutcome
-from node.loop.catch_up import plan_path
+from node.loop.catch_up import SyncOffer
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
     AdoptState,
@@ -44,7 +44,7 @@ from node.loop.events import (
     TrainerStarted,
     VotePersisted,
 )
-from node.loop.options import LoopOptions, RoundOptions
+from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
@@ -56,6 +56,7 @@ from node.simulation.virtual_trainer import VirtualTrainer
 from protocol import murmur_pb2 as wire
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
+from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages import Digest, PartBlob
 from protocol.identity import PeerId
 from protocol.steering.revision_log import RevisionLog
@@ -102,7 +103,7 @@ class VirtualPeer:
                 options,
                 Steering(swarm.manifest_with_target, self.chain, RevisionLog()),
                 has_contacts=swarm.config.peers > 1,
-                compares_states=False,
+                sync=SyncOptions(compares_states=False),
             ),
             self.chain,
             self.applied_state[1].digest,
@@ -246,6 +247,7 @@ class VirtualPeer:
     # The state.
 
     def _obtain(self, action: ApplyCommit) -> None:
+        self.swarm.accounting.replays += self.loop.is_syncing
         others = tuple(sorted(self.swarm.peers.keys() - {self.peer_id}))
         commit = action.commit.body
         for place, blob in enumerate(blobs_to_apply(commit, action.contributions)):
@@ -284,9 +286,9 @@ class VirtualPeer:
         peer = self.swarm.peers.get(action.peer)
         if peer is None or not peer.is_alive:
             return self._result(SyncFailed("it does not answer"))
-        plan = plan_path(self.chain, peer.chain, peer.applied_state[1], action.replay, action.history_since)
-        self.swarm.accounting.replays += plan is not None and plan.state is None
-        self._result(SyncFailed("it is not ahead") if plan is None else PathFound(plan))
+        chain = ChainOffer(peer.chain.log, peer.chain.head)
+        # A newcomer has a contact, which is on this chain.
+        self._result(PathFound(SyncOffer(chain, peer.applied_state[1], word=True)))
 
     def _take_state(self, action: TakeState) -> None:
         """Take the state from the holder whose uplink is free first."""
@@ -301,7 +303,7 @@ class VirtualPeer:
             if not source.is_alive:
                 return self._result(SyncFailed("its source has died"))
             self.applied_state = applied
-            self.chain.switch_to(action.plan.head, action.plan.electorate, action.plan.log)
+            self.chain.switch_to(action.offer.chain.head, action.offer.chain.log)
             self.swarm.accounting.state_syncs += 1
             self._result(StateInstalled(applied[1].digest))
 

@@ -95,9 +95,9 @@ class Docket:
 
     def open_round(self, chain: Chain, share: float) -> list[Consequence]:
         """Draw the audits of the newest commit of our chain; return those that are ours."""
-        if not chain.kept_commits:
+        if not chain.log.commits:
             return []
-        *earlier, newest = (commit.body for commit in chain.kept_commits)
+        *earlier, newest = (commit.body for commit in chain.log.commits)
         audits = draw_audits(newest, chain.digest, share, chain.electorate.voters)
         return self.open(newest.round, audits, last_work_by_peer(earlier))
 

@@ -1,25 +1,23 @@
-"""The chain of commits, and the rule by which all peers prefer one of two chains.
+"""The chain of commits; `fork_choice` says which one of two chains all peers prefer.
 
     digest(0)     = SHA-256("murmur genesis" + run id)
     digest(r + 1) = SHA-256(digest(r) + SHA-256(commit of round r, in canonical form and without its view))
 
-The view is left out because it depends on the leader that proposed a commit, not on its content. The chain with more
-tokens wins; if both have the same number, the one with the lower digest.
+The view is left out because it depends on the leader that proposed a commit, not on its content.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from protocol.admission.electorate import OPEN, Electorate
-from protocol.consensus.messages import Commit, Digest, SignedMessage
-from protocol.errors import CheckpointError, MalformedError, StaleError
-from protocol.identity import PeerId
+from protocol.consensus.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
+from protocol.consensus.messages import Commit, Digest
+from protocol.errors import CheckpointError, StaleError
 from protocol.manifest import AdmissionSection, RunId
+from protocol.signing import MAX_CHAIN_TOKENS
 from protocol.steering.revisions import NO_REVISION
-
-MAX_KEPT_COMMITS = 64
 
 
 @dataclass(frozen=True)
@@ -76,45 +74,29 @@ def extend_head(head: ChainHead, commit: Commit) -> ChainHead:
     if (commit.round, commit.base) != (head.round, head.digest):
         raise StaleError(f"a commit of round {commit.round} does not continue this chain at round {head.round}")
     digest = hashlib.sha256(head.digest + commit.content_digest).digest()
-    return ChainHead(head.round + 1, digest, head.tokens + commit.tokens, commit.adoption.newest)
-
-
-def prefers_theirs(mine: ChainHead, theirs: ChainHead) -> bool:
-    """Return whether another chain is to replace that of this peer."""
-    return (theirs.tokens, mine.digest) > (mine.tokens, theirs.digest)
-
-
-def is_state_outvoted(
-    chain_digest: Digest, state_digest: Digest, votes: Mapping[PeerId, tuple[Digest, Digest]]
-) -> bool:
-    """Return whether most peers at the same head of the chain hold another state than this peer.
-
-    The state with the most votes is right; of several with equally many, the one with the lowest digest.
-
-    Args:
-        chain_digest: the head of this peer.
-        state_digest: the state of this peer.
-        votes: (chain digest, state digest) of every other live peer.
-    """
-    counts: dict[Digest, int] = {state_digest: 1}
-    for their_chain, their_state in votes.values():
-        if their_chain == chain_digest:
-            counts[their_state] = counts.get(their_state, 0) + 1
-    return min(counts, key=lambda candidate: (-counts[candidate], candidate)) != state_digest
+    tokens = min(head.tokens + commit.tokens, MAX_CHAIN_TOKENS)
+    return ChainHead(head.round + 1, digest, tokens, commit.adoption.newest)
 
 
 class Chain:
-    """The chain of one peer: its head, the voters of the next round, and the last commits, oldest first."""
+    """The chain of one peer: its head, the electorate there, and the last commits with their certificates.
 
-    def __init__(self, head: ChainHead, electorate: Electorate, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
+    Args:
+        head: the head of the chain.
+        log: the last commits; without any, only its electorate counts, which is that of the head.
+    """
+
+    def __init__(self, head: ChainHead, log: ChainLog) -> None:
         self.head = head
-        self._electorates = [electorate]  # after each of the last rounds, as far as they are known
-        self._commits = list(commits)[-MAX_KEPT_COMMITS:]
+        self._commits: list[CertifiedCommit] = []
+        self._electorates: list[Electorate] = []  # before each commit, and at the head
+        self._places: dict[Digest, int] = {}  # the round of each head
+        self.switch_to(head, log)
 
     @classmethod
     def from_genesis(cls, run_id: RunId, rule: AdmissionSection = OPEN) -> Self:
         """Start the chain of a run."""
-        return cls(genesis_head(run_id), Electorate.at_genesis(rule))
+        return cls(genesis_head(run_id), ChainLog(Electorate.at_genesis(rule)))
 
     @property
     def round(self) -> int:
@@ -133,69 +115,65 @@ class Chain:
 
     @property
     def electorate(self) -> Electorate:
-        """Return the voters of the next round."""
+        """Return the electorate of the next round."""
         return self._electorates[-1]
 
-    def electorate_at(self, number: int) -> Electorate | None:
-        """Return the voters of an earlier round, or None if they are no longer known."""
-        missing = self.head.round - number
-        return self._electorates[-1 - missing] if 0 <= missing < len(self._electorates) else None
-
     @property
-    def kept_commits(self) -> tuple[SignedMessage[Commit], ...]:
-        """Return the last commits, oldest first."""
-        return tuple(self._commits)
+    def log(self) -> ChainLog:
+        """Return all commits that are kept."""
+        return ChainLog(self._electorates[0], tuple(self._commits))
 
-    def append(self, commit: SignedMessage[Commit]) -> ChainHead:
+    def append(self, entry: CertifiedCommit) -> ChainHead:
         """Append a commit and return the new head.
 
         Raises:
             StaleError: the commit does not continue this chain.
         """
-        self.head = extend_head(self.head, commit.body)
-        self._electorates.append(self.electorate.after(commit.body))
-        self._commits.append(commit)
-        del self._electorates[: -MAX_KEPT_COMMITS - 1]
-        del self._commits[:-MAX_KEPT_COMMITS]
+        self.head = extend_head(self.head, entry.body)
+        self._commits.append(entry)
+        self._electorates.append(self.electorate.after(entry.body))
+        self._places[self.digest] = self.round
+        if len(self._commits) > MAX_KEPT_COMMITS:
+            del self._places[self._commits[0].body.base]
+            del self._commits[0], self._electorates[0]
         return self.head
 
-    def switch_to(self, head: ChainHead, electorate: Electorate, commits: Sequence[SignedMessage[Commit]] = ()) -> None:
-        """Switch to another chain, of which only the last commits are known, and the voters after its head."""
+    def switch_to(self, head: ChainHead, log: ChainLog) -> None:
+        """Switch to another chain, of which only the last commits are known."""
         self.head = head
-        self._electorates = [electorate]
-        self._commits = list(commits)[-MAX_KEPT_COMMITS:]
+        commits, electorates = log.commits[-MAX_KEPT_COMMITS:], log.electorates
+        self._commits = list(commits)
+        self._electorates = list(electorates[len(electorates) - len(commits) - 1 :])
+        self._places = {entry.body.base: entry.body.round for entry in commits} | {head.digest: head.round}
 
-    def commits_since(self, number: int) -> tuple[SignedMessage[Commit], ...] | None:
+    def has_head(self, digest: Digest) -> bool:
+        """Return whether the chain had this head, as far as its commits are kept."""
+        return digest in self._places
+
+    def electorate_at(self, digest: Digest) -> Electorate:
+        """Return the electorate at a head that `has_head` knows."""
+        return self._electorates[self._places[digest] - self.round - 1]
+
+    def log_since(self, number: int) -> ChainLog | None:
         """Return the commits after the first `number` rounds, or None if some of them are no longer kept."""
         missing = self.head.round - number
         if not 0 <= missing <= len(self._commits):
             return None
-        return tuple(self._commits[len(self._commits) - missing :])
+        first = len(self._commits) - missing
+        return ChainLog(self._electorates[first], tuple(self._commits[first:]))
 
-    def head_after(self, commits: Sequence[SignedMessage[Commit]]) -> ChainHead:
+    def commits_since(self, number: int) -> tuple[CertifiedCommit, ...] | None:
+        """Return the same without the electorate."""
+        log = self.log_since(number)
+        return None if log is None else log.commits
+
+    def head_after(self, commits: Sequence[CertifiedCommit]) -> ChainHead:
         """Return the head after further commits, without appending them.
 
         Raises:
             StaleError: one of them does not continue the chain.
         """
         head = self.head
-        for commit in commits:
-            head = extend_head(head, commit.body)
+        for entry in commits:
+            head = extend_head(head, entry.body)
         return head
-
-
-def chain_to_json(head: ChainHead, electorate: Electorate) -> dict[str, Any]:
-    """Return the head and the voters after it as they are stored in a checkpoint."""
-    return {"head": head.to_json(), "electorate": electorate.to_json()}
-
-
-def restore_chain(values: Mapping[str, Any], rule: AdmissionSection) -> Chain:
-    """Return the chain in a checkpoint, without its commits. Raises CheckpointError."""
-    head = ChainHead.from_json(values["head"])
-    try:
-        electorate = Electorate.from_json(values.get("electorate"), rule)
-    except MalformedError as error:
-        raise CheckpointError(f"the checkpoint has {error}; use an earlier checkpoint") from error
-    if electorate.round != head.round:
-        raise CheckpointError("the voters in the checkpoint are of another round; use an earlier checkpoint")
-    return Chain(head, electorate)

@@ -93,6 +93,7 @@ RejectReason = Literal[
     "unknown contributor",  # a roster or commit with a contribution of a key that does not train in this run
     "false proposal",  # a commit with a contribution that is not on its roster, or a sum of others than its reducers
     "wrong sum",  # a reduced part that is not the sum of its inputs
+    "other basis",  # an acknowledgement after another state, electorate or number of tokens
     "smaller roster",  # a roster of another leader, with fewer contributions than the current one
     "leader left",
     "leader silent",

@@ -47,6 +47,8 @@ def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> lis
             return _handle_reduced_part(state, message)
         case Commit():
             return _handle_proposal(state, message)
+        case Acknowledgement() | CommitCertificate() if message.body.basis != state.basis:
+            return [(message.sender, "other basis")]
         case Acknowledgement():
             state.knowledge.learn_acknowledgement(message)
         case CommitCertificate():

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from google.protobuf import message
 
 from protocol import murmur_pb2 as wire
+from protocol.consensus.certified import CertifiedCommit, build_certificate
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
@@ -42,6 +43,7 @@ from protocol.consensus.events import (
 from protocol.consensus.handlers import handle_message
 from protocol.consensus.message_kinds import (
     Acknowledgement,
+    Basis,
     Body,
     CommitCertificate,
     kind_of,
@@ -64,8 +66,9 @@ Signer = Callable[[str, message.Message], wire.Signed]  # kind, body
 class RoundMachine:
     """The round at one peer, from its opening to the decision; the driver of the rounds owns it.
 
-    `commit` and `signed_decision`: the decided proposal, and the envelopes of commit and certificate. They answer
-    members that still send messages of this round, and end the round there as well.
+    `commit` and `decided`: the decided proposal, alone and with the certificate to keep. `signed_decision`: the
+    envelopes of commit and certificate. They answer members that still send messages of this round, and end the round
+    there as well.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class RoundMachine:
             early_submit_policy: maps the round number to the time of a RequestEarlySubmit; `None` means never.
         """
         self.commit: SignedMessage[Commit] | None = None
+        self.decided: CertifiedCommit | None = None
         self.signed_decision: tuple[wire.Signed, ...] = ()
         self._signer = signer
         self._state = RoundState(settings, me, start, now, early_submit_policy)
@@ -111,6 +115,11 @@ class RoundMachine:
     def leader(self) -> PeerId | None:
         """Return the leader of the view, if any member is alive."""
         return self._state.leader
+
+    @property
+    def basis(self) -> Basis:
+        """Return what every acknowledgement of this round says about the chain before it."""
+        return self._state.basis
 
     @property
     def last_seen(self) -> dict[PeerId, float]:
@@ -313,7 +322,7 @@ class RoundMachine:
             return
         if self._knowledge.has_all_parts(state.me, state.required_parts(proposal)):
             state.lock = proposal
-            vote = self._sign(Acknowledgement(state.number, state.view, proposal.digest))
+            vote = self._sign(Acknowledgement(state.number, state.view, proposal.digest, state.basis))
             self._knowledge.learn_acknowledgement(vote)
             self._send({proposal.sender} - {state.me}, vote)
 
@@ -344,6 +353,7 @@ class RoundMachine:
             return
         certificate = self._certificate_for(commit)
         self.commit = commit
+        self.decided = CertifiedCommit(commit, build_certificate(certificate.body.by_sender, self._state.electorate))
         self.signed_decision = (commit.signed, certificate.signed)
         if commit.sender == self._state.me:
             self._send(self._state.others, certificate)
@@ -360,7 +370,7 @@ class RoundMachine:
         known, voters = self._knowledge.acknowledgements[commit.digest], self._state.voter_set.voters
         votes = {peer: vote for peer, vote in known.items() if peer in voters}
         ordered = tuple(votes[peer] for peer in sorted(votes))
-        return self._sign(CommitCertificate(self.number, commit.body.view, commit.digest, ordered))
+        return self._sign(CommitCertificate.of(ordered))
 
     def _retransmit(self, now: float) -> None:
         """Repeat the messages that may have been lost."""

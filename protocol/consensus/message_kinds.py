@@ -3,7 +3,7 @@
 Every body is checked in full before any other code sees it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -31,7 +31,7 @@ from protocol.consensus.reduction_evidence import MAX_REDUCERS_PER_PART
 from protocol.errors import MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
-from protocol.signing import open_signed, read_unverified
+from protocol.signing import MAX_CHAIN_TOKENS, open_signed, read_unverified
 from protocol.steering.revision_log import open_revision, read_revision
 from protocol.steering.revisions import REVISION_KIND
 
@@ -66,6 +66,30 @@ class Inventory:
         return cls(body.round, body.view, body.roster, tuple(body.blobs), body.lock)
 
 
+class Basis(NamedTuple):
+    """What a round builds on, beside its base: every acknowledgement repeats it, so that certificates prove it.
+
+    `state`: the digest of the outer state before the round; empty where peers share none. `voters`: the digest of the
+    electorate before the round. `tokens`: those of all rounds before.
+    """
+
+    state: Digest = b""
+    voters: Digest = b""
+    tokens: int = 0
+
+    @classmethod
+    def from_wire(cls, body: wire.Acknowledgement | wire.Decision) -> Self:
+        for digest in (body.state, body.voters):
+            if digest:
+                check_digest(digest)
+        if body.tokens > MAX_CHAIN_TOKENS:
+            raise MalformedError(f"an acknowledgement after {body.tokens} tokens; no run has so many")
+        return cls(body.state, body.voters, body.tokens)
+
+
+NO_BASIS = Basis()
+
+
 @dataclass(frozen=True)
 class Acknowledgement:
     """The vote for a proposal: the sender holds everything that it needs, and acknowledges nothing older."""
@@ -73,19 +97,23 @@ class Acknowledgement:
     round: int
     view: int
     proposal: Digest
+    basis: Basis = NO_BASIS
 
     def to_wire(self) -> wire.Acknowledgement:
-        return wire.Acknowledgement(round=self.round, view=self.view, proposal=self.proposal)
+        state, voters, tokens = self.basis
+        return wire.Acknowledgement(
+            round=self.round, view=self.view, proposal=self.proposal, state=state, voters=voters, tokens=tokens
+        )
 
     @classmethod
     def from_wire(cls, body: wire.Acknowledgement, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.proposal)
-        return cls(body.round, body.view, body.proposal)
+        return cls(body.round, body.view, body.proposal, Basis.from_wire(body))
 
 
 @dataclass(frozen=True)
 class CommitCertificate:
-    """Acknowledgements of one proposal, in ascending order of senders; those of a majority decide it.
+    """Acknowledgements of one proposal, in ascending order of senders; those of a quorum decide it.
 
     Their bodies are all the same, so the wire message holds only senders and signatures.
     """
@@ -94,10 +122,22 @@ class CommitCertificate:
     view: int
     proposal: Digest
     acknowledgements: tuple[SignedMessage[Acknowledgement], ...]
+    basis: Basis = NO_BASIS
+
+    @classmethod
+    def of(cls, acknowledgements: Sequence[SignedMessage[Acknowledgement]]) -> Self:
+        """Return the certificate that these acknowledgements make, in ascending order of senders."""
+        body = acknowledgements[0].body
+        return cls(body.round, body.view, body.proposal, tuple(acknowledgements), body.basis)
 
     @cached_property
     def by_sender(self) -> dict[PeerId, SignedMessage[Acknowledgement]]:
         return {entry.sender: entry for entry in self.acknowledgements}
+
+    @property
+    def signers(self) -> frozenset[PeerId]:
+        """Return the peers that acknowledged the proposal."""
+        return frozenset(self.by_sender)
 
     def to_wire(self) -> wire.Decision:
         return wire.Decision(
@@ -106,24 +146,31 @@ class CommitCertificate:
             proposal=self.proposal,
             peers=[acknowledgement.sender for acknowledgement in self.acknowledgements],
             signatures=[acknowledgement.signed.signature for acknowledgement in self.acknowledgements],
+            state=self.basis.state,
+            voters=self.basis.voters,
+            tokens=self.basis.tokens,
         )
 
     @classmethod
     def from_wire(cls, body: wire.Decision, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.proposal)
+        basis = Basis.from_wire(body)
         check_count(len(body.peers), MAX_VOTES, "acknowledgements")
+        if not body.peers:
+            raise MalformedError("a certificate without an acknowledgement")
         if len(body.peers) != len(body.signatures):
             raise MalformedError(f"a certificate of {len(body.peers)} peers and {len(body.signatures)} signatures")
         check_ascending(body.peers, "acknowledgements")
-        votes = tuple(open_nested(signed) for signed in _acknowledgement_envelopes(body))
-        return cls(body.round, body.view, body.proposal, votes)
+        said = Acknowledgement(body.round, body.view, body.proposal, basis)
+        votes = tuple(open_nested(signed) for signed in _acknowledgement_envelopes(body, said))
+        return cls(body.round, body.view, body.proposal, votes, basis)
 
 
-def _acknowledgement_envelopes(body: wire.Decision) -> list[wire.Signed]:
-    """Return the envelopes of the acknowledgements in a certificate."""
-    said = Acknowledgement(body.round, body.view, body.proposal).to_wire().SerializeToString(deterministic=True)
+def _acknowledgement_envelopes(body: wire.Decision, said: Acknowledgement) -> list[wire.Signed]:
+    """Return the envelopes of the acknowledgements in a certificate, which all say the same."""
+    text = said.to_wire().SerializeToString(deterministic=True)
     return [
-        wire.Signed(kind="acknowledgement", peer=peer, body=said, signature=signature)
+        wire.Signed(kind="acknowledgement", peer=peer, body=text, signature=signature)
         for peer, signature in zip(body.peers, body.signatures, strict=True)
     ]
 
@@ -238,12 +285,17 @@ def parse(signed: wire.Signed, run_id: RunId, limits: ContributionLimits) -> Sig
         raise MalformedError("a message of an unknown kind")
     wire_type, body_type = KINDS[signed.kind]
     body = open_signed(signed, run_id, signed.kind, wire_type, MAX_MESSAGE_BYTES)
+    return SignedMessage.of(signed, body_type.from_wire(body, limits, nested_parser(run_id, limits)))
+
+
+def nested_parser(run_id: RunId, limits: ContributionLimits) -> OpenNested:
+    """Return the function that checks a message inside another: its body and its signature."""
 
     def open_nested(nested: wire.Signed) -> SignedMessage[Any]:
         is_revision = nested.kind == REVISION_KIND
         return open_revision(nested, run_id, limits.organiser) if is_revision else parse(nested, run_id, limits)
 
-    return SignedMessage.of(signed, body_type.from_wire(body, limits, open_nested))
+    return open_nested
 
 
 def parse_unverified(signed: wire.Signed, limits: ContributionLimits) -> SignedMessage[Body]:
@@ -256,11 +308,16 @@ def parse_unverified(signed: wire.Signed, limits: ContributionLimits) -> SignedM
         raise MalformedError("a message of an unknown kind")
     wire_type, body_type = KINDS[signed.kind]
     body = read_unverified(signed, signed.kind, wire_type, MAX_MESSAGE_BYTES)
+    return SignedMessage.of(signed, body_type.from_wire(body, limits, nested_reader(limits)))
+
+
+def nested_reader(limits: ContributionLimits) -> OpenNested:
+    """Return the function that checks the body of a message inside one that this program verified before."""
 
     def open_nested(nested: wire.Signed) -> SignedMessage[Any]:
         return read_revision(nested) if nested.kind == REVISION_KIND else parse_unverified(nested, limits)
 
-    return SignedMessage.of(signed, body_type.from_wire(body, limits, open_nested))
+    return open_nested
 
 
 def named_blobs(message: SignedMessage[Body]) -> Iterator[NamedBlob]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import VoteRecord
+from protocol.consensus.message_kinds import Basis
 from protocol.consensus.messages import Adoption, Digest, SignedMessage
 from protocol.consensus.topology import Topology
 from protocol.identity import PeerId
@@ -53,8 +54,9 @@ class RoundStart:
     part was last known to be alive: that of the round before, or in the first round of a process all live trainers.
     `last_vote`: the last vote record of this peer, of any round. `revision`: the newest revision that the chain has
     adopted. `new_revisions`: those with which the list goes on; if this peer leads, its commit adopts them.
-    `audit_secret`: random bytes that draw the part that this peer checks.
-    `electorate`: the keys that may vote.
+    `audit_secret`: random bytes that draw the part that this peer checks. `electorate`: the keys that may vote.
+    `state`: the digest of the outer state before the round; empty where peers share none. `tokens`: those of all
+    rounds before.
     """
 
     number: int
@@ -65,6 +67,13 @@ class RoundStart:
     new_revisions: tuple[SignedMessage[Revision], ...] = ()
     audit_secret: bytes = b""
     electorate: Electorate = NOBODY
+    state: Digest = b""
+    tokens: int = 0
+
+    @property
+    def basis(self) -> Basis:
+        """Return what the acknowledgements of this peer say about the chain before the round."""
+        return Basis(self.state, self.electorate.digest, self.tokens)
 
     @property
     def adoption(self) -> Adoption:

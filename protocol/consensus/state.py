@@ -66,6 +66,8 @@ class RoundState:
         self.number = start.number
         self.base = start.base
         self.revision = start.revision
+        self.electorate = start.electorate
+        self.basis = start.basis  # of all acknowledgements that count
         self.adoption = start.adoption  # of a commit that this peer proposes
         self.election = Election(start.base)
         self.voter_set = VoterSet(

@@ -7,10 +7,13 @@ from typing import Any
 
 from node.daemon.outer_state import OuterState
 from node.daemon.peer_rpc import request_chain
+from node.daemon.run_limits import contribution_limits
 from optim.method import SMALL_SLOTS
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import ChainHead, extend_head
+from protocol.consensus.message_kinds import Acknowledgement, Basis, CommitCertificate, nested_parser
 from protocol.consensus.messages import Commit
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import ChainReply
@@ -132,20 +135,23 @@ async def _continue_chain(stranger: Stranger, forger: Forger) -> None:
     """Ask for the honest head, and claim to be some rounds ahead of it."""
     honest = await ask_for_chain(stranger)
     head = ChainHead(honest.round, honest.digest, honest.chain_tokens, honest.revision)
-    commits = []
+    log = honest.log
+    rule, limits = stranger.manifest.admission, contribution_limits(stranger.manifest, forger.planner)
+    electorate = ChainLog.from_wire(log, rule, limits, nested_parser(stranger.run_id, limits)).electorates[-1]
+    state_before = Blob.from_wire(honest.state).digest  # of the first invention; nobody reaches the others
     for _ in range(INVENTED_COMMITS):
         parts = forger.noise_payloads(head.round, NOISE)
         own = forger.sign(forger.contribution(head.round, head.digest, parts, tokens=2 * HONEST_TOKENS))
         commit = forger.sign(Commit(head.round, 0, head.digest, (own,), tuple(parts)))
-        commits.append(commit)
-        head = extend_head(head, commit.body)
+        basis = Basis(state_before, electorate.digest, head.tokens)
+        vote = forger.sign(Acknowledgement(head.round, 0, commit.digest, basis))
+        log.commits.append(commit.signed)
+        log.certificates.append(CommitCertificate.of([vote]).to_wire())
+        electorate, head = electorate.after(commit.body), extend_head(head, commit.body)
     state = forger.noise_state()
-    known = [*honest.commits, *(commit.signed for commit in commits)]
-    first = honest.round - len(honest.commits)
-    forger.chain.reply = lambda after: like(
-        honest, commits=known[max(0, after - first) :], round=head.round, digest=head.digest,
-        chain_tokens=head.tokens, state=state.to_wire(),
-    )  # fmt: skip
+    forger.chain.reply = lambda _: like(
+        honest, log=log, round=head.round, digest=head.digest, chain_tokens=head.tokens, state=state.to_wire()
+    )
     stranger.directory.publish(
         urgent=True, role="trainer", round=head.round, digest=head.digest, chain_tokens=head.tokens,
         state_digest=state.digest,

@@ -66,7 +66,7 @@ class BlobArchive:
                 try:
                     peer, run = await transport.connect(address, 10.0), self._manifest.run_id
                     reply = await request_chain(run, transport.channel, peer, after_round)
-                    bodies = [parse(signed, run, terms).body for signed in reply.commits]
+                    bodies = [parse(signed, run, terms).body for signed in reply.log.commits]
                     return [body for body in bodies if isinstance(body, Commit)]
                 finally:
                     await transport.stop()

@@ -1,7 +1,7 @@
 """A run of a thousand parameters: its method, its peers, and signed statements of them, for tests of the daemon."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
+from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.message_kinds import kind_of
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits, SignedMessage
+from protocol.consensus.messages import Commit, Contribution, ContributionLimits, Digest, SignedMessage
 from protocol.errors import GoneError, MalformedError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
 from protocol.signing import sign
+from tests.certificates import certify
 
 torch.set_num_threads(1)
 TOML = """
@@ -104,6 +106,14 @@ def commit_of(head: ChainHead, messages: Mapping[int, Blob | tuple[Blob, ...]]) 
     return stated(PEERS[0], Commit(head.round, 0, head.digest, ordered, ()))
 
 
+def certified(
+    chain: Chain, commit: SignedMessage[Commit], state: Digest = b"", signers: Collection[int] = ()
+) -> CertifiedCommit:
+    """Return a commit that continues a chain, acknowledged by these peers, or by all voters and its contributors."""
+    named = {PEERS[number].peer_id for number in signers} or {*chain.electorate.voters, *commit.body.by_sender}
+    return certify(commit, chain, RUN_ID, [peer for peer in PEERS if peer.peer_id in named], state)
+
+
 def store_in(folder: Path) -> BlobStore:
     return BlobStore(folder, 1 << 26, 1 << 26)
 
@@ -132,17 +142,19 @@ def states_computed_by(replica: ReplicatedState, monkeypatch: pytest.MonkeyPatch
     return computed
 
 
-async def apply(replica: ReplicatedState, commit: SignedMessage[Commit]) -> None:
-    await replica.advance(commit, await replica.compute_next(commit, commit.body.contributions))
+async def apply(replica: ReplicatedState, commit: SignedMessage[Commit] | CertifiedCommit) -> CertifiedCommit:
+    signed = commit.commit if isinstance(commit, CertifiedCommit) else commit
+    entry = certified(replica.chain, signed, replica.blob.digest)
+    await replica.advance(entry, await replica.compute_next(entry, commit.body.contributions))
+    return entry
 
 
-async def grown(replica: ReplicatedState, store: BlobStore, rounds: int, peer: int = 1) -> list[SignedMessage[Commit]]:
+async def grown(replica: ReplicatedState, store: BlobStore, rounds: int, peer: int = 1) -> list[CertifiedCommit]:
     """Let it go through rounds of one contribution; the commits."""
     commits = []
     for _ in range(rounds):
         blob = store.put(payload(replica.chain.round + 1000 * peer))
-        commits.append(commit_of(replica.chain.head, {peer: blob}))
-        await apply(replica, commits[-1])
+        commits.append(await apply(replica, commit_of(replica.chain.head, {peer: blob})))
     return commits
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.daemon.outer_state import OuterState
 from node.from_manifest import build_program
@@ -45,7 +46,7 @@ def test_all_that_it_keeps_is_saved_and_comes_back(recipe: str, tmp_path: Path) 
         shapes=shapes.hash(),
         round=1,
         digest=bytes(32),
-        chain={},
+        chain=SavedChain({}, b""),
         anchor=state.anchor,
         outer={name: torch.randn(slot.numel()) for name, slot in state.slots.items()},
         inner={name: torch.randn(numel) for name, numel in SharedLayout.of(program).vectors},

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protocol.admission.electorate import Electorate
+from protocol.blobs.blob import Blob
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
+from protocol.consensus.messages import Digest, PartBlob
 from protocol.identity import PeerId
 from protocol.steering.revision_log import SignedRevision
 from tests.simulation.work_accounting import SavedWork
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.2
 
 
+def state_of(head: ChainHead) -> Blob:
+    """Return the outer state of all honest peers at a head; in groups it stands for one that each has for itself."""
+    return Blob.of(b"state" + head.digest)
+
+
 @dataclass
 class Disk:
     """`store`: blobs of its own, and those that a vote requires."""
 
     store: set[Digest]
     head: ChainHead
-    electorate: Electorate
-    commits: tuple[SignedMessage[Commit], ...]
+    log: ChainLog
     progress: SavedWork
     vote: VoteRecord | None = None
     revisions: tuple[SignedRevision, ...] = ()

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 from node.loop.events import SwarmChanged
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.chain import ChainHead, prefers_theirs
+from protocol.consensus.chain import ChainHead
 from protocol.identity import PeerId
+from tests.simulation.disk import state_of
 
 if TYPE_CHECKING:
     from tests.simulation.peers import SimulatedPeer
@@ -37,7 +38,7 @@ class Gossip:
 
     def receive(self, sender: PeerId, head: ChainHead) -> None:
         known, network = self.records.get(sender), self._peer.network
-        if known is not None and known[0].round > head.round and not prefers_theirs(known[0], head):
+        if known is not None and known[0].round > head.round and known[0].tokens >= head.tokens:
             return
         self.records[sender] = (head, network.now)
         if known is None or known[0] != head or network.now - known[1] > network.scenario.expiry:
@@ -47,6 +48,6 @@ class Gossip:
         peer = self._peer
         oldest = peer.network.now - peer.network.scenario.expiry
         records = sorted(self.records.items())
-        others = {name: PeerState(head) for name, (head, heard) in records if heard >= oldest}
-        strangers = dict.fromkeys(peer.swarm.strangers, PeerState(peer.chain.head))
-        return SwarmSnapshot({peer.name: PeerState(peer.chain.head), **others, **strangers})
+        own = PeerState(peer.chain.head, state_of(peer.chain.head).digest)
+        others = {name: PeerState(head, state_of(head).digest) for name, (head, heard) in records if heard >= oldest}
+        return SwarmSnapshot({peer.name: own, **others, **dict.fromkeys(peer.swarm.strangers, own)})

@@ -123,7 +123,7 @@ class ProposesTwice(LyingPeer):
         """Acknowledge whatever another peer proposes, whatever we have acknowledged before."""
         machine = self.loop.session.machine
         if machine is not None and commit.sender != self.name:
-            vote = Acknowledgement(commit.body.round, commit.body.view, commit.digest)
+            vote = Acknowledgement(commit.body.round, commit.body.view, commit.digest, machine.basis)
             self.say([commit.sender], self.sign(vote))
 
     def _decide(self, proposal: Digest) -> None:
@@ -132,7 +132,7 @@ class ProposesTwice(LyingPeer):
         body = next(iter(votes.values())).body
         votes.setdefault(self.name, self.sign(body))
         ordered = tuple(votes[peer] for peer in sorted(votes))
-        certificate = self.sign(CommitCertificate(body.round, body.view, proposal, ordered))
+        certificate = self.sign(CommitCertificate.of(ordered))
         honest = self.swarm.peers.keys() - self.swarm.liars
         self.say(self.victims if proposal in self._second else honest - self.victims, certificate)
 

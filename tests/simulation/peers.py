@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from node.daemon.outer_state import blobs_to_apply
-from node.loop.catch_up import plan_path
+from node.loop.catch_up import SyncOffer
 from node.loop.events import (
     AdoptState,
     AdvanceState,
@@ -24,6 +24,7 @@ from node.loop.events import (
     CommitComputed,
     ContributionReady,
     FetchBlob,
+    FetchState,
     FindPath,
     HeadPublished,
     LoopEvent,
@@ -35,6 +36,7 @@ from node.loop.events import (
     RevisionsChanged,
     Started,
     StartTrainer,
+    StateFetched,
     StateInstalled,
     SumReady,
     SwarmChanged,
@@ -44,7 +46,7 @@ from node.loop.events import (
     TrainerStarted,
     VotePersisted,
 )
-from node.loop.options import LoopOptions, RoundOptions
+from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
@@ -52,12 +54,13 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
+from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
 from protocol.steering.revision_log import RevisionLog, SignedRevision, add_all
-from tests.simulation.disk import BlobTransfers, Disk
+from tests.simulation.disk import BlobTransfers, Disk, state_of
 from tests.simulation.gossip import Gossip
 from tests.simulation.network import RUN_ID, Network, fake_reduce, make_signer
 from tests.simulation.organiser import MANIFEST
@@ -70,7 +73,6 @@ HEARTBEAT = 1.0
 HEARTBEATS_PER_MEASUREMENT = 4
 REDUCE_SECONDS = 0.05
 RPC_TIMEOUT = 2.0
-KEPT_COMMITS = 64
 KEPT_STATES = 3
 
 
@@ -81,7 +83,7 @@ class SimulatedPeer:
         self.swarm = swarm
         self.progress = TrainerWork(name, network.scenario, swarm.ledger)
         genesis = Chain.from_genesis(RUN_ID, network.scenario.rule)
-        self.disk = Disk(set(), genesis.head, genesis.electorate, (), self.progress.save())
+        self.disk = Disk(set(), genesis.head, genesis.log, self.progress.save())
         self.store: set[Digest] = set()  # blobs, in memory and on disk
         self.gossip = Gossip(self)
         self.actions: deque[Any] = deque()  # of the loop, on their way
@@ -105,8 +107,10 @@ class SimulatedPeer:
         options = RoundOptions(self.name, self._settings, scenario.terms())
         pacing = Pacing(settings.grace, lambda number: 10, 10)
         session = RoundSession(options, make_signer(self.name), pacing, last_vote, known_voters)
-        loop_options = LoopOptions(options, self.steering, compares_states=False)
-        self.loop = RoundLoop(loop_options, chain, b"", self.progress.offers, session)
+        loop_options = LoopOptions(
+            options, self.steering, sync=SyncOptions(scenario.settings().topology.has_shared_state)
+        )
+        self.loop = RoundLoop(loop_options, chain, state_of(chain.head).digest, self.progress.offers, session)
         self.actions.clear()
         self.transfers = BlobTransfers(self)
         self.fetches: dict[PartBlob, FetchBlob] = {}  # of the open round
@@ -147,7 +151,7 @@ class SimulatedPeer:
         self.gossip.records.clear()
         # A run begins only once enough peers are there; a peer that has been in it knows of which.
         known = disk.vote.members if disk.vote else self.swarm.peers
-        self._build(Chain(disk.head, disk.electorate, disk.commits), disk.last_vote(), known)
+        self._build(Chain(disk.head, disk.log), disk.last_vote(), known)
         self._join()
         self.after(HEARTBEAT, self.send_heartbeat)
 
@@ -272,6 +276,9 @@ class SimulatedPeer:
                 self._on_new_head(action)
             case FindPath():
                 self.after(self.network.random.uniform(0.02, 0.5), lambda: self._find_path(action))
+            case FetchState():
+                delay = self.network.random.uniform(0.02, self.network.scenario.transfer)
+                self.after(delay, lambda: self.feed(StateFetched()))
             case TakeState():
                 delay = self.network.random.uniform(0.02, self.network.scenario.transfer)
                 self.after(delay, lambda: self._take_state(action))
@@ -341,7 +348,7 @@ class SimulatedPeer:
 
     def _obtain(self, action: ApplyCommit) -> None:
         if not self.loop.is_syncing:
-            self.swarm.on_decided(self.name, action.commit, self.certificate_of(action.commit))
+            self.swarm.on_decided(self.name, action.commit.commit, self.certificate_of(action.commit.commit))
         self.obtaining = action
         owners = tuple(entry.sender for entry in action.contributions)
         sources = owners if action.may_lose else tuple(self.swarm.peers)
@@ -360,7 +367,7 @@ class SimulatedPeer:
     def unsaid_decisions(self) -> list[SignedMessage[Commit]]:
         """Return what is decided here, though nothing was done about it yet."""
         finished = [action.commit for action in self.loop.session.pending_actions if isinstance(action, Finish)]
-        applying = [action.commit for action in self.actions if isinstance(action, ApplyCommit)]
+        applying = [action.commit.commit for action in self.actions if isinstance(action, ApplyCommit)]
         return finished + ([] if self.loop.is_syncing else applying)
 
     def _apply_when_obtained(self) -> None:
@@ -394,26 +401,28 @@ class SimulatedPeer:
         self.swarm.ledger.append(self.chain.head, commit)
         self.chain.append(action.commit)
         self.progress.settle(action.outcome, ())
-        self.feed(CommitApplied(b""))
+        self.feed(CommitApplied(state_of(self.chain.head).digest))
 
     def _find_path(self, action: FindPath) -> None:
         peer, link = self.swarm.peers.get(action.peer), self.network.link
         if peer is None or not (link.can_send(self.name, peer.name) and link.can_send(peer.name, self.name)):
             return self.after(RPC_TIMEOUT, lambda: self.feed(SyncFailed("it does not answer")))
-        state = Blob.of(peer.chain.digest)
-        plan = plan_path(self.chain, peer.chain, state, action.replay, action.history_since)
-        if plan is None:
-            return self.feed(SyncFailed("it is not ahead"))
-        self.network.record(self.name, f"takes over the chain at round {plan.head.round}")
-        self.feed(PathFound(replace(plan, revisions=peer.steering.adopted)))
+        self.feed(PathFound(peer.show_chain()))
+
+    def show_chain(self) -> SyncOffer:
+        """Return the answer to another peer that asks for our chain."""
+        head, state = self.chain.head, state_of(self.chain.head)
+        shared = state.digest if self.network.scenario.settings().topology.has_shared_state else b""
+        return SyncOffer(ChainOffer(self.chain.log, head, shared), state, self.steering.adopted)
 
     def _take_state(self, action: TakeState) -> None:
-        link, plan = self.network.link, action.plan
+        link, chain = self.network.link, action.offer.chain
         sources = [self.swarm.peers[name] for name in self.swarm.peers if link.can_send(name, self.name)]
-        if not any(plan.head in peer.recent_states for peer in sources if peer is not self):
+        if not any(chain.head in peer.recent_states for peer in sources if peer is not self):
             return self.feed(SyncFailed("nobody has it any more", has_vanished=True))
-        self.chain.switch_to(plan.head, plan.electorate, plan.log)
-        self.feed(StateInstalled(b""))
+        self.network.record(self.name, f"takes over the chain at round {chain.head.round}")
+        self.chain.switch_to(chain.head, chain.log)
+        self.feed(StateInstalled(state_of(self.chain.head).digest))
 
     def _on_new_head(self, action: PublishHead | AdoptState) -> None:
         """Save a checkpoint, announce the head, and go on training."""
@@ -422,9 +431,7 @@ class SimulatedPeer:
         else:
             reported = AppliedContributions.of(action.contributions)
             self.swarm.check_applied(self.name, action.commit, reported, self.store)
-        kept = self.chain.commits_since(max(0, self.chain.round - KEPT_COMMITS)) or ()
-        self.disk.head, self.disk.electorate = self.chain.head, self.chain.electorate
-        self.disk.commits = kept
+        self.disk.head, self.disk.log = self.chain.head, self.chain.log
         self.disk.progress = self.progress.save()
         self._save_revisions()
         self.recent_states.append(self.chain.head)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from node.checkpoints import checkpoint as module
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, load_newest, load_trained_weights, save
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, MissingFileError, OtherRunError, StorageError
@@ -36,7 +37,7 @@ def make_checkpoint(round_number: int, run_id: str = RUN_ID) -> Checkpoint:
         shapes=SHAPES.hash(),
         round=round_number,
         digest=bytes([round_number]) * 32,
-        chain={"tokens": 2**40, "roster": ["a", "b"], "share": 0.1},
+        chain=SavedChain({"tokens": 2**40, "roster": ["a", "b"], "share": 0.1}, b"commits"),
         anchor=vector(round_number),
         outer={"momentum": vector(-round_number), "memory": torch.arange(9.0) + round_number},
         inner=inner,
@@ -84,6 +85,7 @@ def test_files_are_private_and_use_parameter_names(tmp_path: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
     assert sorted(file.name for file in path.iterdir()) == [
         "anchor.safetensors",
+        "chain.bin",
         "inner.safetensors",
         "manifest.json",
         "outer.memory.safetensors",
@@ -157,7 +159,7 @@ def flip(file: Path, position: int, bit: int) -> None:
         opened.write(bytes([byte ^ (1 << bit)]))
 
 
-@pytest.mark.parametrize("name", ["anchor.safetensors", "inner.safetensors", "manifest.json"])
+@pytest.mark.parametrize("name", ["anchor.safetensors", "chain.bin", "inner.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "half", "longer"])
 def test_damaged_checkpoint_is_named_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
@@ -196,7 +198,7 @@ def test_checkpoint_with_other_shapes_is_refused(tmp_path: Path) -> None:
 
 
 def test_later_format_is_refused_rather_than_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCHEMA", 2)
+    monkeypatch.setattr(module, "SCHEMA", module.SCHEMA + 1)
     save(tmp_path, make_checkpoint(1), SHAPES, keep=2)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="update murmuration"):

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.model import shape_table
 from protocol.errors import StorageError
@@ -52,7 +53,7 @@ def example(round_number: int) -> Checkpoint:
         shapes=SHAPES.hash(),
         round=round_number,
         digest=bytes(32),
-        chain={},
+        chain=SavedChain({}, b""),
         anchor=vector(0),
         outer={"momentum": vector(1)},
         inner={"weights": vector(2)},

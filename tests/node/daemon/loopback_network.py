@@ -156,7 +156,7 @@ class FakeStateEffects:
         self._inbox.post(TrainerStarted())
 
     async def apply_commit(self, action: ApplyCommit) -> None:
-        self.decided.append(action.commit)
+        self.decided.append(action.commit.commit)
 
 
 class LoopbackPeer:

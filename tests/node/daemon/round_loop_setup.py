@@ -12,7 +12,7 @@ from node.daemon.inbox import Inbox
 from node.daemon.outer_state import ReplicatedState, SignedContributions
 from node.daemon.state_effects import StateEffects, StateTools
 from node.from_manifest import round_settings_by_number
-from node.loop.catch_up import SyncPlan
+from node.loop.catch_up import SyncOffer
 from node.loop.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
 from node.loop.events import LoopAction, SwarmChanged, TimePassed
 from node.loop.options import LoopOptions, RoundOptions
@@ -20,11 +20,13 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering, unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.steering.revision_log import RevisionLog
+from tests.certificates import offer_of
 from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors
 from tests.node.small_run import (
     MANIFEST,
@@ -33,6 +35,7 @@ from tests.node.small_run import (
     PROGRAM,
     TERMS,
     CopyingFetcher,
+    certified,
     commit_of,
     grown,
     manifest_of,
@@ -53,14 +56,17 @@ class FakeSession:
     def __init__(self) -> None:
         self.is_open = False
         self.number = -1
-        self.decided: SignedMessage[Commit] | None = None
+        self.decided: CertifiedCommit | None = None
         self.begun: list[int] = []
         self.offered: list[Contribution] = []
 
-    def open(self, head: ChainHead, *_: object) -> None:
+    def open(self, chain: Chain, *_: object) -> None:
         self.is_open = True
-        self.number = head.round
-        self.begun.append(head.round)
+        self.number = chain.round
+        self.begun.append(chain.round)
+
+    def recently_seen(self, now: float) -> frozenset[PeerId]:
+        return frozenset()
 
     def close(self) -> None:
         self.is_open = False
@@ -91,7 +97,7 @@ class FakeSwarmView:
     def __init__(self) -> None:
         self.heads: list[ChainHead] = []
 
-    def announce_head(self, chain: Chain, state: bytes) -> None:
+    def announce_head(self, chain: Chain, state: bytes, urgent: bool = True) -> None:
         self.heads.append(chain.head)
 
 
@@ -148,21 +154,18 @@ class FakeChainSync:
         self.mine = mine
         self.chains: dict[PeerId, ReplicatedState] = {}
         self.faults: dict[PeerId, Exception] = {}
-        self.plans: dict[PeerId, SyncPlan] = {}  # instead
-        self.asked: list[tuple[PeerId, bool]] = []
+        self.offers: dict[PeerId, SyncOffer] = {}  # instead
+        self.asked: list[PeerId] = []
 
-    async def plan_sync(self, peer: PeerId, replay: bool, since: int) -> SyncPlan:
-        self.asked.append((peer, replay))
+    async def ask(self, peer: PeerId, since: int) -> SyncOffer:
+        self.asked.append(peer)
         await asyncio.sleep(0)
         if peer in self.faults:
             raise self.faults[peer]
-        if peer in self.plans:
-            return self.plans[peer]
+        if peer in self.offers:
+            return self.offers[peer]
         theirs = self.chains[peer]
-        commits = theirs.chain.commits_since(self.mine.chain.round) or ()
-        if replay and commits and commits[0].body.base == self.mine.chain.digest:
-            return SyncPlan(theirs.chain.head, commits, None)
-        return SyncPlan(theirs.chain.head, commits, theirs.blob)
+        return offer_of(theirs.chain, theirs.blob, word=peer == FRIEND or None)  # as if the user had named it
 
 
 class FakeStatusReporter:
@@ -290,7 +293,7 @@ class RoundLoopSetup:
 
     def end_round(self, commit: SignedMessage[Commit]) -> None:
         self.session.is_open = False
-        self.session.decided = commit
+        self.session.decided = certified(self.replica.chain, commit, self.replica.blob.digest)
         self.inbox.post(TimePassed())
 
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from node.checkpoints import checkpoint
-from node.daemon.checkpointer import MAX_RETAINED_STATES
+from node.daemon.checkpointer import MAX_RETAINED_STATES, OFFER_KEY
 from node.ipc.channel import ContributionHeader
 from node.loop.catch_up import RETAINED_ROUNDS
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
+from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.errors import StorageError
 from tests.node.daemon.checkpointer_setup import CheckpointerSetup
-from tests.node.small_run import PROGRAM, commit_of, grown, payload, until
+from tests.node.small_run import PROGRAM, TERMS, commit_of, grown, payload, until
 
 
 def offer_of(*blobs: Blob) -> StoredContribution:
@@ -122,8 +123,8 @@ async def test_what_is_saved_is_that_moment_though_the_replica_moves_on(world: C
     world.adopted.set()
     await world.keeper.wait_until_saved()
     found = world.loaded()
-    assert found.round == 1 and ChainHead.from_json(found.chain["head"]) == head and torch.equal(found.anchor, anchor)
-    assert ContributionTracker.from_json(PROGRAM, found.chain["offer"]).outcome_of(0) == "included"
+    assert found.round == 1 and found.chain.restore(OPEN, TERMS).head == head and torch.equal(found.anchor, anchor)
+    assert ContributionTracker.from_json(PROGRAM, found.chain.table[OFFER_KEY]).outcome_of(0) == "included"
 
 
 async def test_what_is_not_adopted_in_time_is_not_saved(world: CheckpointerSetup) -> None:

@@ -10,6 +10,7 @@ import pytest
 from node.daemon import inbox, round_effects
 from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.machine import RoundMachine
@@ -329,7 +330,7 @@ async def test_decisions_of_another_chain_are_forgotten(table: LoopbackNetwork) 
     peer = table[0]
     for number in (3, 4, 5):
         peer.session._buffer.record_decision(number, (Signed(kind=str(number)),), (), 0.0)
-    peer.loop.chain.switch_to(ChainHead(4, bytes(32), 0), Electorate.at_genesis())
+    peer.loop.chain.switch_to(ChainHead(4, bytes(32), 0), ChainLog(Electorate.at_genesis()))
     peer.begin()
     late = [
         stated(PEERS[1], contribution_of(ChainHead(number, bytes(32), 0), table[1].parts())) for number in (3, 4, 5)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from node.checkpoints import checkpoint
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.checkpointer import CONTRIBUTION_VECTOR, restore_contributions, restore_trainer_snapshot
+from node.daemon.checkpointer import CONTRIBUTION_VECTOR, OFFER_KEY, restore_contributions, restore_trainer_snapshot
 from node.ipc.channel import ContributionOutcome
 from node.ipc.shared_memory import SharedLayout, SharedMemory
 from node.loop.contributions import ContributionFile, LastSent, StoredContribution, store_parts
@@ -171,7 +172,7 @@ class CrashingNode:
         snapshot, outbox = copied
         inner = {**snapshot.vectors, CONTRIBUTION_VECTOR: torch.frombuffer(bytearray(outbox), dtype=torch.uint8)}
         anchor, shapes = torch.zeros(NUMEL), shape_table(MODEL)
-        chain = {"offer": self.offers.to_json()}
+        chain = SavedChain({OFFER_KEY: self.offers.to_json()}, b"")
         taken = Checkpoint(RUN_ID, shapes.hash(), self.number, bytes(32), chain, anchor, {}, inner, snapshot.meta)
         checkpoint.save(self.folder.checkpoints, taken, shapes, 2)
 

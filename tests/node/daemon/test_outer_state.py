@@ -26,6 +26,7 @@ from tests.node.small_run import (
     RUN_ID,
     STATE_BYTES,
     apply,
+    certified,
     commit_of,
     contribution_of,
     grown,
@@ -144,10 +145,10 @@ async def test_where_another_commit_is_decided_than_foreseen_it_is_computed(
 async def test_what_was_foreseen_on_another_chain_is_not_taken(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     replica, other = replica_in(store), replica_in(store)
-    commits = await grown(other, store, 1)
+    await grown(other, store, 1)
     ahead = commit_of(other.chain.head, {1: store.put(payload(5))})
     replica.speculate(ahead.body, ahead.body.contributions)  # from a state that is not the one before it
-    await replica.install_state(other.chain.head, other.chain.electorate, other.blob, commits)
+    await replica.install_state(other.chain.head, other.chain.log, other.blob)
     await apply(replica, ahead)
     await apply(other, ahead)
     assert replica.blob == other.blob
@@ -163,7 +164,7 @@ async def test_what_could_not_be_foreseen_is_tried_again(tmp_path: Path) -> None
     for _ in range(10):
         await asyncio.sleep(0)
     with pytest.raises(MissingFileError):
-        await replica.compute_next(commit, commit.body.contributions)
+        await replica.compute_next(certified(replica.chain, commit), commit.body.contributions)
     replica.speculate(commit.body, commit.body.contributions)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -188,19 +189,18 @@ async def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         await apply(replica, commit_of(head, {1: lost}))
     with pytest.raises(MalformedError):
-        await replica.install_state(head, replica.chain.electorate, bad, ())
+        await replica.install_state(head, replica.chain.log, bad)
     assert (replica.chain.head, replica.blob) == (head, blob)
 
 
-async def test_take_over_keeps_commits_that_lead_to_the_head_and_no_others(tmp_path: Path) -> None:
+async def test_take_over_keeps_the_commits_that_lead_to_the_head(tmp_path: Path) -> None:
     store = store_in(tmp_path)
-    ahead, behind, third = replica_in(store), replica_in(store), replica_in(store)
+    ahead, behind = replica_in(store), replica_in(store)
     commits = await grown(ahead, store, 3)
-    await behind.install_state(ahead.chain.head, ahead.chain.electorate, ahead.blob, commits)
+    await behind.install_state(ahead.chain.head, ahead.chain.log.since(1), ahead.blob)
     assert behind.chain.commits_since(1) == tuple(commits[1:]) and behind.blob == ahead.blob
+    assert behind.chain.commits_since(0) is None and behind.chain.electorate == ahead.chain.electorate
     assert torch.equal(behind.state.anchor, ahead.state.anchor)
-    await third.install_state(ahead.chain.head, ahead.chain.electorate, ahead.blob, commits[:2])
-    assert third.chain.commits_since(1) is None, "commits that end before the head would be served as if they led to it"
 
 
 def test_reduce_and_check_refuse_what_does_not_decode(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ async def test_a_lone_round_moves_by_its_share_and_so_it_does_for_who_took_the_s
     delta = torch.full((NUMEL,), 0.5)
     blob = store.put(METHOD.codec.encode(delta))
     await apply(replica, commit_of(replica.chain.head, dict.fromkeys(range(4), blob)))
-    await taker.install_state(replica.chain.head, replica.chain.electorate, replica.blob, ())
+    await taker.install_state(replica.chain.head, replica.chain.log, replica.blob)
     before, lone = replica.state.anchor, commit_of(replica.chain.head, {2: blob})
     for each in (replica, taker):
         await apply(each, lone)

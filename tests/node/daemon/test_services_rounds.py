@@ -177,15 +177,18 @@ async def test_the_chain_with_its_head_and_state(world: RoundsServiceSetup) -> N
     reply = await request_chain(RUN_ID, world.to_them, THEM, 1)
     assert (reply.round, reply.digest, reply.chain_tokens) == (3, chain.digest, chain.tokens)
     assert reply.state == world.replica.blob.to_wire()
-    assert list(reply.commits) == [commit.signed for commit in chain.commits_since(1) or ()]
+    assert list(reply.log.commits) == [entry.commit.signed for entry in chain.commits_since(1) or ()]
+    assert [len(decision.peers) for decision in reply.log.certificates] == [1, 1]
     for after_round in (3, 4, 2**63):
-        assert not (await request_chain(RUN_ID, world.to_them, THEM, after_round)).commits
+        assert not (await request_chain(RUN_ID, world.to_them, THEM, after_round)).log.commits
 
 
 async def test_of_many_commits_the_oldest_that_fit(world: RoundsServiceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
-    commits = [commit.signed for commit in world.replica.chain.commits_since(0) or ()]
-    monkeypatch.setattr(services, "MAX_REPLY_BYTES", commits[0].ByteSize() + commits[1].ByteSize())
-    assert list((await request_chain(RUN_ID, world.to_them, THEM, 0)).commits) == commits[:2]
+    entries = world.replica.chain.commits_since(0) or ()
+    sizes = [entry.commit.signed.ByteSize() + entry.certificate.to_wire().ByteSize() for entry in entries]
+    monkeypatch.setattr(services, "MAX_REPLY_BYTES", sizes[0] + sizes[1])
+    reply = await request_chain(RUN_ID, world.to_them, THEM, 0)
+    assert list(reply.log.commits) == [entry.commit.signed for entry in entries[:2]]
 
 
 async def test_a_decision_of_many_acknowledgements_is_taken_but_not_any_number(world: RoundsServiceSetup) -> None:

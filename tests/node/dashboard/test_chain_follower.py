@@ -11,12 +11,13 @@ from node.dashboard.chain_follower import ChainFollower, find_diverged, known_he
 from node.dashboard.events import ChainForked, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
 from protocol.blobs.blob import Blob
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
-from protocol.consensus.messages import MAX_PARTS, Commit, ContributionLimits, SignedMessage
+from protocol.consensus.messages import MAX_PARTS, ContributionLimits
 from protocol.errors import MalformedError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, PeerRecord
 from tests.node.dashboard.example_events import OPENED, apply_all, joined
-from tests.node.small_run import PEERS, RUN_ID, SHAPES, commit_of
+from tests.node.small_run import PEERS, RUN_ID, SHAPES, certified, commit_of
 
 LIMITS = ContributionLimits("diloco", SHAPES.hash(), MAX_PARTS, 1 << 40, 1 << 40)
 NAMES = [identity.peer_id for identity in PEERS]
@@ -29,13 +30,13 @@ class FakeChainPeer:
     def __init__(self, kept: int = 64) -> None:
         self.chain = Chain.from_genesis(RUN_ID)
         self.kept = kept
-        self.lies: list[SignedMessage[Commit]] | None = None
+        self.lies: ChainLog | None = None
         self.silent = False
 
     def grow(self, rounds: int, word: str = "") -> "FakeChainPeer":
         for _ in range(rounds):
             blob = Blob.of(f"{word}{self.chain.round}".encode())
-            self.chain.append(commit_of(self.chain.head, {1: blob, 2: blob}))
+            self.chain.append(certified(self.chain, commit_of(self.chain.head, {1: blob, 2: blob})))
         return self
 
     def record(self) -> PeerRecord:
@@ -45,9 +46,11 @@ class FakeChainPeer:
     def answer(self, after: int) -> ChainReply:
         if self.silent:
             raise UnreachableError("it does not answer")
-        known = self.chain.commits_since(after) if self.chain.round - after <= self.kept else ()
-        commits = known if self.lies is None else self.lies[after:]
-        return ChainReply(commits=[commit.signed for commit in (commits or ())[:10]], round=self.chain.round)
+        head, oldest = self.chain.head, max(0, self.chain.round - self.kept)
+        log = self.lies or self.chain.log
+        log = log.since(min(max(after, oldest), head.round)) if log.commits else log
+        page = ChainLog(log.electorate, log.commits[:10])
+        return ChainReply(log=page.to_wire(), round=head.round, digest=head.digest, chain_tokens=head.tokens)
 
 
 Network = dict[str, FakeChainPeer]
@@ -143,7 +146,7 @@ async def test_single_peer_among_three_cannot_invent_rounds(network: Network) ->
 
 async def test_heads_without_proof_do_not_hide_the_honest_head(network: Network) -> None:
     honest, liar = FakeChainPeer().grow(4), FakeChainPeer().grow(30, "lie")
-    liar.lies = []
+    liar.lies = ChainLog(liar.chain.log.electorate)
     network |= {NAMES[0]: honest, NAMES[1]: honest, NAMES[2]: liar, NAMES[3]: liar}
     follower, state = make_follower(), apply_all([OPENED])
     assert await fetch_new_events(follower, network, state, 100.0) == [], "more tokens, vouched for by two"
@@ -171,7 +174,7 @@ async def test_host_that_trains_alone_follows_its_own_chain(network: Network) ->
 
 async def test_commits_off_the_trusted_head_are_rejected_and_another_peer_is_asked(network: Network) -> None:
     honest, liar = FakeChainPeer().grow(4), FakeChainPeer().grow(4)
-    liar.lies = list(FakeChainPeer().grow(4, "lie").chain.commits_since(0) or ())
+    liar.lies = FakeChainPeer().grow(4, "lie").chain.log
     first, second = sorted(NAMES[1:3])
     network |= {first: liar, second: honest}
     events = await fetch_new_events(make_follower(), network, apply_all([OPENED]))
@@ -195,14 +198,13 @@ async def test_rounds_that_the_state_knows_already_are_not_recorded_twice(networ
 
 def test_proof_requires_digests_order_and_tokens() -> None:
     log = FakeChainPeer().grow(3)
-    commits = list(log.chain.commits_since(0) or ())
-    assert [step.after.round for step in prove_chain(commits, log.chain.head)] == [1, 2, 3]
-    head = log.chain.head
+    whole, head = log.chain.log, log.chain.head
+    assert [step.after.round for step in prove_chain(whole, head)] == [1, 2, 3]
     wrong = [
-        (commits, ChainHead(head.round, bytes(32), head.tokens)),
-        (commits, ChainHead(head.round, head.digest, 10)),
-        ([commits[0], commits[2]], head),
-        (commits[:2], head),
+        (whole, ChainHead(head.round, bytes(32), head.tokens)),
+        (whole, ChainHead(head.round, head.digest, 10)),
+        (ChainLog(whole.electorate, (whole.commits[0], whole.commits[2])), head),
+        (ChainLog(whole.electorate, whole.commits[:2]), head),
     ]
     for given, target in wrong:
         with pytest.raises(MalformedError):
@@ -214,7 +216,7 @@ async def test_peer_that_contributed_before_but_not_now_is_late(network: Network
     follower, state = make_follower(), apply_all([OPENED, joined(NAMES[1]), joined(NAMES[2]), joined(NAMES[3])])
     state = apply_all(await fetch_new_events(follower, network, state), state)
     log = network[NAMES[1]].chain
-    log.append(commit_of(log.head, {1: Blob.of(b"alone")}))
+    log.append(certified(log, commit_of(log.head, {1: Blob.of(b"alone")})))
     (event,) = await fetch_new_events(follower, network, state, 101.0)
     assert isinstance(event, RoundCommitted) and event.late == (NAMES[2],)  # the fourth never contributed
 

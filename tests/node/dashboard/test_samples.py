@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.events import LogOpened, SampleGenerated
@@ -44,7 +45,9 @@ def write_node(folder: Path, rounds: int) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(run.to_toml())
     shapes = shape_table(run.model)
-    checkpoint = Checkpoint(run.run_id, shapes.hash(), rounds, bytes(32), {}, initial_weights(run.model, 0), {}, {}, {})
+    checkpoint = Checkpoint(
+        run.run_id, shapes.hash(), rounds, bytes(32), SavedChain({}, b""), initial_weights(run.model, 0), {}, {}, {}
+    )
     save(folder / "checkpoints", checkpoint, shapes, keep=1)
     return folder
 

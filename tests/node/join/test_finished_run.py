@@ -8,7 +8,7 @@ from node.daemon.lifecycle import FinishedRun
 from node.join import finished_run
 from node.join.finished_run import describe_end, describe_own_part, find_on_host
 from node.run_dir import RunDir
-from tests.node.receipts.example_commits import GENESIS, HOST, MARY, THREE_PEERS, chain, log_in
+from tests.node.receipts.example_commits import HOST, MARY, THREE_PEERS, chain, extend, log_in
 
 URL = "https://run.example.org/run.toml"
 
@@ -49,7 +49,7 @@ def test_host_that_does_not_answer_is_not_named() -> None:
 
 def test_volunteer_is_told_its_part_and_its_receipt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Control: a node without counted work says nothing about it."""
-    log_in(tmp_path).extend(GENESIS, chain(THREE_PEERS))
+    extend(log_in(tmp_path), chain(THREE_PEERS))
     for peer, part in ((MARY, ["your part: 411 tokens in 4 rounds (45.7%); thank you"]), (HOST, [])):
         RunDir(tmp_path).write_node_info(peer.peer_id, (), 1)
         for status, receipt in (

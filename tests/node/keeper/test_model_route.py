@@ -12,6 +12,7 @@ import pytest
 import torch
 from starlette.applications import Starlette
 
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.keeper import model_archive, model_route
 from node.keeper.model_archive import ModelArchive, model_values
@@ -24,7 +25,7 @@ from tests.node.small_run import MANIFEST, RUN_ID, SHAPES
 def save_round(folder: Path, number: int) -> None:
     """Write a checkpoint of a node whose weights all have the number of the round."""
     anchor = torch.full((SHAPES.numel,), float(number))
-    body = Checkpoint(RUN_ID, SHAPES.hash(), number, bytes(32), {"head": {}}, anchor, {}, {}, {})
+    body = Checkpoint(RUN_ID, SHAPES.hash(), number, bytes(32), SavedChain({"head": {}}, b""), anchor, {}, {}, {})
     save(folder / "checkpoints", body, shape_table(MANIFEST.model), keep=2)
 
 

@@ -12,22 +12,21 @@ import pytest
 import torch
 
 from node.checkpoints.checkpoint import load_trained_weights
+from node.daemon.chain_sync import ShownChain
 from node.daemon.outer_state import OuterState, state_bytes
 from node.from_manifest import build_program
 from node.keeper import state_keeper
 from node.keeper.state_folder import KeptState, StateFolder
 from node.keeper.state_keeper import KeeperParts, StateKeeper
 from node.run_dir import RunDir
-from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import PIECE_BYTES, Blob
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
-from protocol.consensus.messages import Commit, SignedMessage
-from protocol.errors import StorageError, UnreachableError
+from protocol.errors import MalformedError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, parse_manifest
-from protocol.murmur_pb2 import ChainReply, PeerRecord
+from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revision_log import RevisionLog
-from tests.node.small_run import TOML, commit_of, until
+from tests.node.small_run import TOML, certified, commit_of, until
 from tests.protocol.blobs.fake_sources import ScriptedSource, SourcePool, flip_last_bit
 
 pytestmark = pytest.mark.slow
@@ -57,14 +56,9 @@ class FakeReader:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
 
-    async def read(self, peer: PeerId, after: int) -> tuple[ChainReply, tuple[SignedMessage[Commit], ...]]:
-        return ChainReply(), self.chain.commits_since(after) or ()
-
-    async def read_electorate(self, *_: object) -> Electorate:
-        return self.chain.electorate
-
-    def open_revisions(self, reply: ChainReply) -> tuple[()]:
-        return ()
+    async def read(self, peer: PeerId, after: int) -> ShownChain:
+        log = self.chain.log_since(min(after, self.chain.round)) or self.chain.log
+        return ShownChain(self.chain.head, log, None, ())
 
 
 class KeptRun:
@@ -90,6 +84,7 @@ class KeptRun:
             downloader=self.pool.new_fetcher(),
             reader=cast(Any, FakeReader(self.chain)),
             requests=SimpleNamespace(recently_requested=set),
+            contacts=("a",),
             revisions=RevisionLog(),
         )
         keeper = StateKeeper(self.manifest, state_folder, parts, has_one_state=True)
@@ -98,7 +93,8 @@ class KeptRun:
 
     def make_round(self) -> bytes:
         """Append a round to the chain; return the bytes of its state."""
-        self.chain.append(commit_of(self.chain.head, {1: Blob.of(bytes([self.chain.round]))}))
+        commit = commit_of(self.chain.head, {1: Blob.of(bytes([self.chain.round]))})
+        self.chain.append(certified(self.chain, commit))
         random = torch.Generator().manual_seed(self.chain.round)
         size = state_bytes(self.planner.numel, self.planner.method) // 4
         return bytes(torch.randn(size, generator=random).numpy().data.cast("B"))
@@ -261,9 +257,9 @@ async def test_state_is_not_kept_while_no_peer_shows_the_chain_to_it(run: KeptRu
     class Endless(FakeReader):
         calls = 0
 
-        async def read(self, peer: PeerId, after: int) -> tuple[ChainReply, tuple[SignedMessage[Commit], ...]]:
+        async def read(self, peer: PeerId, after: int) -> ShownChain:
             self.calls += 1
-            return ChainReply(), (self.chain.commits_since(0) or ())[:1]
+            raise MalformedError("the commits do not lead to its head")
 
     run.make_round()
     state = run.make_round()
@@ -285,6 +281,6 @@ def test_checkpoint_of_a_host_names_its_state(tmp_path: Path) -> None:
     run = KeptRun(tmp_path)
     state = run.make_round()
     blob = run.keeper.store.put(state)
-    run.keeper.folder.save(KeptState(run.chain.head, run.chain.electorate, blob))
+    run.keeper.folder.save(KeptState(run.chain.head, run.chain.log, blob))
     body = json.loads(next(iter(manifests(run.folder))).read_text())["body"]
     assert body["chain"]["state"] == blob.name and body["inner"] == []

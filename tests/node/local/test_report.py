@@ -15,7 +15,7 @@ from node.local.report import (
 from node.local.swarm_summary import PeerTotals
 from node.monitoring.status import NodeStatus
 from protocol.manifest import load_manifest
-from tests.node.receipts.example_commits import GENESIS, MARY, THREE_PEERS, chain, log_in
+from tests.node.receipts.example_commits import MARY, THREE_PEERS, chain, extend, log_in
 
 MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "demo.toml")
 PROMISED = {
@@ -124,8 +124,8 @@ def test_lines_name_peers_that_differ() -> None:
 
 def test_contributors_are_those_of_the_longest_commit_log(tmp_path: Path) -> None:
     folders = [tmp_path / f"peer-{index}" for index in range(3)]
-    log_in(folders[0]).extend(GENESIS, chain(THREE_PEERS[:2]))
-    log_in(folders[1]).extend(GENESIS, chain(THREE_PEERS))
+    extend(log_in(folders[0]), chain(THREE_PEERS[:2]))
+    extend(log_in(folders[1]), chain(THREE_PEERS))
     mary = NodeStatus(peer_id=MARY.peer_id, name="peer-0", run="d", run_id="0", seconds={"compute": 9.0, "wait": 1.0})
     result = replace(outcome(), peer_totals=[PeerTotals({0.0: mary}), PeerTotals({})])
     contributors = count_contributors(folders, result)

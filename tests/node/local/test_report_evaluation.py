@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.data import open_source, validation_batches
 from node.local.report import VALIDATION_TOKENS, evaluate_model, validation_losses
@@ -36,7 +37,7 @@ def saved(folder: Path, manifest: Manifest, anchor: torch.Tensor, round_number: 
         shapes=shapes.hash(),
         round=round_number,
         digest=bytes(32),
-        chain={},
+        chain=SavedChain({}, b""),
         anchor=anchor,
         outer={},
         inner={},

@@ -6,10 +6,11 @@ import pytest
 
 from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, RETURN_SECONDS, Departure
 from node.loop.events import LeaveRun, LoopAction, ReportPhase
-from node.loop.options import LoopOptions, RoundOptions
+from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.admission.electorate import Electorate
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.manifest import TargetSection
 from protocol.steering.revision_log import RevisionLog
@@ -35,7 +36,7 @@ class Leaving:
         self.log = RevisionLog()
         run = REFERENCE_MANIFEST.run.model_copy(update={"organiser_key": organiser_key})
         manifest = REFERENCE_MANIFEST.model_copy(update={"target": target, "run": run})
-        steering = Steering(manifest, Chain(HEAD, Electorate.at_genesis()), self.log)
+        steering = Steering(manifest, Chain(HEAD, ChainLog(Electorate.at_genesis())), self.log)
         values = {"expiry": 15.0, "has_contacts": True, **options}
         self.departure = Departure(LoopOptions(round_options, steering, **values))
         self.now = 0.0
@@ -96,7 +97,7 @@ def test_machine_with_another_state_does_not_count(claim: PeerState) -> None:
 
 
 def test_peers_with_states_of_their_own_count_by_their_head() -> None:
-    assert Leaving({"a": PeerState(HEAD, b"x" * 32)}, compares_states=False).leaves_at() == 0.0
+    assert Leaving({"a": PeerState(HEAD, b"x" * 32)}, sync=SyncOptions(compares_states=False)).leaves_at() == 0.0
 
 
 def test_trainers_hold_each_other_up_only_until_a_present_host_has_the_state() -> None:

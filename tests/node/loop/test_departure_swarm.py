@@ -14,6 +14,7 @@ from node.loop.options import LoopOptions, RoundOptions
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.admission.electorate import Electorate
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.manifest import TargetSection
 from protocol.steering.revision_log import RevisionLog
@@ -58,7 +59,7 @@ class Ending:
         self.forgets_left = forgets_left
         steering = Steering(
             REFERENCE_MANIFEST.model_copy(update={"target": TargetSection(rounds=8)}),
-            Chain(HEAD, Electorate.at_genesis()), RevisionLog(),
+            Chain(HEAD, ChainLog(Electorate.at_genesis())), RevisionLog(),
         )  # fmt: skip
         self.machines = [Machine(f"host-{index}", draw.uniform(1, 10), 1e9) for index in range(hosts)]
         for index in range(trainers):

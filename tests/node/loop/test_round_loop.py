@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from node.ipc.channel import ContributionHeader
-from node.loop.catch_up import AVOID_SECONDS, SYNC_AFTER_SECONDS, SyncPlan
+from node.loop.catch_up import MIN_AVOID_SECONDS, SYNC_AFTER_SECONDS
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
     AdoptState,
@@ -40,15 +40,16 @@ from node.loop.events import (
     TrainerStarted,
     VotePersisted,
 )
-from node.loop.options import LoopOptions, RoundOptions
+from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.round_loop import POLL_SECONDS, RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
+from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import Send, VoteRecord
-from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.messages import Adoption, Commit, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import make_topology
@@ -56,8 +57,9 @@ from protocol.identity import PeerId
 from protocol.manifest import TargetSection
 from protocol.signing import sign
 from protocol.steering.revision_log import RevisionLog
+from tests.certificates import offer_of
 from tests.node.loop.test_steering import signed_revision
-from tests.node.small_run import MANIFEST, PEERS, PROGRAM, RUN_ID, TERMS, commit_of, contribution_of, stated
+from tests.node.small_run import MANIFEST, PEERS, PROGRAM, RUN_ID, TERMS, certified, commit_of, contribution_of, stated
 
 ME, FRIEND, OTHER = (PEERS[number].peer_id for number in (1, 2, 3))
 SETTINGS = RoundSettings(make_topology("gather", RUN_ID, 1), grace=1.0, leader_timeout=1.5, exchange_timeout=3.0)
@@ -93,10 +95,11 @@ class LoopUnderTest:
     def start(self) -> list[LoopAction]:
         return [*self.meet(), *self.post(Started(), TrainerStarted())]
 
-    def apply(self, commit: SignedMessage[Commit]) -> list[LoopAction]:
+    def apply(self, commit: SignedMessage[Commit] | CertifiedCommit) -> list[LoopAction]:
         """Answer as effects do that apply a commit."""
         actions = self.post(CommitComputed(commit.body.contributions))
-        self.chain.append(commit)
+        entry = commit if isinstance(commit, CertifiedCommit) else certified(self.chain, commit, self.loop.state)
+        self.chain.append(entry)
         return [*actions, *self.post(CommitApplied(b"next"), HeadPublished())]
 
     def pass_time(self, seconds: float) -> list[LoopAction]:
@@ -108,16 +111,17 @@ def of_kind(kind: type[Any], actions: Iterable[LoopAction]) -> list[Any]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def chain_of(rounds: int, peer: int = 2) -> tuple[Chain, list[SignedMessage[Commit]]]:
-    chain, commits = Chain.from_genesis(RUN_ID), []
-    for number in range(rounds):
-        commits.append(commit_of(chain.head, {peer: Blob.of(f"{peer} {number}".encode())}))
-        chain.append(commits[-1])
-    return chain, commits
+def chain_of(rounds: int, peer: int = 2, base: Chain | None = None) -> tuple[Chain, list[CertifiedCommit]]:
+    """Return a chain of rounds of one peer, whose states are those of LoopUnderTest."""
+    chain = Chain.from_genesis(RUN_ID) if base is None else Chain(base.head, base.log)
+    for number in range(chain.round, chain.round + rounds):
+        commit = commit_of(chain.head, {peer: Blob.of(f"{peer} {number}".encode())})
+        chain.append(certified(chain, commit, b"next" if number else b"mine"))
+    return chain, list(chain.commits_since(chain.round - rounds) or ())
 
 
 def head_state(chain: Chain) -> PeerState:
-    return PeerState(chain.head, b"theirs")
+    return PeerState(chain.head, STATE.digest)
 
 
 def test_trainer_starts_before_the_first_round_opens() -> None:
@@ -151,7 +155,7 @@ def test_run_begins_with_enough_peers_and_goes_on_with_fewer() -> None:
     assert resumed.loop.session.is_open
 
 
-def decided(peer: LoopUnderTest) -> SignedMessage[Commit]:
+def decided(peer: LoopUnderTest) -> CertifiedCommit:
     """Let the peer's own round end: it is alone, and decides by itself. Return the commit."""
     header = ContributionHeader(round=peer.chain.round, sizes=(BLOB.size,), tokens=100, steps=10, loss=1.0)
     peer.contributions.submit(StoredContribution(header, (BLOB,)))
@@ -234,13 +238,13 @@ def test_one_claim_does_not_end_a_run_that_others_train() -> None:
 
 
 def test_newcomer_takes_the_state_of_a_host_that_has_no_blobs_to_replay() -> None:
-    def find(is_trainer: bool) -> FindPath:
+    def follow(is_trainer: bool) -> list[LoopAction]:
         peer = LoopUnderTest()
-        peer.meet(friend=PeerState(chain_of(2)[0].head, b"theirs", is_trainer=is_trainer))
-        [action] = of_kind(FindPath, peer.post(Started()))
-        return FindPath(action.peer, action.replay, 0)
+        peer.meet(friend=PeerState(chain_of(2)[0].head, STATE.digest, is_trainer=is_trainer))
+        assert of_kind(FindPath, peer.post(Started())) == [FindPath(FRIEND, 0)]
+        return peer.post(PathFound(offer_of(chain_of(2)[0], STATE, word=True)))
 
-    assert find(is_trainer=False) == FindPath(FRIEND, False, 0) and find(is_trainer=True) == FindPath(FRIEND, True, 0)
+    assert of_kind(TakeState, follow(is_trainer=False)) and of_kind(ApplyCommit, follow(is_trainer=True))
 
 
 def test_restarted_peer_of_a_run_that_is_over_starts_no_trainer() -> None:
@@ -264,13 +268,13 @@ def test_last_peer_stays_until_a_host_has_the_final_state() -> None:
     assert of_kind(LeaveRun, peer.meet(friend=PeerState(peer.chain.head, peer.loop.state, is_trainer=False)))
 
 
-def test_one_round_behind_it_waits_for_the_commit_to_come_by_itself() -> None:
+def test_one_round_behind_it_asks_while_its_round_goes_on() -> None:
     peer = LoopUnderTest()
     peer.start()
     actions = peer.meet(friend=head_state(chain_of(1)[0]))
-    assert not of_kind(FindPath, actions) and peer.loop.session.is_open
-    assert of_kind(FindPath, peer.pass_time(SYNC_AFTER_SECONDS)) == [FindPath(FRIEND, True, 0)]
-    assert not peer.loop.session.is_open
+    assert not of_kind(FindPath, actions), "the commit may come by itself"
+    assert of_kind(FindPath, peer.pass_time(SYNC_AFTER_SECONDS)) == [FindPath(FRIEND, 0)]
+    assert peer.loop.session.is_open and not peer.loop.is_syncing
 
 
 def test_missed_rounds_are_replayed_one_by_one() -> None:
@@ -278,37 +282,51 @@ def test_missed_rounds_are_replayed_one_by_one() -> None:
     peer.start()
     theirs, commits = chain_of(2)
     [find] = of_kind(FindPath, peer.meet(friend=head_state(theirs)))
-    assert find == FindPath(FRIEND, True, 0) and peer.loop.is_syncing
-    actions = peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), None)))
+    assert find == FindPath(FRIEND, 0) and peer.loop.session.is_open
+    actions = peer.post(PathFound(offer_of(theirs, STATE)))
+    assert peer.loop.is_syncing and not peer.loop.session.is_open
     assert [action.commit for action in of_kind(ApplyCommit, actions)] == commits[:1]
     assert [action.commit for action in of_kind(ApplyCommit, peer.apply(commits[0]))] == commits[1:]
     peer.apply(commits[1])
     assert not peer.loop.is_syncing and peer.loop.session.is_open and peer.loop.session.number == 2
 
 
-def test_a_state_is_taken_where_replay_fails_and_its_peer_avoided_where_that_fails_too() -> None:
+def test_replay_ends_where_the_certificates_name_another_state_than_ours() -> None:
     peer = LoopUnderTest()
     peer.start()
     theirs, commits = chain_of(2)
     peer.meet(friend=head_state(theirs))
-    peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), None)))
+    peer.post(PathFound(offer_of(theirs, STATE)))
+    peer.loop.handle(CommitComputed(commits[0].body.contributions), peer.now)
+    peer.chain.append(commits[0])
+    actions = peer.post(CommitApplied(b"another"), HeadPublished())
+    assert not of_kind(ApplyCommit, actions) and of_kind(ReportRecovered, actions)[0].kind == "sync failed"
+    assert not peer.loop.is_syncing
+
+
+def test_a_state_is_taken_where_replay_fails_and_its_peer_avoided_where_that_fails_too() -> None:
+    peer = LoopUnderTest()
+    peer.start()
+    theirs, _ = chain_of(2)
+    peer.meet(friend=head_state(theirs))
+    peer.post(PathFound(offer_of(theirs, STATE)))
     peer.post(ApplyFailed("the blobs are gone"))
-    assert of_kind(FindPath, peer.pass_time(POLL_SECONDS)) == [FindPath(FRIEND, False, 0)]
-    [take] = of_kind(TakeState, peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), STATE))))
+    assert of_kind(FindPath, peer.pass_time(POLL_SECONDS)) == [FindPath(FRIEND, 0)]
+    [take] = of_kind(TakeState, peer.post(PathFound(offer_of(theirs, STATE))))
     assert take.holders == (FRIEND,)
     assert not of_kind(FindPath, peer.post(SyncFailed("it does not come")))
     peer.pass_time(POLL_SECONDS)
     assert peer.loop.session.is_open, "nobody is left to follow"
-    assert of_kind(FindPath, peer.pass_time(AVOID_SECONDS)) == [FindPath(FRIEND, True, 0)]
+    assert of_kind(FindPath, peer.pass_time(MIN_AVOID_SECONDS)) == [FindPath(FRIEND, 0)]
 
 
 def test_a_state_that_vanished_meanwhile_is_looked_for_again_at_once() -> None:
     peer = LoopUnderTest()
     peer.start()
-    theirs, commits = chain_of(9)
+    theirs, _ = chain_of(9)
     peer.meet(friend=head_state(theirs))
-    peer.post(PathFound(SyncPlan(theirs.head, tuple(commits), STATE)))
-    assert of_kind(FindPath, peer.post(SyncFailed("gone", has_vanished=True))) == [FindPath(FRIEND, False, 0)]
+    assert of_kind(TakeState, peer.post(PathFound(offer_of(theirs, STATE))))
+    assert of_kind(FindPath, peer.post(SyncFailed("gone", has_vanished=True))) == [FindPath(FRIEND, 0)]
 
 
 def test_taking_over_a_state_settles_contributions_before_the_trainer_hears_of_it() -> None:
@@ -317,13 +335,11 @@ def test_taking_over_a_state_settles_contributions_before_the_trainer_hears_of_i
     header = ContributionHeader(round=0, sizes=(BLOB.size,), tokens=100, steps=10, loss=1.0)
     peer.contributions.submit(StoredContribution(header, (BLOB,)))
     theirs = Chain.from_genesis(RUN_ID)
-    commits = [commit_of(theirs.head, {1: BLOB})]
-    theirs.append(commits[0])
-    theirs.append(commit_of(theirs.head, {2: Blob.of(b"later")}))
+    theirs.append(certified(theirs, commit_of(theirs.head, {1: BLOB}), b"other", signers=[1, 2]))
+    theirs.append(certified(theirs, commit_of(theirs.head, {2: Blob.of(b"later")}), b"other", signers=[1, 2]))
     peer.meet(friend=head_state(theirs))
-    plan = SyncPlan(theirs.head, theirs.commits_since(0) or (), STATE)
-    peer.post(PathFound(plan))
-    peer.chain.switch_to(plan.head, plan.electorate, plan.log)
+    peer.post(PathFound(offer_of(theirs, STATE)))
+    peer.chain.switch_to(theirs.head, theirs.log)
     [adopt] = of_kind(AdoptState, peer.post(StateInstalled(STATE.digest)))
     assert adopt.verdict.outcome == "included" and adopt.skipped == 2 and len(adopt.commits) == 2
     assert not peer.loop.session.is_open, "the state is not on disk yet"
@@ -331,15 +347,15 @@ def test_taking_over_a_state_settles_contributions_before_the_trainer_hears_of_i
     assert peer.loop.session.is_open and peer.loop.session.number == 2
 
 
-def test_an_outvoted_state_is_replaced_by_that_of_the_majority() -> None:
+def test_an_outvoted_state_is_replaced_by_that_of_the_voters() -> None:
     peer = LoopUnderTest()
     peer.start()
-    same_head = PeerState(peer.chain.head, b"theirs")
+    same_head = PeerState(peer.chain.head, STATE.digest)
     assert not of_kind(FindPath, peer.meet(friend=PeerState(peer.chain.head, b"mine")))
     actions = peer.meet(friend=same_head, other=same_head)
-    assert of_kind(FindPath, actions)[0].replay is False
-    assert of_kind(ReportRecovered, actions)[0].kind == "state differs"
-    groups = LoopUnderTest(compares_states=False)
+    assert of_kind(FindPath, actions) and of_kind(ReportRecovered, actions)[0].kind == "state differs"
+    assert of_kind(TakeState, peer.post(PathFound(offer_of(peer.chain, STATE))))
+    groups = LoopUnderTest(sync=SyncOptions(compares_states=False))
     groups.start()
     assert not of_kind(FindPath, groups.meet(friend=same_head, other=same_head)), "each peer has a state of its own"
 
@@ -375,11 +391,12 @@ def test_state_of_a_chain_is_not_taken_without_the_revisions_that_the_chain_has_
     for sent, is_taken in (((), False), ((revision,), True)):
         peer = LoopUnderTest()
         peer.start()
-        chain, commits = chain_of(9)
-        peer.meet(friend=head_state(chain))
-        assert of_kind(FindPath, peer.pass_time(SYNC_AFTER_SECONDS)) or peer.loop.is_syncing
-        head = replace(chain.head, revision=revision.digest)
-        actions = peer.post(PathFound(SyncPlan(head, tuple(commits), STATE, sent)))
+        chain = chain_of(8)[0]
+        commit = commit_of(chain.head, {2: Blob.of(b"last")})
+        body = replace(commit.body, adoption=Adoption(revision.digest, (revision,)))
+        chain.append(certified(chain, stated(PEERS[0], body), b"next"))
+        assert of_kind(FindPath, peer.meet(friend=head_state(chain)))
+        actions = peer.post(PathFound(replace(offer_of(chain, STATE), revisions=sent)))
         assert bool(of_kind(TakeState, actions)) == is_taken
         reasons = [action.line for action in of_kind(ReportRecovered, actions)]
         assert is_taken or "revisions of the organiser that are not known here" in reasons[0]
@@ -391,7 +408,7 @@ def test_paused_run_opens_no_round_and_goes_on_with_the_news() -> None:
     peer.log.add(pause)
     assert not of_kind(SetResting, peer.start()) and peer.loop.session.is_open, "no commit has adopted it"
     peer.loop.session.close()
-    peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest), peer.chain.electorate)
+    peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest), peer.chain.log)
     actions = peer.pass_time(1.0)
     assert of_kind(SetResting, actions) == [SetResting(is_resting=True)] and not peer.loop.session.is_open
     assert of_kind(ReportPhase, actions)[-1].phase == "paused"

@@ -15,7 +15,7 @@ from protocol.identity import Identity
 from protocol.signing import sign
 from protocol.steering.revision_log import RevisionLog, SignedRevision
 from protocol.steering.revisions import REFERENCE_MANIFEST, REVISION_KIND, Revision, encode_changes
-from tests.node.small_run import RUN_ID, commit_of
+from tests.node.small_run import RUN_ID, certified, commit_of
 
 ORGANISER = Identity.create()
 
@@ -44,7 +44,8 @@ class SteeredChain:
         commit = commit_of(self.chain.head, {2: Blob.of(str(self.chain.round).encode())})
         new = self.steering.new_revisions if adopts else ()
         newest = new[-1].digest if new else self.chain.head.revision
-        self.chain.append(replace(commit, body=replace(commit.body, adoption=Adoption(newest, new))))
+        adopting = replace(commit, body=replace(commit.body, adoption=Adoption(newest, new)))
+        self.chain.append(certified(self.chain, adopting))
 
     def rate(self) -> float:
         return self.steering.manifest_at(self.chain.round).train.learning_rate

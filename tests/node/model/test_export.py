@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.checkpoints.tensor_file import write_file
 from node.data.byte_tokenizer import byte_tokenizer_json
@@ -42,7 +43,7 @@ def node_folder(folder: Path, run: Manifest) -> torch.Tensor:
     anchor = torch.randn(shapes.numel, generator=torch.Generator().manual_seed(3)) / 4
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(run.to_toml())
-    checkpoint = Checkpoint(run.run_id, shapes.hash(), 5, bytes(32), {}, anchor, {}, {}, {})
+    checkpoint = Checkpoint(run.run_id, shapes.hash(), 5, bytes(32), SavedChain({}, b""), anchor, {}, {}, {})
     save(folder / "checkpoints", checkpoint, shapes, keep=1)
     return anchor
 

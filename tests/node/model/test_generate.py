@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, save
 from node.data.byte_tokenizer import ByteTokenizer
 from node.data.tokenizer import FileTokenizer
@@ -42,7 +43,7 @@ def manifest(tokenizer: str = "", vocabulary: int = 256) -> Manifest:
 def node_folder(folder: Path, run: Manifest) -> Path:
     shapes, weights = shape_table(run.model), initial_weights(run.model, 0)
     (folder / "run.toml").write_text(run.to_toml())
-    checkpoint = Checkpoint(run.run_id, shapes.hash(), 1, bytes(32), {}, weights, {}, {}, {})
+    checkpoint = Checkpoint(run.run_id, shapes.hash(), 1, bytes(32), SavedChain({}, b""), weights, {}, {}, {})
     save(folder / "checkpoints", checkpoint, shapes, keep=1)
     return folder
 
@@ -169,7 +170,10 @@ def test_a_model_that_diverged_is_named(tmp_path: Path) -> None:
     folder = node_folder(tmp_path, run)
     weights = torch.full((shapes.numel,), math.nan)
     save(
-        folder / "checkpoints", Checkpoint(run.run_id, shapes.hash(), 2, bytes(32), {}, weights, {}, {}, {}), shapes, 1
+        folder / "checkpoints",
+        Checkpoint(run.run_id, shapes.hash(), 2, bytes(32), SavedChain({}, b""), weights, {}, {}, {}),
+        shapes,
+        1,
     )
     with pytest.raises(CheckpointError, match="output is not finite: its training diverged"):
         list(generate(folder, "x"))

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from node.receipts.chain_recorder import append_new_commits
-from protocol.admission.electorate import Electorate
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import Chain
-from tests.node.receipts.example_commits import THREE_PEERS, chain, head_after, log_in
+from tests.node.receipts.example_commits import THREE_PEERS, chain, chain_to, head_after, log_in, log_of
 from tests.node.small_run import RUN_ID
 
 COMMITS = chain(THREE_PEERS)
@@ -18,10 +18,7 @@ def test_log_follows_the_chain_over_restarts(tmp_path: Path) -> None:
         own.append(commit)
     append_new_commits(log, own)
     assert log.head == own.head
-    restarted, log = (
-        Chain(head_after(COMMITS[:2]), Electorate.at_genesis()),
-        log_in(tmp_path),
-    )  # its checkpoint is a round older
+    restarted, log = chain_to(COMMITS[:2]), log_in(tmp_path)  # its checkpoint is a round older
     append_new_commits(log, restarted)
     for commit in COMMITS[2:]:
         restarted.append(commit)
@@ -31,7 +28,7 @@ def test_log_follows_the_chain_over_restarts(tmp_path: Path) -> None:
 
 def test_downloaded_state_leaves_a_gap(tmp_path: Path) -> None:
     own, log = Chain.from_genesis(RUN_ID), log_in(tmp_path)
-    own.switch_to(head_after(COMMITS[:3]), Electorate.at_genesis())
+    own.switch_to(head_after(COMMITS[:3]), ChainLog(chain_to(COMMITS[:3]).electorate))
     append_new_commits(log, own)
     assert log.head.round == 0
     own.append(COMMITS[3])
@@ -44,6 +41,6 @@ def test_other_chain_replaces_the_own_rounds(tmp_path: Path) -> None:
     own.append(COMMITS[0])
     append_new_commits(log, own)
     other = chain([{3: (999, 0)}] * 3, word="other")
-    own.switch_to(head_after(other), Electorate.at_genesis(), other)
+    own.switch_to(head_after(other), log_of(other))
     append_new_commits(log, own)
     assert log.head == own.head and log.ledger.tokens == 3 * 999

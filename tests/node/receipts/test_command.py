@@ -11,7 +11,7 @@ from node.receipts.commit_file import COMMIT_FILE_NAME
 from protocol.errors import MissingFileError, ReceiptError, UsageError
 from protocol.identity import Identity
 from tests.node.dashboard.example_events import OPENED, joined
-from tests.node.receipts.example_commits import GENESIS, MARY, THREE_PEERS, TOM, ZOE, chain, log_in
+from tests.node.receipts.example_commits import MARY, THREE_PEERS, TOM, ZOE, chain, extend, log_in
 from tests.node.small_run import MANIFEST
 
 
@@ -22,7 +22,7 @@ def host(tmp_path: Path) -> Path:
     for peer, name in ((MARY, "mary"), (TOM, "../../tom\x1b[2J"), (ZOE, "")):
         event_log.record(joined(peer.peer_id, name=name))
     event_log.close()
-    log_in(tmp_path).extend(GENESIS, chain(THREE_PEERS))
+    extend(log_in(tmp_path), chain(THREE_PEERS))
     return tmp_path
 
 
@@ -32,12 +32,13 @@ def test_receipts_of_everybody_are_written_and_verified(host: Path) -> None:
     assert len(files) == 3 and all(file.parent == host / "receipts" for file in files)
     assert lines[-2] == "together 900 tokens in 5 rounds"
     checked = verify_files(files, host / COMMIT_FILE_NAME, None)
-    assert len(checked) == 4 and checked[-1] == "together 900 of 900 tokens of the run, exactly"
+    assert len(checked) == 5 and checked[-2] == "together 900 of 900 tokens of the run, exactly"
+    assert checked[-1] == "a quorum of all voters acknowledged each of the 5 rounds"
     assert any(line.startswith("valid: mary gave 411 tokens in 4 rounds of run small (45.7%)") for line in checked)
     assert not any("\x1b" in line for line in checked), "the name of a peer cannot control the terminal"
     assert "receipts for 274 tokens are not among them" in verify_files(
         [file for file in files if "tom" not in file.name], host / COMMIT_FILE_NAME, None
-    )[-1]  # fmt: skip
+    )[-2]  # fmt: skip
 
 
 def test_receipt_of_one_peer_by_name(host: Path) -> None:
@@ -45,7 +46,7 @@ def test_receipt_of_one_peer_by_name(host: Path) -> None:
     write_receipts(host, "mary", out)
     issuer = json.loads(out.read_text())["issuer"]
     assert issuer == Identity.load_or_create(host / "key").peer_id
-    (line,) = verify_files([out], host / COMMIT_FILE_NAME, issuer)
+    line, _ = verify_files([out], host / COMMIT_FILE_NAME, issuer)
     assert line.startswith("valid: mary")
     with pytest.raises(ReceiptError, match="is signed by"):
         verify_files([out], host / COMMIT_FILE_NAME, TOM.peer_id)

@@ -14,7 +14,15 @@ from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.ledger import commit_reader, read_ledger
 from node.receipts.receipt import issue_receipt
 from protocol.errors import MurmurError
-from tests.node.receipts.example_commits import GENESIS, HEADER, HOST, MARY, THREE_PEERS, chain, head_after, log_in
+from tests.node.receipts.example_commits import (
+    HEADER,
+    HOST,
+    MARY,
+    THREE_PEERS,
+    chain,
+    extend,
+    log_in,
+)
 
 SEED, FILES = 20261126, 300
 COMMITS = chain(THREE_PEERS)
@@ -26,8 +34,8 @@ ODD_VALUES: tuple[Any, ...] = (
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     log = log_in(tmp_path)
-    log.extend(GENESIS, COMMITS[:2])
-    log.extend(head_after(COMMITS[:3]), COMMITS[3:])
+    extend(log, COMMITS[:2])
+    extend(log, COMMITS[3:], COMMITS[:3])
     receipt = issue_receipt(read_ledger(log.path, commit_reader, {MARY.peer_id}), "small", MARY.peer_id, "mary", HOST)
     (tmp_path / "mary.json").write_bytes(receipt.to_json())
     return tmp_path / "mary.json", tmp_path / COMMIT_FILE_NAME

@@ -11,8 +11,9 @@ from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.ledger import commit_reader, read_ledger
 from node.receipts.receipt import Receipt, ReceiptContent, issue_receipt, sign_content, verify_receipts
 from protocol import murmur_pb2 as wire
-from protocol.consensus.chain import extend_head
-from protocol.consensus.messages import Adoption, Commit, SignedMessage
+from protocol.consensus.certified import CertifiedCommit, ChainLog
+from protocol.consensus.chain import Chain, extend_head
+from protocol.consensus.messages import Adoption, SignedMessage
 from protocol.errors import ReceiptError
 from protocol.identity import Identity
 from protocol.signing import sign
@@ -26,13 +27,15 @@ from tests.node.receipts.example_commits import (
     TOM,
     ZOE,
     chain,
+    chain_to,
+    extend,
     head_after,
     log_in,
     read_messages,
     signed_commit,
     write_messages,
 )
-from tests.node.small_run import PEERS, RUN_ID, stated
+from tests.node.small_run import PEERS, RUN_ID, certified, stated
 
 ORGANISER = PEERS[5]
 
@@ -42,7 +45,7 @@ HEAD = head_after(COMMITS)
 
 @pytest.fixture
 def commits(tmp_path: Path) -> Path:
-    log_in(tmp_path).extend(GENESIS, COMMITS)
+    extend(log_in(tmp_path), COMMITS)
     return tmp_path / COMMIT_FILE_NAME
 
 
@@ -63,14 +66,15 @@ def test_receipts_of_all_peers_add_up_to_the_tokens_of_the_run(commits: Path) ->
 def test_receipt_stays_valid_while_the_run_goes_on(commits: Path) -> None:
     early = receipt_of(commits, MARY)
     log = log_in(commits.parent)
-    log.extend(HEAD, chain([{1: (5, 0)}], HEAD))
+    extend(log, chain([{1: (5, 0)}], chain_to(COMMITS)), COMMITS)
     verify_receipts([early, receipt_of(commits, MARY)], commits)
     assert receipt_of(commits, MARY).tokens == early.tokens + 5
 
 
 def test_receipt_after_a_chain_switch_counts_only_the_new_chain(commits: Path) -> None:
-    before, start = receipt_of(commits, MARY), head_after(COMMITS[:1])
-    log_in(commits.parent).extend(start, chain([{1: (1000, 0), 2: (700, 0)}, {3: (2, 0)}], start, "other"))
+    before, start = receipt_of(commits, MARY), chain_to(COMMITS[:1])
+    other = chain([{1: (1000, 0), 2: (700, 0)}, {3: (2, 0)}], start, "other")
+    extend(log_in(commits.parent), other, COMMITS[:1])
     receipts = [receipt_of(commits, peer) for peer in (MARY, TOM, ZOE)]
     verify_receipts(receipts, commits)
     assert receipts[0].tokens == 1100 and sum(receipt.tokens for receipt in receipts) == receipts[0].run_tokens
@@ -80,7 +84,7 @@ def test_receipt_after_a_chain_switch_counts_only_the_new_chain(commits: Path) -
 
 def test_claim_far_above_that_of_the_others_counts_for_twice_theirs(commits: Path) -> None:
     before = receipt_of(commits, MARY).tokens
-    log_in(commits.parent).extend(HEAD, chain([{1: (1 << 40, 0), 2: (3, 0), 3: (5, 0)}], HEAD))
+    extend(log_in(commits.parent), chain([{1: (1 << 40, 0), 2: (3, 0), 3: (5, 0)}], chain_to(COMMITS)), COMMITS)
     receipts = [receipt_of(commits, peer) for peer in (MARY, TOM, ZOE)]
     verify_receipts(receipts, commits)
     assert receipts[0].tokens == before + 2 * 5
@@ -89,8 +93,8 @@ def test_claim_far_above_that_of_the_others_counts_for_twice_theirs(commits: Pat
 
 def test_receipt_with_a_gap_names_the_missing_tokens(tmp_path: Path) -> None:
     log = log_in(tmp_path)
-    log.extend(GENESIS, COMMITS[:1])
-    log.extend(head_after(COMMITS[:3]), COMMITS[3:])
+    extend(log, COMMITS[:1])
+    extend(log, COMMITS[3:], COMMITS[:3])
     receipts = [receipt_of(log.path, peer) for peer in (MARY, TOM, ZOE)]
     verify_receipts(receipts, log.path)
     assert sum(receipt.tokens for receipt in receipts) + receipts[0].missing_tokens == HEAD.tokens
@@ -155,18 +159,20 @@ def test_lie_is_refused_even_if_the_host_signed_it(name: str, commits: Path) -> 
         verify_receipts([unsigned], commits)
 
 
-def signed_messages(path: Path) -> list[wire.Signed]:
-    return [message for message in read_messages(path) if isinstance(message, wire.Signed)]
+def entries_of(path: Path) -> list[CertifiedCommit]:
+    return [commit_reader(HEADER)(content) for content in read_messages(path) if isinstance(content, wire.ChainLog)]
 
 
 def test_commits_with_one_changed_bit_are_refused(commits: Path) -> None:
-    receipt, messages = receipt_of(commits, MARY), signed_messages(commits)
-    body = wire.Commit.FromString(messages[1].body)
+    receipt, messages = receipt_of(commits, MARY), entries_of(commits)
+    signed = messages[1].commit.signed
+    body = wire.Commit.FromString(signed.body)
     inner = wire.Contribution.FromString(body.contributions[0].body)
     inner.tokens ^= 1
     body.contributions[0].body = inner.SerializeToString(deterministic=True)
-    leader = next(peer for peer in (HOST, MARY, TOM, ZOE) if peer.peer_id == messages[1].peer)
-    write_messages(commits, [messages[0], sign(leader, "commit", RUN_ID, body), *messages[2:]])
+    leader = next(peer for peer in (HOST, MARY, TOM, ZOE) if peer.peer_id == signed.peer)
+    false = dataclasses.replace(messages[1].commit, signed=sign(leader, "commit", RUN_ID, body))
+    write_messages(commits, [messages[0], dataclasses.replace(messages[1], commit=false), *messages[2:]])
     with pytest.raises(ReceiptError, match="the commit of round 1 is not valid: the signature is not"):
         verify_receipts([receipt], commits)
 
@@ -181,14 +187,14 @@ def test_every_flipped_byte_of_the_commits_is_noticed(commits: Path) -> None:
 
 @pytest.mark.parametrize("missing", range(len(COMMITS)))
 def test_commit_left_out_is_refused(missing: int, commits: Path) -> None:
-    receipt, messages = receipt_of(commits, MARY), signed_messages(commits)
+    receipt, messages = receipt_of(commits, MARY), entries_of(commits)
     write_messages(commits, messages[:missing] + messages[missing + 1 :])
     with pytest.raises(ReceiptError):
         verify_receipts([receipt], commits)
 
 
 def test_commit_that_repeats_a_round_is_refused(commits: Path) -> None:
-    receipt, messages = receipt_of(commits, MARY), signed_messages(commits)
+    receipt, messages = receipt_of(commits, MARY), entries_of(commits)
     write_messages(commits, [*messages[:2], messages[1], *messages[2:]])
     with pytest.raises(ReceiptError, match="do not follow one another"):
         verify_receipts([receipt], commits)
@@ -197,35 +203,36 @@ def test_commit_that_repeats_a_round_is_refused(commits: Path) -> None:
 def test_gap_that_the_receipt_does_not_name_is_refused(commits: Path) -> None:
     receipt, folder = receipt_of(commits, TOM), commits.parent / "other"
     log = log_in(folder)
-    log.extend(GENESIS, COMMITS[:2])
-    log.extend(head_after(COMMITS[:3]), COMMITS[3:])  # Tom gave nothing in the round that is missing
+    extend(log, COMMITS[:2])
+    extend(log, COMMITS[3:], COMMITS[:3])  # Tom gave nothing in the round that is missing
     with pytest.raises(ReceiptError, match="missing_tokens"):
         verify_receipts([receipt], log.path)
 
 
 def test_commits_of_another_run_are_refused(commits: Path) -> None:
     receipt = receipt_of(commits, MARY)
-    foreign = [signed_commit(GENESIS, THREE_PEERS[0], run_id="ab" * 32).signed]
-    write_messages(commits, foreign)
+    foreign = signed_commit(GENESIS, THREE_PEERS[0], run_id="ab" * 32)
+    write_messages(commits, [certified(Chain.from_genesis(RUN_ID), foreign)])
     with pytest.raises(ReceiptError, match="round 0 is not valid"):
         verify_receipts([receipt], commits)
 
 
 def test_ledger_refuses_a_commit_of_another_chain(commits: Path) -> None:
     ledger = read_ledger(commits, commit_reader)
-    stray = chain([{1: (1, 0)}], dataclasses.replace(HEAD, digest=bytes(32)))
-    assert extend_head(ledger.head, chain([{1: (1, 0)}], HEAD)[0].body).round == HEAD.round + 1
+    whole = chain_to(COMMITS)
+    stray = chain([{1: (1, 0)}], Chain(dataclasses.replace(HEAD, digest=bytes(32)), ChainLog(whole.electorate)))
+    assert extend_head(ledger.head, chain([{1: (1, 0)}], whole)[0].body).round == HEAD.round + 1
     with pytest.raises(ReceiptError, match="do not follow"):
         ledger.add(stray[0])
 
 
-def steered(organiser: Identity) -> list[SignedMessage[Commit]]:
+def steered(organiser: Identity) -> list[CertifiedCommit]:
     """Return a chain whose second commit adopts a revision."""
     body = Revision(1, b"", 3, encode_changes({"target.rounds": 9}), 1.0)
     revision = SignedMessage.of(sign(organiser, REVISION_KIND, RUN_ID, body.to_wire()), body)
     first, second = COMMITS[:2]
     adopting = dataclasses.replace(second.body, adoption=Adoption(revision.digest, (revision,)))
-    return [first, stated(HOST, adopting)]
+    return [first, certified(chain_to([first]), stated(HOST, adopting))]
 
 
 def test_commits_that_adopt_a_revision_of_the_organiser_verify(tmp_path: Path) -> None:
@@ -233,7 +240,7 @@ def test_commits_that_adopt_a_revision_of_the_organiser_verify(tmp_path: Path) -
     assert HEADER.organiser == ORGANISER.peer_id
     for organiser, is_valid in ((ORGANISER, True), (TOM, False)):
         log = log_in(tmp_path / organiser.peer_id)
-        log.extend(GENESIS, steered(organiser))
+        extend(log, steered(organiser))
         receipt = receipt_of(log.path, MARY)
         assert receipt.tokens == 210
         if is_valid:

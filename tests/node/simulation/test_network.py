@@ -133,8 +133,7 @@ def test_heads_arrive_after_a_delay_and_dead_peers_expire() -> None:
     assert directory.snapshot.trainers_at(digests) == frozenset()
     clock.run(lambda: len(told) == 1)
     assert directory.snapshot.trainers_at(digests) == {"a", "b"}
-    assert best_head(directory.snapshot.preferred_heads(head(0, 0)))[0] == head(1, 100)
-    assert not directory.snapshot.preferred_heads(head(1, 100))
+    assert best_head(directory.snapshot.peers_by_head)[0] == head(1, 100)
     clock.run(lambda: len(told) == 2)
     assert directory.snapshot.peers.keys() == {"a"}
     assert clock.now == 6.0

@@ -4,27 +4,25 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.admission.electorate import OPEN, Electorate
+from node.checkpoints.chain_file import SavedChain
+from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import (
-    MAX_KEPT_COMMITS,
-    Chain,
-    ChainHead,
-    chain_to_json,
-    extend_head,
-    genesis_head,
-    is_state_outvoted,
-    prefers_theirs,
-    restore_chain,
-)
-from protocol.consensus.messages import Commit, Contribution, SignedMessage
+from protocol.consensus.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
+from protocol.consensus.chain import Chain, ChainHead, extend_head, genesis_head
+from protocol.consensus.messages import Commit, Contribution, ContributionLimits, SignedMessage
 from protocol.errors import CheckpointError, StaleError
 from protocol.identity import Identity
-from protocol.signing import sign
+from protocol.signing import MAX_CHAIN_TOKENS, sign
+from tests.certificates import certify
 
 RUN_ID = hashlib.sha256(b"run").hexdigest()
 SHAPES = hashlib.sha256(b"shapes").digest()
 PEER = Identity.create()
+LIMITS = ContributionLimits("none", SHAPES, 1, 1000, 1000)
+
+
+def entry_on(chain: Chain, tokens: int = 100) -> CertifiedCommit:
+    return certify(commit_on(chain.head, tokens), chain, RUN_ID, [PEER])
 
 
 def commit_on(head: ChainHead, tokens: int = 100, view: int = 0) -> SignedMessage[Commit]:
@@ -43,7 +41,7 @@ def test_a_chain_begins_with_the_run() -> None:
 
 def test_a_commit_moves_the_head() -> None:
     chain = Chain.from_genesis(RUN_ID)
-    commit = commit_on(chain.head, tokens=70)
+    commit = entry_on(chain, tokens=70)
     content = hashlib.sha256(replace(commit.body, view=0).to_wire().SerializeToString()).digest()
     digest = hashlib.sha256(chain.digest + content).digest()
     assert chain.append(commit) == chain.head == ChainHead(1, digest, 70)
@@ -59,19 +57,19 @@ def test_the_view_in_which_something_was_decided_does_not_matter() -> None:
 
 def test_a_commit_of_another_place_is_refused() -> None:
     chain = Chain.from_genesis(RUN_ID)
-    commit = commit_on(chain.head)
+    commit = entry_on(chain)
     chain.append(commit)
     with pytest.raises(StaleError):
         chain.append(commit)
     with pytest.raises(StaleError):
-        chain.append(commit_on(ChainHead(1, bytes(32), 0)))
+        chain.append(entry_on(Chain(ChainHead(1, bytes(32), 0), ChainLog(chain.electorate))))
     assert chain.round == 1
 
 
 def test_the_log_is_bounded_and_says_where_it_begins() -> None:
     chain = Chain.from_genesis(RUN_ID)
     for _ in range(MAX_KEPT_COMMITS + 10):
-        chain.append(commit_on(chain.head))
+        chain.append(entry_on(chain))
     assert chain.commits_since(9) is None
     assert chain.commits_since(chain.round + 1) is None
     assert chain.commits_since(chain.round) == ()
@@ -84,7 +82,7 @@ def test_the_log_is_bounded_and_says_where_it_begins() -> None:
 def test_commits_of_a_peer_are_tried_before_they_are_taken() -> None:
     ours, theirs = Chain.from_genesis(RUN_ID), Chain.from_genesis(RUN_ID)
     for _ in range(3):
-        theirs.append(commit_on(theirs.head))
+        theirs.append(entry_on(theirs))
     commits = theirs.commits_since(0) or ()
     assert ours.head_after(commits) == theirs.head
     assert ours.round == 0
@@ -94,44 +92,45 @@ def test_commits_of_a_peer_are_tried_before_they_are_taken() -> None:
 
 def test_chain_knows_the_voters_of_its_last_rounds() -> None:
     chain = Chain.from_genesis(RUN_ID)
+    genesis = chain.digest
     assert not chain.electorate.voters
-    chain.append(commit_on(chain.head))
+    first = chain.append(entry_on(chain))
     founded = chain.electorate
-    assert founded.voters == set(chain.kept_commits[0].body.by_sender)
+    assert founded.voters == {PEER.peer_id} and chain.electorate_at(genesis) == chain.log.electorate
     for _ in range(MAX_KEPT_COMMITS):
-        chain.append(commit_on(chain.head))
-    assert chain.electorate_at(1) == founded and chain.electorate_at(chain.round) is chain.electorate
-    assert chain.electorate_at(0) is None and chain.electorate_at(chain.round + 1) is None
+        chain.append(entry_on(chain))
+    assert chain.electorate_at(first.digest) == founded and chain.electorate_at(chain.digest) is chain.electorate
+    assert not chain.has_head(genesis) and chain.has_head(first.digest)
     other = Chain.from_genesis(RUN_ID)
-    other.switch_to(chain.head, chain.electorate)
-    assert other.electorate == chain.electorate and other.electorate_at(chain.round - 1) is None
-    assert other.append(commit_on(chain.head)) and other.electorate == chain.electorate.after(
-        other.kept_commits[0].body
-    )
+    other.switch_to(chain.head, ChainLog(chain.electorate))
+    assert other.electorate == chain.electorate and not other.has_head(first.digest) and not other.log.commits
+    entry = entry_on(chain)
+    assert other.append(entry) and other.electorate == chain.electorate.after(entry.body)
 
 
-def test_head_and_voters_survive_a_checkpoint() -> None:
+def test_chain_survives_a_checkpoint() -> None:
     chain = Chain.from_genesis(RUN_ID)
-    chain.append(commit_on(chain.head))
-    saved = json.loads(json.dumps(chain_to_json(chain.head, chain.electorate)))
-    restored = restore_chain(saved, OPEN)
-    assert (restored.head, restored.electorate) == (chain.head, chain.electorate)
-    for values in ({"electorate": None}, {"electorate": Electorate.at_genesis().to_json()}):
-        with pytest.raises(CheckpointError, match="earlier checkpoint"):
-            restore_chain(saved | values, OPEN)
+    for _ in range(3):
+        chain.append(entry_on(chain))
+    saved = SavedChain.of(chain.head, chain.log)
+    stored = SavedChain(json.loads(json.dumps(dict(saved.table))), saved.log)
+    restored = stored.restore(OPEN, LIMITS)
+    assert (restored.head, restored.log) == (chain.head, chain.log) and restored.electorate == chain.electorate
+    shorter = SavedChain.of(chain.head, ChainLog(chain.log.electorate, chain.log.commits[:2]))
+    for damaged in (b"", b"\xff" * 9, shorter.log):
+        with pytest.raises(CheckpointError, match="earlier"):
+            SavedChain(stored.table, damaged).restore(OPEN, LIMITS)
 
 
-def test_more_tokens_win_and_then_the_lower_digest() -> None:
-    low, high = bytes(32), b"\xff" * 32
-    assert prefers_theirs(ChainHead(5, low, 10), ChainHead(4, high, 11))
-    assert not prefers_theirs(ChainHead(4, high, 11), ChainHead(5, low, 10))
-    assert prefers_theirs(ChainHead(5, high, 10), ChainHead(5, low, 10))
-    assert not prefers_theirs(ChainHead(5, low, 10), ChainHead(5, high, 10))
-    assert not prefers_theirs(ChainHead(5, low, 10), ChainHead(5, low, 10))
+def test_tokens_of_a_chain_stop_at_their_bound() -> None:
+    """Control: without the bound, no peer could announce the head any more."""
+    head = replace(genesis_head(RUN_ID), tokens=MAX_CHAIN_TOKENS - 1)
+    assert extend_head(head, commit_on(head).body).tokens == MAX_CHAIN_TOKENS
 
 
 def test_a_head_survives_json() -> None:
-    head = Chain.from_genesis(RUN_ID).append(commit_on(genesis_head(RUN_ID)))
+    chain = Chain.from_genesis(RUN_ID)
+    head = chain.append(entry_on(chain))
     assert ChainHead.from_json(json.loads(json.dumps(head.to_json()))) == head
 
 
@@ -144,20 +143,3 @@ def test_a_malformed_head_is_named(values: dict[str, object]) -> None:
     ChainHead.from_json(good)
     with pytest.raises(CheckpointError, match="earlier checkpoint"):
         ChainHead.from_json({**good, **values} if values else {})
-
-
-def test_the_minority_state_is_the_wrong_one() -> None:
-    chain, right, wrong = b"c" * 32, b"a" * 32, b"b" * 32
-    votes = {"p": (chain, right), "q": (chain, right), "r": (b"d" * 32, wrong), "s": (b"d" * 32, wrong)}
-    assert is_state_outvoted(chain, wrong, votes)
-    assert not is_state_outvoted(chain, right, votes)
-    # Whoever stands elsewhere on the chain has no say: counted in, they would turn the vote.
-    everybody = {peer: (chain, state) for peer, (_, state) in votes.items()}
-    assert is_state_outvoted(chain, right, {**everybody, "t": (chain, wrong), "u": (chain, wrong)})
-
-
-def test_of_two_states_alike_in_number_the_lower_is_right() -> None:
-    chain, low, high = b"c" * 32, b"a" * 32, b"b" * 32
-    assert is_state_outvoted(chain, high, {"p": (chain, low)})
-    assert not is_state_outvoted(chain, low, {"p": (chain, high)})
-    assert not is_state_outvoted(chain, high, {})

@@ -15,7 +15,7 @@ from node.receipts.issuer import ReceiptIssuer
 from node.receipts.receipt import read_receipt, verify_receipts
 from tests.node.dashboard.ending.example_end import NAMES, ROUNDS, finished_run, first_rounds, last_events
 from tests.node.dashboard.test_server import the_manifest
-from tests.node.receipts.example_commits import GENESIS, HOST, MARY, THREE_PEERS, chain, log_in
+from tests.node.receipts.example_commits import HOST, MARY, THREE_PEERS, chain, extend, log_in
 from tests.swarm.test_dashboard import browser_path
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def pictures_in(tmp_path: Path) -> Path:
 
 async def test_end_screen_appears_by_itself_and_receipts_verify(tmp_path: Path) -> None:
     log = log_in(tmp_path)
-    log.extend(GENESIS, chain(THREE_PEERS))
+    extend(log, chain(THREE_PEERS))
     event_log = EventLog(None, first_rounds(ROUNDS - 1))
     receipts = ReceiptIssuer(log, "prose-100m", HOST, lambda peer: NAMES[peer])
     data = DashboardData(event_log, the_manifest, clock=lambda: 1400.0, receipts=receipts)

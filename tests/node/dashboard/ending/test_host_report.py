@@ -16,7 +16,7 @@ from node.report.run_report import RunReport
 from protocol.identity import Identity
 from tests.node.dashboard.ending.example_end import ROUNDS, SAMPLE, finished_run, first_rounds, last_events
 from tests.node.dashboard.example_events import OPENED, apply_all, joined
-from tests.node.receipts.example_commits import GENESIS, MARY, THREE_PEERS, chain, log_in
+from tests.node.receipts.example_commits import MARY, THREE_PEERS, chain, extend, log_in
 
 
 def test_report_has_the_start_the_end_and_everybody() -> None:
@@ -32,7 +32,7 @@ def test_report_has_the_start_the_end_and_everybody() -> None:
 def test_report_and_receipts_count_the_same(tmp_path: Path) -> None:
     """One comes from the host's events, the other from the signed commits."""
     log = log_in(tmp_path)
-    log.extend(GENESIS, chain(THREE_PEERS))
+    extend(log, chain(THREE_PEERS))
     report = build_host_report(apply_all(finished_run()))
     counted = {peer: (account.tokens, account.rounds) for peer, account in log.ledger.accounts.items()}
     assert {one.peer: (one.tokens, one.rounds) for one in report.contributors} == counted

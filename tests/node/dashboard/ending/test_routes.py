@@ -9,7 +9,17 @@ from node.dashboard.server import DashboardData
 from node.receipts.issuer import ReceiptIssuer
 from node.receipts.receipt import read_receipt, verify_receipts
 from tests.node.dashboard.test_server import RUN, served, the_manifest
-from tests.node.receipts.example_commits import GENESIS, HOST, MARY, THREE_PEERS, TOM, ZOE, chain, head_after, log_in
+from tests.node.receipts.example_commits import (
+    HOST,
+    MARY,
+    THREE_PEERS,
+    TOM,
+    ZOE,
+    chain,
+    chain_to,
+    extend,
+    log_in,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +28,7 @@ COMMITS = chain(THREE_PEERS)
 
 def issuer_in(folder: Path) -> ReceiptIssuer:
     log = log_in(folder)
-    log.extend(GENESIS, COMMITS)
+    extend(log, COMMITS)
     return ReceiptIssuer(log, "small", HOST, lambda peer: "mary" if peer == MARY.peer_id else "")
 
 
@@ -46,9 +56,8 @@ async def test_receipt_is_built_once_per_round(tmp_path: Path) -> None:
     issuer = issuer_in(tmp_path)
     first = await issuer.issue(MARY.peer_id)
     assert first is not None and await issuer.issue(MARY.peer_id) is first
-    head = head_after(COMMITS)
     log = issuer._commit_log
-    log.extend(head, chain([{1: (5, 0)}], head))
+    extend(log, chain([{1: (5, 0)}], chain_to(COMMITS)), COMMITS)
     later = await issuer.issue(MARY.peer_id)
     assert later is not None and later.tokens == first.tokens + 5
 

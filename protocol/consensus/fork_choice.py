@@ -1,0 +1,224 @@
+"""The choice between our chain and one that another peer shows. PURE.
+
+Only certificates count, from the last common commit on. A commit is certified
+
+    strongly, if a quorum of all voters of the electorate before it acknowledged it;
+    weakly,   if more than a third of them did, so that one honest voter checked it, or more than half of those that we
+              see: then the others are gone, or come back like us.
+
+A chain that goes on from our head is followed if each further commit is certified. Between two chains, the one whose
+weakest commit has more of the votes that counted at the fork wins; then the one with more tokens; then the one with the
+lower digest. Peers that come back from several sides of a split, none of which had a third of the voters, meet by the
+same rule: a branch without enough votes is refused only by peers that have a better one.
+
+If the two chains share no commit that is kept, somebody has to vouch for the other one: the voters that we know, a
+trust point, or the contacts that the user named. Before the first commit nobody has a vote; then the same holds, or,
+without a contact, more than half of the peers that we see.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.admission.electorate import Electorate
+from protocol.consensus.certified import CertifiedCommit, ChainLog, count_weakest
+from protocol.consensus.chain import Chain, ChainHead, extend_head
+from protocol.consensus.messages import Digest
+from protocol.consensus.trust import TrustPoint
+from protocol.errors import MalformedError, StaleError
+from protocol.identity import PeerId
+
+FOUNDING_ROUNDS = 4  # a younger chain without a voter in common with another one counts all votes
+MAX_LOST_ROUNDS = 64  # of our chain, without a person
+
+Relation = Literal["ahead", "behind", "other", "refused"]
+
+
+@dataclass(frozen=True)
+class Witnesses:
+    """The peers and points by which a chain is judged.
+
+    Args:
+        peer_id: our own id.
+        live: the other trainers that are alive, or vanished a moment ago.
+        trust: the trust point of this run, if there is one.
+        word: whether most contacts that answer are on the offered chain; None if there is none to ask.
+    """
+
+    peer_id: PeerId
+    live: frozenset[PeerId]
+    trust: TrustPoint | None = None
+    word: bool | None = None
+
+
+class ChainOffer:
+    """A chain as another peer shows it; the signatures in its log are checked.
+
+    `heads` has the head before each commit of the log, and the one after the last. `head` is the last of them, `state`
+    the digest of the outer state there, which is only a claim, and empty where peers share none.
+
+    Raises MalformedError unless the commits follow one another and the certificates name one history.
+    """
+
+    def __init__(self, log: ChainLog, claimed: ChainHead, state: Digest = b"") -> None:
+        self.log = log
+        self.heads = _heads_of(log, claimed)
+        self.state = state
+
+    @property
+    def head(self) -> ChainHead:
+        return self.heads[-1]
+
+    @property
+    def electorate(self) -> Electorate:
+        """Return the electorate after the last commit."""
+        return self.log.electorates[-1]
+
+    def is_passed_by(self, trust: TrustPoint) -> bool:
+        """Return whether the chain passes through a trust point."""
+        states = [*(entry.certificate.basis.state for entry in self.log.commits), self.state]
+        along = zip(self.heads, states, self.log.electorates, strict=True)
+        points = (TrustPoint.of(head.round, head.digest, state, voters.digest) for head, state, voters in along)
+        return any(point == trust for point in points)
+
+
+def _heads_of(log: ChainLog, claimed: ChainHead) -> tuple[ChainHead, ...]:
+    if not log.commits:
+        return (claimed,)
+    first = log.commits[0]
+    heads = [ChainHead(first.body.round, first.body.base, first.certificate.basis.tokens)]
+    for entry, electorate in zip(log.commits, log.electorates, strict=False):
+        basis, head = entry.certificate.basis, heads[-1]
+        if (basis.voters, basis.tokens) != (electorate.digest, head.tokens):
+            raise MalformedError(f"the certificate of round {head.round} names another history than its chain")
+        try:
+            heads.append(extend_head(head, entry.body))
+        except StaleError as fault:
+            raise MalformedError(f"the commits do not follow one another: {fault}") from fault
+    if heads[-1].round == claimed.round and heads[-1].digest != claimed.digest:
+        raise MalformedError(f"the commits do not lead to the head of round {claimed.round}")
+    return tuple(heads)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The relation of another chain to ours.
+
+    "ahead": follow it; "behind": it is part of ours; "other": ours is preferred; "refused": it is not certified.
+
+    Args:
+        relation: see above.
+        reason: a sentence about a refusal.
+        common: the last head that both chains have; None if it is not kept.
+        lost: how many rounds of ours it does not have, at least.
+    """
+
+    relation: Relation
+    reason: str = ""
+    common: ChainHead | None = None
+    lost: int = 0
+
+    @property
+    def needs_person(self) -> bool:
+        """Return whether so much of our chain would be lost that a person has to decide."""
+        return self.relation == "ahead" and self.lost > MAX_LOST_ROUNDS
+
+
+def judge(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
+    """Return the relation of an offered chain to ours."""
+    trust = witnesses.trust
+    if trust is not None and own.round < trust.round and not offer.is_passed_by(trust):
+        return Judgement("refused", _describe_missed(trust, offer))
+    place = _last_common(own, offer)
+    if place is None:
+        return _judge_unconnected(own, offer, witnesses)
+    common, theirs = offer.heads[place], offer.log.commits[place:]
+    if own.electorate_at(common.digest).digest != offer.log.electorates[place].digest:
+        return Judgement("refused", f"it names other voters after round {common.round} than our chain", common)
+    ours = own.commits_since(common.round) or ()
+    if not theirs:
+        return Judgement("behind", common=common)
+    fault = _uncertified(theirs, offer.log.electorates[place:], witnesses)
+    if not ours:
+        return Judgement("refused", fault, common) if fault else Judgement("ahead", common=common)
+    voters = _votes_at_fork(own, common, ours, theirs)
+    weakest = count_weakest(ours, voters), count_weakest(theirs, voters)
+    if fault and weakest[1] < weakest[0]:
+        return Judgement("refused", fault, common)
+    if _rank(weakest[1], offer.head) > _rank(weakest[0], own.head):
+        return Judgement("ahead", common=common, lost=len(ours))
+    return Judgement("other", common=common)
+
+
+def _rank(weakest: int, head: ChainHead) -> tuple[int, int, int]:
+    return weakest, head.tokens, -int.from_bytes(head.digest, "big")
+
+
+def _last_common(own: Chain, offer: ChainOffer) -> int | None:
+    """Return the index of the last head of the offer that our chain keeps."""
+    known = [index for index, head in enumerate(offer.heads) if own.has_head(head.digest)]
+    return known[-1] if known else None
+
+
+def _uncertified(commits: Sequence[CertifiedCommit], electorates: Sequence[Electorate], witnesses: Witnesses) -> str:
+    """Return the fault of the first commit that is not certified; empty if all are."""
+    for entry, electorate in zip(commits, electorates, strict=False):
+        if not is_certified(entry.signers, electorate, witnesses):
+            count, voters = len(entry.signers & electorate.voters), len(electorate.voters)
+            return f"round {entry.body.round} is not certified: {count} of {voters} voters acknowledged it"
+    return ""
+
+
+def is_certified(signers: frozenset[PeerId], electorate: Electorate, witnesses: Witnesses) -> bool:
+    """Return whether these acknowledgements certify a commit after an electorate, strongly or weakly."""
+    if electorate.is_certified_by(signers) or 3 * len(signers & electorate.voters) > len(electorate.voters) > 0:
+        return True
+    if not electorate.voters and witnesses.word is not None:
+        return witnesses.word
+    seen = electorate.voters & witnesses.live
+    if not seen and witnesses.peer_id not in electorate.voters:
+        seen = witnesses.live
+    return 2 * len(signers & seen) > len(seen)
+
+
+def _votes_at_fork(
+    own: Chain, common: ChainHead, ours: Sequence[CertifiedCommit], theirs: Sequence[CertifiedCommit]
+) -> frozenset[PeerId]:
+    """Return the keys whose votes count between two branches.
+
+    Before the first commit nobody has a vote: then the founders of our chain count, once it is older than
+    FOUNDING_ROUNDS, because anybody can make keys and found another one.
+    """
+    voters = own.electorate_at(common.digest).voters
+    if voters:
+        return voters
+    if len(ours) > FOUNDING_ROUNDS:
+        return own.electorate_at(ours[0].body.base).after(ours[0].body).voters
+    return frozenset().union(*(entry.signers for entry in (*ours, *theirs)))
+
+
+def _describe_missed(trust: TrustPoint, offer: ChainOffer) -> str:
+    if offer.heads[0].round > trust.round:
+        return f"the trust point of round {trust.round} is older than the commits that peers keep; get a newer one"
+    return f"its chain does not pass through the trust point of round {trust.round}"
+
+
+def _judge_unconnected(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
+    """Judge a chain that shares no kept commit with ours: we were away for long, are new, or the fork is old."""
+    first = offer.heads[0]
+    if offer.head.round < own.round:
+        return Judgement("other")
+    if not _is_vouched(own.electorate, offer, witnesses):
+        return Judgement("refused", f"nobody that we know vouches for its chain from round {first.round} on")
+    return Judgement("ahead", lost=MAX_LOST_ROUNDS + 1 if own.round and first.round <= own.round else 0)
+
+
+def _is_vouched(known: Electorate, offer: ChainOffer, witnesses: Witnesses) -> bool:
+    """Return whether the newest commit of a chain, which names all before it, is vouched for."""
+    commits, electorates, trust = offer.log.commits, offer.log.electorates, witnesses.trust
+    if trust is not None and offer.is_passed_by(trust):
+        after = max(0, trust.round - offer.heads[0].round)
+        return not _uncertified(commits[after:], electorates[after:], witnesses)
+    if not known.voters or known.voters.isdisjoint(witnesses.live) or not commits:
+        return bool(witnesses.word)
+    return is_certified(commits[-1].signers, known, witnesses)
