@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from node.commands import models
+from node.commands import models, tickets
 from node.commands.guard import PlainGroup, run_guarded
 from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
 from node.commands.waiting import loading
@@ -146,12 +146,15 @@ def join(
     allow_data: Annotated[
         bool, typer.Option("--allow-data", help="let a downloaded manifest stream its data set from the internet")
     ] = False,
+    ticket: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the organiser's ticket for this node; it is kept")
+    ] = None,
     flags: NodeFlags,
 ) -> None:
     """Join a run and train. A restarted node resumes."""
     from node.join.command import join_run
 
-    join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data)
+    join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data, ticket=ticket)
 
 
 @app.command(epilog="Example: murmur host run.toml --http 0.0.0.0:8080")
@@ -307,7 +310,7 @@ def key(
     typer.echo(key_line(folder))
 
 
-for command, example in models.COMMANDS:
+for command, example in (*models.COMMANDS, *tickets.COMMANDS):
     app.command(epilog=example)(command)
 
 

@@ -8,6 +8,7 @@
     offer.json     the last contribution of its trainer that other peers may have
     commits.log    the signed commits of the run (node.receipts.commit_file)
     revisions.json the organiser's revisions of the manifest
+    ticket         the organiser's permission to take part (node.own_ticket)
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
@@ -44,6 +45,7 @@ class RunDir:
         self.vote_log = path / "vow.json"
         self.contribution_file = path / "offer.json"
         self.revisions = path / "revisions.json"
+        self.ticket = path / "ticket"
         self.blobs = path / "blobs"
         self.checkpoints = path / "checkpoints"
 

@@ -18,6 +18,7 @@ MurmurError                      1   any of the errors below, unspecified
 ├── OrganiserError              14   the organiser's signature of a manifest is missing or wrong
 ├── ReceiptError                15   a receipt or the commits behind it do not verify
 ├── KeyInUseError               16   a node that started earlier uses the same key
+├── AdmissionError              17   the run does not admit this node's key
 └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
     ├── MalformedError               bytes that do not parse, or parse to invalid values
     ├── ForgedError                  a signature that does not verify
@@ -115,6 +116,10 @@ class ReceiptError(MurmurError):
 
 class KeyInUseError(MurmurError):
     exit_code = 16
+
+
+class AdmissionError(MurmurError):
+    exit_code = 17
 
 
 class PeerFault(MurmurError):  # noqa: N818

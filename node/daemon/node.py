@@ -12,6 +12,7 @@ from node.daemon.services import CarriersService, RoundsService, RunsService, Se
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
+from node.own_ticket import load_own_ticket
 from node.run_dir import RunDir, reuse_last_port
 from node.steering.keeper import RevisionKeeper
 from node.workers import Workers
@@ -122,8 +123,10 @@ class Node:
         self.directory.subscribe(self.rendezvous)
         for counter in (self.directory, self.transport, self.rendezvous):
             self.metrics.add_refusal_counter(counter)
+        ticket = load_own_ticket(options.manifest, self.run_dir, self.peer_id)
         self.directory.publish(
             role="trainer" if trains else "observer",
+            ticket=ticket.signed.SerializeToString(deterministic=True) if ticket else b"",
             name=options.name,
             version=version("murmuration"),
             direct_port=self.transport.direct_port,

@@ -57,11 +57,13 @@ from node.monitoring.metrics import Metrics
 from node.monitoring.status import first_status
 from node.monitoring.status_reporter import StatusReporter
 from node.options import NodeOptions
+from node.own_ticket import load_own_ticket
 from node.run_dir import RunDir
 from node.steering.keeper import RevisionKeeper
 from node.workers import BackgroundTasks, Workers
 from optim.kernels.warmup import warm_up
 from optim.round_plan import RoundPlanner
+from protocol.admission.gate import Gate
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
@@ -168,7 +170,9 @@ class Replica:
     def _connect(self) -> None:
         """Build the components that communicate with the peers of the run."""
         node, status = self._node, self.status_reporter
-        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng)
+        gate = Gate(self.manifest)
+        node.metrics.add_refusal_counter(gate)
+        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate)
         self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
         seen = SeenMessages()
         self.receiver = MessageReceiver(self.run_id, self._limits, seen, self.inbox, status)
@@ -195,7 +199,8 @@ class Replica:
         self._pacing = build_pacing(manifest, self._planner)
         self._vote_log = VoteLog(self._run_dir.vote_log, self.run_id, self._limits)
         settings = round_settings_by_number(self.steering, self._planner)
-        options = RoundOptions(identity.peer_id, settings, self._limits, audit_secret=secrets.token_bytes(32))
+        ticket = load_own_ticket(manifest, self._run_dir, identity.peer_id)
+        options = RoundOptions(identity.peer_id, settings, self._limits, secrets.token_bytes(32), ticket)
 
         def sign_message(kind: str, body: Message) -> Signed:
             return sign(identity, kind, manifest.run_id, body)

@@ -1,10 +1,13 @@
 """Show the peer directory to a replica: the trainers, their heads, and the peers to ask."""
 
 import random
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
+from protocol.admission.gate import Gate
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Digest
@@ -24,7 +27,10 @@ class SwarmView:
     the entry of our run. `has_contacts`: whether somebody was named whom we can ask for the run.
     """
 
-    def __init__(self, directory: PeerDirectory, status: StatusSource, has_contacts: bool, rng: random.Random) -> None:
+    def __init__(
+        self, directory: PeerDirectory, status: StatusSource, has_contacts: bool, rng: random.Random, gate: Gate
+    ) -> None:
+        self._gate = gate
         self._directory = directory
         self._status = status
         self.has_contacts = has_contacts
@@ -41,7 +47,9 @@ class SwarmView:
 
     def trainers(self) -> list[PeerId]:
         """Return all live trainers at any round, including this node."""
-        return [peer for peer, record in self._directory.live().items() if record.role == "trainer"]
+        live, now = self._directory.live(), time.time()
+        trainers = (peer for peer, record in live.items() if record.role == "trainer")
+        return [peer for peer in trainers if self._gate.admits(peer, live[peer].ticket, now)]
 
     def other_trainers(self) -> list[PeerId]:
         return [peer for peer in self.trainers() if peer != self._directory.peer_id]
@@ -86,7 +94,17 @@ class SwarmView:
         """Return the state of all live peers, in random order to spread requests."""
         live = list(self._directory.live().items())
         self._rng.shuffle(live)
-        return SwarmSnapshot(peer_states(dict(live)), dict(self._left_peers))
+        return SwarmSnapshot(self._admitted(peer_states(dict(live))), dict(self._left_peers))
+
+    def _admitted(self, states: dict[PeerId, PeerState]) -> dict[PeerId, PeerState]:
+        """Return the states with those that the run does not admit as observers."""
+        live, now = self._directory.live(), time.time()
+        refused = {
+            peer: replace(state, is_trainer=False)
+            for peer, state in states.items()
+            if state.is_trainer and not self._gate.admits(peer, live[peer].ticket, now)
+        }
+        return states | refused
 
     def is_our_turn_to_evaluate(self, round_number: int) -> bool:
         """Return whether it is our turn to evaluate the anchor of a round; trainers that are not paused take turns."""
@@ -106,6 +124,7 @@ class SwarmView:
         """
         head = chain.head
         self._directory.set_voters(chain.electorate.voters)
+        self._gate.revoked = chain.electorate.revoked
         self._directory.publish(
             urgent=urgent, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
             **self._status.status().record_fields(),

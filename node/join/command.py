@@ -12,8 +12,10 @@ from node.join.joined_folder import check_pin, open_or_recall, save_invitation
 from node.monitoring.display import Display
 from node.monitoring.logs import configure_logs
 from node.options import parse_node_options
+from node.own_ticket import require_admission
 from node.paths import join_dir
 from node.process import rare_garbage_collection
+from node.run_dir import RunDir
 from node.units import format_count
 from protocol.errors import DataError, MissingFileError
 from protocol.manifest import load_manifest
@@ -23,20 +25,22 @@ logger = logging.getLogger(__name__)
 
 
 def join_run(
-    run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False, allow_data: bool = False
-) -> None:
+    run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False, allow_data: bool = False,
+    ticket: Path | None = None,
+) -> None:  # fmt: skip
     """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
     with configure_logs(flags.log_json, flags.verbose) as display:
         with display.activity("opening the run"):
             invitation = open_or_recall(run, folder, insecure)
-        _join_run(run, flags, display, folder, invitation, allow_data)
+        node_dir = (folder or invitation.folder or join_dir(invitation.manifest)).resolve()
+        require_admission(invitation.manifest, RunDir(node_dir), ticket)
+        _join_run(run, flags, display, node_dir, invitation, allow_data)
 
 
 def _join_run(
-    run: str, flags: NodeFlags, display: Display, folder: Path | None, invitation: Invitation, allow_data: bool
+    run: str, flags: NodeFlags, display: Display, node_dir: Path, invitation: Invitation, allow_data: bool
 ) -> None:
     manifest = invitation.manifest
-    node_dir = (folder or invitation.folder or join_dir(manifest)).resolve()
     settings = parse_node_options(
         flags,
         manifest=manifest,

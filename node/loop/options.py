@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from node.loop.steering import Steering
-from protocol.consensus.messages import ContributionLimits
+from protocol.admission.ticket import Ticket
+from protocol.consensus.messages import ContributionLimits, SignedMessage
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.trust import TrustPoint
 from protocol.identity import PeerId
@@ -18,6 +19,7 @@ class RoundOptions:
         peer_id: our own id.
         settings: maps a round number to the settings of that round.
         limits: the limits that every contribution must keep.
+        ticket: our ticket, in a run of tickets.
         audit_secret: random bytes that nobody else knows; they draw the sums that we check.
     """
 
@@ -25,6 +27,7 @@ class RoundOptions:
     settings: Callable[[int], RoundSettings]
     limits: ContributionLimits
     audit_secret: bytes = b""
+    ticket: SignedMessage[Ticket] | None = None
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ class RoundLoop:
         pending = self.contributions.pending
         if pending is not None and self.session.is_open and self.session.number == self.chain.round:
             self._report_phase("exchanging")
-            self.session.submit(pending, self.chain.head, now)
+            self.session.submit(pending, self.chain, now)
 
     def _update_swarm(self, snapshot: SwarmSnapshot, now: float) -> None:
         self._snapshot = snapshot

@@ -6,6 +6,7 @@ Actions that follow a vote wait until that vote is on disk.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from node.loop.contributions import StoredContribution
@@ -20,7 +21,7 @@ from node.loop.events import (
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
 from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.chain import Chain
 from protocol.consensus.events import (
     Action,
     Event,
@@ -174,11 +175,13 @@ class RoundSession:
             self._membership = membership
             self._events.append(membership)
 
-    def submit(self, contribution: StoredContribution, head: ChainHead, now: float) -> None:
+    def submit(self, contribution: StoredContribution, chain: Chain, now: float) -> None:
         """Submit our own contribution, whose blobs are in the store, to the open round."""
+        head, has_vote = chain.head, self._options.peer_id in chain.electorate.voters
         header = contribution.header
         self._pacing.record_submit(header.steps if header.round == head.round else None, now)
-        self._events.append(LocalContribution(contribution.to_contribution(head, self._options.limits)))
+        body = contribution.to_contribution(head, self._options.limits)
+        self._events.append(LocalContribution(replace(body, ticket=None if has_vote else self._options.ticket)))
 
     def receive(
         self, sender: PeerId, messages: Iterable[SignedMessage[Any]], trainers: Collection[PeerId], now: float

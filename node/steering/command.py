@@ -56,9 +56,9 @@ class SteerOptions:
 def steer(options: SteerOptions) -> None:
     """Publish a revision, or list the revisions if the options name no change. Raises MurmurError."""
     values = parse_assignments(options.changes)
-    manifest, addresses = _open_run(options)
-    _require_organiser_key(manifest)
-    identity = _load_key(options.key, manifest) if values or options.action else None
+    manifest, addresses = open_run(options.run, options.insecure)
+    require_organiser_key(manifest)
+    identity = load_organiser_key(options.key, manifest) if values or options.action else None
     asyncio.run(_steer(manifest, addresses, values, identity, options))
 
 
@@ -70,10 +70,10 @@ async def _steer(
         if identity is None:
             _print_list(contact, options.json)
             return
-        before = _state_of(contact, contact.round)
+        before = state_of(contact, contact.round)
         from_round = choose_round(options, contact, before)
         values |= changes_of(options.action, from_round)
-        revision = _sign(contact, identity, from_round, values)
+        revision = sign_revision(contact, identity, from_round, values)
         reached = await contact.publish([*contact.revisions, revision])
         if not reached:
             raise UnreachableError("no peer took the revision; try again")
@@ -132,7 +132,7 @@ def choose_round(options: SteerOptions, contact: RunContact, state: RevisedManif
     return contact.round + MARGIN_ROUNDS + (math.ceil(spread / contact.round_seconds) if contact.round_seconds else 0)
 
 
-def _sign(
+def sign_revision(
     contact: RunContact, identity: Identity, from_round: int, values: Mapping[str, Value]
 ) -> SignedMessage[Revision]:
     entries = contact.revisions
@@ -143,7 +143,7 @@ def _sign(
     return SignedMessage.of(sign(identity, REVISION_KIND, contact.manifest.run_id, body.to_wire()), body)
 
 
-def _state_of(contact: RunContact, round_number: int) -> RevisedManifest:
+def state_of(contact: RunContact, round_number: int) -> RevisedManifest:
     entries = contact.revisions
     return manifest_of_round(contact.manifest, (entry.body for entry in entries), round_number)
 
@@ -189,18 +189,18 @@ def revision_row(revision: Revision) -> dict[str, Any]:
     }
 
 
-def _open_run(options: SteerOptions) -> tuple[Manifest, tuple[str, ...]]:
+def open_run(run: str, insecure: bool) -> tuple[Manifest, tuple[str, ...]]:
     """Return the run's manifest, and the addresses of peers to ask."""
-    folder = Path(options.run)
+    folder = Path(run)
     if folder.is_dir():
         nodes = find_node_dirs(folder)
         known = [address for node in nodes for address in read_json_if_whole(node / "node.json").get("addresses", ())]
         return load_manifest(nodes[0] / "run.toml"), tuple(str(address) for address in known)
-    invitation = open_invitation(options.run, options.insecure)
+    invitation = open_invitation(run, insecure)
     return invitation.manifest, (*invitation.peers, *invitation.manifest.run.bootstrap)
 
 
-def _require_organiser_key(manifest: Manifest) -> None:
+def require_organiser_key(manifest: Manifest) -> None:
     if not manifest.run.organiser_key:
         raise OrganiserError(
             f"nobody can steer the run {manifest.run.name}: its manifest has no run.organiser_key, which a run is "
@@ -208,7 +208,7 @@ def _require_organiser_key(manifest: Manifest) -> None:
         )
 
 
-def _load_key(path: Path | None, manifest: Manifest) -> Identity:
+def load_organiser_key(path: Path | None, manifest: Manifest) -> Identity:
     """Load the organiser's key. Raises MissingFileError, or OrganiserError if it is another one."""
     chosen = path or organiser_key_path()
     if not chosen.exists():

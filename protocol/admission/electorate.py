@@ -104,7 +104,9 @@ class Electorate:
         self, commit: Commit, candidates: Attendance, staying: frozenset[PeerId], recent: int
     ) -> frozenset[PeerId]:
         """Return the contributors of a commit that gain a vote with it."""
-        if self.rule.mode == "tickets" or not staying:  # nobody is left who could let them in
+        if self.rule.mode == "tickets":
+            return frozenset(peer for peer in candidates if _has_ticket(commit, peer))
+        if not staying:  # nobody is left who could let them in
             return frozenset(candidates)
         earned = {peer: bits for peer, bits in candidates.items() if bits.bit_count() >= INCLUSIONS_FOR_VOTE}
         established = max(0, len(staying) - recent)
@@ -214,6 +216,11 @@ def _bounded(attendance: Attendance, voters: frozenset[PeerId]) -> Attendance:
     others.sort(key=lambda peer: (-attendance[peer].bit_count(), -attendance[peer], peer))
     kept = voters | frozenset(others[:MAX_CANDIDATES])
     return {peer: bits for peer, bits in attendance.items() if peer in kept}
+
+
+def _has_ticket(commit: Commit, peer: PeerId) -> bool:
+    ticket = commit.by_sender[peer].body.ticket
+    return ticket is not None and ticket.body.key == peer
 
 
 def _rank(seed: Digest, peer: PeerId) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
+from protocol.admission.ticket import open_ticket, read_ticket
 from protocol.blobs.blob import Blob, check_digest
 from protocol.consensus.messages import (
     MAX_CONTRIBUTIONS,
@@ -33,7 +34,6 @@ from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
 from protocol.signing import MAX_CHAIN_TOKENS, open_signed, read_unverified
 from protocol.steering.revision_log import open_revision, read_revision
-from protocol.steering.revisions import REVISION_KIND
 
 MAX_VOTES = 4096
 
@@ -292,8 +292,12 @@ def nested_parser(run_id: RunId, limits: ContributionLimits) -> OpenNested:
     """Return the function that checks a message inside another: its body and its signature."""
 
     def open_nested(nested: wire.Signed) -> SignedMessage[Any]:
-        is_revision = nested.kind == REVISION_KIND
-        return open_revision(nested, run_id, limits.organiser) if is_revision else parse(nested, run_id, limits)
+        match nested.kind:
+            case "revision":
+                return open_revision(nested, run_id, limits.organiser)
+            case "ticket":
+                return SignedMessage.of(nested, open_ticket(nested, run_id, limits.organiser))
+        return parse(nested, run_id, limits)
 
     return open_nested
 
@@ -315,7 +319,12 @@ def nested_reader(limits: ContributionLimits) -> OpenNested:
     """Return the function that checks the body of a message inside one that this program verified before."""
 
     def open_nested(nested: wire.Signed) -> SignedMessage[Any]:
-        return read_revision(nested) if nested.kind == REVISION_KIND else parse_unverified(nested, limits)
+        match nested.kind:
+            case "revision":
+                return read_revision(nested)
+            case "ticket":
+                return SignedMessage.of(nested, read_ticket(nested))
+        return parse_unverified(nested, limits)
 
     return open_nested
 

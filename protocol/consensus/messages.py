@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from protocol import murmur_pb2 as wire
+from protocol.admission.ticket import TICKET_KIND, Ticket
 from protocol.blobs.blob import Blob, check_digest
 from protocol.consensus.reduction_evidence import Evidence, digest_inputs
 from protocol.consensus.weights import count_tokens
@@ -78,6 +79,7 @@ class Contribution:
 
     `age`: the number of rounds since the one that it was made for. The right number of parts may differ from round to
     round, so the round machine checks it. `work` names the record of how it was made (`protocol.audits.work`).
+    `ticket`: that of a sender without a vote, in a run of tickets; the commit that includes it gives the sender one.
     """
 
     round: int
@@ -90,6 +92,7 @@ class Contribution:
     parts: tuple[Blob, ...]
     age: int = 0
     work: Blob | None = None
+    ticket: "SignedMessage[Ticket] | None" = None
 
     @cached_property
     def part_blobs(self) -> tuple[PartBlob, ...]:
@@ -108,6 +111,7 @@ class Contribution:
             loss=self.loss,
             parts=[blob.to_wire() for blob in self.parts],
             work=None if self.work is None else self.work.to_wire(),
+            ticket=None if self.ticket is None else self.ticket.signed,
         )
 
     @classmethod
@@ -126,8 +130,11 @@ class Contribution:
         parts = tuple(limits.read_blob(part) for part in body.parts)
         check_sizes(parts)
         work = read_work_name(body.work) if body.HasField("work") else None
+        if body.HasField("ticket") and body.ticket.kind != TICKET_KIND:
+            raise MalformedError("a message of another kind in the place of a ticket")
+        ticket = open_nested(body.ticket) if body.HasField("ticket") else None
         counts = (body.tokens, body.steps, body.loss)
-        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work)
+        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work, ticket)
 
 
 def read_work_name(reference: wire.BlobRef) -> Blob:

@@ -19,6 +19,7 @@ MAX_PORT = 65535
 MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARACTERS = 256
 DIGEST_BYTES = (0, 32)
+MAX_TICKET_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "digest": DIGEST,
     "state_digest": DIGEST,
     "revision": DIGEST,
+    "ticket": Bound(lambda ticket: len(ticket) <= MAX_TICKET_BYTES, "a ticket that is too long"),
     "chain_tokens": Bound(lambda tokens: tokens <= MAX_CHAIN_TOKENS, "a token count above the maximum"),
     "tokens": ANYTHING,
     "loss": NUMBER,

@@ -11,11 +11,13 @@ from node.daemon import swarm_view
 from node.daemon.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
 from protocol.admission.electorate import OPEN, Electorate
+from protocol.admission.gate import Gate
 from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.consensus.events import MembershipChanged
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
+from protocol.steering.revisions import REFERENCE_MANIFEST
 from tests.node.small_run import RUN_ID, grown, replica_in, store_in
 
 VOTERS = Electorate(OPEN, 3, frozenset({"a", "b"}))
@@ -52,8 +54,11 @@ class FakeDirectory:
         self.published = fields
 
 
+GATE = Gate(REFERENCE_MANIFEST)
+
+
 def members_of(directory: FakeDirectory) -> SwarmView:
-    return SwarmView(cast(Any, directory), FakeStatus(), True, random.Random(0))
+    return SwarmView(cast(Any, directory), FakeStatus(), True, random.Random(0), GATE)
 
 
 def membership(view: SwarmView, chain: Chain | None = None) -> MembershipChanged:
@@ -173,14 +178,14 @@ def test_the_head_is_announced_at_once() -> None:
 
 def test_our_own_progress_goes_out_with_a_new_head() -> None:
     directory = FakeDirectory()
-    members = SwarmView(cast(Any, directory), FakeStatus(step=40), True, random.Random(0))
+    members = SwarmView(cast(Any, directory), FakeStatus(step=40), True, random.Random(0), GATE)
     members.announce_head(Chain(ChainHead(3, bytes(32), 7), ChainLog(VOTERS)), bytes([1]) * 32)
     assert directory.published["step"] == 40 and directory.published["round"] == 3
 
 
 def test_alone_is_who_knows_of_others_and_sees_none() -> None:
     directory = FakeDirectory()
-    first = SwarmView(cast(Any, directory), FakeStatus(), False, random.Random(0))
+    first = SwarmView(cast(Any, directory), FakeStatus(), False, random.Random(0), GATE)
     assert not first.is_isolated(), "whoever begins a run waits for nobody"
     assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
     directory.records["a"] = PeerRecord(role="trainer")

@@ -4,13 +4,15 @@ from collections.abc import Iterable
 
 from protocol import murmur_pb2 as wire
 from protocol.admission.electorate import REVOKED_KEY, Electorate
+from protocol.admission.ticket import Ticket
 from protocol.consensus.messages import NOTHING_ADOPTED, Adoption, Commit, Contribution, SignedMessage
 from protocol.identity import PeerId
 from protocol.steering.revisions import Revision, encode_changes
 
 
-def included(peer: PeerId, number: int) -> SignedMessage[Contribution]:
-    body = Contribution(number, bytes(32), "codec", bytes(32), 1, 1, 0.0, ())
+def included(peer: PeerId, number: int, has_ticket: bool = True) -> SignedMessage[Contribution]:
+    ticket = SignedMessage(wire.Signed(), Ticket(peer, 1.0), "organiser", b"") if has_ticket else None
+    body = Contribution(number, bytes(32), "codec", bytes(32), 1, 1, 0.0, (), ticket=ticket)
     return SignedMessage(wire.Signed(), body, peer, peer.encode())
 
 

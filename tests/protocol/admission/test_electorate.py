@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -17,7 +18,7 @@ from protocol.admission.electorate import (
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.manifest import AdmissionSection
-from tests.protocol.admission.electorates import after_rounds, commit, revoking
+from tests.protocol.admission.electorates import after_rounds, commit, included, revoking
 
 KEYS = tuple(sorted(Identity.create().peer_id for _ in range(4)))
 LIST = AdmissionSection(mode="list", keys=KEYS)
@@ -91,6 +92,12 @@ def test_ticket_holder_votes_from_its_first_inclusion_until_it_is_absent() -> No
     electorate = after_rounds(Electorate.at_genesis(TICKETS), 1, ["a"])
     assert electorate.after(commit(1, ["a", "b", "c", "d"])).voters == {"a", "b", "c", "d"}, "tickets need no window"
     assert after_rounds(electorate.after(commit(1, ["a", "b"])), ABSENCES_TO_LOSE, ["a"]).voters == {"a"}
+
+
+def test_contribution_without_a_ticket_gives_no_vote_in_a_run_of_tickets() -> None:
+    body = replace(commit(0, "ab"), contributions=(included("a", 0), included("b", 0, has_ticket=False)))
+    assert Electorate.at_genesis(TICKETS).after(body).voters == {"a"}
+    assert Electorate.at_genesis().after(body).voters == {"a", "b"}, "the control: an open run"
 
 
 def test_keys_of_a_list_vote_whatever_they_do() -> None:

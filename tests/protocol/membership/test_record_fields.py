@@ -19,6 +19,7 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "round": (2**24 + 1,),
     "digest": (b"short",),
     "state_digest": (bytes(33),),
+    "ticket": (bytes(513),),
     "revision": (bytes(31),),
     "chain_tokens": (2**60 + 1,),
     "loss": (math.nan, -math.inf),
