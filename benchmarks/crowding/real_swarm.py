@@ -25,7 +25,8 @@ BYTES_LINE = re.compile(r'^murmur_bytes_total\{direction="(sent|received)",kind=
 class Cost:
     """The cost of one peer and round: encoded bytes by kind, without blobs, and seconds.
 
-    `wire`: the bytes that the transport counts, without the blobs; they include framing and encryption.
+    `wire`: the bytes that the transport counts, without the blobs; they include framing and encryption. `leader`: the
+    bytes of messages of the peer that sends the most, if that is known.
     """
 
     sent: dict[str, float]
@@ -34,6 +35,7 @@ class Cost:
     cpu_seconds: float
     trainer_cpu_seconds: float
     round_seconds: float
+    leader: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ from protocol.consensus.topology import Contributions, Groups, Topology
 from protocol.consensus.view import View
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.murmur_pb2 import Signed
 from tests.simulation.disk import Disk
+from tests.simulation.peers import SimulatedPeer
 from tests.simulation.seeded_run import FAULTS, SIZE_CONFLICT
 
 Bug = Callable[[pytest.MonkeyPatch], None]
@@ -229,6 +231,16 @@ def waits_for_a_commit_to_end_a_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Steering, "is_paused", property(lambda self: self._views()[0].is_paused))
 
 
+def never_sends_what_a_receiver_cannot_restore(patch: pytest.MonkeyPatch) -> None:
+    send_whole = SimulatedPeer.send_whole
+
+    def sent(self: SimulatedPeer, receiver: SimulatedPeer, signed: Signed) -> None:
+        if self.abridger.brief_of(signed) is None:
+            send_whole(self, receiver, signed)
+
+    patch.setattr(SimulatedPeer, "send_whole", sent)
+
+
 FORK, STUCK = "two commits", "stuck"
 RELAPSES = ("relapse",)
 BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it shows soon
@@ -241,6 +253,7 @@ BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it 
     (keeps_required_blobs_in_memory_only, STUCK, FAULTS),
     (proposes_whatever_others_are_bound_to, FORK, RELAPSES),
     (never_changes_the_view, STUCK, FAULTS),
+    (never_sends_what_a_receiver_cannot_restore, STUCK, FAULTS),
     (decides_what_nobody_holds, STUCK, FAULTS),
     (counts_as_held_by_the_digest_alone, STUCK, SIZE_CONFLICT),
     (fetches_beyond_its_group, "outside of the group", FAULTS),

@@ -52,6 +52,8 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.consensus.briefs.codec import Abridger, restore
+from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
 from protocol.consensus.fork_choice import ChainOffer
@@ -112,6 +114,8 @@ class SimulatedPeer:
         )
         self.loop = RoundLoop(loop_options, chain, state_of(chain.head).digest, self.progress.offers, session)
         self.actions.clear()
+        self.seen = SeenMessages()
+        self.abridger = Abridger(self.seen)
         self.transfers = BlobTransfers(self)
         self.fetches: dict[PartBlob, FetchBlob] = {}  # of the open round
         self.newest_vote = last_vote
@@ -284,10 +288,28 @@ class SimulatedPeer:
                 self.after(delay, lambda: self._take_state(action))
 
     def _send(self, peer: PeerId, signed: wire.Signed) -> None:
-        self.network.transmit(self.name, peer, partial(self.swarm.peers[peer].receive, signed))
+        receiver, brief = self.swarm.peers[peer], self.abridger.brief_of(signed)
+        if brief is None:
+            self.send_whole(receiver, signed)
+        else:
+            self.network.transmit(self.name, peer, partial(receiver.receive_brief, self, brief, signed))
+
+    def send_whole(self, receiver: "SimulatedPeer", signed: wire.Signed) -> None:
+        """Send a message that has no brief, or whose brief the receiver could not restore."""
+        self.network.transmit(self.name, receiver.name, partial(receiver.receive, signed))
+
+    def receive_brief(self, sender: "SimulatedPeer", brief: wire.Brief, signed: wire.Signed) -> None:
+        """Restore a message, or ask its sender for the whole one."""
+        restored = restore(brief, self.seen)
+        if restored is None:
+            self.swarm.unresolved += 1
+            sender.send_whole(self, signed)
+        else:
+            self.receive(restored)
 
     def receive(self, signed: wire.Signed) -> None:
         message = self.network.open(signed)
+        self.seen.record(signed)
         is_copied = self.name == self.swarm.conflicting_peer and isinstance(message.body, Contribution)
         if is_copied and self.loop.session.is_open and message.body.round == self.loop.session.number:
             self.copy_with_wrong_size(message.body)

@@ -51,6 +51,7 @@ class SimulatedSwarm:
         self.network = Network(scenario, seed)
         self.ledger = WorkLedger(genesis_head(RUN_ID))
         self.rejections: list[tuple[PeerId, PeerId | None, str]] = []
+        self.unresolved = 0  # briefs that their receivers could not restore
         self.decisions: dict[tuple[int, Digest], dict[bytes, set[PeerId]]] = {}
         self.action_watchers: list[Callable[[PeerId, LoopAction], None]] = []
         if scenario.exchange == "groups":

@@ -20,12 +20,15 @@ SEARCHED = 400
 def test_faults_of_all_kinds_are_met() -> None:
     reasons: set[str] = set()
     seen: set[str] = set()
+    unresolved = 0
     for seed in range(60):
         story = SeededRun(seed)
         story.run()
+        unresolved += story.swarm.unresolved
         reasons |= {reason for _, _, reason in story.swarm.rejections}
         seen |= {what.split(" ")[0] for _, _, what in story.swarm.network.trace if isinstance(what, str)}
     assert reasons >= {"leader silent", "leader left", "reducer left", "not fetched", "late", "left out", "stale view"}
+    assert unresolved > 0
     assert seen >= {"is", "comes", "freezes", "splits", "loses", "takes"}
 
 

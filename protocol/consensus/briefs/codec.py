@@ -57,15 +57,15 @@ class Abridger:
     """Makes the briefs of the messages that one peer sends, each once for all receivers."""
 
     def __init__(self, seen: SeenMessages) -> None:
-        self._seen = seen
+        self.seen = seen
         self._briefs = RecentTable[wire.Brief | Literal["none"]](MAX_KEPT_BRIEFS)
 
     def brief_of(self, signed: wire.Signed) -> wire.Brief | None:
         """Return the brief of a message, which this peer has seen from now on; None if it has none."""
         brief = self._briefs.get(signed.signature)
         if brief is None:
-            self._seen.record(signed)
-            brief = abridge(signed, self._seen) or "none"
+            self.seen.record(signed)
+            brief = abridge(signed, self.seen) or "none"
             self._briefs.put(signed.signature, brief)
         return None if brief == "none" else brief
 
