@@ -9,6 +9,7 @@
     commits.log    the signed commits of the run (node.receipts.commit_file)
     revisions.json the organiser's revisions of the manifest
     ticket         the organiser's permission to take part (node.own_ticket)
+    proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.proof_file)
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
@@ -46,6 +47,7 @@ class RunDir:
         self.contribution_file = path / "offer.json"
         self.revisions = path / "revisions.json"
         self.ticket = path / "ticket"
+        self.proofs = path / "proofs"
         self.blobs = path / "blobs"
         self.checkpoints = path / "checkpoints"
 

@@ -224,6 +224,12 @@ class Commit(_message.Message):
     evidence: Evidence
     def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., base: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., left_out: _Optional[_Iterable[str]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ...) -> None: ...
 
+class Proof(_message.Message):
+    __slots__ = ("statements",)
+    STATEMENTS_FIELD_NUMBER: _ClassVar[int]
+    statements: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, statements: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
 class Revision(_message.Message):
     __slots__ = ("number", "previous", "from_round", "changes", "time")
     NUMBER_FIELD_NUMBER: _ClassVar[int]

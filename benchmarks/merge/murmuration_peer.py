@@ -27,6 +27,7 @@ from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute
 from node.daemon.peer_rpc import Outbox, PeerRpc
+from node.daemon.proof_file import ProofFile
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota, RoundsService
 from node.daemon.state_effects import StateEffects
@@ -110,6 +111,7 @@ class Peer:
         self.inbox = Inbox()
         self._contributions = ContributionTracker(self.program)
         self._state = MergeState(self.inbox, self._replica, self._wishes)
+        self._proof_file = ProofFile(folder / "proofs", RUN_ID, self._terms)
         self._build_loop(VoteLog(folder / "vow.json", RUN_ID, self._terms))
 
     def _build_loop(self, vote_log: VoteLog) -> None:
@@ -132,6 +134,7 @@ class Peer:
             compute=self._workshop,
             run_in_thread=self._work,
             vote_log=vote_log,
+            proof_file=self._proof_file,
         )
         round_effects = RoundEffects(self.inbox, status, tools)
         state_effects = cast(StateEffects, self._state)

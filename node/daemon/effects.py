@@ -22,10 +22,12 @@ from node.loop.events import (
     PublishHead,
     ReducePart,
     ReportCatchUp,
+    ReportConduct,
     ReportMissed,
     ReportPace,
     ReportPhase,
     ReportRecovered,
+    SaveProofs,
     SetResting,
     Started,
     StartTrainer,
@@ -87,6 +89,8 @@ class Effects:
                 self._round.reduce(action)
             case VoteRecord():
                 self._round.persist(action)
+            case SaveProofs(proofs):
+                self._round.save_proofs(proofs)
             case CloseRound():
                 self._round.close_round()
             case _:
@@ -122,7 +126,15 @@ class Effects:
                 self._inbox.end()
             case LeaveRun(is_extended):
                 self._inbox.leave(is_extended)
-            case ReportPhase() | ReportRecovered() | ReportMissed() | ReportPace() | ReportCatchUp() | Rejected():
+            case (
+                ReportPhase()
+                | ReportRecovered()
+                | ReportMissed()
+                | ReportPace()
+                | ReportCatchUp()
+                | ReportConduct()
+                | Rejected()
+            ):
                 self._state.report(action)
 
     def _set_timer(self) -> None:

@@ -20,6 +20,7 @@ from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import ReplicatedState, RoundCompute, state_bytes
 from node.daemon.peer_rpc import Outbox, PeerRpc
+from node.daemon.proof_file import ProofFile
 from node.daemon.restoring import RestoreTargets, restore_run
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.run_limits import contribution_limits, max_store_bytes
@@ -199,6 +200,7 @@ class Replica:
         self._pacing = build_pacing(manifest, self._planner)
         self._vote_log = VoteLog(self._run_dir.vote_log, self.run_id, self._limits)
         settings = round_settings_by_number(self.steering, self._planner)
+        self._proof_file = ProofFile(self._run_dir.proofs, self.run_id, self._limits)
         ticket = load_own_ticket(manifest, self._run_dir, identity.peer_id)
         options = RoundOptions(identity.peer_id, settings, self._limits, secrets.token_bytes(32), ticket)
 
@@ -219,6 +221,7 @@ class Replica:
                 ),
                 state_bytes=self._state_bytes,
                 stays=self._node.options.stays,
+                proofs=tuple(self._proof_file.load()),
             ),
             self.replicated.chain,
             self.replicated.blob.digest,
@@ -291,6 +294,7 @@ class Replica:
             compute=self._compute,
             run_in_thread=self._node.workers.compute,
             vote_log=self._vote_log,
+            proof_file=self._proof_file,
         )
         state_tools = StateTools(
             method=method,

@@ -7,11 +7,14 @@ from node.checkpoints.vote_log import VoteLog
 from node.daemon.downloads import Downloads
 from node.daemon.inbox import Inbox
 from node.daemon.outer_state import RoundCompute
+from node.daemon.proof_file import ProofFile
 from node.loop.events import BlobFetched, FetchBlob, ReducePart, SumReady, VotePersisted
 from node.monitoring.status_reporter import StatusReporter
 from node.workers import BackgroundTasks, RunInThread
 from protocol.blobs.store import BlobStore
+from protocol.conduct.proofs import Proof
 from protocol.consensus.events import PartReduced, VoteRecord
+from protocol.consensus.messages import SignedMessage
 from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
 
 RETRY_SECONDS = 1.0
@@ -26,6 +29,7 @@ class RoundTools:
     compute: RoundCompute
     run_in_thread: RunInThread
     vote_log: VoteLog
+    proof_file: ProofFile
 
 
 class RoundEffects:
@@ -36,6 +40,7 @@ class RoundEffects:
         self._status = status
         self._tools = tools
         self._tasks = BackgroundTasks(inbox)
+        self._proof_lock = asyncio.Lock()
         self._vote_tasks = BackgroundTasks(inbox)  # outlive the round: two threads must not write at once
 
     def fetch(self, action: FetchBlob) -> None:
@@ -47,6 +52,16 @@ class RoundEffects:
 
     def persist(self, vote: VoteRecord) -> None:
         self._vote_tasks.spawn(self._persist(vote))
+
+    def save_proofs(self, proofs: tuple[SignedMessage[Proof], ...]) -> None:
+        self._vote_tasks.spawn(self._save_proofs(proofs))
+
+    async def _save_proofs(self, proofs: tuple[SignedMessage[Proof], ...]) -> None:
+        try:
+            async with self._proof_lock:  # the last call wins
+                await asyncio.to_thread(self._tools.proof_file.save, proofs)
+        except StorageError as error:
+            self._inbox.fail(error)  # the user has to act on it
 
     def close_round(self) -> None:
         self._tools.downloads.cancel_all()

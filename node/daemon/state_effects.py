@@ -28,6 +28,7 @@ from node.loop.events import (
     PrecomputeCommit,
     PublishHead,
     ReportCatchUp,
+    ReportConduct,
     ReportMissed,
     ReportPace,
     ReportPhase,
@@ -50,7 +51,7 @@ from protocol.manifest import TrainSection
 MIN_STATE_SECONDS = 15.0  # to download a state, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 1_000_000
 RECOVERABLE = (UnreachableError, PeerFault, MissingFileError)
-Report = ReportPhase | ReportRecovered | ReportMissed | ReportPace | ReportCatchUp | Rejected
+Report = ReportPhase | ReportRecovered | ReportMissed | ReportPace | ReportCatchUp | ReportConduct | Rejected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,8 @@ class StateEffects:
                 status.set_pace(text)
             case ReportCatchUp(kind, rounds):
                 status.record_catch_up(kind, rounds)
+            case ReportConduct(lines):
+                status.set_conduct(lines)
             case Rejected(peer, reason):
                 status.record_rejected(peer, reason)
 

@@ -15,6 +15,7 @@ from node.loop.contributions import ForkOutcome
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from protocol.blobs.blob import Blob
+from protocol.conduct.proofs import Proof
 from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import PartReduced, Reduce, Rejected, RequestEarlySubmit, Send, VoteRecord
@@ -339,6 +340,20 @@ class ReportPace:
 
 
 @dataclass(frozen=True)
+class ReportConduct:
+    """Report the excluded and struck peers in plain words, a line each."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SaveProofs:
+    """Keep these proofs on disk, instead of those that are there."""
+
+    proofs: tuple[SignedMessage[Proof], ...]
+
+
+@dataclass(frozen=True)
 class ReportCatchUp:
     """Count rounds that other peers made without us."""
 
@@ -394,6 +409,8 @@ LoopAction = (
     | ReportMissed
     | ReportPace
     | ReportCatchUp
+    | ReportConduct
+    | SaveProofs
     | TargetReached
     | LeaveRun
     | SetResting

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from node.loop.steering import Steering
 from protocol.admission.ticket import Ticket
+from protocol.conduct.proofs import Proof
 from protocol.consensus.messages import ContributionLimits, SignedMessage
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.trust import TrustPoint
@@ -57,6 +58,7 @@ class LoopOptions:
         has_contacts: whether the user named a peer to ask for the run.
         sync: how this peer follows other chains.
         state_bytes: size of a state.
+        proofs: the proofs of misdeeds that we know.
         stays: whether this peer serves the final state until it is stopped, as a host does.
     """
 
@@ -68,6 +70,7 @@ class LoopOptions:
     sync: SyncOptions = SyncOptions()
     state_bytes: int = 0
     stays: bool = False
+    proofs: tuple[SignedMessage[Proof], ...] = ()
 
     @property
     def compares_states(self) -> bool:

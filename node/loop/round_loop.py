@@ -5,12 +5,13 @@ syncs to it; otherwise it opens the next round and applies the decided commit. I
 includes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation carry them out.
 """
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from node.daemon.outer_state import SignedContributions
 from node.loop import reports
 from node.loop.applying import Applying
+from node.loop.conduct_keeper import ConductKeeper
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
 from node.loop.events import (
@@ -54,7 +55,7 @@ from node.monitoring.status import Phase
 from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import BlobAvailable
-from protocol.consensus.messages import Adoption, Digest
+from protocol.consensus.messages import Adoption, Digest, SignedMessage
 from protocol.identity import PeerId
 
 POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
@@ -62,28 +63,21 @@ Stage = Literal["created", "joining", "starting", "assembling", "running", "done
 
 
 class RoundLoop:
-    """Handles the events of one replica one by one. Only the loop changes its chain and contributions.
-
-    Args:
-        options: the options of the run.
-        chain: our chain of commits.
-        state: the digest of our outer state.
-        contributions: tracks our contributions.
-        session: runs the open round.
-    """
+    """Handles the events of one replica one by one. Only the loop changes its chain and contributions."""
 
     def __init__(
         self, options: LoopOptions, chain: Chain, state: Digest, contributions: ContributionTracker,
         session: RoundSession,
     ) -> None:  # fmt: skip
         self.chain = chain
-        self.state = state
+        self.state = state  # the digest of our outer state
         self.contributions = contributions
         self.session = session
         self._options = options
         self.steering = options.steering
         self._peer_id = options.round.peer_id
         self._syncing = Syncing(self._peer_id, chain, contributions, options.sync)
+        self.conduct = ConductKeeper(self._peer_id, options.proofs, session.signer)
         self._snapshot = SwarmSnapshot({})
         self._stage: Stage = "created"
         self._applying: Applying | None = None
@@ -116,6 +110,7 @@ class RoundLoop:
         self._actions += self.session.advance(now)
         while self._proceed(now):
             self._actions += self.session.advance(now)
+        self._actions += self.conduct.take_actions()
         actions, self._actions = self._actions, []
         return actions
 
@@ -131,13 +126,13 @@ class RoundLoop:
 
     @property
     def _is_free(self) -> bool:
-        """Return whether neither a commit is being applied nor a sync is in progress."""
         return self._applying is None and not self._syncing.is_active
 
     def _take(self, event: LoopEvent, now: float) -> None:
         match event:
             case MessagesReceived(sender, messages):
-                self.session.receive(sender, messages, self._snapshot.trainers, now)
+                counted = self._counted(messages, now)
+                self.session.receive(sender, counted, self._snapshot.trainers, now)
             case BlobFetched(opening, part_blob):
                 self.session.feed(BlobAvailable(part_blob), opening)
             case SumReady(opening, result):
@@ -239,6 +234,8 @@ class RoundLoop:
     def _run(self, now: float) -> bool:
         if self.session.decided is not None:
             commit, self.session.decided = self.session.decided, None
+            if self.conduct.close_round(self.session.conduct):
+                self._update_swarm(self.conduct.unfiltered, now)
             self._apply(commit, now)
             return True
         if self._syncing.is_due(self.state, now) and self._begin_sync(now):
@@ -264,16 +261,13 @@ class RoundLoop:
         return True
 
     def _stop(self) -> None:
-        self._stage = "done"
-        self._applying = None
+        self._stage, self._applying = "done", None
         self._syncing.stop()
         self.session.close()
 
-    # The open round.
-
     def _open_round(self, now: float) -> None:
         self._report_phase("training")
-        membership = self._snapshot.membership(self._peer_id, self.chain, self._syncing.avoided(now))
+        membership = self.conduct.membership(self.chain, self._syncing.avoided(now))
         state = self.state if self._options.compares_states else b""
         self.session.open(self.chain, state, membership, self._snapshot.trainers, self.steering.new_revisions, now)
         self._submit(now)
@@ -286,13 +280,18 @@ class RoundLoop:
             self.session.submit(pending, self.chain, now)
 
     def _update_swarm(self, snapshot: SwarmSnapshot, now: float) -> None:
-        self._snapshot = snapshot
-        self._syncing.set_snapshot(snapshot)
-        self._departure.set_snapshot(snapshot)
+        self._snapshot = self.conduct.view(snapshot)
+        self._syncing.set_snapshot(self._snapshot)
+        self._departure.set_snapshot(self._snapshot)
         self._idle_until = 0.0
         if self.session.is_open:
-            avoided = self._syncing.avoided(now)
-            self.session.update_membership(snapshot.membership(self._peer_id, self.chain, avoided))
+            self.session.update_membership(self.conduct.membership(self.chain, self._syncing.avoided(now)))
+
+    def _counted(self, messages: Sequence[SignedMessage[Any]], now: float) -> list[SignedMessage[Any]]:
+        excluded, counted = self.conduct.excluded, self.conduct.receive(messages, self.chain.round)
+        if self.conduct.excluded != excluded:
+            self._update_swarm(self.conduct.unfiltered, now)
+        return counted
 
     # A decided round: fetch its blobs, compute, give the state to the trainer, publish.
 

@@ -20,6 +20,7 @@ from node.loop.events import (
 )
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
+from protocol.conduct.conduct import RoundConduct
 from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import (
@@ -84,7 +85,12 @@ class RoundSession:
         self._is_persisting = False
         self._actions: list[LoopAction] = []
         self.decided: CertifiedCommit | None = None
+        self.conduct: RoundConduct | None = None  # what we saw of the others in the last round
         self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that peers may request in the next
+
+    @property
+    def signer(self) -> Signer:
+        return self._signer
 
     @property
     def machine(self) -> RoundMachine | None:
@@ -285,7 +291,7 @@ class RoundSession:
     def _finish(self, commit: SignedMessage[Commit], now: float) -> None:
         assert self._machine is not None
         self._pacing.close_round(self._machine.arrival_times, commit.body.roster_peers)
-        self.left_out = self._machine.left_out_blobs
+        self.left_out, self.conduct = self._machine.left_out_blobs, self._machine.conduct
         informed = self._machine.last_seen if commit.sender == self._options.peer_id else ()
         self._buffer.record_decision(self._number, self._machine.signed_decision, informed, now)
         decided = self._machine.decided

@@ -54,6 +54,7 @@ Phase = Literal[
 ]
 MAX_STATUS_BYTES = 1 << 20
 MAX_SHOWN_REVISIONS = 3
+MAX_SHOWN_CONDUCT = 8
 COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # inner steps, and the validation of an anchor
 MAX_ROUNDS_BEHIND = 2  # a contribution counts as current while at most this many rounds have been committed since
 
@@ -132,6 +133,7 @@ class NodeStatus(BaseModel):
     refusals: dict[str, int] = Field(
         default={}, description="rejected or stalled messages and streams of peers, by reason"
     )
+    conduct: tuple[str, ...] = Field(default=(), description="excluded and struck peers, a line each")
     skipped_rows: dict[str, int] = Field(
         default={}, description="rows of the text that the trainer could not use, by reason"
     )
@@ -207,7 +209,8 @@ class NodeStatus(BaseModel):
             ("direct connections refused", self.direct_refusals),
         )
         lines = tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)
-        return (*(f"revision {line}" for line in self.revisions[-MAX_SHOWN_REVISIONS:]), *lines)
+        revisions = (f"revision {line}" for line in self.revisions[-MAX_SHOWN_REVISIONS:])
+        return (*revisions, *self.conduct[:MAX_SHOWN_CONDUCT], *lines)
 
     def _watching_summary(self) -> str:
         peers = format_plural(self.peers, "peer")

@@ -347,6 +347,13 @@ class StatusReporter:
             logger.log(level, "%s", text or "all steps per round: this machine is as fast as the others")
             self._update(pace=text)
 
+    def set_conduct(self, lines: tuple[str, ...]) -> None:
+        """Set what is known of the conduct of other peers; a new exclusion is worth a line in the log."""
+        for line in lines:
+            if line.startswith("excluded") and line not in self._status.conduct:
+                logger.warning("%s; nothing of this key counts any more", line)
+        self._update(conduct=lines)
+
     def record_early_submit(self) -> None:
         self._metrics.record_early_submit()
         logger.debug("the other peers are waiting: asking the trainer to submit early")

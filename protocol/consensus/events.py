@@ -32,7 +32,9 @@ class MembershipChanged:
     `departed`: peers that said goodbye; they lose their vote at once. `resting`: live peers that do not train at the
     moment; they vote and hold blobs like all others, but no peer waits for their contribution. `ahead`: peers on the
     chain that this peer should move to. They may have decided this round, and so keep their votes in it. `trainers`:
-    all live trainers of the run, wherever their chains end: their contributions may be on a roster.
+    all live trainers of the run, wherever their chains end: their contributions may be on a roster. `excluded`: keys
+    whose misdeeds are proved. `set_aside`: peers that neither reduce nor delay a roster. `not_leading`: peers that lead
+    no early view.
     """
 
     peers: frozenset[PeerId]
@@ -40,6 +42,9 @@ class MembershipChanged:
     resting: frozenset[PeerId] = frozenset()
     ahead: frozenset[PeerId] = frozenset()
     trainers: frozenset[PeerId] = frozenset()
+    excluded: frozenset[PeerId] = frozenset()
+    set_aside: frozenset[PeerId] = frozenset()
+    not_leading: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ RejectReason = Literal[
     "outvoted",  # the peers outside later views are not a majority
     "reducer left",
     "reducer silent",
+    "excluded",  # a message of a key whose misdeeds are proved
+    "proved",  # a proof that excludes a key
     "slow disk",  # a message that waited for a vote to be written, with too many others
 ]
 

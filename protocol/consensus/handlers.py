@@ -20,6 +20,8 @@ def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -
     sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "wrong round")]
+    if sender in state.excluded:
+        return [(sender, "excluded")]
     if not state.voter_set.is_known(sender):
         return [(sender, "not a member")]
     if sender == state.me:
@@ -91,7 +93,10 @@ def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignme
         return []
     if count != len(view.initial_reducers):
         return [(message.sender, "wrong round")]
-    view.follow_assignment(message, state.voter_set.known, now)
+    silent = {reducer for part in range(parts) for reducer in view.reducers_of(part)}
+    silent -= {announced.sender for announced in view.newest_announcements()} | set(message.body.reducers)
+    if view.follow_assignment(message, state.voter_set.known, now) and view.attempt > 1:
+        state.withheld |= silent & state.live
     return []
 
 

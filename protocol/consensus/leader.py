@@ -55,6 +55,7 @@ class Leader(ABC):
     ) -> None:
         self.silent_reducers: set[PeerId] = set()  # those that announced no sum for too long
         self.false_reducers: Set[PeerId] = frozenset()  # those that announced a wrong sum
+        self.set_aside: Set[PeerId] = frozenset()  # those that failed to serve in earlier rounds
         self._settings = settings
         self._election = election
         self._voter_set = voter_set
@@ -246,6 +247,8 @@ class ReducingLeader(Leader):
         contributions, available = self._obtainable_contributions(), self._available_reducers()
         if not contributions or not available:
             return None
+        if view.attempt == 0 and not self.set_aside.isdisjoint(set(view.reducers) - available):
+            return contributions, self._reassign_parts(available)
         reducers = available.intersection(view.reducers)  # the other peers have nothing to fetch
         if any(len(self._reducible_senders(reducer, contributions)) < len(contributions) for reducer in reducers):
             due = min(self._exchange_deadline, self._straggler_deadline(joined, contributions, now))
@@ -261,7 +264,8 @@ class ReducingLeader(Leader):
         contributors = self._present & set(self._view.contributors)
         unfit = self.silent_reducers | self.false_reducers
         members = contributors | (self._present & self.joined_peers())
-        groups = contributors - unfit, members - unfit, members - self.false_reducers
+        fit = contributors - unfit
+        groups = fit - self.set_aside, fit, members - unfit, members - self.false_reducers
         return set(next((group for group in groups if len(group) >= self._copies), members))
 
     @property

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from google.protobuf import message
 
 from protocol import murmur_pb2 as wire
+from protocol.conduct.conduct import RoundConduct
 from protocol.consensus.certified import CertifiedCommit, build_certificate
 from protocol.consensus.events import (
     Action,
@@ -54,6 +55,7 @@ from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_lea
 from protocol.consensus.rules import view_change
 from protocol.consensus.rules.acceptance import lacks_assignment, proposal_fault, proposals_to_show
 from protocol.consensus.rules.audits import audit_deadline, awaits_audit, false_announcements, missing_inputs
+from protocol.consensus.rules.observed_conduct import FAULTS, observe_round
 from protocol.consensus.rules.roster_content import build_roster
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
@@ -68,7 +70,7 @@ class RoundMachine:
 
     `commit` and `decided`: the decided proposal, alone and with the certificate to keep. `signed_decision`: the
     envelopes of commit and certificate. They answer members that still send messages of this round, and end the round
-    there as well.
+    there as well. `conduct`: what this peer saw of the others in the round, once it is decided.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class RoundMachine:
         self.commit: SignedMessage[Commit] | None = None
         self.decided: CertifiedCommit | None = None
         self.signed_decision: tuple[wire.Signed, ...] = ()
+        self.conduct: RoundConduct | None = None
         self._signer = signer
         self._state = RoundState(settings, me, start, now, early_submit_policy)
         self._knowledge = self._state.knowledge
@@ -227,7 +230,6 @@ class RoundMachine:
         self._open_roster(now)
         self._assign_reducers(now)
         self._reduce_parts()
-        self._expose_false_reducers()
         self._speculate()
         self._propose(now)
         self._acknowledge_proposal(now)
@@ -249,6 +251,8 @@ class RoundMachine:
         if fault is None:
             return
         self._reject(state.leader, fault)
+        if fault in FAULTS and state.leader is not None:
+            state.leader_faults.setdefault(state.leader, fault)
         if fault != "outvoted":
             state.mark_leader_failed(state.leader)
         state.view, state.view_since = view_change.next_view(state), now
@@ -294,13 +298,9 @@ class RoundMachine:
                 signed_message = self._sign(step)
                 view.learn_reduced_part(signed_message)
                 self._send(self._state.others, signed_message)
-
-    def _expose_false_reducers(self) -> None:
-        state = self._state
-        for false in false_announcements(state):
-            if false.sender not in state.false_reducers:
-                state.false_reducers.add(false.sender)
-                self._reject(false.sender, "wrong sum")
+        for liar in sorted({false.sender for false in false_announcements(self._state)} - self._state.false_reducers):
+            self._state.false_reducers.add(liar)
+            self._reject(liar, "wrong sum")
 
     def _speculate(self) -> None:
         """Predict the commit once all its parts are here: to compute the new state takes as long as to agree."""
@@ -352,7 +352,7 @@ class RoundMachine:
         if commit is None or self.commit is not None:
             return
         certificate = self._certificate_for(commit)
-        self.commit = commit
+        self.commit, self.conduct = commit, observe_round(self._state, commit)
         self.decided = CertifiedCommit(commit, build_certificate(certificate.body.by_sender, self._state.electorate))
         self.signed_decision = (commit.signed, certificate.signed)
         if commit.sender == self._state.me:

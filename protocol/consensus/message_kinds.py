@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import open_ticket, read_ticket
 from protocol.blobs.blob import Blob, check_digest
+from protocol.conduct.proofs import Proof
 from protocol.consensus.messages import (
     MAX_CONTRIBUTIONS,
     MAX_HELD_BLOBS,
@@ -247,7 +248,15 @@ class ReducedPart:
 
 
 Body = (
-    Contribution | Roster | Inventory | ReducerAssignment | ReducedPart | Commit | Acknowledgement | CommitCertificate
+    Contribution
+    | Roster
+    | Inventory
+    | ReducerAssignment
+    | ReducedPart
+    | Commit
+    | Acknowledgement
+    | CommitCertificate
+    | Proof
 )
 
 KINDS: dict[str, tuple[type[Message], type[Any]]] = {  # the type on the wire and that of the body
@@ -259,6 +268,7 @@ KINDS: dict[str, tuple[type[Message], type[Any]]] = {  # the type on the wire an
     "commit": (wire.Commit, Commit),
     "acknowledgement": (wire.Acknowledgement, Acknowledgement),
     "decision": (wire.Decision, CommitCertificate),
+    "proof": (wire.Proof, Proof),
 }
 _KIND_BY_TYPE = {body: kind for kind, (_, body) in KINDS.items()}
 

@@ -128,7 +128,7 @@ class VoterSet:
         for peer in self._vanished.keys() & (live | departed):
             del self._vanished[peer]
         self.live = live
-        self._resting = membership.resting
+        self._resting = membership.resting | membership.set_aside
         self._ahead = ahead
         gone = live | departed | ahead
         self._not_yet_seen -= gone

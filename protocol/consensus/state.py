@@ -32,6 +32,7 @@ MAX_VIEW = 2**31
 Rejection = tuple[PeerId, RejectReason]
 MIN_HELD_BLOBS = 256  # blobs that a member may claim to hold before any is known
 MAX_OWNERS_ASKED = 4  # for the same blob
+FORGIVING_VIEW = 2  # from this view on, peers lead again that failed in earlier rounds
 ROUNDING_ERROR = 1e-9  # in a share times a count
 
 
@@ -49,6 +50,8 @@ class RoundState:
     roster. `failed_leaders`: leaders whose views ended undecided. `full_arrival_times`: the time at which each
     full contribution of others was first known. `leader_last_heard`: the last sign of life of a leader without a
     roster. `known_trainers`: all keys that this peer knows to train in the run or to have trained lately.
+    `excluded`, `set_aside`, `not_leading`: see `MembershipChanged`. `leader_faults`: the faults of the leaders of this
+    round. `withheld`: peers that announced something that this peer, or the leader, could not get.
     `false_reducers`: peers that announced another sum than this peer computed. `audit_secret`: see `rules.audits`.
     """
 
@@ -78,6 +81,11 @@ class RoundState:
         self.audit_secret = start.audit_secret
         self.false_reducers: set[PeerId] = set()
         self.known_trainers = {me, *start.last_seen}
+        self.excluded: frozenset[PeerId] = frozenset()
+        self.set_aside: frozenset[PeerId] = frozenset()
+        self.not_leading: frozenset[PeerId] = frozenset()
+        self.leader_faults: dict[PeerId, str] = {}
+        self.withheld: set[PeerId] = set()
         self.view = 0
         self.view_since = now
         self.current_view: View | None = None
@@ -95,6 +103,9 @@ class RoundState:
     def update_membership(self, event: MembershipChanged, now: float) -> None:
         """Take over a new set of live members."""
         self.known_trainers |= event.peers | event.departed | event.ahead | event.trainers
+        self.known_trainers -= event.excluded
+        self.excluded, self.not_leading = event.excluded, event.not_leading - {self.me}
+        self.set_aside = event.set_aside - {self.me}
         self.voter_set.update(event, now)
 
     def restore_vote(self, vote: VoteRecord) -> tuple[int, Digest]:
@@ -130,8 +141,9 @@ class RoundState:
     @property
     def candidates(self) -> frozenset[PeerId]:
         """Return the voters that may lead: not those whose view failed in this round, while there are others."""
+        unfit = self.failed_leaders | self.not_leading if self.view < FORGIVING_VIEW else self.failed_leaders
         electable = self.voter_set.electable
-        return electable - self.failed_leaders or electable if self.failed_leaders else electable
+        return electable - unfit or electable if unfit else electable
 
     def mark_leader_failed(self, leader: PeerId | None) -> None:
         """Record that the view of a leader ends undecided, for whatever reason."""
@@ -199,7 +211,7 @@ class RoundState:
         self.leader_role = None
         if roster.sender == self.me:
             self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
-            self.leader_role.false_reducers = self.false_reducers
+            self.leader_role.false_reducers, self.leader_role.set_aside = self.false_reducers, self.set_aside
         equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.known)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from protocol.blobs.blob import Blob
+from protocol.conduct.proofs import Proof
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
@@ -210,6 +211,8 @@ class TracedCluster(Cluster):
                 return f"acknowledgement of the {self._proposals[body.proposal]}"
             case CommitCertificate():
                 return f"certificate of {self._senders(body.acknowledgements)} for the {self._proposals[body.proposal]}"
+            case Proof():
+                return f"proof: {self.letters[body.culprit]} signed {body.describe()}"
 
     def _senders(self, messages: Iterable[SignedMessage[Contribution] | SignedMessage[Acknowledgement]]) -> str:
         return self._names(message.sender for message in messages)

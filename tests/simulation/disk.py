@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protocol.blobs.blob import Blob
+from protocol.conduct.proofs import Proof
 from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.messages import Digest, PartBlob
+from protocol.consensus.messages import Digest, PartBlob, SignedMessage
 from protocol.identity import PeerId
 from protocol.steering.revision_log import SignedRevision
 from tests.simulation.work_accounting import SavedWork
@@ -33,6 +34,7 @@ class Disk:
     progress: SavedWork
     vote: VoteRecord | None = None
     revisions: tuple[SignedRevision, ...] = ()
+    proofs: tuple[SignedMessage[Proof], ...] = ()
 
     def last_vote(self) -> VoteRecord | None:
         """Return what a process that starts reads."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from protocol.blobs.blob import Blob
 from protocol.consensus.message_kinds import Acknowledgement, CommitCertificate, kind_of
 from protocol.consensus.messages import Commit, Contribution, Digest, Roster, SignedMessage
+from protocol.consensus.reduction_evidence import Evidence
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from tests.simulation.network import NAMES, fake_reduce, make_signer
@@ -95,6 +96,8 @@ class ProposesTwice(LyingPeer):
 
     def _other_commit(self, message: SignedMessage[Commit]) -> SignedMessage[Commit]:
         body = message.body
+        if body.evidence is not None:
+            return self._less_evidence(message, body.evidence)
         dropped = body.contributions[-1].sender
         left_out = tuple(sorted({*body.left_out, dropped})) if body.left_out else ()
         kept = body.contributions[:-1] or body.contributions
@@ -107,6 +110,15 @@ class ProposesTwice(LyingPeer):
             self.swarm.ledger.sums.update(
                 (blob.digest, [entry.body.parts[part] for entry in kept]) for part, blob in enumerate(parts)
             )
+        return second
+
+    def _less_evidence(self, message: SignedMessage[Commit], evidence: Evidence) -> SignedMessage[Commit]:
+        """Return the same content with the signatures of one reducer a part: nobody can change the sums."""
+        parts = len(message.body.parts)
+        less = replace(evidence, peers=evidence.peers[:parts], signatures=evidence.signatures[:parts])
+        second = self.sign(replace(message.body, evidence=less))
+        self._second.setdefault(second.digest, second)
+        self._votes.setdefault(second.digest, {})
         return second
 
     def receive(self, signed: Signed) -> None:

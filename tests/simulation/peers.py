@@ -34,6 +34,7 @@ from node.loop.events import (
     PublishHead,
     ReducePart,
     RevisionsChanged,
+    SaveProofs,
     Started,
     StartTrainer,
     StateFetched,
@@ -109,9 +110,8 @@ class SimulatedPeer:
         options = RoundOptions(self.name, self._settings, scenario.terms())
         pacing = Pacing(settings.grace, lambda number: 10, 10)
         session = RoundSession(options, make_signer(self.name), pacing, last_vote, known_voters)
-        loop_options = LoopOptions(
-            options, self.steering, sync=SyncOptions(scenario.settings().topology.has_shared_state)
-        )
+        sync = SyncOptions(scenario.settings().topology.has_shared_state)
+        loop_options = LoopOptions(options, self.steering, sync=sync, proofs=self.disk.proofs)
         self.loop = RoundLoop(loop_options, chain, state_of(chain.head).digest, self.progress.offers, session)
         self.actions.clear()
         self.seen = SeenMessages()
@@ -265,6 +265,8 @@ class SimulatedPeer:
                 self.swarm.rejections.append((self.name, peer, reason))
             case VoteRecord():
                 self._write(action)
+            case SaveProofs(proofs):
+                self.disk.proofs = proofs
             case StartTrainer():
                 self._events.append(TrainerStarted())
             case _:

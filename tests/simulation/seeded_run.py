@@ -87,7 +87,7 @@ class SeededRun:
         self._faults = faults or (PASSING_FAULTS if lies else ISOLATING_FAULTS if isolating else FAULTS)
         self._end = END * max(1, rounds / 3)
         scenario = replace(scenario_of(seed), rounds=rounds)
-        scenario = replace(scenario, peers=max(4, scenario.peers)) if lies else scenario
+        scenario = replace(scenario, peers=max(4, scenario.peers), reducers_per_part=2) if lies else scenario
         self.swarm = SimulatedSwarm(scenario, seed, isolating, draw_liars(seed, scenario.peers, lies))
         self.isolating = isolating
         self._chance = random.Random(f"faults {seed}")
@@ -296,7 +296,9 @@ class SeededRun:
             place = f"round {peer.chain.round}, view {peer.loop.session.machine and peer.loop.session.machine.view}"
             assert peer.chain.round >= self.swarm.scenario.rounds, f"{peer.name[-4:]} is stuck in {place}"
         assert self.swarm.is_done(), "the chains differ"
+        guilty = {*self.swarm.liars, self.swarm.conflicting_peer}
         for peer in alive:
+            assert peer.loop.conduct.excluded <= guilty, "an honest peer is excluded"
             peer.progress.check_nothing_twice(peer.chain)
             peer.progress.check_nothing_lost(peer.chain)
 

@@ -15,12 +15,22 @@ def build_roster(state: RoundState) -> Roster:
     entries = [entry for peer, entry in knowledge.contributions.items() if peer in obtainable]
     voters = state.voter_set.voters
     entries.sort(key=lambda entry: entry.sender not in voters)
-    entries = [entry for entry in entries if entry.sender in state.known_trainers]  # members refuse all others
+    entries = [entry for entry in entries if _may_list(state, entry)]
     for proposal in binding_proposals(state) if entries else knowledge.proposals.values():
         entries += proposal.body.contributions
     contributions = drop_size_conflicts(knowledge, entries)
     ordered = tuple(contributions[peer] for peer in sorted(contributions))
     return Roster(state.number, state.view, state.base, ordered)
+
+
+def _may_list(state: RoundState, entry: SignedMessage[Contribution]) -> bool:
+    """Return whether a roster may list a contribution: members refuse unknown keys.
+
+    Who failed to serve lately is listed once this peer has all of its contribution.
+    """
+    if entry.sender not in state.known_trainers:
+        return False
+    return entry.sender not in state.set_aside or state.knowledge.has_all_parts(state.me, entry.body.part_blobs)
 
 
 def drop_size_conflicts(

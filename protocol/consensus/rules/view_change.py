@@ -2,7 +2,7 @@
 
 from protocol.consensus.events import RejectReason
 from protocol.consensus.rules.acceptance import proposal_fault
-from protocol.consensus.state import MAX_VIEW, RoundState
+from protocol.consensus.state import FORGIVING_VIEW, MAX_VIEW, RoundState
 from protocol.identity import PeerId
 
 MAX_TIMEOUT_FACTOR = 8
@@ -19,6 +19,8 @@ def may_lead(state: RoundState, peer: PeerId, view: int) -> bool:
     """
     electable, me = state.voter_set.electable, state.me
     if peer not in electable or peer == me:
+        return False
+    if view < FORGIVING_VIEW and peer in state.not_leading and not electable - state.not_leading <= {me}:
         return False
     has_failed = peer in state.failed_leaders and not electable - state.failed_leaders <= {me}
     if has_failed and view > outvoting_view(state):

@@ -10,6 +10,7 @@ from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.outer_state import RoundCompute
+from node.daemon.proof_file import ProofFile
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.ipc.channel import ContributionHeader
 from node.loop.contributions import ContributionTracker, StoredContribution
@@ -165,6 +166,7 @@ class LoopbackPeer:
         self.identity = PEERS[index]
         self.index = index
         self.store = store_in(folder / str(index))
+        self._proofs = folder / f"proofs-{index}"
         self.fetcher = CopyingFetcher(self.store, {})
         self.resting: set[PeerId] = set()
         self.sent: list[Signed] = []
@@ -202,6 +204,7 @@ class LoopbackPeer:
             compute=RoundCompute(self.network.program, self.store, lambda step: 1.0),
             run_in_thread=at_once,
             vote_log=vote_log,
+            proof_file=ProofFile(self._proofs, RUN_ID, self.network.terms),
         )
         return RoundEffects(self.inbox, cast(Any, self.status), tools)
 

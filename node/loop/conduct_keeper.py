@@ -1,0 +1,130 @@
+"""Apply the conduct of peers to the round loop: messages, membership, proofs to pass on. PURE."""
+
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any
+
+from node.loop.events import LoopAction, ReportConduct, SaveProofs
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol.conduct.conduct import Conduct, RoundConduct
+from protocol.conduct.proofs import Proof
+from protocol.consensus.chain import Chain
+from protocol.consensus.events import MembershipChanged, Rejected, Send
+from protocol.consensus.machine import Signer
+from protocol.consensus.message_kinds import kind_of
+from protocol.consensus.messages import SignedMessage
+from protocol.identity import PeerId
+
+NEWCOMER_HELPERS = 2  # peers that tell a newcomer the known proofs
+MAX_PROOFS_TOLD = 16
+
+
+class ConductKeeper:
+    """The conduct of the peers of one replica.
+
+    Args:
+        peer_id: our own id.
+        proofs: those of earlier processes.
+        signer: signs the proofs that we find.
+    """
+
+    def __init__(self, peer_id: PeerId, proofs: Iterable[SignedMessage[Proof]], signer: Signer) -> None:
+        self.conduct = Conduct(peer_id, proofs)
+        self._peer_id = peer_id
+        self._signer = signer
+        self.unfiltered = self._snapshot = SwarmSnapshot({})
+        self._number = 0
+        self._lines: tuple[str, ...] = ()
+        self._actions: list[LoopAction] = []
+
+    @property
+    def excluded(self) -> frozenset[PeerId]:
+        """Return the keys whose misdeeds are proved."""
+        return self.conduct.excluded
+
+    def receive(self, messages: Iterable[SignedMessage[Any]], number: int) -> list[SignedMessage[Any]]:
+        """Return the messages that count, without those of excluded keys, and learn from all of them."""
+        counted = []
+        for message in messages:
+            if isinstance(message.body, Proof):
+                self._learn(message)
+            elif message.sender in self.conduct.excluded:
+                self._actions.append(Rejected(message.sender, "excluded"))
+            else:
+                for proof in self.conduct.observe(message, number):
+                    self._found(proof)
+                counted.append(message)
+        return counted
+
+    def _found(self, proof: Proof) -> None:
+        self._actions.append(Rejected(proof.culprit, "proved"))
+        if self.conduct.is_small(proof):
+            signed = SignedMessage.of(self._signer(kind_of(proof), proof.to_wire()), proof)
+            self.conduct.learn(signed)
+            self._spread(signed)
+        self._report()
+
+    def _learn(self, proof: SignedMessage[Proof]) -> None:
+        if self.conduct.learn(proof):
+            self._actions.append(Rejected(proof.body.culprit, "proved"))
+            self._spread(proof)
+            self._report()
+
+    def _spread(self, proof: SignedMessage[Proof]) -> None:
+        """Pass a proof on to all others, once for each culprit."""
+        peers = tuple(sorted(self._snapshot.trainers - {self._peer_id, proof.body.culprit}))
+        self._actions.append(SaveProofs(tuple(self.conduct.proofs.values())))
+        if peers:
+            self._actions.append(Send(peers, proof.signed))
+
+    def view(self, snapshot: SwarmSnapshot) -> SwarmSnapshot:
+        """Return a snapshot without excluded peers: they count as departed, so that they lose their votes at once."""
+        newcomers, self.unfiltered = snapshot.trainers - self.unfiltered.trainers, snapshot
+        for peer in sorted(newcomers - {self._peer_id}):
+            self._tell_newcomer(peer, snapshot.trainers)
+        if excluded := self.conduct.excluded:
+            peers = {peer: state for peer, state in snapshot.peers.items() if peer not in excluded}
+            snapshot = SwarmSnapshot(peers, {**snapshot.left, **dict.fromkeys(excluded, PeerState(None))})
+        self._snapshot = snapshot
+        return snapshot
+
+    def _tell_newcomer(self, newcomer: PeerId, trainers: Collection[PeerId]) -> None:
+        others = sorted(
+            (peer for peer in trainers if peer != newcomer),
+            key=lambda peer: hashlib.sha256(f"{peer} {newcomer}".encode()).digest(),
+        )
+        if self._peer_id in others[:NEWCOMER_HELPERS]:
+            for proof in list(self.conduct.proofs.values())[:MAX_PROOFS_TOLD]:
+                self._actions.append(Send((newcomer,), proof.signed))
+
+    def membership(self, chain: Chain, avoided: frozenset[PeerId]) -> MembershipChanged:
+        """Return the members of the round after our head, and what their conduct means for it."""
+        membership, conduct = self._snapshot.membership(self._peer_id, chain, avoided), self.conduct
+        self._number, live = chain.round, membership.peers
+        return replace(
+            membership,
+            excluded=conduct.excluded,
+            set_aside=frozenset(conduct.serving.struck(chain.round, live)),
+            not_leading=frozenset(conduct.leading.struck(chain.round, live)),
+        )
+
+    def close_round(self, seen: RoundConduct | None) -> bool:
+        """Take in what a decided round showed; return whether it excludes a key."""
+        if seen is None:
+            return False
+        known, self._number = self.conduct.excluded, seen.round + 1
+        self.conduct.close_round(seen)
+        self._report()
+        return self.conduct.excluded != known
+
+    def _report(self) -> None:
+        lines = tuple(self.conduct.describe(self._number, self._snapshot.trainers))
+        if lines != self._lines:
+            self._lines = lines
+            self._actions.append(ReportConduct(lines))
+
+    def take_actions(self) -> list[LoopAction]:
+        """Return the actions since the last call."""
+        actions, self._actions = self._actions, []
+        return actions
