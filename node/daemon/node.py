@@ -31,9 +31,9 @@ from protocol.murmur_pb2_grpc import (
     add_RunsServicer_to_server,
 )
 from protocol.tasks import cancel_and_wait
-from protocol.transport.connection_supervisor import ConnectionLimits
 from protocol.transport.nat import DialBackResponder, choose_relays, find_own_ip
 from protocol.transport.transport import AddServicer, Transport, caller
+from protocol.transport.tunnel import ConnectionLimits
 
 
 class Node:

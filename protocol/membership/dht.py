@@ -83,6 +83,10 @@ class DhtNode:
         """
         return self._validator.refused_count + self._limiter.refused_count
 
+    def set_known_peers(self, peers: Iterable[PeerId]) -> None:
+        """Set the peers whose announcements no stranger displaces here."""
+        self._storage.known = frozenset(peers)
+
     async def open(self) -> None:
         """Create hivemind's node unless it is open."""
         if self._node is None:

@@ -10,7 +10,7 @@ machine's clock. The classes here restrict that:
   run's key, or by an organiser for its own run. It ignores time, because one expired entry would otherwise spoil the
   whole dictionary that it travels in.
 - `BoundedStorage` holds a bounded number of them until they expire by the swarm's clock. Entries that are still valid
-  are not dropped for newcomers.
+  of peers that this node knows are not dropped for strangers; strangers displace one another at random.
 - `PeerIdRoutingTable` accepts one node id per peer, the hash of its peer id, so a peer can neither choose its position
   nor occupy several.
 - `RequestLimiter` refuses oversized requests, because each value costs a signature check.
@@ -21,6 +21,8 @@ and this module drops expired entries.
 """
 
 import logging
+import os
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,6 +97,7 @@ logger = logging.getLogger(__name__)
 
 KIND = "rendezvous"
 LIFETIME_SECONDS = 300.0
+MAX_STRANGERS = 48  # of the entries of a topic: those of peers that this node does not know to be live
 MAX_ENTRIES = 64  # per topic; a lookup returns all, and one peer that answers is enough, as gossip does the rest
 MAX_VALUE_BYTES = 3072
 MAX_REQUEST_BYTES = 2 * MAX_ENTRIES * MAX_VALUE_BYTES
@@ -171,10 +174,12 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     Those grow with every store and use the local clock.
     """
 
-    def __init__(self, topics: Iterable[Topic], clock: SwarmClock) -> None:
+    def __init__(self, topics: Iterable[Topic], clock: SwarmClock, rng: random.Random | None = None) -> None:
         super().__init__()
         self._clock = clock
+        self._rng = rng or random.Random(os.urandom(16))  # nobody can foresee which entries are dropped
         self._topics: dict[DHTID, dict[str, ValueWithExpiration[bytes]]] = {topic.key: {} for topic in topics}
+        self.known: frozenset[str] = frozenset()  # subkeys that no stranger displaces: live peers of our run
 
     def store(self, key: DHTID, value: Any, expiration_time: float, subkey: str | None = None) -> bool:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
@@ -186,9 +191,23 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         if entries is None or not 0 < remaining <= LIFETIME_SECONDS + CLOCK_TOLERANCE_SECONDS:
             return False
         stored = entries.get(subkey)
-        if stored.expiration_time >= expiration_time if stored else len(entries) >= MAX_ENTRIES:
+        if stored is not None and stored.expiration_time >= expiration_time:
+            return False
+        if stored is None and not self._make_room(entries, subkey):
             return False
         entries[subkey] = ValueWithExpiration(value, expiration_time)
+        return True
+
+    def _make_room(self, entries: dict[str, ValueWithExpiration[bytes]], subkey: str) -> bool:
+        """Drop a random entry of a stranger if there are too many; return whether there is a place for one more.
+
+        If the first entries stayed, as many keys of one person would hide everybody who comes later.
+        """
+        strangers = [entry for entry in entries if entry not in self.known]
+        if subkey not in self.known and len(strangers) >= MAX_STRANGERS or len(entries) >= MAX_ENTRIES:
+            if not strangers:
+                return False
+            del entries[self._rng.choice(strangers)]
         return True
 
     def get(self, key: DHTID) -> ValueWithExpiration[DictionaryDHTValue] | None:

@@ -139,6 +139,7 @@ class Rendezvous:
 
     async def _ping_some(self) -> None:
         known = list(self._peers.known_addresses().items())
+        self._dht.set_known_peers([self._identity.peer_id, *(peer for peer, _ in known)])
         chosen = self._rng.sample(known, min(PINGED_PEERS, len(known)))
         await asyncio.gather(*(self._dht.ping_peer(peer, addresses) for peer, addresses in chosen))
 

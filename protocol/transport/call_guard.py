@@ -7,6 +7,7 @@ nobody has one, if its record is known. What a servicer refuses as wrong is char
 goes on with wrong calls is answered no more until the charge has decayed.
 """
 
+import asyncio
 import inspect
 import logging
 import time
@@ -48,6 +49,7 @@ ALLOWANCES: Mapping[str, Allowance] = {  # by method; the slowest of honest need
 }
 DEFAULT_ALLOWANCE = Allowance(16, 2)
 REFUSED_CALLS = Allowance(64, 1)  # calls that a servicer refuses as wrong
+FLOODED_CALLS = Allowance(256, 8)  # calls above the allowance, and calls that their caller cancels
 WRONG_CALL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
@@ -70,6 +72,7 @@ class CallGuard:
         self._own = {name: TokenBuckets(allowed.burst, allowed.rate) for name, allowed in ALLOWANCES.items()}
         self._others = {name: _shared_buckets(allowed) for name, allowed in ALLOWANCES.items()}
         self._refused = TokenBuckets(REFUSED_CALLS.burst, REFUSED_CALLS.rate)
+        self._floods = TokenBuckets(FLOODED_CALLS.burst, FLOODED_CALLS.rate)
 
     def charge(self, peer: PeerId, method: str) -> None:
         """Charge a call. Raises LimitError if the caller has used up its allowance for now."""
@@ -87,10 +90,16 @@ class CallGuard:
         """Charge a call that a servicer refused as wrong."""
         self._refused.try_take(peer, self._clock())
 
+    def charge_flood(self, peer: PeerId) -> None:
+        """Charge a call that was refused or cancelled, and cut a caller that goes on with them."""
+        if not self._floods.try_take(peer, self._clock()):
+            self._supervisor.ban(peer)
+
     def record_refusal(self, peer: PeerId, method: str, fault: LimitError) -> None:
         """Count and log a call above the allowance."""
         self._supervisor.refusals[fault.metric_label] += 1
         logger.debug("refusing a call of %s to %s: %s", peer, method, fault)
+        self.charge_flood(peer)
 
     def _own_buckets(self, method: str) -> TokenBuckets:
         if method not in self._own:
@@ -138,6 +147,9 @@ def _guard_handler(handler: Any, method: str, guard: CallGuard) -> Any:
                 return await answer
             async for reply in answer:
                 await context.write(reply)
+        except asyncio.CancelledError:
+            guard.charge_flood(peer)
+            raise
         finally:
             if peer != UNKNOWN_CALLER and is_wrong_call(context.code()):
                 guard.charge_refused(peer)

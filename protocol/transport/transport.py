@@ -18,7 +18,7 @@ import grpc
 from protocol.errors import MalformedError, MurmurError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId, public_key
 from protocol.transport.call_guard import CallGuard, GuardedServer
-from protocol.transport.connection_supervisor import ByteCount, ConnectionLimits, ConnectionSupervisor, TrafficCounter
+from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.dial_policy import DialPolicy
 from protocol.transport.guarded_dials import GuardedDials
 from protocol.transport.libp2p.client import Stream, split_address
@@ -31,6 +31,7 @@ from protocol.transport.tls.listener import Endpoint, TlsDialer, TlsLimits, TlsL
 from protocol.transport.tls.resolver import Resolver
 from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES, RpcChannel
 from protocol.transport.tls.rpc_server import RpcServer
+from protocol.transport.tunnel import ByteCount, ConnectionLimits, TrafficCounter
 
 __all__ = ["UNKNOWN_CALLER", "Transport", "caller"]
 

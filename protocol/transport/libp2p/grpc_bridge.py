@@ -76,6 +76,8 @@ class InboundBridge:
 
     async def _bridge_stream(self, peer: PeerId, far: Stream) -> None:
         """Carry a stream of an authenticated peer until it ends."""
+        if not self._supervisor.may_open_stream(peer):
+            return
         try:
             near = await self._connect_to_server(peer)
         except OSError as error:

@@ -26,9 +26,10 @@ from google.protobuf.message import DecodeError
 
 from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError, describe_error
 from protocol.identity import PeerId
-from protocol.transport.connection_supervisor import ConnectionSupervisor, CutReason, TransferProgress, cut_reason_for
+from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.libp2p.client import BUFFER_BYTES
 from protocol.transport.tls.connection import TlsConnection
+from protocol.transport.tunnel import CutReason, TransferProgress, cut_reason_for
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
 import logging
+import random
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from protocol.membership.dht_storage import (
     MAX_ENTRIES,
     MAX_REQUEST_BYTES,
     MAX_REQUEST_KEYS,
+    MAX_STRANGERS,
     AnnouncementValidator,
     BoundedStorage,
     PeerIdRoutingTable,
@@ -145,18 +147,30 @@ def test_storage_refuses_other_entries() -> None:
     assert len(storage) == 1
 
 
-def test_flood_is_bounded_and_displaces_no_entry() -> None:
-    storage, key = BoundedStorage([TOPIC], SwarmClock(ManualClock())), TOPIC.key
+def test_strangers_that_come_first_hide_nobody() -> None:
+    storage = BoundedStorage([TOPIC], SwarmClock(ManualClock()), random.Random(0))
+    add_announcements(storage, MAX_ENTRIES)  # as many keys of one person
+    assert len(storage) == MAX_STRANGERS
     honest = add_announcements(storage, 10)
+    stored = storage.get(TOPIC.key)
+    assert stored is not None
+    found = {peer for peer, _ in stored.value.items()} & {identity.peer_id for identity in honest}
+    assert len(found) >= 5  # the control: if the first entries stayed, there would be none
+
+
+def test_flood_is_bounded_and_displaces_no_known_peer() -> None:
+    storage, key = BoundedStorage([TOPIC], SwarmClock(ManualClock()), random.Random(0)), TOPIC.key
+    honest = add_announcements(storage, 10)
+    storage.known = frozenset(identity.peer_id for identity in honest)
     add_announcements(storage, 300)
     stored = storage.get(key)
-    assert stored is not None and len(storage) == MAX_ENTRIES
+    assert stored is not None and len(storage) == MAX_STRANGERS + 10
     stored_peers = {peer for peer, _ in stored.value.items()}
     assert {identity.peer_id for identity in honest} <= stored_peers
     for step in range(1, 1000):  # one peer renews repeatedly
         announcement = make_announcement(honest[0], RUN, (), NOW + step / 100)
         assert storage.store_subkey(key, announcement.subkey, announcement.value, announcement.dht_expiration)
-    assert len(storage) == MAX_ENTRIES
+    assert len(storage) == MAX_STRANGERS + 10
     hivemind_storage = DHTLocalStorage()  # control: it grows with every store
     for step in range(1000):
         hivemind_storage.store(key, VALUE, EXPIRATION_OFFSET_SECONDS + step)
@@ -167,12 +181,12 @@ def test_topics_are_separate_and_each_has_its_own_limit() -> None:
     other = run_topic("cd" * 32)
     storage = BoundedStorage([TOPIC, other], SwarmClock(ManualClock()))
     add_announcements(storage, MAX_ENTRIES + 5)
-    assert len(storage) == MAX_ENTRIES and other.key not in storage
+    assert len(storage) == MAX_STRANGERS and other.key not in storage
     theirs = make_announcement(IDENTITY, "cd" * 32, ADDRESSES, NOW)
     assert storage.store_subkey(other.key, theirs.subkey, theirs.value, theirs.dht_expiration), (
         "a full topic does not fill another"
     )
-    assert len(storage) == MAX_ENTRIES + 1 and {key for key, _ in storage.items()} == {TOPIC.key, other.key}
+    assert len(storage) == MAX_STRANGERS + 1 and {key for key, _ in storage.items()} == {TOPIC.key, other.key}
 
 
 @pytest.mark.parametrize("skew", [-7200.0, 7200.0])

@@ -15,13 +15,15 @@ from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverR
 from protocol.transport import call_guard
 from protocol.transport.call_guard import (
     ALLOWANCES,
+    FLOODED_CALLS,
     REFUSED_CALLS,
     SHARES_OF_OTHERS,
     CallGuard,
     GuardedServer,
     is_wrong_call,
 )
-from protocol.transport.connection_supervisor import ConnectionLimits, ConnectionSupervisor, TrafficCounter
+from protocol.transport.connection_supervisor import STREAM_BURST, ConnectionSupervisor
+from protocol.transport.tunnel import ConnectionLimits, TrafficCounter
 
 METHOD = "murmur.v1.Rounds/Chain"
 VOTER, STRANGER = (Identity.create().peer_id for _ in range(2))
@@ -169,3 +171,21 @@ async def test_calls_above_the_allowance_do_not_reach_the_servicer(
         assert rounds.deliveries <= REFUSED_CALLS.burst
     else:  # the control
         assert (rounds.chains, rounds.deliveries) == (100, 200)
+
+
+async def test_caller_that_goes_on_is_cut_and_opens_no_stream_for_a_while() -> None:
+    async with guard_at(Clock()) as (guard, supervisor):
+        assert supervisor.may_open_stream(STRANGER)
+        for _ in range(int(FLOODED_CALLS.burst) + 1):
+            guard.record_refusal(STRANGER, METHOD, LimitError("too many calls"))
+        assert not supervisor.may_open_stream(STRANGER) and supervisor.may_open_stream(VOTER)
+        assert supervisor.refusals["cut for flooding"] == 1
+
+
+async def test_strangers_share_a_rate_of_bytes_and_of_new_streams() -> None:
+    async with guard_at(Clock()) as (_, supervisor):
+        opened = sum(supervisor.may_open_stream(f"stranger {n}") for _ in range(100) for n in range(100))
+        assert opened <= 8 * STREAM_BURST + 100  # the control: 10,000 were tried
+        assert sum(supervisor.may_open_stream(VOTER) for _ in range(20)) == 20
+        assert supervisor._inbound_limiter_of(STRANGER) is supervisor._strangers_limiter
+        assert supervisor._inbound_limiter_of(VOTER) is None

@@ -6,16 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protocol.transport.connection_supervisor import (
-    ByteCount,
-    BytePump,
-    ConnectionLimits,
-    ConnectionSupervisor,
-    TrafficCounter,
-    TransferProgress,
-    Tunnel,
-)
+from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.libp2p.client import Stream
+from protocol.transport.tunnel import ByteCount, BytePump, ConnectionLimits, TrafficCounter, TransferProgress, Tunnel
 
 pytestmark = pytest.mark.slow
 

@@ -20,10 +20,10 @@ from protocol.errors import UnreachableError
 from protocol.identity import Identity
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from protocol.transport.connection_supervisor import ConnectionLimits
 from protocol.transport.multipath import BulkTransport
 from protocol.transport.multipath_policy import BulkPath
 from protocol.transport.transport import Transport, caller
+from protocol.transport.tunnel import ConnectionLimits
 from tests.protocol.conftest import StartPeer, StartTransport
 from tests.protocol.transport.sample_peer import SampleBlobs
 

@@ -11,9 +11,9 @@ import pytest
 
 from protocol.murmur_pb2 import FetchRequest, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from protocol.transport.connection_supervisor import ConnectionLimits
 from protocol.transport.rate_limit import BURST_SECONDS, FairQueue, Flow, RateLimiter
 from protocol.transport.transport import Transport
+from protocol.transport.tunnel import ConnectionLimits
 from tests.protocol.conftest import StartTransport
 from tests.protocol.transport.sample_peer import SampleBlobs
 

@@ -16,9 +16,9 @@ from protocol.identity import Identity
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
 from protocol.transport import transport as transports
-from protocol.transport.connection_supervisor import ConnectionLimits
 from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES
 from protocol.transport.transport import Transport, caller
+from protocol.transport.tunnel import ConnectionLimits
 from tests.protocol.conftest import StartPeer, StartTransport
 from tests.protocol.transport.sample_peer import SampleBlobs
 
@@ -269,6 +269,7 @@ async def test_paused_reader_pauses_the_sender(start_transport: StartTransport) 
 async def test_oversized_message_is_refused_by_the_receiver(start_transport: StartTransport) -> None:
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
     await introduce_peers(client, callee)
+    await introduce_peers(callee, client)  # strangers send slowly
     stub = BlobsStub(client.channel(callee.peer_id))
     assert (await stub.Pieces(PiecesRequest(digest=bytes(MEBIBYTE)), timeout=5)).size == MEBIBYTE
     with pytest.raises(Call, match="RESOURCE_EXHAUSTED"):

@@ -13,7 +13,7 @@ import pytest
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
-from protocol.transport.connection_supervisor import ConnectionLimits, ConnectionSupervisor, TrafficCounter
+from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.libp2p.grpc_bridge import caller
 from protocol.transport.tls.connection import TlsConnection
 from protocol.transport.tls.handshake import ServerHandshake, make_client_context
@@ -28,6 +28,7 @@ from protocol.transport.tls.rpc import (
     RpcChannel,
 )
 from protocol.transport.tls.rpc_server import RpcServer
+from protocol.transport.tunnel import ConnectionLimits, TrafficCounter
 from tests.protocol.garbled_server import GARBLED
 
 CALLER = Identity.create().peer_id
