@@ -67,6 +67,9 @@ def init(
     organiser: Annotated[str, typer.Option(help="your name, shown on the page")] = "",
     licence: Annotated[str, typer.Option(help="licence of the model, such as Apache-2.0")] = "",
     recipe: Annotated[str, typer.Option(help="method of training; see `murmur recipes`")] = "frugal",
+    public: Annotated[
+        bool, typer.Option("--public", help="for strangers: only keys with a ticket of yours take part")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="ask nothing; take the defaults")] = False,
 ) -> None:
     """Write a first manifest: five questions, or flags."""
@@ -85,6 +88,7 @@ def init(
         organiser=organiser,
         licence=licence,
         recipe=recipe,
+        public=public,
     )
     write_manifest(target, options, ask=sys.stdin.isatty() and not yes)
 

@@ -69,6 +69,7 @@ class InitOptions:
     organiser: str = ""
     licence: str = ""
     recipe: str = "frugal"
+    public: bool = False
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ def manifest_text(options: InitOptions, folder: Path, organiser_key: str) -> str
     }
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
     numbers = {"vocabulary": data.vocabulary, "tokens": tokens, "steps": steps, "warmup": max(1, steps // 50)}
-    return "".join(_fill_line(line, quoted | vars(size) | numbers) for line in TEMPLATE.splitlines())
+    template = TEMPLATE + (PUBLIC_TEMPLATE if options.public else "")
+    return "".join(_fill_line(line, quoted | vars(size) | numbers) for line in template.splitlines())
 
 
 def _fill_line(line: str, values: Mapping[str, object]) -> str:
@@ -257,6 +259,11 @@ def _fill_line(line: str, values: Mapping[str, object]) -> str:
     filled = code.format(**values)
     return f"{filled:<26}  # {comment}\n" if separator and "=" in code else f"{filled}{separator}{comment}\n"
 
+
+PUBLIC_TEMPLATE = """
+[admission]
+mode = "tickets"  # only keys to which you give a ticket take part: murmur ticket RUN.toml KEY
+"""
 
 TEMPLATE = """\
 # A run of Murmuration. All keys: docs/reference/manifest.md. Anyone who has this file can join.

@@ -404,6 +404,7 @@ class Replica:
             "revisions": self._node.revisions.describe(),
             "bytes_carried": self.blob_relay.bytes_relayed,
             "alone": self.swarm_view.is_isolated(),
+            "has_vote": self.replicated.chain.electorate.has_vote(self._node.identity.peer_id),
             "trainer_restarts": self.trainer.crash_count,
             "trainer_trouble": self.trainer.not_running_reason,
             "unsaved": self.checkpointer.last_error,

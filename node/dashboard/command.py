@@ -34,6 +34,7 @@ from node.monitoring.logs import configure_logs
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions, parse_node_options
+from node.own_ticket import require_admission
 from node.paths import host_dir
 from node.process import handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically
@@ -122,6 +123,12 @@ class HostOptions:
     flags: NodeFlags = NodeFlags()
 
 
+OPEN_TO_ALL = (
+    "anybody who finds this run can earn votes in it, and those who come first decide; to choose who takes part, begin "
+    'a run with [admission] mode = "tickets" (`murmur init --public`), or name admission.founders'
+)
+
+
 def host(options: HostOptions) -> None:
     """Serve the run until Ctrl-C. Raises MurmurError."""
     signed = load_signed_manifest(options.run)
@@ -136,11 +143,14 @@ def host(options: HostOptions) -> None:
     )
     if options.train:
         require_usable_device(settings)
+        require_admission(manifest, RunDir(settings.folder), None)
     with configure_logs(settings.log_json, settings.verbose) as display:
         with display.activity("reading the text"):
             _check_text(settings, options.train)
         if not manifest.run.organiser_key:
             logger.info("nobody can steer this run: its manifest has no run.organiser_key, which `murmur init` writes")
+        if options.public and manifest.admission.mode == "open" and not manifest.admission.founders:
+            logger.warning(OPEN_TO_ALL)
         if options.train:
             asyncio.run(_host_and_train(settings, display, address, options.public))
         else:

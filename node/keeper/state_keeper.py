@@ -280,6 +280,7 @@ class StateKeeper:
     def _announce(self) -> None:
         """Publish the state that we hold; before the first, the start of the chain shows that we keep states."""
         head, state = self.chain.head, self.blob.digest if self.blob else b""
+        self._parts.directory.set_voters(self.chain.electorate.voters)
         if self.error:
             head, state = ChainHead(0, b"", 0), b""
         self._parts.directory.publish(

@@ -148,6 +148,7 @@ def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOption
         values["method"] = {"recipe": options.recipe}  # the other recipe's parts have other options
         if options.rounds is None and manifest.target.rounds is not None:
             values["target"] = {"tokens": tokens_in_rounds(manifest, manifest.target.rounds, peers)}
+    values.pop("admission", None)  # the peers of this machine need neither tickets nor a list
     values["target"]["keepers"] = 0  # all peers keep the model in the same folder
     data = values["data"]
     if data["tokenizer"]:

@@ -93,6 +93,9 @@ class NodeStatus(BaseModel):
     absence: str = Field(default="", description="why the newest round has none of our work; empty: it has")
     trainer_trouble: str = Field(default="", description="why no trainer runs; empty: one does")
     unsaved: str = Field(default="", description="why the newest checkpoint is not on disk; empty: it is")
+    has_vote: bool | None = Field(
+        default=None, description="whether its key has a vote in the next round; absent before the first commit"
+    )
     alone: bool = Field(default=False, description="no other trainer can be reached, though there are or were some")
     paused: str = Field(default="", description="why the trainer pauses; empty: it does not")
     standstill: str = Field(default="", description="for how long no round was decided; empty: not unusually long")
@@ -194,6 +197,7 @@ class NodeStatus(BaseModel):
                 *self.describe_direct_paths(),
                 *self.describe_relayed(),
                 f"contributing: {self.describe_contributing()}",
+                *(["no vote yet"] if self.has_vote is False else []),
                 *([f"not saved: {self.unsaved}"] if self.unsaved else []),
                 *([self.key_conflict] if self.key_conflict else []),
             )

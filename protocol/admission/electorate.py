@@ -124,6 +124,10 @@ class Electorate:
         groups: tuple[Set[PeerId], ...] = (self.voters, self.attendance.keys())
         return frozenset(known & next((group for group in groups if not group.isdisjoint(members)), known))
 
+    def has_vote(self, peer: PeerId) -> bool | None:
+        """Return whether a key has a vote, None while nobody has one yet."""
+        return peer in self.voters if self.voters else None
+
     def is_regular(self, peer: PeerId) -> bool:
         """Return whether the last commits all include a key: peers wait for its next contribution."""
         return self.attendance.get(peer, 0) & _REGULAR == _REGULAR

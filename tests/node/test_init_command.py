@@ -113,3 +113,10 @@ def test_five_questions_on_a_terminal_are_asked_again_after_a_wrong_answer(home:
     assert (manifest.run.name, manifest.model.width, manifest.run.min_peers) == ("mary", 128, 1)
     assert manifest.about.description == "To learn."
     assert result.stdout.count("is not a") + result.stderr.count("is not a") == 3
+
+
+def test_manifest_for_strangers_asks_for_tickets_and_another_does_not(tmp_path: Path) -> None:
+    key = Identity.create().peer_id
+    for public, mode in ((True, "tickets"), (False, "open")):
+        text = manifest_text(InitOptions(public=public), tmp_path, key)
+        assert parse_manifest(text.encode(), "").admission.mode == mode

@@ -38,6 +38,10 @@ LARGE = parse_manifest(TEXT.replace("vocabulary = 16", "vocabulary = 65536").enc
 
 class FakeDirectory:
     peer_id = "me"
+    voters: frozenset[str] = frozenset()
+
+    def set_voters(self, voters: frozenset[str]) -> None:
+        self.voters = voters
 
     def __init__(self) -> None:
         self.records: dict[PeerId, PeerRecord] = {}
