@@ -160,6 +160,8 @@ class KnownPeers:
             merged.is_own_record_urgent |= self._observe_own_key(signed, now)
         record = self.table.read_news(signed, self._clock.now())
         if record is None:
+            if origin != "other":
+                self.table.confirm(signed.peer)
             return
         if signed.peer not in self.table and not self._newcomers.try_take(sender, origin, len(self.table), now):
             raise NewcomerError(f"{sender} names more new peers than are taken now")

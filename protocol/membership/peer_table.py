@@ -208,7 +208,11 @@ class PeerTable:
         return PeerLeft(peer, self.reason_left(peer), None if entry is None else entry.record)
 
     def known_sequences(self) -> dict[PeerId, int]:
-        return {peer: entry.record.sequence for peer, entry in self._entries.items()}
+        """Return the sequences of the records that are passed on.
+
+        Those of keys that nobody vouches for stay here until the key has spoken: peers take our word for the others.
+        """
+        return {peer: entry.record.sequence for peer, entry in self._entries.items() if entry.is_confirmed}
 
     def records_of(self, peers: Iterable[PeerId]) -> list[Signed]:
         return [self._entries[peer].signed for peer in peers if peer in self._entries]

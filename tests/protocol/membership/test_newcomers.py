@@ -124,6 +124,18 @@ def test_key_counts_as_live_once_it_has_spoken_or_a_voucher_names_it() -> None:
     assert first.peer_id in known.live()
 
 
+def test_key_that_nobody_vouches_for_is_not_passed_on() -> None:
+    """Otherwise an honest voter would vouch for the keys that a stranger sent it."""
+    stranger, voter, fresh = Identity.create(), Identity.create(), Identity.create()
+    known, record = open_table(), record_of(fresh)
+    known.set_voters(frozenset({voter.peer_id}))
+    known.merge([record_of(stranger), record], stranger.peer_id, 0.0)
+    assert fresh.peer_id in known.table  # the control: a table that passed on all that it has would name it
+    assert known.table.known_sequences().keys() == {known.peer_id, stranger.peer_id}
+    known.merge([record], voter.peer_id, 0.0)  # not newer, but a voter's word
+    assert fresh.peer_id in known.table.known_sequences() and fresh.peer_id in known.live()
+
+
 def test_newer_record_of_a_live_peer_is_taken_from_anybody() -> None:
     stranger, peer = Identity.create(), Identity.create()
     known = open_table()
