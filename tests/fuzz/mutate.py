@@ -19,6 +19,8 @@ _BITS = {
     FieldDescriptor.TYPE_INT32: 31,
     FieldDescriptor.TYPE_UINT64: 64,
     FieldDescriptor.TYPE_INT64: 63,
+    FieldDescriptor.TYPE_FIXED32: 32,
+    FieldDescriptor.TYPE_FIXED64: 64,
 }
 
 

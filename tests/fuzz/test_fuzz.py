@@ -19,7 +19,7 @@ def test_no_frame_breaks_a_decoder() -> None:
     report = fuzz(FRAMES, SEED, seconds=SECONDS)
     assert not report.finds, [(find.target, find.reason) for find in report.finds[:5]]
     assert report.growth_bytes < MAX_GROWTH_BYTES
-    assert sum(report.frames.values()) > 1000
+    assert sum(report.frames.values()) > 200
     assert report.refused.total() and report.accepted.total()  # frames reach the checks, and some pass them
 
 
