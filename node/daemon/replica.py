@@ -27,7 +27,7 @@ from node.daemon.run_limits import contribution_limits, max_store_bytes
 from node.daemon.services import InboundQuota
 from node.daemon.state_effects import StateEffects, StateTools
 from node.daemon.swarm_view import SwarmView
-from node.daemon.trainer_link import TrainerLink, TrainerTools
+from node.daemon.trainer_link import TrainerLink, TrainerTools, build_trainer_config
 from node.disk_budget import choose_budget
 from node.from_manifest import (
     build_pacing,
@@ -42,7 +42,6 @@ from node.ipc.channel import (
     FromTrainer,
     PauseChanged,
     Ready,
-    TrainerConfig,
     TrainerProgress,
 )
 from node.ipc.shared_memory import SharedLayout, SharedMemory
@@ -83,7 +82,6 @@ from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-VALIDATION_TOKENS = 16_384
 SLOW_COMPILE_SECONDS = 5.0  # a shorter warm-up found the kernels compiled
 
 
@@ -249,8 +247,10 @@ class Replica:
         self._node.metrics.add_refusal_counter(self.auditor)
 
     def _build_trainer(self) -> None:
+        options, me, number = self._node.options, self._node.identity.peer_id, self.replicated.chain.round
+        trainer_config = build_trainer_config(self.manifest, options, self._run_dir, me, number)
         tools = TrainerTools(
-            process=TrainerProcess(self.shared_memory, self._trainer_config()),
+            process=TrainerProcess(self.shared_memory, trainer_config),
             shared_memory=self.shared_memory,
             store=self.store,
             contribution_file=self._contribution_file,
@@ -272,18 +272,6 @@ class Replica:
             self.trainer,
             self,
             self.status_reporter,
-        )
-
-    def _trainer_config(self) -> TrainerConfig:
-        options = self._node.options
-        return TrainerConfig(
-            manifest=self.manifest.to_toml(),
-            base=str(options.base),
-            blobs=str(self._run_dir.blobs),
-            peer_id=self._node.identity.peer_id,
-            options=options.for_trainer,
-            round=self.replicated.chain.round,
-            validation_tokens=VALIDATION_TOKENS,
         )
 
     def _build_effects(self) -> None:

@@ -31,6 +31,7 @@ from node.ipc.channel import (
     RowsSkipped,
     SetResting,
     SubmitEarly,
+    TrainerConfig,
     TrainerProgress,
     TrainerWarning,
 )
@@ -46,10 +47,14 @@ from node.loop.contributions import (
     store_parts,
 )
 from node.monitoring.status import ErrorRecorder
+from node.options import NodeOptions
+from node.run_dir import RunDir
 from node.workers import RunInThread
 from protocol.blobs.store import BlobStore
-from protocol.manifest import TrainSection
+from protocol.identity import PeerId
+from protocol.manifest import Manifest, TrainSection
 
+VALIDATION_TOKENS = 16_384
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
 EVALUATION_SECONDS = 60.0  # for the validation loss of the run's last round
@@ -75,6 +80,21 @@ class TrainerTools:
     contribution_file: ContributionFile
     run_in_thread: RunInThread
     work_keeper: WorkKeeper | None = None
+
+
+def build_trainer_config(
+    manifest: Manifest, options: NodeOptions, run_dir: RunDir, peer_id: PeerId, number: int
+) -> TrainerConfig:
+    """Return what the trainer of this node needs to begin with round `number`."""
+    return TrainerConfig(
+        manifest=manifest.to_toml(),
+        base=str(options.base),
+        blobs=str(run_dir.blobs),
+        peer_id=peer_id,
+        options=options.for_trainer,
+        round=number,
+        validation_tokens=VALIDATION_TOKENS,
+    )
 
 
 class TrainerLink:
