@@ -1,9 +1,15 @@
 """Fewer than a third of the voters lie: the honest agree, apply nothing made up, lose nothing and go on."""
 
+from collections.abc import Callable
+
 import pytest
 
+from protocol.conduct.conduct import Conduct
+from protocol.consensus import handlers, machine
+from protocol.consensus.rules import view_change
+from protocol.consensus.topology import Butterfly, draw_reducers
 from tests.simulation.liars import LIARS
-from tests.simulation.seeded_run import SeededRun
+from tests.simulation.seeded_run import InvariantError, SeededRun
 
 pytestmark = pytest.mark.slow
 
@@ -18,3 +24,59 @@ def test_a_lie_harms_nobody(lie: str) -> None:
         story.run()
         told += len(story.swarm.lies_told)
     assert told > SEEDS / 2, "the lie is hardly ever told"
+
+
+def sums_each_part_once(patch: pytest.MonkeyPatch) -> None:
+    """Acknowledges sums that nobody has checked."""
+
+    def assign_once(self: Butterfly, seed: bytes, contributors: tuple[str, ...]) -> tuple[str, ...]:
+        return draw_reducers(seed, contributors, self.parts, 1)
+
+    patch.setattr(Butterfly, "assign_reducers", assign_once)
+
+
+def believes_in_any_contributor(patch: pytest.MonkeyPatch) -> None:
+    """Follows rosters and acknowledges commits with contributions that nobody made."""
+    patch.setattr(handlers, "unknown_contributors", lambda state, entries: frozenset())
+    for module in (machine, view_change):
+        patch.setattr(module, "proposal_fault", lambda state, proposal: None)
+
+
+@pytest.mark.parametrize(
+    ("bug", "lie"), [(sums_each_part_once, "made up sums"), (believes_in_any_contributor, "invented contributors")]
+)
+def test_without_a_rule_its_lie_succeeds(
+    bug: Callable[[pytest.MonkeyPatch], None], lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    found = next((seed for seed in range(60) if is_broken(seed, lie)), None)
+    assert found is not None
+    monkeypatch.undo()
+    assert not is_broken(found, lie)
+
+
+def is_broken(seed: int, lie: str) -> bool:
+    try:
+        SeededRun(seed, lies=(lie,)).run()
+    except InvariantError as error:
+        print(error)
+        return True
+    return False
+
+
+def count_excluded(lie: str) -> int:
+    """Return in how many runs every honest peer excludes every liar."""
+    count = 0
+    for seed in range(SEEDS):
+        story = SeededRun(seed, lies=(lie,))
+        story.run()
+        honest = [peer for peer in story.swarm.alive() if peer.name not in story.swarm.liars]
+        count += all(peer.loop.conduct.excluded == story.swarm.liars for peer in honest)
+    return count
+
+
+def test_peers_that_contribute_twice_are_excluded_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control ignores equivocation, as before."""
+    assert count_excluded("two contributions") > 0.8 * SEEDS
+    monkeypatch.setattr(Conduct, "_prove", lambda self, first, second: None)
+    assert count_excluded("two contributions") == 0
