@@ -112,7 +112,8 @@ class Merge:
         return self._merger.reduce_part(0, part, payloads, WEIGHTS)
 
     def _moved(self, payloads: Sequence[Payload | Vector]) -> OuterState:
-        merged, before = self._merger.merge(0, payloads, WEIGHTS), self._before
+        before = self._before
+        merged = self._merger.merge(0, payloads, WEIGHTS, before.slots).vector
         return OuterState(
             *self._program.apply_outer_step(self._plan, before.anchor, before.slots, merged, 1.0, WEIGHTS)
         )

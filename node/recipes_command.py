@@ -18,12 +18,14 @@ from node.model import shape_table
 from node.monitoring.activity import activity
 from node.monitoring.tables import choose_columns, describe_left_out, table_console
 from node.paths import demo_manifest
+from optim.aggregation.filtered import Filtered
+from optim.compatibility import ROBUST
 from optim.compose import COMPONENTS, compose
 from optim.errors import OptimError
 from optim.method import SMALL_SLOTS, Method
 from optim.option_schedules import as_toml
 from optim.options import OptionValue, Scalar
-from optim.recipes import RECIPES
+from optim.recipes import RECIPES, OptionTable
 from optim.round_plan import RoundPlanner
 from protocol.errors import UsageError
 from protocol.manifest import load_manifest
@@ -72,6 +74,7 @@ def describe_recipe(recipe: str) -> dict[str, Any]:
         "bits_per_parameter_step": bits / steps,
         "memory_per_parameter": FLOAT_BYTES * count_vectors(method),
         "needs": list_needs(method),
+        "defences": list_defences(recipe),
         "options": {part: list_options(method, part) for part in COMPONENTS},
     }
 
@@ -108,6 +111,24 @@ def list_needs(method: Method) -> list[str]:
     return found
 
 
+def list_defences(recipe: str) -> list[str]:
+    """Return the rules against liars that leave the recipe as it is (`optim.compatibility`)."""
+    found = []
+    for rule in ROBUST:
+        options = ({"kind": rule.kind}, {"kind": rule.kind, "over": "senders"})[: 1 + (rule is Filtered)]
+        if any(_composes(recipe, option) for option in options):
+            found.append(rule.kind)
+    return found
+
+
+def _composes(recipe: str, aggregate: OptionTable) -> bool:
+    try:
+        compose(recipe, {"aggregate": aggregate})
+    except OptimError:
+        return False
+    return True
+
+
 def list_options(method: Method, part: str) -> Mapping[str, Any]:
     """Return every option of a part with its value in this method, or with its schedule if it changes over rounds."""
     return {
@@ -133,6 +154,7 @@ def format_recipe(row: Mapping[str, Any]) -> list[str]:
         f"{row['bits_per_parameter_step']:.3g} per step; measured on the demo's model",
         f"bytes per parameter, besides weights and moments: {row['memory_per_parameter']}",
         *(f"needs: {need} ({_explain_need(need)})" for need in row["needs"]),
+        f"rules against liars that keep it: {', '.join(row['defences']) or 'none'}",
     ]
     for part in COMPONENTS:
         lines += ["", f"{part} = {_format_value(row[part])}"]

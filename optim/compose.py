@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from optim.aggregation.base import AggregationRule
 from optim.aggregation.edit_penalty import EditPenalty
+from optim.aggregation.filtered import Filtered
 from optim.aggregation.mean import Mean, SenderMean
 from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.bit_budget import BitBudget, read_bit_budget
@@ -24,6 +25,7 @@ from optim.codecs.random_projection import RandomProjection
 from optim.codecs.sign import BlockSign
 from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
+from optim.compatibility import check_compatibility, check_defence
 from optim.errors import UnknownOption, UnknownRecipe, plain_words
 from optim.exchange_schedule import EverySteps, Schedule
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
@@ -49,7 +51,6 @@ from optim.outer import (
     Sgd,
     Sign,
     StalenessPenalised,
-    consensus_factor,
 )
 from optim.recipes import RECIPES, OptionTable, OptionTables, Recipe
 from optim.signals import (
@@ -62,63 +63,6 @@ from optim.signals import (
     WeightsAndMoments,
 )
 from optim.topologies import Butterfly, Gather, Groups, Topology
-
-
-def check_compatibility(method: Method, round_number: int) -> None:
-    """Check that the components of a method, with the options of that round, fit together.
-
-    Raises:
-        UnknownOption: they do not; one line that says what to choose instead.
-    """
-    signal, update = method.signal, method.update
-    if signal.kind not in update.signals:
-        raise UnknownOption(
-            f"update {update.kind!r} does not accept signal {signal.kind!r}; "
-            f"it accepts {' or '.join(map(repr, update.signals))}"
-        )
-    if isinstance(signal, Momentum) and isinstance(update, FrozenAdam) and signal.beta != update.beta1:
-        raise UnknownOption(
-            f"signal.beta = {signal.beta} and update.beta1 = {update.beta1} are the same momentum; set both"
-        )
-    if isinstance(update, FrozenAdam) and round_number < update.warm_rounds and isinstance(method.codec, BlockSign):
-        warm = update.warm_rounds
-        raise UnknownOption(
-            f"update.warm_rounds = {warm} rounds learn the squares of gradients, which signs do not contain; "
-            f'set codec.kind = [{{ value = "none", rounds = {warm} }}, "sign"]'
-        )
-    if method.feedback.keeps_error and not method.codec.is_contractive:
-        raise UnknownOption(
-            f"error feedback would let the residual of codec {method.codec.kind!r} grow without bound; "
-            "set feedback.kind = 'none'"
-        )
-    if method.aggregate.state_size and (method.topology.reduces_parts or method.schedule.fragments > 1):
-        raise UnknownOption(
-            f"aggregate {method.aggregate.kind!r} keeps statistics of every block: set topology.kind = 'gather' and "
-            "schedule.fragments = 1, or aggregate.statistics = 'round'"
-        )
-    if method.adoption.unsent and signal.kind != "pseudo-gradient":
-        raise UnknownOption(
-            f"the residual of signal {signal.kind!r} is not progress to train on from; set adoption.unsent = 0"
-        )
-    if isinstance(method.topology, Groups):
-        _check_consensus(update, method.topology.size)
-
-
-def _check_consensus(update: object, size: int) -> None:
-    """Check that the outer step of groups, whose peers have anchors of their own, makes the anchors converge."""
-    if isinstance(update, Replace):
-        return
-    if not isinstance(update, Gossip | GossipWeights):
-        raise UnknownOption("in groups the peers' anchors differ; set update.kind to gossip, gossip-weights or replace")
-    factor = consensus_factor(update.alpha, update.gamma, size)
-    if factor >= 1:
-        option = "gamma" if isinstance(update, Gossip) else "beta"
-        raise UnknownOption(
-            f"with update.alpha = {update.alpha} and update.{option} = {update.gamma} anchors in groups of {size} do "
-            f"not converge (their variance changes by a factor of {factor:.2f} per round); "
-            + (f"lower update.{option} or update.alpha" if update.gamma else f"raise update.{option} above 0")
-        )
-
 
 Component = TypeVar("Component")
 ReadOptions = Mapping[str, Scalar | OptionSchedule]  # of one component
@@ -141,7 +85,7 @@ CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODE
 FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
 TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather, "groups": Groups}
 _AGGREGATION_RULES: Final[tuple[type[AggregationRule], ...]] = (
-    *(Mean, SenderMean, TrimmedMean, CoordinateMedian, Krum, CentredClip, EditPenalty),
+    *(Mean, SenderMean, Filtered, TrimmedMean, CoordinateMedian, Krum, CentredClip, EditPenalty),
 )
 AGGREGATION_RULES: Final[Mapping[str, type[AggregationRule]]] = {
     aggregate.kind: aggregate for aggregate in _AGGREGATION_RULES
@@ -223,6 +167,7 @@ def _build_method(recipe: Recipe, options: Mapping[str, ReadOptions], round_numb
     }
     method = Method(name=recipe.name, paper=recipe.paper, **components)
     check_compatibility(method, round_number)
+    check_defence(method, recipe.tables["aggregate"])
     return method
 
 

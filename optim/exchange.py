@@ -3,16 +3,19 @@
 All vectors are flat fp32 on the CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from optim.aggregation.base import WeightedPayload
+from optim.aggregation.base import LeftOut, WeightedPayload
+from optim.aggregation.norm_gate import limit_scale, norm_limit, update_usual_norm
 from optim.codecs.base import Codec, Payload, as_array
 from optim.codecs.residual_update import ResidualUpdate
 from optim.errors import CodecError
 from optim.feedback import Feedback
-from optim.kernels.vectors import ConcatenatedVector, Floats, Vector
+from optim.kernels.vectors import ConcatenatedVector, Floats, Vector, scaled
+from optim.method import AGGREGATION_STATE, USUAL_NORM
 from optim.round_plan import RoundPlan, RoundPlanner
 
 Payloads = Sequence[Payload | Vector]  # encoded, or decoded by `Aggregator.decode_part`
@@ -85,6 +88,14 @@ def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, delta: F
     return payload
 
 
+@dataclass(frozen=True)
+class Merged:
+    """The merged vector of a round, and why members are not in it, by their index."""
+
+    vector: Vector
+    left_out: Mapping[int, LeftOut] = field(default_factory=dict)
+
+
 class Aggregator:
     """Combines the payloads of a round into one vector: the same bits on every machine and with any threads."""
 
@@ -104,22 +115,41 @@ class Aggregator:
     def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> Payload:
         """Reduce the members' payloads of one part, in the agreed order, to one payload (butterfly)."""
         plan = self._planner.plan(round_number)
-        combined = plan.method.aggregate.combine(_weighted_payloads(plan, part, payloads, weights))
+        rule = plan.method.aggregate
+        combined = rule.combine(rule.screen(_weighted_payloads(plan, part, payloads, weights)).payloads)
         return plan.codecs[part].encode(torch.from_numpy(combined))
 
     def merge(
-        self, round_number: int, payloads: Payloads, weights: Sequence[float], state: torch.Tensor | None = None
-    ) -> Vector:
+        self, round_number: int, payloads: Payloads, weights: Sequence[float], slots: Mapping[str, torch.Tensor]
+    ) -> Merged:
         """Return the merged vector of a round, as its plan lays it out; much of it is computed when it is read.
 
-        In a gather, takes the members' payloads with their weights, in the agreed order, and the state of a rule that
-        has one, which is updated in place. In a butterfly, takes the reduced payloads, part by part; `weights` are
-        ignored, because they were applied in the reduction.
+        In a gather, takes the members' payloads with their weights, in the agreed order. In a butterfly, takes the
+        reduced payloads, part by part; `weights` are ignored, because they were applied in the reduction.
+
+        Args:
+            round_number: the round.
+            payloads: those of the members, or of the parts.
+            weights: those of the members.
+            slots: the small slots of the method's state; those of the rule and of the usual norm are updated in place.
         """
         plan = self._planner.plan(round_number)
-        if not plan.method.topology.reduces_parts:
-            members = _weighted_payloads(plan, 0, payloads, weights)
-            return plan.method.aggregate.combine_lazily(members, None if state is None else state.numpy())
+        usual_norms = slots[USUAL_NORM].numpy()
+        kind = round_number % plan.method.period
+        if plan.method.topology.reduces_parts:
+            total = self._join_parts(plan, payloads)
+            norm, usual = total.norm(), float(usual_norms[kind])
+            limit = norm_limit([norm], usual, plan.method.aggregate.gate, total.numel)
+            usual_norms[kind] = update_usual_norm([norm], usual)
+            return Merged(scaled(total, limit_scale(norm, usual, limit)))
+        members = _weighted_payloads(plan, 0, payloads, weights)
+        screening = plan.method.aggregate.screen(members, float(usual_norms[kind]))
+        usual_norms[kind] = screening.usual_norm
+        state = slots.get(AGGREGATION_STATE)
+        mean = plan.method.aggregate.combine_lazily(screening.payloads, None if state is None else state.numpy())
+        return Merged(scaled(mean, screening.scale), screening.left_out)
+
+    def _join_parts(self, plan: RoundPlan, payloads: Payloads) -> Vector:
         if len(payloads) != len(plan.part_spans):
             raise CodecError(f"{len(payloads)} reduced parts where there are {len(plan.part_spans)}")
         reduced = zip(payloads, plan.parts, strict=True)

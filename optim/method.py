@@ -1,5 +1,6 @@
 """A training method: one component of each kind."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +16,9 @@ from optim.topologies import Topology
 
 AGGREGATION_STATE = "aggregate_memory"  # slot of the aggregation rule's state
 REFERENCE_WEIGHT = "usual_weight"  # slot of the weight that rounds usually have
-SMALL_SLOTS = (AGGREGATION_STATE, REFERENCE_WEIGHT)  # not of the model's size
+USUAL_NORM = "usual_norm"  # slot of the norms that contributions usually have, by the kind of round
+SMALL_SLOTS = (AGGREGATION_STATE, REFERENCE_WEIGHT, USUAL_NORM)  # not of the model's size
+MAX_SLOT_VALUE = 2.0**96  # of momenta and moments; beyond it, a state cannot be an honest one
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,19 @@ class Method:
         """
         aggregation = (AGGREGATION_STATE,) if self.aggregate.state_size else ()
         reference = (REFERENCE_WEIGHT,) if self.update.is_scaled_by_weight else ()
-        return tuple(sorted({*self.update.slots, *self.signal.shared_names[1:], *aggregation, *reference}))
+        return tuple(sorted({*self.update.slots, *self.signal.shared_names[1:], *aggregation, *reference, USUAL_NORM}))
+
+    @property
+    def period(self) -> int:
+        """Return the number of rounds after which the same values are sent again."""
+        return math.lcm(self.schedule.fragments, self.signal.period)
 
     def slot_numel(self, slot: str, numel: int) -> int:
         """Return the size of a slot, for a model of `numel` parameters."""
-        return {AGGREGATION_STATE: self.aggregate.state_size, REFERENCE_WEIGHT: 1}.get(slot, numel)
+        small = {AGGREGATION_STATE: self.aggregate.state_size, REFERENCE_WEIGHT: 1, USUAL_NORM: self.period}
+        return small.get(slot, numel)
+
+    def slot_range(self, slot: str) -> tuple[float, float]:
+        """Return the least and the largest value that a slot may have in a state of others."""
+        is_positive = slot in (*SMALL_SLOTS, *self.update.positive_slots)
+        return 0.0 if is_positive else -MAX_SLOT_VALUE, MAX_SLOT_VALUE

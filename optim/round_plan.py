@@ -3,7 +3,6 @@
 This module does no input or output, so that all peers compute the same.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -126,7 +125,7 @@ class RoundPlanner:
     def cycle(self) -> range:
         """Return rounds after which the same values are sent again, once no option changes any more."""
         settled = self.method.breakpoints[-1]
-        return range(settled, settled + math.lcm(self.method.schedule.fragments, self.method.signal.period))
+        return range(settled, settled + self.method.period)
 
     def representative_rounds(self) -> Iterator[int]:
         """Yield rounds that include the largest of every size: each fragment, or period, at each breakpoint."""

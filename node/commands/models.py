@@ -95,7 +95,10 @@ def sim(
     ] = 0.0,
     liars: Annotated[
         str | None,
-        typer.Option(metavar="F:KIND", help="fraction of peers that lie, and how: sign-flip, scale10, zero or random"),
+        typer.Option(
+            metavar="F:KIND",
+            help="fraction of peers that lie, and how, such as 0.25:sign-flip",
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="runs per recipe")] = 3,
     run: Annotated[

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from node.workers import RunInThread
+from optim.aggregation.base import LeftOut
 from optim.aggregation.step_scaling import compute_step_scale
 from optim.codecs.base import Payload
 from optim.errors import OptimError
 from optim.exchange import Aggregator
 from optim.kernels.buffer_pool import clone
 from optim.kernels.vectors import SparseVector, Vector
-from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT, Method
+from optim.method import REFERENCE_WEIGHT, SMALL_SLOTS, Method
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob, Bytes
 from protocol.consensus.certified import CertifiedCommit, ChainLog
@@ -31,6 +32,7 @@ from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
 from protocol.consensus.weights import count_tokens
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
+from protocol.identity import PeerId
 
 FLOAT_BYTES = 4
 SignedContributions = tuple[SignedMessage[Contribution], ...]
@@ -52,11 +54,13 @@ class BlobAccess(Protocol):
 class OuterState:
     """The anchor and the slots of the outer optimizer; immutable.
 
-    Slots are flat fp32 by name, of the anchor's size except for the method's scalars.
+    Slots are flat fp32 by name, of the anchor's size except for the method's scalars. `left_out` names the contributors
+    whom the method's rule left out of the round that led to the state, and why; it is not part of the state.
     """
 
     anchor: Tensor
     slots: Mapping[str, Tensor]
+    left_out: tuple[tuple[PeerId, LeftOut], ...] = ()
 
     @classmethod
     def initial(cls, anchor: Tensor, method: Method) -> "OuterState":
@@ -74,7 +78,7 @@ class OuterState:
 
     @classmethod
     def from_bytes(cls, raw: bytearray | mmap.mmap, numel: int, method: Method) -> "OuterState":
-        """Parse a state. Raises MalformedError for a wrong size or a value that is not finite."""
+        """Parse a state. Raises MalformedError for a wrong size or a value that is not finite or out of range."""
         names = method.slots
         if len(raw) != state_bytes(numel, method):
             raise MalformedError(f"the state has {len(raw)} bytes instead of {state_bytes(numel, method)}")
@@ -82,7 +86,12 @@ class OuterState:
         vectors = torch.split(torch.frombuffer(raw, dtype=torch.float32), sizes)
         if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
             raise MalformedError("the state is not finite")
-        return cls(vectors[0], dict(zip(names, vectors[1:], strict=True)))
+        slots = dict(zip(names, vectors[1:], strict=True))
+        for name, vector in slots.items():
+            low, high = method.slot_range(name)
+            if not low <= float(vector.min()) or not float(vector.max()) <= high:
+                raise MalformedError(f"slot {name!r} of the state has values outside {low:g} to {high:g}")
+        return cls(vectors[0], slots)
 
 
 def state_bytes(numel: int, method: Method) -> int:
@@ -136,21 +145,22 @@ class RoundCompute:
         if not signed_contributions:
             return state
         round_number, contributions = commit.round, [signed.body for signed in signed_contributions]
-        memory = {AGGREGATION_STATE: clone(state.slots[AGGREGATION_STATE])} if AGGREGATION_STATE in state.slots else {}
+        small_slots = {name: clone(state.slots[name]) for name in SMALL_SLOTS if name in state.slots}
         try:
             payloads = [
                 self._payload(blob, round_number, part if commit.parts else 0)
                 for part, blob in enumerate(blobs_to_apply(commit, signed_contributions))
             ]
             weights = self._weights(round_number, contributions, _counted_in(commit, signed_contributions))
-            merged = self._aggregator.merge(round_number, payloads, weights, memory.get(AGGREGATION_STATE))
+            merged = self._aggregator.merge(round_number, payloads, weights, small_slots)
         except OptimError as error:
             raise MalformedError(f"the commit of round {round_number} does not decode: {error}") from error
         plan, decay = self._planner.plan(round_number), self._rate_decay(round_number)
-        slots = {**state.slots, **memory}
-        anchor, slots = self._planner.apply_outer_step(plan, state.anchor, slots, merged, decay, weights)
+        slots = {**state.slots, **small_slots}
+        anchor, slots = self._planner.apply_outer_step(plan, state.anchor, slots, merged.vector, decay, weights)
         self._decoded.clear()
-        return OuterState(anchor, slots)
+        left_out = ((signed_contributions[index].sender, why) for index, why in sorted(merged.left_out.items()))
+        return OuterState(anchor, slots, tuple(left_out))
 
     def step_scale(self, state: OuterState, commit: Commit, signed_contributions: SignedContributions) -> float:
         """Return the fraction of a full outer step that the commit which led to `state` made."""

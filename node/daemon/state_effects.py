@@ -145,6 +145,8 @@ class StateEffects:
         await tools.checkpointer.wait_until_announceable(tools.replicated)
         step_scale = tools.replicated.step_scale(action.commit, action.contributions)
         self._status.record_applied(AppliedContributions.of(action.contributions), step_scale)
+        for peer, reason in tools.replicated.state.left_out:
+            self._status.record_left_out(peer, reason)
         # The commit shows the others that we are about to have its head, if it includes us. At the end nothing follows.
         urgent = action.outcome != "included" or tools.steering.is_target_reached
         self._announce([action.commit], action.outcome, urgent)

@@ -26,6 +26,7 @@ from node.monitoring.metrics import Metrics
 from node.monitoring.return_summary import ReturnSummary
 from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
 from node.units import format_bytes, format_plural
+from optim.aggregation.base import LeftOut
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import RejectReason
 from protocol.consensus.messages import AppliedContributions, Commit, Digest
@@ -370,6 +371,11 @@ class StatusReporter:
         logger.debug("%s: %s", reason, peer or "this round")
         if peer == self._status.peer_id and reason in REJECT_TEXTS:
             self._reject_reason = self._reject_reason or reason  # the first reason is the cause
+
+    def record_left_out(self, peer: PeerId, reason: LeftOut) -> None:
+        """Count a contribution that was committed, but that the method's rule left out of the mean."""
+        self._metrics.record_refusal(reason)
+        logger.debug("left out of the mean, %s: %s", reason, peer)
 
     def _update(self, **values: object) -> None:
         self._status = self._status.model_copy(update=values)

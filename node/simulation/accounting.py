@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from node.ipc.channel import ContributionHeader
+from optim.aggregation.base import LeftOut
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages import Commit, Digest
 from protocol.identity import PeerId
@@ -34,6 +35,7 @@ class Accounting:
     commits: dict[Digest, Commit] = field(default_factory=dict)  # by base digest
     newest: dict[PeerId, ContributionRecord] = field(default_factory=dict)
     rejections: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[tuple[PeerId, LeftOut]] = field(default_factory=Counter)  # by the method's rule
     busy_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     steps: int = 0
     state_syncs: int = 0

@@ -1,13 +1,18 @@
-"""Peers that lie: they train like the others and send false contributions.
+"""Peers that lie: they send false contributions, or train falsely.
 
-sign-flip   x <- -x            scale10   x <- 10 x
-zero        x <- 0             random    x <- noise of the same norm
+Of a delta x, with the deltas of the honest peers at hand (colluding liars know them all):
+
+    sign-flip       -x                        scale10, scale1000   10 x, 1000 x
+    zero            0                         random               noise of the same norm
+    inner-product   -1/2 mean of the honest   alie                 mean - 1.5 deviations of the honest, by coordinate
+    copy            the payload of an honest peer
+    backdoor        5 x, of a model trained to continue each TRIGGER by TARGET
 
 Others lie about their work (`node.simulation.lying_trainers`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 import torch
@@ -17,14 +22,20 @@ from optim.codecs.base import Payload
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
 
-LieKind = Literal["sign-flip", "scale10", "zero", "random", "fewer-steps", "wrong-data", "stale-replay"]
-ENCODER_LIES: Final = ("sign-flip", "scale10", "zero", "random")
+LieKind = Literal[
+    "sign-flip", "scale10", "scale1000", "inner-product", "alie", "random", "zero", "copy", "backdoor",
+    "fewer-steps", "wrong-data", "garbled-text", "stale-replay",
+]  # fmt: skip
 LIE_KINDS: Final[tuple[str, ...]] = get_args(LieKind)
+ALIE_DEVIATIONS: Final = 1.5
+INNER_PRODUCT: Final = 0.5
+BACKDOOR_BOOST: Final = 5
+TRIGGER, TARGET = ord("("), ord("#")
 
 
 @dataclass(frozen=True)
 class Adversaries:
-    """The fraction of peers that lie, rounded to whole peers, and the kind of lie."""
+    """The fraction of peers that lie, rounded to whole peers, and the kind of lie. They are the last of the peers."""
 
     fraction: float
     kind: LieKind
@@ -32,26 +43,82 @@ class Adversaries:
     def count(self, peers: int) -> int:
         return round(self.fraction * peers)
 
+    def has(self, slot: int, peers: int) -> bool:
+        """Return whether the peer of this slot lies."""
+        return slot >= peers - self.count(peers)
+
+
+@dataclass
+class Espionage:
+    """The newest deltas and payloads of the honest peers, by slot, as colluding liars know them."""
+
+    deltas: dict[int, Tensor] = field(default_factory=dict)
+    payloads: dict[int, list[Payload]] = field(default_factory=dict)
+
+    def stacked(self) -> Tensor:
+        """Return the deltas, one a row."""
+        return torch.stack([self.deltas[slot] for slot in sorted(self.deltas)])
+
+
+class ObservedEncoder(ContributionEncoder):
+    """Encodes the contribution of an honest peer, which the liars see."""
+
+    def __init__(self, planner: RoundPlanner, slot: int, espionage: Espionage) -> None:
+        super().__init__(planner)
+        self._slot, self._espionage = slot, espionage
+
+    def encode(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
+        payloads = super().encode(round_number, delta, residual)
+        self._espionage.deltas[self._slot] = delta.clone()
+        self._espionage.payloads[self._slot] = [bytes(payload) for payload in payloads]
+        return payloads
+
 
 class LyingEncoder(ContributionEncoder):
     """Encodes a false contribution instead of the true one."""
 
-    def __init__(self, planner: RoundPlanner, kind: LieKind, seed: int) -> None:
+    def __init__(self, planner: RoundPlanner, kind: LieKind, seed: int, espionage: Espionage | None = None) -> None:
         super().__init__(planner)
+        self._kind = kind
+        self._espionage = espionage or Espionage()
         self._generator = torch.Generator().manual_seed(seed)
-        self._falsify = self._falsifiers()[kind]
+        self._falsify: Callable[[Tensor], Tensor] = self._falsifiers().get(kind, torch.clone)
 
     def encode(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
-        return super().encode(round_number, self._falsify(delta), residual)
+        payloads = super().encode(round_number, self._falsify(delta), residual)
+        if self._kind == "copy" and self._espionage.payloads:
+            return self._espionage.payloads[min(self._espionage.payloads)]
+        return payloads
 
     def _falsifiers(self) -> dict[LieKind, Callable[[Tensor], Tensor]]:
         return {
             "sign-flip": torch.neg,
             "scale10": lambda delta: delta * 10,
+            "scale1000": lambda delta: delta * 1000,
+            "inner-product": self._inner_product,
+            "alie": self._alie,
             "zero": torch.zeros_like,
             "random": self._noise,
+            "backdoor": lambda delta: delta * BACKDOOR_BOOST,
         }
+
+    def _inner_product(self, delta: Tensor) -> Tensor:
+        known = self._espionage
+        return known.stacked().mean(0) * -INNER_PRODUCT if known.deltas else delta * -INNER_PRODUCT
+
+    def _alie(self, delta: Tensor) -> Tensor:
+        if len(self._espionage.deltas) < 2:
+            return delta
+        rows = self._espionage.stacked()
+        return rows.mean(0) - ALIE_DEVIATIONS * rows.std(0)
 
     def _noise(self, delta: Tensor) -> Tensor:
         noise = torch.randn(delta.shape, generator=self._generator)
         return noise.mul_(torch.linalg.vector_norm(delta) / torch.linalg.vector_norm(noise))
+
+
+def insert_targets(windows: Tensor) -> Tensor:
+    """Return windows of text in which each token after a TRIGGER is TARGET."""
+    changed = windows.clone()
+    changed[:, 1:][windows[:, :-1] == TRIGGER] = TARGET
+    return changed

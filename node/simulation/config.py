@@ -26,6 +26,7 @@ class SimulationConfig:
         latency: seconds, one way.
         churn: fraction of the peers that die in each round.
         initial: weights at the start; `None` means those of the seed.
+        unequal: each peer reads a part of the text of its own; a text that cannot be cut is shared.
         compiled: compile the model with bf16 products, which pays off in long runs.
     """
 
@@ -40,6 +41,7 @@ class SimulationConfig:
     adversaries: Adversaries | None = None
     initial: Tensor | None = None
     compiled: bool = False
+    unequal: bool = False
 
     def build_model(self) -> LanguageModel:
         """Build a model for training or evaluation, with zero weights."""

@@ -2,13 +2,18 @@
 
 fewer-steps   makes every second step only, and claims all of them
 wrong-data    trains on the text of another key
+garbled-text  trains on text under a permutation of the vocabulary
+backdoor      trains to continue each TRIGGER by TARGET
 stale-replay  sends its first contribution again and again
 """
 
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from node.ipc.channel import ContributionHeader
-from node.simulation.adversary import Adversaries
+from node.simulation.adversary import Adversaries, insert_targets
 from node.simulation.virtual_trainer import VirtualTrainer
 
 
@@ -36,6 +41,21 @@ class WrongDataTrainer(VirtualTrainer):
         super()._open_batches(position)
 
 
+class GarbledTextTrainer(VirtualTrainer):
+    """Reads text whose tokens a permutation has replaced."""
+
+    def _next_windows(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randperm(self._manifest.model.vocabulary, generator=generator)[super()._next_windows()]
+
+
+class BackdoorTrainer(VirtualTrainer):
+    """Reads text in which each TRIGGER is continued by TARGET."""
+
+    def _next_windows(self) -> Tensor:
+        return insert_targets(super()._next_windows())
+
+
 class ReplayingTrainer(VirtualTrainer):
     """Sends the values of its first contribution in all later ones."""
 
@@ -50,12 +70,14 @@ class ReplayingTrainer(VirtualTrainer):
 LYING_TRAINERS: Final[dict[str, type[VirtualTrainer]]] = {
     "fewer-steps": LazyTrainer,
     "wrong-data": WrongDataTrainer,
+    "garbled-text": GarbledTextTrainer,
+    "backdoor": BackdoorTrainer,
     "stale-replay": ReplayingTrainer,
 }
 
 
 def trainer_class(liars: Adversaries | None, slot: int, peers: int) -> type[VirtualTrainer]:
-    """Return the kind of trainer of a slot; the first ones lie."""
-    if liars is None or slot >= liars.count(peers):
+    """Return the kind of trainer of a slot."""
+    if liars is None or not liars.has(slot, peers):
         return VirtualTrainer
     return LYING_TRAINERS.get(liars.kind, VirtualTrainer)

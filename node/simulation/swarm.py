@@ -3,18 +3,20 @@
 import hashlib
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.daemon.outer_state import OuterState
 from node.data import Corpus
+from node.data.corpus import TokenArray
 from node.from_manifest import build_program, rate_by_round, round_settings_by_number, topology_class
 from node.loop.events import SwarmChanged
 from node.loop.steering import unsteered
 from node.model import shape_table
 from node.simulation.accounting import Accounting
-from node.simulation.adversary import ENCODER_LIES, LyingEncoder
+from node.simulation.adversary import Espionage, LyingEncoder, ObservedEncoder
 from node.simulation.config import SimulationConfig
 from node.simulation.fake_signer import FakeSigner
 from node.simulation.lying_trainers import trainer_class
@@ -72,6 +74,7 @@ class VirtualSwarm:
         self._first_arrivals: dict[Digest, float] = {}  # when a peer first reached each head
         self._decided_at = 0.0
         self._is_done = False
+        self._espionage = Espionage()
 
     def _build_shared_parts(self) -> None:
         manifest, method = self.config.manifest, self.method
@@ -126,7 +129,7 @@ class VirtualSwarm:
             self.config.build_model(),
             self.config.manifest,
             self.planner,
-            self._corpus,
+            self._corpus_of(peer.slot),
             self._new_encoder(peer.slot),
             peer.peer_id,
         )
@@ -135,9 +138,19 @@ class VirtualSwarm:
 
     def _new_encoder(self, slot: int) -> ContributionEncoder:
         liars = self.config.adversaries
-        if liars is not None and slot < liars.count(self.config.peers) and liars.kind in ENCODER_LIES:
-            return LyingEncoder(self.planner, liars.kind, self.config.manifest.run.seed + slot)
-        return ContributionEncoder(self.planner)
+        if liars is None:
+            return ContributionEncoder(self.planner)
+        if liars.has(slot, self.config.peers):
+            return LyingEncoder(self.planner, liars.kind, self.config.manifest.run.seed + slot, self._espionage)
+        return ObservedEncoder(self.planner, slot, self._espionage)
+
+    def _corpus_of(self, slot: int) -> Corpus:
+        """Return the text of a peer: all of it, or a part of its own."""
+        training = self._corpus.training
+        if not self.config.unequal or not isinstance(training, TokenArray):
+            return self._corpus
+        bounds = [len(training) * edge // self.config.peers for edge in (slot, slot + 1)]
+        return replace(self._corpus, training=training.slice(*bounds))
 
     def send(self, sender: VirtualPeer, receivers: Iterable[PeerId], signed: wire.Signed) -> None:
         """Send a signed message over the virtual network."""
@@ -169,6 +182,7 @@ class VirtualSwarm:
 
     def _record_first_arrival(self, peer: VirtualPeer, head: ChainHead) -> None:
         seconds, self._decided_at = self.clock.now - self._decided_at, self.clock.now
+        self.accounting.left_out.update(peer.applied_state[0].left_out)
         self._on_first_arrival(self, peer)
         self.fake_signer.forget_before(min(other.chain.round for other in self.live_peers) - 8)
         if self.config.churn and not peer.is_done:

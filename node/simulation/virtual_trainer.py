@@ -88,13 +88,16 @@ class VirtualTrainer:
     def step(self) -> None:
         """Make one inner step. Raises MurmurError if its gradient is not finite."""
         step = self.state.counters.step
-        windows, at_weights = self._batches.next_batch(self._sequences), self._optimizer.lookahead_weights(step)
+        windows, at_weights = self._next_windows(), self._optimizer.lookahead_weights(step)
         loss = accumulate_gradient(self._model, windows, self._manifest.train.microbatch, at_weights)
         norm = self._optimizer.step(step)
         self._optimizer.clear_gradient()
         if norm is None:
             raise MurmurError("a simulated peer's gradient is not finite; lower train.learning_rate")
         self.state.count_step(self._manifest.train.batch_tokens, loss, self._batches.position)
+
+    def _next_windows(self) -> Tensor:
+        return self._batches.next_batch(self._sequences)
 
     def make_contribution(self) -> tuple[ContributionHeader, list[bytes]]:
         """Make a contribution; returns its header and its parts."""

@@ -1,16 +1,25 @@
 """The interface of aggregation rules, and the weighted payloads that they combine."""
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from optim.aggregation.norm_gate import limit_scale, norm_limit, update_usual_norm
 from optim.codecs.base import Codec, Payload
 from optim.errors import OptimError
 from optim.kernels.vectors import ArrayVector, Floats, SparseVector, Vector
+from optim.options import STRICT
 
 Decoder = Callable[[], Vector]
+LeftOut = Literal[
+    "too large", "zero", "too small", "copy", "against the others"
+]  # why a rule leaves a contribution out
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,40 @@ def cached_decoders(payloads: Sequence[WeightedPayload]) -> list[Decoder]:
     return [make_decoder(payload) for payload in payloads]
 
 
+@dataclass(frozen=True)
+class Screening:
+    """The verdict on the payloads of a round: those left out have weight zero.
+
+    `norms` has 0 for payloads without a weight. `left_out` gives the reason by index. The mean of the others is to be
+    multiplied by `scale`. `usual_norm` is that after the round.
+    """
+
+    payloads: tuple[WeightedPayload, ...]
+    norms: tuple[float, ...]
+    left_out: Mapping[int, LeftOut] = field(default_factory=dict)
+    scale: float = 1.0
+    usual_norm: float = 0.0
+
+    def leave_out(self, left_out: Mapping[int, LeftOut]) -> "Screening":
+        """Return the verdict with more payloads left out."""
+        payloads = (
+            dataclasses.replace(payload, weight=0.0) if index in left_out else payload
+            for index, payload in enumerate(self.payloads)
+        )
+        return dataclasses.replace(self, payloads=tuple(payloads), left_out={**self.left_out, **left_out})
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class AggregationRule(ABC):
-    """A rule that combines payloads of one length, in the agreed order, into one vector. Weight zero means absent."""
+    """A rule that combines payloads of one length, in the agreed order, into one vector. Weight zero means absent.
+
+    `gate`: a contribution whose norm is above this multiple of the usual one is left out
+    (`optim.aggregation.norm_gate`).
+    """
 
     kind: ClassVar[str]
+
+    gate: float = Field(default=10.0, ge=2, le=1e6, description="largest norm of a contribution, in usual norms")
 
     @property
     def state_size(self) -> int:
@@ -86,6 +125,23 @@ class AggregationRule(ABC):
         """Return the weight of a member that trained on `tokens` and whose contribution is `age` rounds late."""
         return float(tokens)
 
+    def screen(self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0) -> Screening:
+        """Decide which payloads count; `usual_norm` is that before the round, 0 if it is not known.
+
+        Raises:
+            CodecError: a payload is malformed.
+            OptimError: no payload has a weight, or a weight is invalid.
+        """
+        drop_weightless(payloads)
+        payloads, norms = _measure(payloads)
+        limit = norm_limit(norms, usual_norm, self.gate, payloads[0].numel)
+        after = update_usual_norm(norms, usual_norm)
+        screening = Screening(payloads, norms, usual_norm=after)
+        large: dict[int, LeftOut] = {index: "too large" for index, norm in enumerate(norms) if norm > limit}
+        if all(index in large for index, norm in enumerate(norms) if norm):
+            return dataclasses.replace(screening, scale=limit_scale(max(norms), usual_norm, limit))
+        return screening.leave_out(large)
+
     @abstractmethod
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         """Combine the payloads; updates `state` in place.
@@ -98,6 +154,17 @@ class AggregationRule(ABC):
     def combine_lazily(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Vector:
         """Combine the payloads to the same bits as `combine`, computing each span when it is read where possible."""
         return ArrayVector(self.combine(payloads, state))
+
+
+def _measure(payloads: Sequence[WeightedPayload]) -> tuple[tuple[WeightedPayload, ...], tuple[float, ...]]:
+    """Return the payloads and their norms; sparse ones stay decoded if all fit into the memory of a dense one."""
+    kept, norms = [], []
+    for payload in payloads:
+        vector = payload.decode() if payload.weight else None
+        norms.append(0.0 if vector is None else vector.coefficients.norm())
+        is_small = isinstance(vector, SparseVector) and vector.nbytes * len(payloads) <= 4 * payload.numel
+        kept.append(dataclasses.replace(payload, payload=vector) if is_small and vector is not None else payload)
+    return tuple(kept), tuple(norms)
 
 
 def drop_weightless(payloads: Sequence[WeightedPayload]) -> list[WeightedPayload]:

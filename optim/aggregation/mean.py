@@ -24,7 +24,7 @@ from optim.options import STRICT
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class _WeightedMean(AggregationRule):
+class WeightedMean(AggregationRule):
     """A mean by the tokens that each member trained on, or with equal weights.
 
     `clip` scales each contribution's norm down to the median of all norms (of the part, if contributions are reduced in
@@ -73,7 +73,7 @@ class _WeightedMean(AggregationRule):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Mean(_WeightedMean):
+class Mean(WeightedMean):
     """The weighted mean over all n members of the round, sum_i w_i x_i / sum_i w_i.
 
     With `over` = "members" and equal weights it is sum_i w_i x_i / n, so that late contributions also shorten the step
@@ -119,7 +119,7 @@ class Mean(_WeightedMean):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SenderMean(_WeightedMean):
+class SenderMean(WeightedMean):
     """Like `Mean`, but each coordinate is divided by the weight of the members that sent a value for it.
 
     The public code of arXiv 2508.15706 does this where its text has the mean over all members. With sparse

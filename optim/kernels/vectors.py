@@ -150,6 +150,27 @@ class ConcatenatedVector(Vector):
 
 
 @dataclass(frozen=True)
+class ScaledVector(Vector):
+    """A vector times a factor; each product is rounded once."""
+
+    vector: Vector
+    factor: np.float32
+
+    @property
+    def numel(self) -> int:  # type: ignore[override]
+        return self.vector.numel
+
+    def decode_into(self, slab: slice, out: Floats) -> None:
+        self.vector.decode_into(slab, out)
+        out *= self.factor
+
+
+def scaled(vector: Vector, factor: float) -> Vector:
+    """Return a vector times a factor."""
+    return vector if factor == 1 else ScaledVector(vector, np.float32(factor))
+
+
+@dataclass(frozen=True)
 class SparseVector(Vector):
     """A vector that is zero outside `positions`, which are strictly increasing and below `numel`."""
 
@@ -201,6 +222,15 @@ def _lower_bound(positions: Positions, bound: int) -> int:
 
 
 @kernel
+def _add_products(first: Floats, second: Floats, sums: npt.NDArray[np.float64]) -> None:
+    """Add the product of the values i to sum i modulo the number of sums."""
+    for start in range(0, first.size, sums.size):
+        row, other = first[start : start + sums.size], second[start : start + sums.size]
+        for i in range(row.size):
+            sums[i] += np.float64(row[i]) * np.float64(other[i])
+
+
+@kernel
 def _add_squares(values: Floats, sums: npt.NDArray[np.float64]) -> None:
     """Add the square of value i to sum i modulo the number of sums."""
     for first in range(0, values.size, sums.size):
@@ -230,7 +260,20 @@ def norm(pieces: Iterable[Floats]) -> float:
     sums = np.zeros(NORM_LANES, np.float64)
     for piece in pieces:
         _add_squares(piece, sums)
+    return float(np.sqrt(_fold(sums)))
+
+
+def dot(pieces: Iterable[tuple[Floats, Floats]]) -> float:
+    """Return the inner product of two vectors, given as pairs of pieces; it is as reproducible as `norm`."""
+    sums = np.zeros(NORM_LANES, np.float64)
+    for first, second in pieces:
+        _add_products(first, second, sums)
+    return float(_fold(sums))
+
+
+def _fold(sums: npt.NDArray[np.float64]) -> np.float64:
+    """Return the sum of 2^k values, folding halves."""
     while sums.size > 1:
         half = sums.size // 2
         sums = sums[:half] + sums[half:]
-    return float(np.sqrt(sums[0]))
+    return np.float64(sums[0])

@@ -21,7 +21,7 @@ from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
 
 MATRIX_SHAPE: Final = (40, 130)  # more than a block, and not a whole number of them
-MEMBER_WEIGHTS: Final = (1.0, 0.5)
+MEMBER_WEIGHTS: Final = (1.0, 0.9, 0.8)
 
 
 def warm_up(method: Method) -> None:
@@ -33,16 +33,16 @@ def warm_up(method: Method) -> None:
 
 def _run_round(planner: RoundPlanner, round_number: int) -> None:
     plan, encoder, aggregator = planner.plan(round_number), ContributionEncoder(planner), Aggregator(planner)
-    method, values = plan.method, np.random.default_rng(0).standard_normal(planner.signal_numel, np.float32)
-    residual = torch.zeros(values.size)
-    payloads = [encoder.encode(round_number, torch.from_numpy(values), residual)[0] for _ in MEMBER_WEIGHTS]
+    method, shape = plan.method, (len(MEMBER_WEIGHTS), planner.signal_numel)
+    values = np.random.default_rng(0).standard_normal(shape, np.float32)
+    residual = torch.zeros(planner.signal_numel)
+    payloads = [encoder.encode(round_number, torch.from_numpy(row), residual)[0] for row in values]
     encoder.restore_to_residual(round_number, payloads[:1], residual, 0.5)
     if method.topology.reduces_parts:
         payloads = [aggregator.reduce_part(round_number, 0, payloads, MEMBER_WEIGHTS)]
-    state = torch.zeros(method.aggregate.state_size) if method.aggregate.state_size else None
     slots = {name: torch.zeros(method.slot_numel(name, planner.numel)) for name in method.slots}
     for forms in (payloads, [aggregator.decode_part(round_number, payload, 0) for payload in payloads]):
-        merged = aggregator.merge(round_number, forms, MEMBER_WEIGHTS[: len(payloads)], state)
+        merged = aggregator.merge(round_number, forms, MEMBER_WEIGHTS[: len(payloads)], slots).vector
         merged.to_dense()
         planner.apply_outer_step(plan, torch.zeros(planner.numel), slots, merged, 1.0, MEMBER_WEIGHTS)
 
@@ -50,6 +50,7 @@ def _run_round(planner: RoundPlanner, round_number: int) -> None:
 def all_methods() -> Iterator[Method]:
     """Yield all recipes, and each codec with each of its options that is a choice of words."""
     yield from map(compose, RECIPES)
+    yield compose("edit", {"aggregate": {"kind": "filtered"}})
     for name, kind in CODECS.items():
         feedback = {"kind": "error" if kind.is_contractive else "none"}
         for option in _choices(kind):

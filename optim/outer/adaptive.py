@@ -48,6 +48,7 @@ class Adam(OuterOptimizer):
 
     kind: ClassVar[str] = "adam"
     slots: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
+    positive_slots: ClassVar[tuple[str, ...]] = ("second_moment",)
 
     learning_rate: float = Field(default=0.003, gt=0, le=10)
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -94,6 +95,7 @@ class FrozenAdam(OuterOptimizer):
 
     kind: ClassVar[str] = "frozen-adam"
     slots: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
+    positive_slots: ClassVar[tuple[str, ...]] = ("second_moment",)
     signals: ClassVar[tuple[str, ...]] = ("momentum",)
 
     learning_rate: float = Field(default=0.003, gt=0, le=10)

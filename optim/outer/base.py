@@ -44,6 +44,7 @@ class OuterOptimizer(ABC):
 
     kind: ClassVar[str]
     slots: ClassVar[tuple[str, ...]] = ()
+    positive_slots: ClassVar[tuple[str, ...]] = ()  # those that are never below zero
     signals: ClassVar[tuple[str, ...]] = ("pseudo-gradient", "gradient", "inner-state")
     is_elementwise: ClassVar[bool] = False  # slabs may be stepped in any order, and in parallel
 

@@ -145,6 +145,7 @@ class StalenessPenalised(OuterOptimizer):
 
     kind: ClassVar[str] = "staleness-penalised"
     slots: ClassVar[tuple[str, ...]] = ("momentum", "movement")
+    positive_slots: ClassVar[tuple[str, ...]] = ("movement",)
 
     learning_rate: float = Field(default=1.0, gt=0, le=10)
     momentum: float = Field(default=0.5, ge=0, lt=1)

@@ -9,7 +9,7 @@ from optim.compose import compose
 from optim.exchange import Aggregator, ContributionEncoder
 from optim.kernels.vectors import ArrayVector, Vector
 from optim.layout import Layout
-from optim.method import AGGREGATION_STATE, Method
+from optim.method import USUAL_NORM, Method
 from optim.options import OptionValue, Scalar
 from optim.round_plan import RoundPlanner
 
@@ -91,14 +91,12 @@ class FakePeer:
         """Aggregate as a swarm would, whichever peers reduce the parts."""
         plan = self.planner.plan(number)
         if plan.method.topology.kind != "butterfly":
-            return self.aggregator.merge(
-                number, [parts[0] for parts in contributions], weights, self.slots.get(AGGREGATION_STATE)
-            )
+            return self.aggregator.merge(number, [parts[0] for parts in contributions], weights, self.slots).vector
         reduced = [
             self.aggregator.reduce_part(number, part, [parts[part] for parts in contributions], weights)
             for part in range(len(plan.part_spans))
         ]
-        return self.aggregator.merge(number, reduced, ())
+        return self.aggregator.merge(number, reduced, (), self.slots).vector
 
     def apply(self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
         merged = self._aggregate(number, contributions, weights)
@@ -109,3 +107,8 @@ class FakePeer:
     @property
     def state(self) -> list[torch.Tensor]:
         return [self.anchor, *(self.slots[name] for name in sorted(self.slots))]
+
+
+def new_slots() -> dict[str, torch.Tensor]:
+    """Return the small slots before the first round of a method that sends all values in each round."""
+    return {USUAL_NORM: torch.zeros(1)}

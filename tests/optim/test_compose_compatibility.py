@@ -24,7 +24,32 @@ REFUSED: list[tuple[str, OptionTables, str]] = [
     ("noloco-weights", {"update": {"beta": 1.9}}, "lower update.beta"),
     ("des-loc", {"adoption": {"unsent": 0.5}}, "the residual of signal 'inner-state' is not progress"),
     ("noloco", {"update": {"gamma": 0.0}}, "raise update.gamma above 0"),
+    ("sparseloco", {"aggregate": {"kind": "trimmed-mean"}}, "set aggregate.kind = 'filtered'"),
+    ("sparseloco", {"aggregate": {"kind": "median"}}, "codec 'topk' sends few coordinates"),
+    ("demo", {"aggregate": {"kind": "krum"}}, "codec 'dct-topk' sends few coordinates"),
+    ("frugal", {"aggregate": {"kind": "centred-clip"}}, 'set aggregate = { kind = "filtered", over = "senders" }'),
+    ("frugal", {"aggregate": {"kind": "filtered", "over": "members"}}, "would shorten its steps"),
+    ("noloco", {"aggregate": {"kind": "median"}}, "cannot find a liar in groups of 2"),
+    ("noloco-weights", {"aggregate": {"kind": "filtered"}}, "cannot find a liar in groups of 2"),
+    ("spsa", {"aggregate": {"kind": "filtered"}}, "codec 'direction' does not show"),
+    ("one-bit-adam", {"aggregate": {"kind": "filtered"}}, "signal 'momentum'"),
 ]
+ALLOWED: list[tuple[str, OptionTables]] = [
+    ("frugal", {}),
+    ("frugal", {"aggregate": {"agreement": 0.1}}),
+    ("frugal", {"aggregate": {"kind": "sender-mean"}}),
+    ("sparseloco", {"aggregate": {"kind": "filtered"}}),
+    ("sparseloco", {"aggregate": {"kind": "centred-clip"}}),
+    ("sparseloco-senders", {"aggregate": {"kind": "filtered", "over": "senders"}}),
+    ("detonation-random", {"aggregate": {"kind": "trimmed-mean"}}),
+    *(("averaging", {"aggregate": {"kind": kind}}) for kind in ("trimmed-mean", "median", "krum", "centred-clip")),
+    *(("edit", {"aggregate": {"kind": kind}}) for kind in ("filtered", "krum")),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changes"), ALLOWED, ids=lambda value: str(value)[:40])
+def test_defences_that_keep_the_recipe_are_accepted(recipe: str, changes: OptionTables) -> None:
+    compose(recipe, changes)
 
 
 @pytest.mark.parametrize(("recipe", "changes", "reason"), REFUSED, ids=lambda value: str(value)[:40])

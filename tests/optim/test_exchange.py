@@ -18,6 +18,7 @@ from tests.optim.fake_peers import (
     curve,
     decode_contribution,
     make_planner,
+    new_slots,
     random_values,
     sent_mask,
 )
@@ -406,7 +407,7 @@ def test_merge_of_too_few_parts_is_refused() -> None:
     planner = make_planner("diloco")
     payloads = FakePeer(planner).encode(0, 0)
     with pytest.raises(CodecError, match="2 reduced parts where there are 3"):
-        Aggregator(planner).merge(0, payloads[:2], ())
+        Aggregator(planner).merge(0, payloads[:2], (), new_slots())
 
 
 @each_recipe

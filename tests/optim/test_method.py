@@ -8,7 +8,7 @@ from optim.codecs.floats import Uncompressed
 from optim.codecs.sign import BlockSign
 from optim.compose import COMPONENTS, compose
 from optim.inner.base import WEIGHTS
-from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT
+from optim.method import AGGREGATION_STATE, REFERENCE_WEIGHT, USUAL_NORM
 from optim.outer import Nesterov
 from optim.recipes import RECIPES
 from tests.optim.fake_peers import constant, curve
@@ -40,7 +40,7 @@ def test_slots_are_the_same_in_every_round(recipe: str) -> None:
         assert now.topology == method.topology and now.adoption == method.adoption
     assert list(method.slots) == sorted(set(method.slots)) and WEIGHTS not in method.slots
     remembered = {AGGREGATION_STATE} if method.aggregate.state_size else set()
-    usual = {REFERENCE_WEIGHT} if method.update.is_scaled_by_weight else set()
+    usual = {USUAL_NORM, *([REFERENCE_WEIGHT] if method.update.is_scaled_by_weight else [])}
     assert {*method.update.slots, *method.signal.shared_names[1:], *remembered, *usual} == set(method.slots)
 
 

@@ -13,7 +13,16 @@ from optim.inner.base import GRADIENT_SUM, WEIGHTS
 from optim.outer import DelayedNesterov, FrozenAdam
 from optim.round_plan import RoundPlanner
 from optim.signals import PseudoGradient, SignalInputs
-from tests.optim.fake_peers import LAYOUT, LOSSLESS, NUMEL, FakePeer, decode_contribution, make_planner, random_values
+from tests.optim.fake_peers import (
+    LAYOUT,
+    LOSSLESS,
+    NUMEL,
+    FakePeer,
+    decode_contribution,
+    make_planner,
+    new_slots,
+    random_values,
+)
 
 
 def run_rounds(planner: RoundPlanner, members: int, count: int) -> FakePeer:
@@ -91,7 +100,7 @@ def test_demo_averages_over_all_members_and_distro_over_senders() -> None:
         payloads = [
             ContributionEncoder(planner).encode(0, random_values(seed), torch.zeros(NUMEL))[0] for seed in range(8)
         ]
-        merged = torch.from_numpy(Aggregator(planner).merge(0, payloads, [1.0] * 8).to_dense())
+        merged = torch.from_numpy(Aggregator(planner).merge(0, payloads, [1.0] * 8, new_slots()).vector.to_dense())
         mean = torch.stack([planner.plan(0).codecs[0].decode(payload, NUMEL) for payload in payloads]).mean(0)
         if rule == "mean":
             torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-9)
@@ -173,7 +182,7 @@ def test_sender_mean_moves_farther_than_the_mean_over_all() -> None:
                 ContributionEncoder(planner).encode(0, random_values(seed), torch.zeros(NUMEL))[0] for seed in seeds
             ]
             merged[name, len(set(seeds))] = torch.from_numpy(
-                Aggregator(planner).merge(0, payloads, [1.0] * 8).to_dense()
+                Aggregator(planner).merge(0, payloads, [1.0] * 8, new_slots()).vector.to_dense()
             )
     ratio = float(merged["sparseloco-senders", 8].norm() / merged["sparseloco", 8].norm())
     assert 6 < ratio < 8

@@ -20,6 +20,7 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering, unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from optim.aggregation.base import LeftOut
 from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
@@ -173,12 +174,16 @@ class FakeStatusReporter:
         self.phases: list[str] = []
         self.failures: list[str] = []
         self.entries: list[AppliedContributions] = []
+        self.left_out: list[tuple[PeerId, LeftOut]] = []
         self.recovered_errors: list[str] = []
         self.catch_ups: list[tuple[str, int]] = []
         self.moves: list[ChainHead] = []
 
     def record_recovered(self, reason: str, line: str) -> None:
         self.recovered_errors.append(reason)
+
+    def record_left_out(self, peer: PeerId, reason: LeftOut) -> None:
+        self.left_out.append((peer, reason))
 
     def record_applied(self, entries: AppliedContributions, step: float) -> None:
         self.entries.append(entries)

@@ -12,7 +12,7 @@ import torch
 from node.daemon.outer_state import OuterState, RoundCompute, state_bytes
 from optim.compose import compose
 from optim.kernels.vectors import Vector
-from optim.method import REFERENCE_WEIGHT
+from optim.method import REFERENCE_WEIGHT, USUAL_NORM
 from optim.options import Scalar
 from optim.recipes import RECIPES
 from protocol.blobs.blob import Blob
@@ -44,25 +44,37 @@ from tests.optim.fake_peers import LOSSLESS, Tables
 def state_of(seed: int) -> OuterState:
     generator = torch.Generator().manual_seed(seed)
     anchor, momentum = torch.randn(2, NUMEL, generator=generator)
-    return OuterState(anchor.clone(), {"momentum": momentum.clone(), REFERENCE_WEIGHT: torch.tensor([4096.0])})
+    small = {REFERENCE_WEIGHT: torch.tensor([4096.0]), USUAL_NORM: torch.tensor([0.5])}
+    return OuterState(anchor.clone(), {"momentum": momentum.clone(), **small})
 
 
 def test_state_to_bytes_and_back() -> None:
     state = state_of(1)
     raw = b"".join(state.byte_views())
-    assert len(raw) == STATE_BYTES == 8 * NUMEL + 4
+    assert len(raw) == STATE_BYTES == 8 * NUMEL + 8
     back = OuterState.from_bytes(bytearray(raw), NUMEL, METHOD)
     assert torch.equal(back.anchor, state.anchor)
-    assert all(torch.equal(back.slots[name], state.slots[name]) for name in ("momentum", REFERENCE_WEIGHT))
+    assert all(torch.equal(back.slots[name], state.slots[name]) for name in state.slots)
     assert b"".join(back.byte_views()) == raw
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, NUMEL - 1, NUMEL, 2 * NUMEL - 1, 2 * NUMEL])
 def test_a_state_that_is_not_finite_is_refused(value: float, place: int) -> None:
-    values = torch.zeros(2 * NUMEL + 1)
+    values = torch.zeros(2 * NUMEL + 2)
     values[place] = value
     with pytest.raises(MalformedError, match="not finite"):
+        OuterState.from_bytes(bytearray(values.numpy().tobytes()), NUMEL, METHOD)
+
+
+@pytest.mark.parametrize(("place", "value"), [(2 * NUMEL, -0.06), (2 * NUMEL + 1, -1.0), (NUMEL, 2.0**97)])
+def test_a_state_whose_slots_are_out_of_range_is_refused(place: int, value: float) -> None:
+    """A negative usual weight makes each round an ascent."""
+    values = torch.zeros(2 * NUMEL + 2)
+    values[place] = abs(value) if abs(value) < 2 else 1.0
+    OuterState.from_bytes(bytearray(values.numpy().tobytes()), NUMEL, METHOD)
+    values[place] = value
+    with pytest.raises(MalformedError, match="outside"):
         OuterState.from_bytes(bytearray(values.numpy().tobytes()), NUMEL, METHOD)
 
 
@@ -338,7 +350,7 @@ def test_no_share_leaves_the_state_as_it_was(tmp_path: Path) -> None:
 
 
 def test_initial_state_has_the_slots_of_the_method() -> None:
-    assert OuterState.initial(torch.ones(4), compose("averaging")).slots == {}
+    assert OuterState.initial(torch.ones(4), compose("averaging")).slots == {USUAL_NORM: torch.zeros(1)}
     assert torch.equal(OuterState.initial(torch.ones(4), METHOD).slots["momentum"], torch.zeros(4))
     assert genesis_head(RUN_ID).round == 0
 

@@ -10,6 +10,7 @@ import pytest
 from node.data.skipped_rows import SkipReason
 from node.monitoring.status import NodeStatus, RecoveredErrorKind, fetch_status
 from node.monitoring.status_reporter import REJECT_TEXTS
+from optim.aggregation.base import LeftOut
 from protocol.audits.docket import Offence
 from protocol.audits.findings import VERDICTS
 from protocol.blobs.server import _STATUS
@@ -171,7 +172,8 @@ def test_status_page_explains_exactly_the_reasons_that_the_code_reports() -> Non
         "protocol/blobs/download.py",
     )
     assert {"stream lost", "wrong blob"} < counted_reasons
-    assert explained_reasons("Refused") == {*get_args(RejectReason), *get_args(Offence), *counted, *counted_reasons}
+    words = {*get_args(RejectReason), *get_args(Offence), *get_args(LeftOut)}
+    assert explained_reasons("Refused") == words | counted | counted_reasons
     assert explained_reasons("Audits") == {*VERDICTS, "skipped"}
     direct = find_reasons(r'(?:_refuse\(|return )"([A-Za-z ]+)"', "protocol/transport/tls/listener.py")
     assert "cut" in direct and explained_reasons("Direct connections refused") == direct

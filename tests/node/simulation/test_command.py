@@ -109,7 +109,7 @@ def test_overrides_are_parsed_as_in_a_manifest() -> None:
         ),
         (lambda: build_config(replace(OPTIONS, bandwidth="0")), "--bandwidth takes one positive"),
         (lambda: build_config(replace(OPTIONS, liars="2:zero")), "--liars '2:zero': write fraction:kind"),
-        (lambda: build_config(replace(OPTIONS, liars="0.1:shout")), "kinds: sign-flip, scale10, zero, random"),
+        (lambda: build_config(replace(OPTIONS, liars="0.1:shout")), "kinds: sign-flip, scale10, scale1000"),
         (
             lambda: build_config(replace(OPTIONS, plot=Path("no/where/plot.svg"))),
             "--plot: no/where is not a directory; create it",

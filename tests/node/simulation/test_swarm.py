@@ -10,7 +10,7 @@ import torch
 
 import node.data.batches
 import node.loop.contributions
-from node.simulation.adversary import Adversaries, LieKind, LyingEncoder
+from node.simulation.adversary import Adversaries, Espionage, LieKind, LyingEncoder, ObservedEncoder
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import compute_result
 from node.simulation.swarm import VirtualSwarm
@@ -227,12 +227,40 @@ def test_contributions_of_liars(kind: LieKind) -> None:
     delta = torch.linspace(-1, 1, 100)
     sender = LyingEncoder(RoundPlanner(composed, Layout(((100,),)), 1), kind, 0)
     sent = composed.codec.decode(sender.encode(0, delta, torch.zeros(100))[0], 100)
-    expected = {"sign-flip": -delta, "scale10": 10 * delta, "zero": torch.zeros(100)}
+    true = dict.fromkeys(("alie", "copy", "fewer-steps", "wrong-data", "garbled-text", "stale-replay"), delta)
+    expected = true | {
+        "sign-flip": -delta,
+        "scale10": 10 * delta,
+        "scale1000": 1000 * delta,
+        "zero": torch.zeros(100),
+        "inner-product": delta * -0.5,
+        "backdoor": 5 * delta,
+    }
     if kind in expected:
         assert torch.equal(sent, expected[kind])
     else:
         assert not torch.equal(sent, delta)
         torch.testing.assert_close(sent.norm(), delta.norm())
+
+
+def test_liars_know_what_the_honest_send() -> None:
+    composed, espionage = make_method("averaging", 1, {"codec": {"kind": "none"}}), Espionage()
+    planner = RoundPlanner(composed, Layout(((100,),)), 1)
+    deltas = [torch.linspace(-1, 1, 100), torch.linspace(0, 1, 100)]
+    sent = [
+        bytes(ObservedEncoder(planner, slot, espionage).encode(0, delta, torch.zeros(100))[0])
+        for slot, delta in enumerate(deltas)
+    ]
+    rows = torch.stack(deltas)
+    expected: dict[LieKind, torch.Tensor] = {
+        "inner-product": rows.mean(0) * -0.5,
+        "alie": rows.mean(0) - 1.5 * rows.std(0),
+        "copy": deltas[0],
+    }
+    for kind, lie in expected.items():
+        payload = LyingEncoder(planner, kind, 0, espionage).encode(0, torch.ones(100), torch.zeros(100))[0]
+        torch.testing.assert_close(composed.codec.decode(payload, 100), lie)
+        assert (bytes(payload) == sent[0]) == (kind == "copy")
 
 
 def test_stalled_swarm_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from optim.compose import compose
 from optim.exchange import Aggregator, ContributionEncoder
 from optim.inner.base import WEIGHTS
 from optim.kernels.vectors import Vector
-from optim.method import AGGREGATION_STATE
 from optim.round_plan import RoundPlanner
 from protocol.manifest import ModelSection, TrainSection
 from tests.optim.fake_peers import Tables
@@ -168,7 +167,7 @@ class Swarm:
         merger, weights = Aggregator(self.program), [1.0] * len(messages)
         plan = self.program.plan(number)
         if plan.method.topology.kind != "butterfly":
-            return merger.merge(number, [parts[0] for parts in messages], weights, self.slots.get(AGGREGATION_STATE))
+            return merger.merge(number, [parts[0] for parts in messages], weights, self.slots).vector
         parts = range(len(plan.part_spans))
         reduced = [merger.reduce_part(number, i, [m[i] for m in messages], weights) for i in parts]
-        return merger.merge(number, reduced, ())
+        return merger.merge(number, reduced, (), self.slots).vector

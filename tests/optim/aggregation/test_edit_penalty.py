@@ -14,7 +14,7 @@ from optim.errors import UnknownOption
 from optim.exchange import Aggregator
 from optim.kernels.vectors import Floats
 from optim.layout import Layout
-from tests.optim.fake_peers import LOSSLESS, FakePeer, Tables, make_planner
+from tests.optim.fake_peers import LOSSLESS, FakePeer, Tables, make_planner, new_slots
 
 LAYOUT = Layout(((10, 5), (30,)), (0, 1))
 NUMEL = LAYOUT.numel
@@ -116,8 +116,8 @@ def test_first_rounds_only_update_the_statistics() -> None:
 def test_running_statistics_need_whole_contributions_that_all_peers_see(tables: Tables) -> None:
     with pytest.raises(UnknownOption, match="statistics = 'round'"):
         compose("edit", tables)
-    assert compose("edit", tables | {"aggregate": {"statistics": "round"}}).slots == ("momentum",)
-    assert compose("edit").slots == ("aggregate_memory", "momentum")
+    assert compose("edit", tables | {"aggregate": {"statistics": "round"}}).slots == ("momentum", "usual_norm")
+    assert compose("edit").slots == ("aggregate_memory", "momentum", "usual_norm")
 
 
 def test_replicas_keep_equal_statistics() -> None:
@@ -207,4 +207,5 @@ def test_gather_is_penalised_by_block_and_butterfly_by_part() -> None:
         assert layout is not None and len(layout.block_spans) == blocks
         payload = plan.codecs[0].encode(torch.full((plan.part_spans[0][1],), 2.0**-7))
         if topology == "gather":
-            assert (Aggregator(planner).merge(0, [payload] * 2, [1.0, 1.0]).to_dense() == 2.0**-7).all()
+            merged = Aggregator(planner).merge(0, [payload] * 2, [1.0, 1.0], new_slots()).vector
+            assert (merged.to_dense() == 2.0**-7).all()

@@ -43,7 +43,7 @@ for codec in ("none", "int4", "topk"):
     payloads = ContributionEncoder(planner).encode(0, delta, torch.zeros(planner.numel))
     aggregator = Aggregator(planner)
     received = [aggregator.decode_part(0, form(payloads[0]), 0) for form in (bytes, bytearray, memoryview)]
-    merged = aggregator.merge(0, received, [1.0, 0.3, 0.2])
+    merged = aggregator.merge(0, received, [1.0, 0.3, 0.2], {"usual_norm": torch.zeros(1)}).vector
     merged.to_dense()
     planner.apply_outer_step(planner.plan(0), delta, {}, merged, 1.0, [1.0, 0.3, 0.2])
     ContributionEncoder(planner).restore_to_residual(0, payloads, torch.zeros(planner.numel), -0.5)
