@@ -13,7 +13,7 @@ from tests.hostile.patches import replaced
 from tests.hostile.switches import Switches
 
 NAME = "two-decisions"
-PATIENCE = 0.3  # seconds for the votes of both halves; then the leader is content with one
+PATIENCE = 0.1  # seconds for the votes of both halves; then the leader is content with one
 
 
 @dataclass

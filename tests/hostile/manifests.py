@@ -2,11 +2,10 @@
 
 import asyncio
 import os
-from typing import Any
 
 from protocol import manifest as manifests
 from protocol.errors import ManifestError, MurmurError
-from protocol.manifest import Manifest, MembershipSection, parse_manifest
+from protocol.manifest import Manifest, Section, parse_manifest
 from tests.hostile.stranger import Stranger
 
 HUGE_WIDTH = 2**15
@@ -59,10 +58,11 @@ async def extreme_manifest(stranger: Stranger) -> None:
 
 
 def _loosen_bounds() -> None:
-    class Loose(MembershipSection):
-        heartbeat: float = 2.0
+    class LooseSection(Section):
+        heartbeat: float
+        expiry: float
 
     class LooseManifest(Manifest):
-        membership: Any = Loose()
+        membership: LooseSection  # type: ignore[assignment]
 
     manifests.Manifest = LooseManifest  # type: ignore[misc]

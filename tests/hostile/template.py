@@ -81,7 +81,7 @@ class Template:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
     def _read_line(self) -> bytes:
         assert self._process.stdout is not None

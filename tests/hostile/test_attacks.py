@@ -5,6 +5,7 @@ trace share a swarm. So the pace may fall further here before a test is red.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.hostile.arena import Arena
 from tests.hostile.attacks import ATTACKS, Attack
 from tests.hostile.scoreboard import Score
 from tests.hostile.template import Template
-from tests.hostile.trial import Timing, attack_once, open_arena, try_attack, try_control
+from tests.hostile.trial import Timing, attack_once, attack_until_ruin, open_arena, try_attack, try_control
 
 pytestmark = [pytest.mark.hostile, pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -20,7 +21,8 @@ TIMING = Timing(clean=2.0, after=1.5, control=15.0, share=0.7)
 PACE_SLACK = 0.2  # of windows of a few seconds on a busy machine
 STRANGERS = ("log-flood", "chain-flood", "fresh-keys", "knocking")
 MEMBERS = ("invented-contributors", "lying-reducer", "token-claim-at-target")
-CONTROLS = ("invented-contributors", "token-claim-at-target", "log-flood", "oversized-manifest", "extreme-manifest")
+CONTROLS = ("invented-contributors", "token-claim-at-target", "log-flood")
+MANIFESTS = ("oversized-manifest", "extreme-manifest")
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +54,13 @@ def test_hostile_member_does_no_harm_and_is_counted(template: Template, name: st
     require_defended(ATTACKS[name], try_attack(template, ATTACKS[name], TIMING))
 
 
-@pytest.mark.parametrize("name", ("oversized-manifest", "extreme-manifest"))
+@pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_of_hostile_organisers_are_refused(arena: Arena, name: str) -> None:
-    score = attack_once(arena, ATTACKS[name], TIMING)
-    assert score.facts.keys() >= ATTACKS[name].limits.keys(), score
-    assert not score.is_harmed(0.0, ATTACKS[name].limits), score
+    attack, timing = ATTACKS[name], replace(TIMING, clean=1.0, after=0.5)
+    score = attack_once(arena, attack, timing)
+    assert score.facts.keys() >= attack.limits.keys(), score
+    assert not score.is_harmed(0.0, attack.limits), score
+    assert attack_until_ruin(arena, attack, timing).is_ruined(attack.limits), "the control must succeed"
 
 
 @pytest.mark.parametrize("name", CONTROLS)
