@@ -31,7 +31,9 @@ STATUS_TABLES = ("refusals", "setbacks", "absences", "direct_refusals")
 
 def small_manifest(**changes: Mapping[str, Any]) -> Manifest:
     """Return the manifest of a run with rounds of about 0.4 s."""
-    tables: dict[str, Mapping[str, Any]] = {"target": {"rounds": ENDLESS}, "round": ROUND, **changes}
+    tables: dict[str, Mapping[str, Any]] = {"target": {"rounds": ENDLESS}, "round": ROUND}
+    for table, keys in changes.items():
+        tables[table] = {**tables.get(table, {}), **keys}
     return manifest_with(**tables)
 
 

@@ -62,13 +62,14 @@ ATTACKS = {
         Attack(name="noise-in-number-slots", row="1c", stranger="history:noise_in_number_slots"),
         Attack(name="invented-commits", row="1d", stranger="history:invented_commits"),
         Attack(name="state-vote", row="2", stranger="history:state_vote"),
-        Attack(name="invented-sums", row="3", member=True, seconds=14.0),
+        Attack(name="invented-sums", row="3", member=True, seconds=14.0, counters=("refusals: forged",)),
         Attack(
             name="invented-contributors", row="4", member=True, rules=("known-contributors",),
-            counters=("refusals: false proposal", "refusals: unknown contributor"),
+            counters=("refusals: forged", "refusals: false proposal", "refusals: unknown contributor"),
         ),
-        Attack(name="lying-reducer", row="5", member=True),
-        Attack(name="lying-reducer-trimmed", row="5", member=True, switch="lying-reducer", changes=TRIMMED),
+        Attack(name="lying-reducer", row="5", member=True, counters=("refusals: wrong sum",)),
+        Attack(name="lying-reducer-trimmed", row="5", member=True, switch="lying-reducer", changes=TRIMMED,
+            counters=("refusals: wrong sum",)),
         Attack(
             name="token-claim", row="6", member=True, rules=("bounded-tokens",), counters=("refusals: limit",),
         ),
@@ -77,13 +78,14 @@ ATTACKS = {
             counters=("refusals: limit",), changes={"target": {"tokens": TARGET_TOKENS}},
         ),
         Attack(name="huge-message", row="6c", member=True),
-        Attack(name="ghost-sum", row="7", member=True, seconds=8.0),
+        Attack(name="ghost-sum", row="7", member=True, seconds=8.0, counters=("refusals: wrong sum",)),
         Attack(
             name="announce-only", row="8", stranger="crowd:announce_only", rules=("confirmed-keys",),
-            counters=("refusals: newcomer",),
+            counters=("refusals: newcomer", "refusals: not dialled"),
         ),
         Attack(
             name="announce-two", row="8", stranger="crowd:announce_only", rules=("confirmed-keys",),
+            counters=("refusals: not dialled",),
             options={"keys": 2},
         ),
         Attack(
@@ -107,7 +109,10 @@ ATTACKS = {
             name="extreme-manifest", row="13b", stranger="manifests:extreme_manifest", rules=("manifest-bounds",),
             limits={"accepted": 0.4}, is_local=True, seconds=1.0,
         ),
-        Attack(name="knocking", row="14", stranger="crowd:knocking", limits={"knocks": KNOCKS}),
+        Attack(
+            name="knocking", row="14", stranger="crowd:knocking", counters=("refusals: not dialled",),
+            limits={"knocks": KNOCKS},
+        ),
         Attack(
             name="log-flood", row="15", stranger="crowd:log_flood", rules=("call-guard", "log-limit"),
             counters=("refusals: stale", "refusals: limit"), min_pace=FLOODED_PACE, limits={"log_bytes": LOG_BYTES},
