@@ -129,7 +129,7 @@ class Arena:
         home = self.run.parent / f"stranger-{len(self._strangers)}"
         addresses = [address for peer in self.honest for address in peer.addresses()[:1]]
         arguments = [target, str(home), str(self.run), addresses, dict(options)]
-        process = self._template.fork("tests.hostile.stranger:main", arguments, home / "log", NICE)
+        process = self._template.fork("tests.hostile.attackers.stranger:main", arguments, home / "log", NICE)
         self._strangers.append((home, process))
         self.wait_until(lambda: (home / "began").exists() or process.poll() is not None, "the attack begins", seconds)
         if process.poll() is not None:

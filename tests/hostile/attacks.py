@@ -132,8 +132,8 @@ ATTACKS = {
 
 def install_members(switches: Switches) -> None:
     """Replace the methods that the attacks of hostile nodes replace; each does so while its switch is on."""
-    from tests.hostile.equivocation import Equivocator
-    from tests.hostile.members import Liar
+    from tests.hostile.attackers.equivocation import Equivocator
+    from tests.hostile.attackers.members import Liar
 
     Liar(switches)
     Equivocator(switches)

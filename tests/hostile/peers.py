@@ -29,9 +29,14 @@ ROUNDS_FILE = "rounds.jsonl"
 
 def honest(home: str, temporary: str, arguments: Sequence[str]) -> None:
     """Run an honest node; its switches turn single rules off, as controls of the attacks."""
-    from tests.hostile.rules import install_rules
+    _run_node(Path(home), temporary, arguments, _turn_rules_off)
 
-    _run_node(Path(home), temporary, arguments, install_rules)
+
+def _turn_rules_off(switches: Switches) -> None:
+    if switches.names():
+        from tests.hostile.rules import install_rules
+
+        install_rules(switches)
 
 
 def hostile(home: str, temporary: str, arguments: Sequence[str]) -> None:

@@ -11,32 +11,32 @@ FILE = "switches.json"
 
 
 class Switches:
-    """The names that are on now, read again whenever the file changes; values are options of the attack."""
+    """The names that are on now, read again whenever the file changes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._version = -1
-        self._values: dict[str, float] = {}
+        self._names: list[str] = []
 
     def is_on(self, name: str) -> bool:
         return name in self._read()
 
-    def value(self, name: str) -> float:
-        return self._read()[name]
+    def names(self) -> set[str]:
+        return set(self._read())
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> list[str]:
         try:
             version = os.stat(self._path).st_mtime_ns
             if version != self._version:
-                self._values, self._version = json.loads(self._path.read_bytes()), version
+                self._names, self._version = json.loads(self._path.read_bytes()), version
         except FileNotFoundError:
-            self._values = {}
-        return self._values
+            self._names = []
+        return self._names
 
 
 def set_switches(folder: Path, *names: str) -> None:
     """Turn exactly these names on in the process of a folder."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = folder / f".{FILE}"
-    draft.write_text(json.dumps(dict.fromkeys(names, 1.0)))
+    draft.write_text(json.dumps(names))
     os.replace(draft, folder / FILE)

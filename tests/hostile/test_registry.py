@@ -19,13 +19,13 @@ def line(time: float, number: int, digest: str = "a") -> RoundLine:
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_attack_names_a_program_and_rules_that_exist(attack: Attack) -> None:
-    from tests.hostile.equivocation import NAME
-    from tests.hostile.members import LIES, SENT_TWICE
+    from tests.hostile.attackers.equivocation import NAME
+    from tests.hostile.attackers.members import LIES, SENT_TWICE
     from tests.hostile.rules import RULES
 
     if attack.stranger:
         module, _, function = attack.stranger.partition(":")
-        assert hasattr(importlib.import_module(f"tests.hostile.{module}"), function)
+        assert hasattr(importlib.import_module(f"tests.hostile.attackers.{module}"), function)
     if attack.member:
         assert (attack.switch or attack.name) in {*LIES, NAME, SENT_TWICE}
     assert set(attack.rules) <= RULES.keys() | {"room", "manifest-bounds"}

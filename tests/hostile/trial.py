@@ -69,7 +69,7 @@ def _begin(arena: Arena, attack: Attack, rules_off: Sequence[str]) -> None:
         arena.member.switch_on(attack.switch or attack.name)
     if attack.stranger:
         options = dict(attack.options) | {"rules_off": list(rules_off)}
-        arena.start_strangers(f"tests.hostile.{attack.stranger}", options)
+        arena.start_strangers(f"tests.hostile.attackers.{attack.stranger}", options)
 
 
 def _end(arena: Arena) -> None:

@@ -14,16 +14,20 @@ from optim.exchange import ContributionEncoder
 from protocol.blobs.blob import Blob
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import BlobStore
-from protocol.consensus.message_kinds import Body, kind_of
-from protocol.consensus.messages import Contribution, Digest, SignedMessage
+from protocol.consensus.certified import CertifiedCommit, ChainLog
+from protocol.consensus.chain import ChainHead, extend_head
+from protocol.consensus.message_kinds import Acknowledgement, Basis, Body, CommitCertificate, kind_of
+from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
 from protocol.identity import Identity
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
 from protocol.signing import sign
 from protocol.transport.transport import caller
-from tests.hostile.stranger import Stranger
+from tests.hostile.attackers.stranger import Stranger
 
 STORE_BYTES = 1 << 30
+FLEET = 6  # keys that certify what we invent
+NOISE = 0.5  # of a value of an invented update; an honest one has about 0.003
 HONEST_TOKENS = 1280  # of a contribution of the small run: five steps
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -51,6 +55,7 @@ class Forger:
         self.planner = build_program(stranger.manifest)
         self.store = BlobStore(stranger.home / "blobs", STORE_BYTES, STORE_BYTES)
         self.chain = FalseChain(lambda _: ChainReply())
+        self._fleet = [Identity.create() for _ in range(FLEET)]
         self._random = np.random.default_rng(int.from_bytes(stranger.peer_id.encode()[-8:]))
         stranger.services += [
             partial(register_blob_service, BlobService(self.store, caller)),
@@ -79,6 +84,29 @@ class Forger:
         shapes = shape_table(self.stranger.manifest.model).hash()
         codec = self.stranger.manifest.method.recipe
         return Contribution(number, base, codec, shapes, tokens, 5, 1.0, tuple(parts))
+
+    def invent_rounds(self, log: ChainLog, head: ChainHead, state: Digest, count: int) -> tuple[ChainLog, ChainHead]:
+        """Continue a chain by commits of our own, certified by a fleet of our keys.
+
+        Args:
+            log: the chain.
+            head: its head.
+            state: the digest of the outer state at the head.
+            count: the number of commits.
+        """
+        for _ in range(count):
+            parts = self.noise_payloads(head.round, NOISE)
+            own = self.sign(self.contribution(head.round, head.digest, parts, 2 * HONEST_TOKENS))
+            commit = self.sign(Commit(head.round, 0, head.digest, (own,), tuple(parts)))
+            basis = Basis(state, log.electorates[-1].digest, head.tokens)
+            entry = CertifiedCommit(commit, self._certify(commit, basis))
+            log, head = ChainLog(log.electorate, (*log.commits, entry)), extend_head(head, commit.body)
+        return log, head
+
+    def _certify(self, commit: SignedMessage[Commit], basis: Basis) -> CommitCertificate:
+        vote = Acknowledgement(commit.body.round, commit.body.view, commit.digest, basis)
+        voters = sorted([self.stranger.identity, *self._fleet], key=lambda identity: identity.peer_id)
+        return CommitCertificate.of([self.sign(vote, identity) for identity in voters])
 
     def sign(self, body: BodyT, identity: Identity | None = None) -> SignedMessage[BodyT]:
         envelope = sign(identity or self.stranger.identity, kind_of(body), self.stranger.run_id, body.to_wire())

@@ -11,7 +11,7 @@ from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import ChainRequest, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsStub
-from tests.hostile.stranger import Stranger
+from tests.hostile.attackers.stranger import Stranger
 
 RENEW_SECONDS = 0.3
 CLOCKS = 5  # observers

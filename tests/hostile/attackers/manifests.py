@@ -6,7 +6,7 @@ import os
 from protocol import manifest as manifests
 from protocol.errors import ManifestError, MurmurError
 from protocol.manifest import Manifest, Section, parse_manifest
-from tests.hostile.stranger import Stranger
+from tests.hostile.attackers.stranger import Stranger
 
 HUGE_WIDTH = 2**15
 HUGE_LAYERS = 64
@@ -65,4 +65,4 @@ def _loosen_bounds() -> None:
     class LooseManifest(Manifest):
         membership: LooseSection  # type: ignore[assignment]
 
-    manifests.Manifest = LooseManifest  # type: ignore[misc]
+    manifests.Manifest = LooseManifest  # type: ignore[assignment, misc]
