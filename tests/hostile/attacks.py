@@ -57,11 +57,26 @@ TARGET_TOKENS = 10**12
 ATTACKS = {
     attack.name: attack
     for attack in (
-        Attack(name="invented-history", row="1", stranger="history:invented_history"),
-        Attack(name="history-at-the-limit", row="1b", stranger="history:history_at_the_limit"),
-        Attack(name="noise-in-number-slots", row="1c", stranger="history:noise_in_number_slots"),
-        Attack(name="invented-commits", row="1d", stranger="history:invented_commits"),
-        Attack(name="state-vote", row="2", stranger="history:state_vote"),
+        Attack(
+            name="invented-history", row="1", stranger="history:invented_history", rules=("certificates",),
+            counters=("setbacks: not certified",),
+        ),
+        Attack(
+            name="history-at-the-limit", row="1b", stranger="history:history_at_the_limit", rules=("certificates",),
+            counters=("setbacks: not certified",),
+        ),
+        Attack(
+            name="noise-in-number-slots", row="1c", stranger="history:noise_in_number_slots", rules=("certificates",),
+            counters=("setbacks: not certified",),
+        ),
+        Attack(
+            name="invented-commits", row="1d", stranger="history:invented_commits", rules=("certificates",),
+            counters=("setbacks: not certified",),
+        ),
+        Attack(
+            name="state-vote", row="2", stranger="history:state_vote",
+            counters=("refusals: not dialled", "setbacks: not certified"),
+        ),
         Attack(name="invented-sums", row="3", member=True, seconds=14.0, counters=("refusals: forged",)),
         Attack(
             name="invented-contributors", row="4", member=True, rules=("known-contributors",),
@@ -89,7 +104,8 @@ ATTACKS = {
             options={"keys": 2},
         ),
         Attack(
-            name="lying-clocks", row="9", stranger="crowd:lying_clocks", counters=("refusals: stale",), seconds=8.0,
+            name="lying-clocks", row="9", stranger="crowd:lying_clocks",
+            counters=("refusals: stale", "refusals: not dialled"), seconds=8.0,
         ),
         Attack(name="two-decisions", row="10", member=True, changes=GATHER, seconds=10.0),
         Attack(

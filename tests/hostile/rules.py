@@ -6,7 +6,7 @@ from typing import Any
 
 from node.daemon import outer_state, replica
 from node.monitoring.line_limit import LineLimit
-from protocol.consensus import handlers, machine, messages
+from protocol.consensus import fork_choice, handlers, machine, messages
 from protocol.membership.known_peers import KnownPeers
 from protocol.membership.newcomers import CheckQuota, NewcomerQuota
 from protocol.transport.call_guard import CallGuard
@@ -51,7 +51,13 @@ def _take_all_newcomers() -> None:
     _always(CheckQuota, "try_take", True)
 
 
+def _take_any_certificate() -> None:
+    _always(fork_choice, "is_certified", True)
+    _always(fork_choice, "_is_vouched", True)
+
+
 RULES: dict[str, Callable[[], None]] = {
+    "certificates": _take_any_certificate,
     "known-contributors": _know_all_contributors,
     "bounded-tokens": _take_any_tokens,
     "confirmed-keys": _confirm_every_key,

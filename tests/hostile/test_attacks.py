@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.hostile, pytest.mark.swarm, pytest.mark.slow, pytest.m
 
 TIMING = Timing(clean=2.0, after=1.5, control=15.0, share=0.7)
 PACE_SLACK = 0.2  # of windows of a few seconds on a busy machine
-STRANGERS = ("log-flood", "chain-flood", "fresh-keys", "knocking", "announce-only")
+STRANGERS = ("log-flood", "chain-flood", "fresh-keys", "knocking", "announce-only", "state-vote", "invented-history")
 MEMBERS = ("invented-contributors", "lying-reducer", "token-claim-at-target")
-CONTROLS = ("token-claim-at-target", "log-flood", "fresh-keys")
+CONTROLS = ("invented-commits", "token-claim-at-target", "log-flood")
 MANIFESTS = ("oversized-manifest", "extreme-manifest")
 
 
