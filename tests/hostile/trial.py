@@ -14,6 +14,7 @@ from tests.hostile.scoreboard import Result, Score, Window, are_digests_equal, m
 from tests.hostile.template import Template
 from tests.swarm.process_swarm import isolated_processes
 
+MIN_CONTROL_SECONDS = 4.0  # less says nothing about the pace
 LOSS_SECONDS = 2.0  # over which the losses at the end are averaged
 
 
@@ -58,6 +59,8 @@ def attack_until_ruin(arena: Arena, attack: Attack, timing: Timing) -> Score:
     start = time.monotonic()
     while True:
         second = _pass(1.0)
+        if second.end - start < MIN_CONTROL_SECONDS:
+            continue
         score = _score(arena, clean, Window(start, second.end), before)
         if score.is_ruined(attack.limits) or second.end - start > timing.control:
             return score

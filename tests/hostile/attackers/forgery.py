@@ -37,13 +37,11 @@ class FalseChain(RoundsServicer):
 
     def __init__(self, reply: Callable[[int], ChainReply]) -> None:
         self.reply = reply
-        self.questions = 0
 
     async def Deliver(self, request: DeliverRequest, context: Any) -> DeliverReply:  # noqa: N802
         return DeliverReply()
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802
-        self.questions += 1
         return self.reply(request.after_round)
 
 
