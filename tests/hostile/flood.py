@@ -19,11 +19,11 @@ from pathlib import Path
 
 import grpc
 import psutil
-from tests.hostile.stranger import Stranger
 
 from node.local.peer_process import PeerProcess
 from protocol.murmur_pb2 import GossipRequest
 from protocol.murmur_pb2_grpc import MembershipStub
+from tests.hostile.attackers.stranger import Stranger
 from tests.hostile.flooder import FLOODERS
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, isolated_processes, manifest_with
 from tests.swarm.processes import process_tree

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tests.hostile.stranger import Stranger
 
 from protocol.errors import UnreachableError
 from protocol.identity import Identity
@@ -26,6 +25,7 @@ from protocol.murmur_pb2 import ChainRequest, DeliverRequest, FetchRequest, Goss
 from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RoundsStub
 from protocol.transport import transport as transports
 from protocol.transport.nat import find_direct_host
+from tests.hostile.attackers.stranger import Stranger
 
 STREAMS, STREAM_BYTES = 400, 4 * 1024 * 1024
 NICENESS = 3
