@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.conduct.proofs import Proof
 from protocol.consensus.message_kinds import (
     KINDS,
     Acknowledgement,
@@ -40,7 +41,9 @@ def signed_as(identity: Identity, body: Body) -> SignedMessage[Body]:
 
 OFFERS = tuple(signed_as(identity, OFFER) for identity in IDENTITIES)
 VOTES = tuple(signed_as(identity, Acknowledgement(3, 1, BASE)) for identity in IDENTITIES)
+TWIN = signed_as(IDENTITIES[0], replace(OFFER, tokens=501))
 BODIES: tuple[Body, ...] = (
+    Proof(*sorted((OFFERS[0], TWIN), key=lambda entry: entry.digest)),
     OFFER,
     replace(OFFER, age=2, parts=BLOBS[:1], work=None),
     Roster(3, 1, BASE, OFFERS),  # type: ignore[arg-type]
