@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from node.loop import syncing
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
 from protocol.admission.electorate import Electorate
-from protocol.consensus import messages
+from protocol.consensus import fork_choice, messages
+from protocol.consensus.chain import Chain
 from protocol.consensus.events import Reduce
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
@@ -241,6 +243,19 @@ def never_sends_what_a_receiver_cannot_restore(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(SimulatedPeer, "send_whole", sent)
 
 
+def follows_a_chain_that_nobody_certified(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fork_choice, "_uncertified", lambda commits, electorates, witnesses: "")
+
+
+def prefers_a_chain_by_the_tokens_that_it_claims(patch: pytest.MonkeyPatch) -> None:
+    def judged(own: Chain, offer: fork_choice.ChainOffer, witnesses: fork_choice.Witnesses) -> fork_choice.Judgement:
+        common = next((head for head in reversed(offer.heads) if own.has_head(head.digest)), None)
+        return fork_choice.Judgement("ahead" if offer.head.tokens > own.tokens else "other", common=common)
+
+    patch.setattr(syncing, "judge", judged)
+
+
+HISTORY_BUGS: list[Bug] = [follows_a_chain_that_nobody_certified, prefers_a_chain_by_the_tokens_that_it_claims]
 FORK, STUCK = "two commits", "stuck"
 RELAPSES = ("relapse",)
 BUGS: list[tuple[Bug, str, Sequence[str]]] = [  # and the faults among which it shows soon

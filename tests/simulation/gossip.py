@@ -24,7 +24,7 @@ class Gossip:
 
     def broadcast(self) -> None:
         """Send our own record to all that can be reached."""
-        peer, network, head = self._peer, self._peer.network, self._peer.chain.head
+        peer, network, head = self._peer, self._peer.network, self._peer.announced_head()
         revisions = peer.log.revisions if peer.heartbeats % HEARTBEATS_PER_REVISION == 0 else ()
 
         def arrive() -> None:

@@ -9,13 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from node.loop.catch_up import SyncOffer
 from protocol.blobs.blob import Blob
-from protocol.consensus.message_kinds import Acknowledgement, CommitCertificate, kind_of
+from protocol.consensus.certified import CertifiedCommit
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.fork_choice import ChainOffer
+from protocol.consensus.message_kinds import Acknowledgement, Basis, CommitCertificate, kind_of
 from protocol.consensus.messages import Commit, Contribution, Digest, Roster, SignedMessage
 from protocol.consensus.reduction_evidence import Evidence
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from tests.simulation.network import NAMES, fake_reduce, make_signer
+from tests.simulation.disk import state_of
+from tests.simulation.network import NAMES, SHAPES, fake_reduce, make_signer
 from tests.simulation.peers import SimulatedPeer
 from tests.simulation.work_accounting import NONE
 
@@ -197,6 +202,41 @@ class StopsHalfway(LyingPeer):
             super()._send(peer, signed)
 
 
+class InventsHistory(LyingPeer):
+    """Announces a longer chain than that of the others, and shows commits that nobody but itself has acknowledged."""
+
+    INVENTED_ROUNDS = 3
+
+    def __init__(self, name: PeerId, network: Any, swarm: "SimulatedSwarm") -> None:
+        super().__init__(name, network, swarm)
+        self._known: Chain | None = None  # the last invention
+
+    def announced_head(self) -> ChainHead:
+        return self._invented().head if self.chain.round else self.chain.head
+
+    def show_chain(self) -> SyncOffer:
+        self.lie()
+        chain = self._invented()
+        return SyncOffer(ChainOffer(chain.log, chain.head, state_of(chain.head).digest), state_of(chain.head))
+
+    def _invented(self) -> Chain:
+        """Return our chain with more commits, of which the first names the true state."""
+        if self._known is not None and self._known.has_head(self.chain.digest):
+            return self._known
+        chain = Chain(self.chain.head, self.chain.log)
+        for _ in range(self.INVENTED_ROUNDS):
+            parts = self.make_blobs(self.name, f"invented {chain.round}")
+            body = Contribution(chain.round, chain.digest, "none", SHAPES, 1000, 10, 0.1, parts)
+            sums = parts if self.network.scenario.exchange == "butterfly" else ()
+            commit = self.sign(Commit(chain.round, 0, chain.digest, (self.sign(body),), sums))
+            basis = Basis(state_of(chain.head).digest, chain.electorate.digest, chain.tokens)
+            vote = self.sign(Acknowledgement(chain.round, 0, commit.digest, basis))
+            chain.append(CertifiedCommit(commit, CommitCertificate.of([vote])))
+            self.swarm.invented_heads.add(chain.digest)
+        self._known = chain
+        return chain
+
+
 LIARS: Mapping[str, type[LyingPeer]] = {
     "ghost": ServesNothing,
     "two contributions": ContributesTwice,
@@ -205,4 +245,5 @@ LIARS: Mapping[str, type[LyingPeer]] = {
     "made up sums": MakesUpSums,
     "silent leader": LeadsInSilence,
     "half decision": StopsHalfway,
+    "invented history": InventsHistory,
 }

@@ -55,7 +55,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.consensus.briefs.codec import Abridger, restore
 from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.chain import Chain
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
 from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
@@ -432,6 +432,10 @@ class SimulatedPeer:
         if peer is None or not (link.can_send(self.name, peer.name) and link.can_send(peer.name, self.name)):
             return self.after(RPC_TIMEOUT, lambda: self.feed(SyncFailed("it does not answer")))
         self.feed(PathFound(peer.show_chain()))
+
+    def announced_head(self) -> ChainHead:
+        """Return the head that our record names."""
+        return self.chain.head
 
     def show_chain(self) -> SyncOffer:
         """Return the answer to another peer that asks for our chain."""

@@ -47,6 +47,7 @@ class SimulatedSwarm:
         self.scenario = scenario
         self.forks_allowed = forks_allowed
         self.liars = liars.keys()
+        self.invented_heads: set[Digest] = set()  # of chains that liars made up
         self.lies_told: list[PeerId] = []  # by whom, as often as a liar did what an honest peer does not
         self.network = Network(scenario, seed)
         self.ledger = WorkLedger(genesis_head(RUN_ID))
@@ -82,6 +83,7 @@ class SimulatedSwarm:
         return [peer for name, peer in self.peers.items() if name not in gone]
 
     def on_head_changed(self, peer: SimulatedPeer) -> None:
+        assert peer.name in self.liars or peer.chain.digest not in self.invented_heads, "an invented chain is followed"
         if peer.name in self.liars:
             return
         self.organiser.check_head(peer.chain.head, peer.steering)
@@ -146,7 +148,8 @@ class SimulatedSwarm:
 
     def on_given_up(self, peer: PeerId, commit: Commit) -> None:
         """It could not have what that decision takes, and goes by it no more."""
-        self.decisions[commit.round, commit.base][commit.content_digest].discard(peer)
+        contents = self.decisions.get((commit.round, commit.base), {})  # nothing is, of a replay
+        contents.get(commit.content_digest, set()).discard(peer)
 
     def measure_tables(self, peer: SimulatedPeer) -> None:
         entries, number = count_entries(peer), peer.loop.session.number

@@ -8,7 +8,7 @@ import pytest
 from protocol.consensus import message_buffer
 from protocol.consensus.events import Rejected
 from protocol.errors import ForgedError
-from tests.simulation.bugs import BUGS, Bug
+from tests.simulation.bugs import BUGS, HISTORY_BUGS, Bug
 from tests.simulation.network import NAMES, Network, make_contribution, make_signer
 from tests.simulation.seeded_run import SIZE_CONFLICT, InvariantError, SeededRun, scenario_of
 
@@ -40,6 +40,23 @@ def test_each_bug_is_found(bug: Bug, word: str, faults: Sequence[str], monkeypat
     print(f"seed {found}: {word}")
     monkeypatch.undo()
     assert outcome(found, faults) == "", "the same seed without the bug"
+
+
+@pytest.mark.parametrize("bug", HISTORY_BUGS, ids=lambda bug: bug.__name__)
+def test_each_bug_with_an_invented_history_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    found = next((seed for seed in range(SEARCHED) if "invented chain" in lied_to(seed)), None)
+    assert found is not None, "no seed shows it"
+    monkeypatch.undo()
+    assert lied_to(found) == "", "the same seed without the bug"
+
+
+def lied_to(seed: int) -> str:
+    try:
+        SeededRun(seed, lies=("invented history",)).run()
+    except InvariantError as broken:
+        return str(broken)
+    return ""
 
 
 def test_a_twin_of_another_size_harms_nobody() -> None:
