@@ -304,6 +304,20 @@ def verify(
         typer.echo(line)
 
 
+@app.command(epilog="Example: murmur rollback ~/.local/state/murmur/demo-1a2b3c4d --round 120")
+def rollback(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the directory of a node that is stopped")],
+    round_number: Annotated[
+        int | None, typer.Option("--round", min=0, help="return to the checkpoint of this round (default: list them)")
+    ] = None,
+) -> None:
+    """List a node's checkpoints, or return to an earlier one."""
+    from node.rollback_command import roll_back
+
+    for line in roll_back(folder, round_number):
+        typer.echo(line)
+
+
 @app.command(epilog="Example: murmur key ~/.local/state/murmur/demo-1a2b3c4d")
 def key(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's directory; the key is created if missing")],

@@ -99,6 +99,7 @@ class NodeOptions(MachineOptions):
         default=0, ge=0, le=65535, description="port for direct connections; 0: a free one; None: none are accepted"
     )
     trust: TrustPoint | None = Field(default=None, description="the run's chain passes through this point")
+    requires_trust: bool = Field(default=True, description="a chain must show that it passes through that point")
     accept_jump: bool = Field(default=False, description="follow a preferred chain that lacks many rounds of ours")
     verbose: bool = False
     log_json: bool = False

@@ -61,7 +61,8 @@ def _shorten(folder: Path) -> str:
 def _node_lines(folder: Path, label: str, status: NodeStatus | None) -> list[str]:
     if status is None:
         return [f"{label}: {_describe_stopped(folder)}"]
-    return [f"{label}: {status.summary()}", *(f"    {reason}" for reason in status.reason_lines())]
+    trust = [f"    trust point {status.trust}"] if status.trust else []
+    return [f"{label}: {status.summary()}", *(f"    {reason}" for reason in status.reason_lines()), *trust]
 
 
 def key_line(folder: Path) -> str:

@@ -12,7 +12,8 @@ An organiser publishes a manifest as TOML text followed by two comments that nam
     # organiser 12D3KooW...
     # signature BASE64
 
-The signature covers "murmur/1" NUL "manifest" NUL and every byte above the two comments, bootstrap addresses included.
+A host may add `# trust POINT` above them: the newest round that it holds (`protocol.consensus.trust`). The signature
+covers "murmur/1" NUL "manifest" NUL and every byte above the two comments, bootstrap addresses and trust included.
 TOML parsers ignore comments, so the file is a manifest like any other. A line that begins like one of the two comments
 anywhere else, or a comment in another form, is an error: a signature that an editor or a mailer has damaged must not
 count as absent.
@@ -31,6 +32,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protocol import murmur_pb2
+from protocol.consensus.trust import TRUST_PATTERN, TrustPoint
 from protocol.errors import MalformedError, OrganiserError, PeerFault
 from protocol.identity import Identity, PeerId, public_key, verify
 from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, RunId, parse_manifest, read_manifest_bytes
@@ -141,6 +143,7 @@ SIGNATURE_LINES = re.compile(
     rb"# organiser (?P<organiser>[1-9A-HJ-NP-Za-km-z]{52})\n"
     rb"# signature (?P<signature>[A-Za-z0-9+/]{86}==)\n\Z"
 )
+TRUST_LINE = re.compile(rb"\n# trust (" + TRUST_PATTERN.encode() + rb")\n\Z")
 # A comment that begins like a line of a signature: the word alone, or before a long token. A sentence that begins with
 # the word and a key that is commented out (`# organiser = "Ada"`) do not. The
 # patterns have no nested repetition, so that the time does not grow with the square of a hostile line.
@@ -157,12 +160,13 @@ class SignedManifest:
 
     manifest: Manifest
     organiser: PeerId | None
+    trust: TrustPoint | None = None  # of the organiser's host, if it signed one
     text: ManifestText = field(compare=False, repr=False, default=ManifestText("", ""))  # to find the line of a key
 
 
-def sign_manifest(manifest: Manifest, identity: Identity) -> bytes:
-    """Return the manifest's text with its signature."""
-    text = manifest.to_toml().encode()
+def sign_manifest(manifest: Manifest, identity: Identity, trust: TrustPoint | None = None) -> bytes:
+    """Return the manifest's text with its signature, and with a trust point if there is one."""
+    text = manifest.to_toml().encode() + (f"# trust {trust}\n".encode() if trust else b"")
     signature = base64.b64encode(identity.sign(_signed_manifest_bytes(text))).decode()
     return text + f"# organiser {identity.peer_id}\n# signature {signature}\n".encode()
 
@@ -180,7 +184,7 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
     body = text[: len(text) - len(match[0])] if match else text
     _refuse_damaged_signature(body, origin)
     if match is None:
-        return SignedManifest(parse_manifest(body, origin), None, decode_text(body, origin))
+        return SignedManifest(parse_manifest(body, origin), None, None, decode_text(body, origin))
     organiser = match["organiser"].decode()
     try:
         verify(organiser, _signed_manifest_bytes(body), base64.b64decode(match["signature"], validate=True))
@@ -189,7 +193,9 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
             f"{origin}: the text is not what {organiser} signed; get it again, or remove the last two lines of a file "
             "that you changed yourself"
         ) from error
-    return SignedManifest(parse_manifest(body, origin), organiser, decode_text(body, origin))
+    found = TRUST_LINE.search(body[-MAX_SIGNATURE_LINES_BYTES:])
+    trust = TrustPoint.parse(found[1].decode()) if found else None
+    return SignedManifest(parse_manifest(body, origin), organiser, trust, decode_text(body, origin))
 
 
 def load_signed_manifest(path: Path) -> SignedManifest:

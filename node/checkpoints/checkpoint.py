@@ -33,6 +33,7 @@ from torch import Tensor
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.tensor_file import DamagedError, FileDigest, read_file, read_tensors, write_file, write_tensors
 from node.model import ShapeTable, shape_table
+from node.run_dir import write_atomically
 from protocol.errors import CheckpointError, OtherRunError, StorageError
 from protocol.manifest import Manifest, RunId, load_manifest
 
@@ -97,6 +98,34 @@ def save(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable, keep: int) ->
             "free some space or move the folder; the previous checkpoint is kept"
         ) from error
     return target
+
+
+def keep_newest(folder: Path) -> None:
+    """Protect the newest checkpoint from pruning, unless one is protected already. Raises StorageError."""
+    saved = _list_saved(folder)
+    if saved and not any(_keep_mark(path).exists() for _, path in saved):
+        write_atomically(_keep_mark(saved[-1][1]), b"")
+
+
+def release_kept(folder: Path) -> None:
+    """Let the next save prune all checkpoints again."""
+    for mark in folder.glob("*.round-*.keep"):
+        mark.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint on disk; `is_kept` if it is protected from pruning."""
+
+    path: Path
+    round: int
+    is_kept: bool
+
+
+def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    """Return the checkpoints in a folder, oldest first."""
+    names = [(path, NAME.fullmatch(path.name)) for _, path in _list_saved(folder)]
+    return [SavedCheckpoint(path, int(name[2]), _keep_mark(path).exists()) for path, name in names if name]
 
 
 def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkpoint | None, list[str]]:
@@ -298,15 +327,23 @@ def _next_number(folder: Path) -> int:
 
 def _prune(folder: Path, keep: int) -> None:
     for _, path in _list_saved(folder)[:-keep]:
+        if _keep_mark(path).exists():
+            continue
         hidden = path.with_name(f".{path.name}")  # a half-deleted one must not look like a checkpoint
         path.rename(hidden)
         shutil.rmtree(hidden)
 
 
+def _keep_mark(path: Path) -> Path:
+    """Return the file whose presence protects a checkpoint."""
+    return path.with_name(f"{path.name}.keep")
+
+
 def _remove_hidden(folder: Path) -> None:
     """Remove the leftovers of an interrupted save or prune."""
     for path in folder.glob(".*.round-*"):
-        shutil.rmtree(path)
+        if path.is_dir():
+            shutil.rmtree(path)
 
 
 def _create_folder(folder: Path) -> None:

@@ -154,6 +154,7 @@ def subtract_sent_progress(
         vectors[name].zero_()
 
 
+CONFIRMED_ROUNDS = 8  # of a new chain, before the checkpoint of the old one may go
 MAX_RETAINED_STATES = 6  # including those that peers are downloading
 
 
@@ -212,6 +213,7 @@ class Checkpointer:
         )  # blob sizes, one entry a round
         self._retained_states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
+        self._unconfirmed = CONFIRMED_ROUNDS  # rounds until a checkpoint that an earlier process kept may go
         self.last_error = ""  # why the newest checkpoint is not on disk; empty if it is
 
     async def retain_state(self, state: Blob) -> None:
@@ -248,6 +250,18 @@ class Checkpointer:
                 "state gone", f"peers that download an earlier state must start over: {error}"
             )
             self._store.discard(digest)
+
+    async def keep_before_jump(self) -> None:
+        """Keep the newest checkpoint until the chain that replaces ours has been confirmed for a while."""
+        await self.wait_until_saved()
+        await asyncio.to_thread(checkpoint.keep_newest, self._options.directory)
+        self._unconfirmed = CONFIRMED_ROUNDS
+
+    def confirm_round(self) -> None:
+        """Count a round that we took part in; after enough of them the checkpoint before the jump may go."""
+        self._unconfirmed -= 1
+        if self._unconfirmed == 0:
+            checkpoint.release_kept(self._options.directory)
 
     async def save_in_background(self, replicated: ReplicatedState, contributions: ContributionTracker) -> None:
         """Start a save if one is due; wait until the previous one is on disk."""

@@ -19,6 +19,7 @@ from node.workers import Workers
 from protocol.blobs.server import BlobService, CallerLimits, register_blob_service
 from protocol.blobs.store import BlobStore
 from protocol.blobs.store_group import StoreGroup
+from protocol.consensus.trust import TrustPoint
 from protocol.identity import Identity
 from protocol.manifest import Manifest, RunId
 from protocol.membership.clock import SwarmClock
@@ -91,7 +92,7 @@ class Node:
         )
         replica = await Replica.build(parts, manifest, run_dir)
         replica.status_reporter.add_source(self)
-        self.add_chain(replica.run_id, ServedChain(replica.replicated, replica.steering), replica.store)
+        self.add_chain(replica.run_id, replica.served_chain, replica.store)
         self.metrics.add_store(replica.store)
         self.metrics.add_refusal_counter(replica.downloader)
         self.manifests[replica.run_id] = manifest
@@ -102,6 +103,12 @@ class Node:
         """Serve a chain with its state, and the blobs of a store. Call it before `open`."""
         self._chains[run_id] = chain
         self._stores.add(store)
+
+    @property
+    def trust_point(self) -> TrustPoint | None:
+        """Return the trust point at the head of the node's run; None if it holds no state of it."""
+        chain = self._chains.get(self.options.run_id)
+        return chain.trust_point if chain is not None else None
 
     def _keeper_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionKeeper:
         """Return the keeper of a run's revisions: the node's, or one of its own for a run within the node's run."""

@@ -24,7 +24,7 @@ from node.daemon.proof_file import ProofFile
 from node.daemon.restoring import RestoreTargets, restore_run
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.run_limits import contribution_limits, max_store_bytes
-from node.daemon.services import InboundQuota
+from node.daemon.services import InboundQuota, ServedChain
 from node.daemon.state_effects import StateEffects, StateTools
 from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_link import TrainerLink, TrainerTools, build_trainer_config
@@ -215,6 +215,7 @@ class Replica:
                 sync=SyncOptions(
                     topology_class(self._planner.method).has_shared_state,
                     self._node.options.trust,
+                    self._node.options.requires_trust,
                     self._node.options.accept_jump,
                 ),
                 state_bytes=self._state_bytes,
@@ -311,6 +312,12 @@ class Replica:
             StateEffects(self.inbox, self.status_reporter, state_tools),
         )
 
+    @property
+    def served_chain(self) -> ServedChain:
+        """Return the chain as other peers are shown it."""
+        has_shared_state = topology_class(self._planner.method).has_shared_state
+        return ServedChain(self.replicated, self.steering, has_shared_state)
+
     def announce(self) -> None:
         """Announce our head to the peers of the run and follow theirs; call it on the network."""
         self.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
@@ -396,5 +403,6 @@ class Replica:
             "trainer_restarts": self.trainer.crash_count,
             "trainer_trouble": self.trainer.not_running_reason,
             "unsaved": self.checkpointer.last_error,
+            "trust": str(self.served_chain.trust_point or ""),
             "audits": dict(self.auditor.counts) if self.auditor else {},
         }

@@ -23,6 +23,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages import MAX_CONTRIBUTIONS
 from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT
+from protocol.consensus.trust import TrustPoint
 from protocol.errors import LimitError, PeerFault, StaleError, StorageError, TransportError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -107,6 +108,16 @@ class ServedChain:
 
     source: ChainSource
     steering: Steering
+    has_shared_state: bool = True
+
+    @property
+    def trust_point(self) -> TrustPoint | None:
+        """Return the trust point at the head; None before the first round."""
+        chain, blob = self.source.chain, self.source.blob
+        if not chain.round or blob is None:
+            return None
+        state = blob.digest if self.has_shared_state else b""
+        return TrustPoint.of(chain.round, chain.digest, state, chain.electorate.digest)
 
 
 class RoundsService(RoundsServicer):

@@ -45,13 +45,13 @@ from node.steering.keeper import RevisionKeeper
 from optim.method import Method
 from protocol.consensus.events import Rejected
 from protocol.consensus.messages import AppliedContributions, Commit
-from protocol.errors import GoneError, MissingFileError, PeerFault, UnreachableError
+from protocol.errors import GoneError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.manifest import TrainSection
 
 MIN_STATE_SECONDS = 15.0  # to download a state, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 1_000_000
-RECOVERABLE = (UnreachableError, PeerFault, MissingFileError)
 Report = ReportPhase | ReportRecovered | ReportMissed | ReportPace | ReportCatchUp | ReportConduct | Rejected
+RECOVERABLE = (UnreachableError, PeerFault, MissingFileError, StorageError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +153,7 @@ class StateEffects:
         await self._save([action.commit])
         if tools.auditor is not None:
             tools.auditor.on_commit(tools.replicated.chain)
+        tools.checkpointer.confirm_round()
         self._inbox.post(HeadPublished())
 
     async def find_path(self, action: FindPath) -> None:
@@ -179,6 +180,7 @@ class StateEffects:
         tools, chain = self._tools, action.offer.chain
         try:
             await self._download_state(action)
+            await tools.checkpointer.keep_before_jump()
             await tools.replicated.install_state(chain.head, chain.log, action.state)
         except RECOVERABLE as error:
             self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))

@@ -87,6 +87,7 @@ class ObserverStatus:
             "refusals": dict(self._metrics.refusals),
             "addresses": tuple(own.addresses) if own else (),
             "reason": self._keeper.describe() if self._keeper else "",
+            "trust": str(self._node.trust_point or ""),
         }
         return self._constant_fields.model_copy(update=seen)
 

@@ -19,6 +19,7 @@ from node.keeper.state_keeper import StateKeeper, build_keeper
 from node.options import NodeOptions
 from node.run_dir import RunDir
 from protocol.consensus.chain import Chain
+from protocol.consensus.trust import TrustPoint
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
@@ -46,6 +47,12 @@ class NodeHandle:
     has_model: bool = True
     revisions: RevisionLog = field(default_factory=RevisionLog)
     own_chain: Chain | None = None
+    node: Node | None = None
+
+    @property
+    def trust_point(self) -> TrustPoint | None:
+        """Return the newest round that this node holds, for newcomers to start from."""
+        return self.node.trust_point if self.node is not None else None
 
     @property
     def peer_id(self) -> PeerId:
@@ -66,6 +73,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         has_model=has_model,
         revisions=node.revisions.log,
         own_chain=next((replica.replicated.chain for replica in node.replicas.values()), None),
+        node=node,
     )
 
 

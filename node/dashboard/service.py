@@ -86,7 +86,9 @@ class ManifestPublisher:
         if time.monotonic() > self._valid_until:
             manifest = self._node.manifest
             run = manifest.run.model_copy(update={"bootstrap": await self._bootstrap_addresses()})
-            self._text = sign_manifest(manifest.model_copy(update={"run": run}), self._node.identity)
+            self._text = sign_manifest(
+                manifest.model_copy(update={"run": run}), self._node.identity, self._node.trust_point
+            )
             self._valid_until = time.monotonic() + SIGNED_TEXT_SECONDS
         return self._text
 

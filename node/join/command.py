@@ -48,6 +48,8 @@ def _join_run(
         folder=node_dir,
         more_peers=invitation.peers,
     )
+    if settings.trust is None and invitation.trust is not None:
+        settings = settings.model_copy(update={"trust": invitation.trust, "requires_trust": False})
     with display.activity("loading PyTorch"), rare_garbage_collection():
         from node.daemon.lifecycle import run_node
         from node.data.check import check_and_log_text

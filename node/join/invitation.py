@@ -25,6 +25,7 @@ from urllib.parse import SplitResult
 from node.daemon.peer_rpc import await_reply
 from node.join.http_download import download, split_url
 from node.units import multiaddress_fault
+from protocol.consensus.trust import TrustPoint
 from protocol.errors import (
     ManifestError,
     MissingFileError,
@@ -60,7 +61,7 @@ class Invitation:
     """A run to join, from the file, URL or link `source`.
 
     Relative paths start at `base`, or in the folder `data` of the node if it is `None`. `folder` is the node's folder
-    if the run was found there.
+    if the run was found there. `trust` is the newest round that the organiser's host has signed with the manifest.
     """
 
     manifest: Manifest
@@ -69,6 +70,7 @@ class Invitation:
     source: str | None = None
     peers: tuple[str, ...] = ()
     folder: Path | None = None
+    trust: TrustPoint | None = None
     text: ManifestText = field(compare=False, repr=False, default=ManifestText("", ""))
 
     @property
@@ -123,7 +125,7 @@ def _open_url(url: str, insecure: bool) -> Invitation:
     if signed.organiser is None:
         raise OrganiserError(f"{url} is not signed; ask for the URL that `murmur host` prints, or get it as a file")
     require_paths_inside(signed.manifest)
-    return Invitation(signed.manifest, signed.organiser, None, source=url, text=signed.text)
+    return Invitation(signed.manifest, signed.organiser, None, source=url, trust=signed.trust, text=signed.text)
 
 
 def _download(url: str) -> bytes:

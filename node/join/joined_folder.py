@@ -135,7 +135,7 @@ def _reopen(saved: SavedInvitation, source: str | None = None) -> Invitation:
     folder = saved.path.parent
     peers = (source.partition("@")[2],) if source and source.startswith("murmur://") else ()
     kept = load_signed_manifest(folder / MANIFEST_FILE)
-    return Invitation(kept.manifest, saved.organiser, saved.base, source, peers, folder, kept.text)
+    return Invitation(kept.manifest, saved.organiser, saved.base, source, peers, folder, text=kept.text)
 
 
 def _saved_from(folders: Iterable[Path], source: str) -> list[SavedInvitation]:

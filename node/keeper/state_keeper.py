@@ -306,7 +306,8 @@ def build_keeper(node: Node, run_dir: RunDir) -> StateKeeper:
         revisions=node.revisions.log,
     )
     node.metrics.add_refusal_counter(parts.downloader)
-    keeper = StateKeeper(manifest, folder, parts, topology_class(planner.method).has_shared_state)
+    has_one_state = topology_class(planner.method).has_shared_state
+    keeper = StateKeeper(manifest, folder, parts, has_one_state)
     keeper.restore()
-    node.add_chain(manifest.run_id, ServedChain(keeper, keeper.steering), folder.store)
+    node.add_chain(manifest.run_id, ServedChain(keeper, keeper.steering, has_one_state), folder.store)
     return keeper

@@ -38,11 +38,13 @@ class SyncOptions:
     Args:
         compares_states: whether all peers on one head must have the same state.
         trust: the point through which the run's chain passes, if the user has one.
+        requires_trust: whether a chain must show that it passes through this point.
         accepts_jumps: whether a chain may replace many rounds of ours.
     """
 
     compares_states: bool = True
     trust: TrustPoint | None = None
+    requires_trust: bool = True
     accepts_jumps: bool = False
 
 

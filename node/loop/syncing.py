@@ -153,7 +153,8 @@ class Syncing:
         return self._replay(sync, offer) if self._may_replay(sync, offer, judgement, state) else []
 
     def _judge(self, offer: SyncOffer, live: frozenset[PeerId]) -> Judgement:
-        return judge(self._chain, offer.chain, Witnesses(self._peer_id, live, self._trust, offer.word))
+        strict = self._options.requires_trust
+        return judge(self._chain, offer.chain, Witnesses(self._peer_id, live, self._trust, offer.word, strict))
 
     def _decline(self, judgement: Judgement, now: float) -> list[LoopAction]:
         """Leave our round as it is, and the peer alone for a while."""

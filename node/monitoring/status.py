@@ -118,6 +118,7 @@ class NodeStatus(BaseModel):
     device_memory: int | None = Field(default=None, description="bytes in use on the accelerator, by all programs")
     device_memory_total: int | None = None
     digest: str = Field(default="", description="chained anchor digest, hexadecimal")
+    trust: str = Field(default="", description="trust point of the newest round, for `murmur join --trust`")
     state_digest: str = Field(default="", description="hash of anchor and outer state, hexadecimal")
     peers: int = Field(default=0, description="live peers, this one included")
     contributions_included: int = 0

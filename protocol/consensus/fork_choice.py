@@ -42,6 +42,8 @@ class Witnesses:
         peer_id: our own id.
         live: the other trainers that are alive, or vanished a moment ago.
         trust: the trust point of this run, if there is one.
+        requires_trust: whether a chain whose kept commits begin after the trust point is refused. A host keeps a state
+            only now and then, so its point may be older; then the other rules decide.
         word: whether most contacts that answer are on the offered chain; None if there is none to ask.
     """
 
@@ -49,6 +51,7 @@ class Witnesses:
     live: frozenset[PeerId]
     trust: TrustPoint | None = None
     word: bool | None = None
+    requires_trust: bool = True
 
 
 class ChainOffer:
@@ -127,7 +130,8 @@ class Judgement:
 def judge(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
     """Return the relation of an offered chain to ours."""
     trust = witnesses.trust
-    if trust is not None and own.round < trust.round and not offer.is_passed_by(trust):
+    is_too_old = trust is not None and offer.heads[0].round > trust.round and not witnesses.requires_trust
+    if trust is not None and own.round < trust.round and not is_too_old and not offer.is_passed_by(trust):
         return Judgement("refused", _describe_missed(trust, offer))
     place = _last_common(own, offer)
     if place is None:

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from protocol.consensus.messages import Digest
 from protocol.errors import MalformedError
-from protocol.signing import MAX_ROUND
+from protocol.manifest import MAX_ROUNDS
 
+Digest = bytes  # 32 bytes, SHA-256
 MARK_BYTES = 16
 TRUST_PATTERN = rf"(\d{{1,8}})-([0-9a-f]{{{2 * MARK_BYTES}}})"
 
@@ -44,7 +44,7 @@ class TrustPoint:
     def parse(cls, text: str) -> Self:
         """Read the text of a trust point. Raises MalformedError."""
         found = re.fullmatch(TRUST_PATTERN, text.strip())
-        if found is None or int(found[1]) > MAX_ROUND:
+        if found is None or int(found[1]) > MAX_ROUNDS:
             raise MalformedError("a trust point looks like 1234-9f3c21aa5b0e77d41c09a3e2f6d4b810")
         return cls(int(found[1]), bytes.fromhex(found[2]))
 

@@ -33,7 +33,13 @@ def parsed(*words: str) -> NodeFlags:
 
 def test_every_flag_is_checked_by_an_option_of_its_name() -> None:
     assert fields(MachineFlags) == set(MachineOptions.model_fields)
-    assert fields(NodeFlags) == set(NodeOptions.model_fields) - {"manifest", "base", "folder", "stays"}
+    assert fields(NodeFlags) == set(NodeOptions.model_fields) - {
+        "manifest",
+        "base",
+        "folder",
+        "stays",
+        "requires_trust",
+    }
     assert set(TrainerOptions.model_fields) <= fields(MachineFlags)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from protocol.consensus.trust import TrustPoint
 from protocol.errors import ManifestError, OrganiserError
 from protocol.identity import Identity
 from protocol.manifest import parse_manifest
@@ -32,6 +33,18 @@ def test_signature_covers_scheduled_options() -> None:
 
 def test_signed_text_is_a_manifest_for_any_parser() -> None:
     assert parse_manifest(sign_manifest(MANIFEST, ORGANISER), "here") == MANIFEST
+
+
+def test_trust_point_is_signed_with_the_manifest() -> None:
+    trust = TrustPoint.of(40, bytes(32), bytes(32), bytes(32))
+    text = sign_manifest(MANIFEST, ORGANISER, trust)
+    signed = open_signed_manifest(text, "here")
+    assert signed.trust == trust and signed.manifest == MANIFEST
+    with pytest.raises(OrganiserError):
+        open_signed_manifest(text.replace(b"# trust 40-", b"# trust 41-"), "here")
+    unsigned = text[: text.index(b"# organiser")]
+    assert open_signed_manifest(unsigned, "here").trust is None, "nobody vouches for it"
+    assert open_signed_manifest(sign_manifest(MANIFEST, ORGANISER), "here").trust is None
 
 
 def test_unsigned_manifest_has_no_organiser() -> None:

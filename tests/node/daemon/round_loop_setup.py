@@ -147,6 +147,12 @@ class FakeCheckpointer:
     async def save_in_background(self, replica: ReplicatedState, offers: ContributionTracker) -> None:
         self.kept.append(replica.chain.round)
 
+    async def keep_before_jump(self) -> None:
+        """There is no disk."""
+
+    def confirm_round(self) -> None:
+        """There is no disk."""
+
 
 class FakeChainSync:
     """Peers answer with their own chain; a liar with what the test puts here."""

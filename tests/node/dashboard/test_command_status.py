@@ -17,7 +17,7 @@ def test_refusals_are_in_the_status_and_in_the_metrics() -> None:
         "directory": directory,
         "transport": SimpleNamespace(bytes_sent=5, bytes_received=6, refusals=Counter(flood=1, forged=1)),
     }
-    handle = cast(NodeHandle, SimpleNamespace(manifest=MANIFEST, peer_id=PEERS[0].peer_id, **parts))
+    handle = cast(NodeHandle, SimpleNamespace(manifest=MANIFEST, peer_id=PEERS[0].peer_id, trust_point=None, **parts))
     dashboard: Any = SimpleNamespace(
         event_log=SimpleNamespace(state=apply_all([*opening_events(), committed(0)])), page_url="here"
     )

@@ -70,7 +70,9 @@ class FakeTransport:
 
 def make_publisher(transport: FakeTransport, known_addresses: dict[str, tuple[str, ...]]) -> ManifestPublisher:
     directory = SimpleNamespace(known_addresses=lambda: known_addresses)
-    handle = SimpleNamespace(manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory)
+    handle = SimpleNamespace(
+        manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory, trust_point=None
+    )
     return ManifestPublisher(handle)  # type: ignore[arg-type]
 
 

@@ -151,6 +151,8 @@ def test_trust_point_decides_for_a_newcomer() -> None:
     assert judge(newcomer, offer(chain), seen(1, 2, 3, me=5, trust=head, word=False)).relation == "ahead"
     assert judge(newcomer, offer(chain, state=b"n" * 32), seen(1, 2, 3, me=5, trust=head)).relation == "refused"
     old = TrustPoint.of(1, bytes(32), b"", bytes(32))
+    lenient = replace(seen(1, 2, 3, me=5, trust=old, word=True), requires_trust=False)
+    assert judge(newcomer, offer(chain), lenient).relation == "ahead"
     assert "get a newer one" in judge(newcomer, offer(chain), seen(1, 2, 3, me=5, trust=old)).reason
 
 
