@@ -53,7 +53,7 @@ MAX_CHAIN_SOURCES = 3
 AVOID_SECONDS = 30.0  # a head that nobody could prove
 
 
-class UncertifiedError(PeerFault):
+class UncertifiedError(StaleError):
     """A chain that is not to be followed."""
 
 
