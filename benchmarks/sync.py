@@ -8,6 +8,7 @@ turns on the same cores; each figure is the median over the turns. What a turn c
     ours_dense    encode in int8 with error feedback, put the parts where others fetch them, the round (announce,
                   roster, butterfly, commit), decode, and the outer update. To hash the new state and store it for
                   newcomers is beside what a trainer waits for: it is in the CPU-seconds, and not in the seconds
+    ours_trusted  the same among peers that trust one another: one of them sums each part, and nobody checks it
     ours_sparse   the same with the largest 64 of each 4,096 values and error feedback: what is not sent now is sent
                   later, so its error is not that of a merge
     hivemind_*    from the trigger to the end of the step; peers have found one another before
@@ -39,6 +40,7 @@ GLOO_PORT = 29_640
 KINDS: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = MappingProxyType(
     {
         "ours_dense": ("benchmarks.merge.murmuration_peer", {"recipe": "averaging"}),
+        "ours_trusted": ("benchmarks.merge.murmuration_peer", {"recipe": "averaging", "reducers": 1}),
         "ours_sparse": ("benchmarks.merge.murmuration_peer", {"recipe": "sparseloco"}),
         "hivemind_8bit": ("benchmarks.merge.hivemind_peer", {"compression": "8bit"}),
         "hivemind_fp16": ("benchmarks.merge.hivemind_peer", {"compression": "fp16"}),

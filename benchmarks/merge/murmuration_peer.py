@@ -222,7 +222,9 @@ class Peer:
 
     def _settings(self, number: int) -> RoundSettings:
         plan, timing = self.program.plan(number), RoundSection()
-        topology = (Butterfly if plan.method.topology.reduces_parts else AllGather)(RUN_ID, len(plan.part_spans))
+        parts = len(plan.part_spans)
+        reduces = plan.method.topology.reduces_parts
+        topology = Butterfly(RUN_ID, parts, self._words.reducers) if reduces else AllGather(RUN_ID, parts)
         return RoundSettings(topology, timing.grace, timing.leader_timeout, ROUND_SECONDS)
 
 
@@ -319,6 +321,7 @@ def main() -> None:
     parser = peer_parser()
     parser.add_argument("--numel", type=int)
     parser.add_argument("--recipe")
+    parser.add_argument("--reducers", type=int, default=2, help="peers that sum each part; 1: they trust one another")
     parser.add_argument("--codec", help="another one than the recipe's")
     words = parser.parse_args()
     conversation = OrderChannel()
