@@ -32,6 +32,7 @@ from protocol.audits.findings import Finding, SignedFinding, Verdict, open_findi
 from protocol.audits.work import Conditions, WorkRecord
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
+from protocol.conduct.conduct import Conduct
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages import Digest
 from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
@@ -74,6 +75,7 @@ class AuditTools:
     fetcher: BlobFetcher
     outbox: FindingSender
     swarm: TrainerView
+    conduct: Conduct
     base: Path
     device: Device
 
@@ -109,7 +111,6 @@ class Auditor:
         self.conditions: Conditions | None = None  # of our own trainer
         self.counts: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        self.excluded: set[PeerId] = set()
 
     @property
     def work_keeper(self) -> WorkKeeper:
@@ -148,14 +149,14 @@ class Auditor:
                     self._begin(consequence)
                 case PeerLied(peer, round_number):
                     self.refusals["audit: lied"] += 1
-                    self.excluded.add(peer)
+                    self._tools.conduct.convict(peer)
                     logger.warning("auditors agree that %s lied about its work in round %d", peer, round_number)
                 case PeerStruck(peer, reason):
                     self.refusals[reason] += 1
                     logger.info("a strike against %s: %s", peer, reason)
 
     def _begin(self, order: RepeatWork) -> None:
-        if order.audit.contribution.sender in self.excluded:
+        if order.audit.contribution.sender in self._tools.conduct.excluded:
             return
         is_busy = len(self._tasks) >= (MAX_DISPUTES if order.is_disputed else MAX_WAITING)
         if is_busy or order.audit.key not in self._held:

@@ -241,6 +241,7 @@ class Replica:
             fetcher=self._downloads,
             outbox=self.outbox,
             swarm=self.swarm_view,
+            conduct=self.loop.conduct.conduct,
             base=self._node.options.base,
             device=self._node.options.device,
         )

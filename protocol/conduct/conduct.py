@@ -46,6 +46,7 @@ class Conduct:
         self.proofs: dict[PeerId, SignedMessage[Proof]] = {proof.body.culprit: proof for proof in proofs}
         self.found: dict[PeerId, Proof] = {}  # those that this peer found itself
         self.wrong_sums: dict[PeerId, int] = {}  # the round in which this peer computed another sum
+        self._convicted: set[PeerId] = set()  # by a majority of auditors
         self.serving = Strikes()
         self.leading = Strikes()
         self._led: Counter[PeerId] = Counter()
@@ -54,7 +55,12 @@ class Conduct:
     @property
     def excluded(self) -> frozenset[PeerId]:
         """Return the keys whose misdeeds are proved."""
-        return frozenset({*self.proofs, *self.found, *self.wrong_sums})
+        return frozenset({*self.proofs, *self.found, *self.wrong_sums, *self._convicted})
+
+    def convict(self, peer: PeerId) -> None:
+        """Exclude a peer whose contribution a majority of its auditors found to be other work than it says."""
+        if peer != self._me and len(self.excluded) < MAX_EXCLUDED:
+            self._convicted.add(peer)
 
     def observe(self, message: SignedMessage[Any], number: int) -> list[Proof]:
         """Return the proofs that a message completes; `number` is that of the open round."""
