@@ -1,5 +1,6 @@
 """Change valid frames: bytes anywhere, and protobuf messages field by field, so that the result still parses."""
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def _mutate_place(owner: Any, key: Any, draw: random.Random) -> None:
         case 0:
             del owner[key]
         case 1 if isinstance(owner, list):
-            owner.extend([value] * draw.choice((1, 2, MANY_REPEATS)))
+            owner.extend(copy.deepcopy(value) for _ in range(draw.choice((1, 2, MANY_REPEATS))))
         case 1:
             owner[str(key)[:-1]] = owner.pop(key)
         case 2 if isinstance(value, int):
@@ -81,7 +82,7 @@ def _mutate_place(owner: Any, key: Any, draw: random.Random) -> None:
         case 3 if isinstance(value, str):
             owner[key] = draw.choice((*ODD_TEXTS, value[:-1], value + "0"))
         case _:
-            owner[key] = draw.choice((*ODD_VALUES, *ODD_TEXTS))
+            owner[key] = copy.deepcopy(draw.choice((*ODD_VALUES, *ODD_TEXTS)))
 
 
 def mutate_message(message: Message, draw: random.Random) -> None:
