@@ -56,6 +56,8 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.is_open = False
+        self.signer: Any = None  # nothing is signed
+        self.conduct: Any = None  # nobody is watched
         self.number = -1
         self.decided: CertifiedCommit | None = None
         self.begun: list[int] = []
