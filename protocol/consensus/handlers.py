@@ -16,13 +16,17 @@ from protocol.consensus.state import Rejection, RoundState
 
 
 def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
-    """Learn from a checked message and return what is rejected, with the peers to blame."""
+    """Learn from a checked message and return what is rejected, with the peers to blame.
+
+    A proposal that binds a member counts whoever made it: the next leader has to know it.
+    """
     sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "wrong round")]
-    if sender in state.excluded:
+    is_lock = isinstance(body, Commit) and state.knowledge.is_lock(message.digest)
+    if sender in state.excluded and not is_lock:
         return [(sender, "excluded")]
-    if not state.voter_set.is_known(sender):
+    if not state.voter_set.is_known(sender) and not is_lock:
         return [(sender, "not a member")]
     if sender == state.me:
         return []

@@ -197,6 +197,10 @@ class RoundKnowledge:
         lost = {entry.sender for entry in absent if not self.is_obtainable(entry, range(len(entry.body.parts)), live)}
         return self._senders - lost
 
+    def is_lock(self, digest: Digest) -> bool:
+        """Return whether a member says that a proposal binds it."""
+        return any(inventory.lock == digest for inventory in self.inventories.values())
+
     def acknowledgers(self, digest: Digest) -> set[PeerId]:
         """Return the peers that are known to have acknowledged a proposal."""
         locked = {peer for peer, inventory in self.inventories.items() if inventory.lock == digest}

@@ -15,12 +15,11 @@ from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.message_kinds import Acknowledgement, Basis, CommitCertificate, kind_of
-from protocol.consensus.messages import Commit, Contribution, Digest, Roster, SignedMessage
-from protocol.consensus.reduction_evidence import Evidence
+from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from tests.simulation.disk import state_of
-from tests.simulation.network import NAMES, SHAPES, fake_reduce, make_signer
+from tests.simulation.network import NAMES, SHAPES, make_signer
 from tests.simulation.peers import SimulatedPeer
 from tests.simulation.work_accounting import NONE
 
@@ -39,8 +38,8 @@ class LyingPeer(SimulatedPeer):
         return frozenset(honest[len(honest) // 2 :])
 
     def sign(self, body: Any, name: PeerId | None = None) -> SignedMessage[Any]:
-        """Sign a body with the liar's key, or with one that it has made up."""
-        return self.network.open(make_signer(name or self.name)(kind_of(body), body.to_wire()))
+        """Sign a body, which others may refuse, with the liar's key, or with one that it has made up."""
+        return SignedMessage.of(make_signer(name or self.name)(kind_of(body), body.to_wire()), body)
 
     def lie(self) -> None:
         """Count that the liar does now what an honest peer does not."""
@@ -100,41 +99,27 @@ class ProposesTwice(LyingPeer):
         super()._send(peer, signed)
 
     def _other_commit(self, message: SignedMessage[Commit]) -> SignedMessage[Commit]:
+        """Return a commit with one contribution fewer, or if its sums are signed, with other words about the same."""
         body = message.body
-        if body.evidence is not None:
-            return self._less_evidence(message, body.evidence)
-        dropped = body.contributions[-1].sender
-        left_out = tuple(sorted({*body.left_out, dropped})) if body.left_out else ()
-        kept = body.contributions[:-1] or body.contributions
-        parts = tuple(fake_reduce(part, kept) for part, _ in enumerate(body.parts))
-        second = self.sign(replace(body, contributions=kept, parts=parts, left_out=left_out))
-        if second.digest not in self._second:
-            self._second[second.digest] = second
-            self._votes.setdefault(second.digest, {})
-            self.store |= {blob.digest for blob in parts}
-            self.swarm.ledger.sums.update(
-                (blob.digest, [entry.body.parts[part] for entry in kept]) for part, blob in enumerate(parts)
-            )
-        return second
-
-    def _less_evidence(self, message: SignedMessage[Commit], evidence: Evidence) -> SignedMessage[Commit]:
-        """Return the same content with the signatures of one reducer a part: nobody can change the sums."""
-        parts = len(message.body.parts)
-        less = replace(evidence, peers=evidence.peers[:parts], signatures=evidence.signatures[:parts])
-        second = self.sign(replace(message.body, evidence=less))
+        if body.parts:
+            second = self.sign(replace(body, left_out=tuple(MADE_UP_KEYS[:1])))
+        else:
+            kept = body.contributions[:-1] or body.contributions
+            is_grouped = self.network.scenario.exchange == "groups"
+            left_out = {*body.left_out, body.contributions[-1].sender} if is_grouped and len(kept) > 1 else ()
+            second = self.sign(replace(body, contributions=kept, left_out=tuple(sorted(left_out))))
         self._second.setdefault(second.digest, second)
         self._votes.setdefault(second.digest, {})
         return second
 
-    def receive(self, signed: Signed) -> None:
-        message = self.network.open(signed)
+    def hear(self, message: SignedMessage[Any]) -> None:
         match message.body:
             case Commit():
                 self._vote_for(message)
             case Acknowledgement() as body if body.proposal in self._votes:
                 self._votes[body.proposal][message.sender] = message
                 self._decide(body.proposal)
-        super().receive(signed)
+        super().hear(message)
 
     def _vote_for(self, commit: SignedMessage[Commit]) -> None:
         """Acknowledge whatever another peer proposes, whatever we have acknowledged before."""
@@ -159,18 +144,21 @@ class InventsContributors(LyingPeer):
 
     def _send(self, peer: PeerId, signed: Signed) -> None:
         message = self.network.open(signed)
-        if isinstance(message.body, Roster | Commit) and message.sender == self.name:
-            self.lie()
-            signed = self.sign(self._with_made_up(message.body)).signed
+        if isinstance(message.body, Contribution) and message.sender == self.name:
+            self._make_up(message.body)
         super()._send(peer, signed)
 
-    def _with_made_up(self, body: Roster | Commit) -> Roster | Commit:
-        model = body.contributions[0].body
-        made_up = [
-            self.sign(replace(model, parts=self.make_blobs(key, f"made up {body.round}")), key) for key in MADE_UP_KEYS
-        ]
-        contributions = tuple(sorted([*body.contributions, *made_up], key=lambda entry: entry.sender))
-        return replace(body, contributions=contributions)
+    def _make_up(self, model: Contribution) -> None:
+        """Let our own round machine believe that made-up keys have contributed, and that we hold it all."""
+        machine = self.loop.session.machine
+        if machine is None or machine.number != model.round or MADE_UP_KEYS[0] in machine._knowledge.contributions:
+            return
+        self.lie()
+        machine._state.known_trainers |= set(MADE_UP_KEYS)
+        for key in MADE_UP_KEYS:
+            entry = self.sign(replace(model, parts=self.make_blobs(key, f"made up {model.round}")), key)
+            machine._knowledge.learn_contribution(entry)
+            machine._knowledge.add_held_parts(entry.body.part_blobs)
 
 
 class MakesUpSums(LyingPeer):

@@ -61,6 +61,7 @@ from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
+from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.steering.revision_log import RevisionLog, SignedRevision, add_all
 from tests.simulation.disk import BlobTransfers, Disk, state_of
@@ -310,8 +311,16 @@ class SimulatedPeer:
             self.receive(restored)
 
     def receive(self, signed: wire.Signed) -> None:
-        message = self.network.open(signed)
-        self.seen.record(signed)
+        """Take a message from the network, and refuse it if it is malformed or forged, as a servicer does."""
+        try:
+            message = self.network.open(signed)
+        except PeerFault as fault:
+            self.swarm.rejections.append((self.name, signed.peer, fault.metric_label))
+        else:
+            self.seen.record(signed)
+            self.hear(message)
+
+    def hear(self, message: SignedMessage[Any]) -> None:
         is_copied = self.name == self.swarm.conflicting_peer and isinstance(message.body, Contribution)
         if is_copied and self.loop.session.is_open and message.body.round == self.loop.session.number:
             self.copy_with_wrong_size(message.body)

@@ -4,14 +4,15 @@ import argparse
 import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
 
 from tests.simulation.seeded_run import InvariantError, SeededRun
 from tests.simulation.seeds import BATCH, broken_runs
 
 
-def show(seed: int, isolating: bool) -> str:
+def show(seed: int, isolating: bool, lies: Sequence[str]) -> str:
     """What broke; empty where nothing did."""
-    story = SeededRun(seed, isolating)
+    story = SeededRun(seed, isolating, lies=lies)
     try:
         story.run()
     except InvariantError as broken:
@@ -48,9 +49,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first of these")
     parser.add_argument("--workers", type=int, default=2, help="processes that try them")
     parser.add_argument("--isolating", action="store_true", help="peers may be apart for long, and chains fork")
+    parser.add_argument("--lies", default="", metavar="A,B", help="the lies that peers may tell under SEED")
     given = parser.parse_args()
     if given.seed is not None:
-        sys.exit(show(given.seed, given.isolating) or 0)
+        lies = [lie.replace("-", " ") for lie in given.lies.split(",") if lie]
+        sys.exit(show(given.seed, given.isolating, lies) or 0)
     if not given.seeds:
         parser.error("a SEED, or --seeds N")
     faults = sweep(given.first, given.seeds, given.isolating, given.workers)

@@ -84,10 +84,13 @@ class SeededRun:
     ) -> None:  # fmt: skip
         self.seed = seed
         self.fault = ""
+        self._lies = [lie.replace(" ", "-") for lie in lies]
         self._faults = faults or (PASSING_FAULTS if lies else ISOLATING_FAULTS if isolating else FAULTS)
         self._end = END * max(1, rounds / 3)
         scenario = replace(scenario_of(seed), rounds=rounds)
-        scenario = replace(scenario, peers=max(4, scenario.peers), reducers_per_part=2) if lies else scenario
+        scenario = (
+            replace(scenario, peers=max(4, scenario.peers), reducers_per_part=2, trusted=False) if lies else scenario
+        )
         self.swarm = SimulatedSwarm(scenario, seed, isolating, draw_liars(seed, scenario.peers, lies))
         self.isolating = isolating
         self._chance = random.Random(f"faults {seed}")
@@ -282,7 +285,7 @@ class SeededRun:
             self.swarm.network.run(self._end, self.swarm.is_done)
             self._check_end()
         except AssertionError as error:
-            option = " --isolating" if self.isolating else ""
+            option = " --isolating" if self.isolating else " --lies " * bool(self._lies) + ",".join(self._lies)
             shown = f"python -m tests.simulation.replay {self.seed}{option}"
             self.fault = f"seed {self.seed}: {error}; to see it: {shown}"
             raise InvariantError(self.fault) from error

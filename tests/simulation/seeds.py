@@ -1,6 +1,7 @@
 """Many seeds one after the other; those that every change must pass come in halves, for two processes."""
 
 from node.process import rare_garbage_collection
+from tests.simulation.liars import LIARS
 from tests.simulation.seeded_run import InvariantError, SeededRun
 
 SEEDS = 10_000
@@ -9,13 +10,18 @@ FIRST_HALF = range(0, SEEDS // 2, BATCH)
 SECOND_HALF = range(SEEDS // 2, SEEDS, BATCH)
 
 
+def lies_of(seed: int) -> tuple[str, ...]:
+    """Return the lies that peers may tell under a seed: under every second one all kinds."""
+    return tuple(LIARS) if seed % 2 else ()
+
+
 def broken_runs(first: int, count: int, isolating: bool) -> list[SeededRun]:
     """The stories under these seeds in which something broke, each with its `fault`."""
     stories = []
     # A third less time: what a story leaves is found some stories later.
     with rare_garbage_collection():
         for seed in range(first, first + count):
-            story = SeededRun(seed, isolating)
+            story = SeededRun(seed, isolating, lies=() if isolating else lies_of(seed))
             try:
                 story.run()
             except InvariantError:

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from protocol.admission.electorate import Electorate
 from protocol.conduct.conduct import Conduct
 from protocol.consensus import handlers, machine
+from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.rules import view_change
 from protocol.consensus.topology import Butterfly, draw_reducers
 from tests.simulation.liars import LIARS
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.slow
 SEEDS = 20
 
 
-@pytest.mark.parametrize("lie", sorted(LIARS.keys() - {"two commits"}))
+@pytest.mark.parametrize("lie", LIARS)
 def test_a_lie_harms_nobody(lie: str) -> None:
     told = 0
     for seed in range(SEEDS):
@@ -42,8 +44,23 @@ def believes_in_any_contributor(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "proposal_fault", lambda state, proposal: None)
 
 
+def lets_a_simple_majority_decide(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Electorate, "quorum_size", lambda self, count: count // 2 + 1)
+
+
+def forgets_locks_on_proposals_of_liars(patch: pytest.MonkeyPatch) -> None:
+    """Members that are bound to what an excluded key proposed never join a later view."""
+    patch.setattr(RoundKnowledge, "is_lock", lambda self, digest: False)
+
+
 @pytest.mark.parametrize(
-    ("bug", "lie"), [(sums_each_part_once, "made up sums"), (believes_in_any_contributor, "invented contributors")]
+    ("bug", "lie"),
+    [
+        (sums_each_part_once, "made up sums"),
+        (believes_in_any_contributor, "invented contributors"),
+        (lets_a_simple_majority_decide, "two commits"),
+        (forgets_locks_on_proposals_of_liars, "two commits"),
+    ],
 )
 def test_without_a_rule_its_lie_succeeds(
     bug: Callable[[pytest.MonkeyPatch], None], lie: str, monkeypatch: pytest.MonkeyPatch
