@@ -12,7 +12,8 @@ from node.monitoring.status_reporter import StatusReporter
 from protocol.audits.findings import FINDING_KIND
 from protocol.consensus.briefs.codec import restore
 from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.message_kinds import parse
+from protocol.consensus.events import MisbehaviourSeen
+from protocol.consensus.message_kinds import parse, signed_round
 from protocol.consensus.messages import ContributionLimits
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import PeerId
@@ -125,11 +126,17 @@ class MessageReceiver:
                     self._seen.record(signed)
             except PeerFault as fault:
                 faults.append(fault)
+                self._accuse_signer(signed)
         if faults:
             self._status.record_refusal(sender, *faults)
         self._inbox.post(MessagesReceived(sender, tuple(messages)))
         reply, self._reply = self._reply, []
         return reply
+
+    def _accuse_signer(self, signed: Signed) -> None:
+        """Report the signer of a refused statement; an envelope that it did not sign says nothing about it."""
+        if (number := signed_round(signed, self._run_id)) is not None:
+            self._inbox.post(MisbehaviourSeen(signed.peer, number))
 
     def restore(self, sender: PeerId, briefs: Iterable[Brief]) -> tuple[list[Signed], list[int]]:
         """Return the messages of the briefs that `sender` delivered, and the places of those that we cannot restore."""

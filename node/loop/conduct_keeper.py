@@ -10,7 +10,7 @@ from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.conduct.conduct import Conduct, RoundConduct
 from protocol.conduct.proofs import Proof
 from protocol.consensus.chain import Chain
-from protocol.consensus.events import MembershipChanged, Rejected, Send
+from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
 from protocol.consensus.machine import Signer
 from protocol.consensus.message_kinds import kind_of
 from protocol.consensus.messages import SignedMessage
@@ -56,6 +56,14 @@ class ConductKeeper:
                     self._found(proof)
                 counted.append(message)
         return counted
+
+    def accuse(self, seen: MisbehaviourSeen, number: int) -> bool:
+        """Strike a peer for a false statement; return whether it is about the open round or the next one."""
+        if not number <= seen.round <= number + 1 or seen.peer not in self._snapshot.trainers:
+            return False
+        self.conduct.accuse(seen.peer, seen.round)
+        self._report()
+        return True
 
     def _found(self, proof: Proof) -> None:
         self._actions.append(Rejected(proof.culprit, "proved"))

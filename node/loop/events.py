@@ -18,7 +18,15 @@ from protocol.blobs.blob import Blob
 from protocol.conduct.proofs import Proof
 from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import ChainHead
-from protocol.consensus.events import PartReduced, Reduce, Rejected, RequestEarlySubmit, Send, VoteRecord
+from protocol.consensus.events import (
+    MisbehaviourSeen,
+    PartReduced,
+    Reduce,
+    Rejected,
+    RequestEarlySubmit,
+    Send,
+    VoteRecord,
+)
 from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -148,6 +156,7 @@ class TimePassed:
 LoopEvent = (
     SwarmChanged
     | MessagesReceived
+    | MisbehaviourSeen
     | ContributionReady
     | BlobFetched
     | SumReady

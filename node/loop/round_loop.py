@@ -54,7 +54,7 @@ from node.loop.syncing import Syncing
 from node.monitoring.status import Phase
 from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain
-from protocol.consensus.events import BlobAvailable
+from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
 from protocol.consensus.messages import Adoption, Digest, SignedMessage
 from protocol.identity import PeerId
 
@@ -133,6 +133,9 @@ class RoundLoop:
             case MessagesReceived(sender, messages):
                 counted = self._counted(messages, now)
                 self.session.receive(sender, counted, self._snapshot.trainers, now)
+            case MisbehaviourSeen() if self.conduct.accuse(event, self.chain.round):
+                self.session.accuse(event)
+                self._update_swarm(self.conduct.unfiltered, now)
             case BlobFetched(opening, part_blob):
                 self.session.feed(BlobAvailable(part_blob), opening)
             case SumReady(opening, result):
@@ -227,8 +230,7 @@ class RoundLoop:
         if present < needed and is_patient:
             self._report_phase("waiting for peers", reports.waiting(present, needed))
             return not self._syncing.is_asking and self._syncing.is_behind(now) and self._begin_sync(now)
-        self._stage = "running"
-        self._patience_ends = None
+        self._stage, self._patience_ends = "running", None
         return True
 
     def _run(self, now: float) -> bool:
@@ -379,8 +381,7 @@ class RoundLoop:
             self._actions.append(adoption)
 
     def _sync_failed(self, reason: str, has_vanished: bool, now: float) -> None:
-        was_following = self._syncing.is_active
-        actions, may_retry = self._syncing.fail(reason, has_vanished, now)
+        was_following, (actions, may_retry) = self._syncing.is_active, self._syncing.fail(reason, has_vanished, now)
         self._emit(actions)
         if was_following and not may_retry:
             self._idle_until = now + POLL_SECONDS

@@ -31,6 +31,7 @@ from protocol.consensus.events import (
     LocalContribution,
     MembershipChanged,
     MessageReceived,
+    MisbehaviourSeen,
     Reduce,
     Rejected,
     RequestEarlySubmit,
@@ -204,6 +205,11 @@ class RoundSession:
             # Only the oldest round: the sender must apply it before it can use the others.
             answer = self._buffer.answer_late(min(late), sender, now)
             self._actions += [Answer(sender, answer)] if answer else []
+
+    def accuse(self, seen: MisbehaviourSeen) -> None:
+        """Let the open round know of a false statement about it."""
+        if self.is_open and seen.round == self._number:
+            self._events.append(seen)
 
     def _receive(self, message: SignedMessage[Any]) -> None:
         if self._machine is None or message.body.round != self._number:

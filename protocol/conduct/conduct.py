@@ -15,6 +15,7 @@ MAX_EXCLUDED = 1024
 MAX_LEADERS = 1024
 LEFT_OUT_STRIKE = 3  # times that a leader leaves the same ready peer out, more than it includes it
 KEPT_ROUNDS = 2
+FALSE_STATEMENT = "it signed a false or malformed statement"
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Conduct:
         """Exclude a peer whose contribution a majority of its auditors found to be other work than it says."""
         if peer != self._me and len(self.excluded) < MAX_EXCLUDED:
             self._convicted.add(peer)
+
+    def accuse(self, peer: PeerId, number: int) -> None:
+        """Strike a peer that signed a statement about a round that no honest peer signs; it cannot be passed on."""
+        if peer != self._me:
+            self.serving.strike(peer, number, FALSE_STATEMENT)
+            self.leading.strike(peer, number, FALSE_STATEMENT)
 
     def observe(self, message: SignedMessage[Any], number: int) -> list[Proof]:
         """Return the proofs that a message completes; `number` is that of the open round."""

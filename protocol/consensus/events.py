@@ -62,6 +62,14 @@ class MessageReceived:
 
 
 @dataclass(frozen=True)
+class MisbehaviourSeen:
+    """`peer` has signed a statement about `round` that no honest peer signs: forged inside, malformed or too large."""
+
+    peer: PeerId
+    round: int
+
+
+@dataclass(frozen=True)
 class BlobAvailable:
     """A blob that is complete in the store and valid as that part: the answer to Fetch."""
 
@@ -82,7 +90,7 @@ class Tick:
     """The passing of time; see `RoundMachine.next_deadline`."""
 
 
-Event = MembershipChanged | LocalContribution | MessageReceived | BlobAvailable | PartReduced | Tick
+Event = MembershipChanged | LocalContribution | MessageReceived | MisbehaviourSeen | BlobAvailable | PartReduced | Tick
 
 RejectReason = Literal[
     "wrong round",  # a message of another round, another base or another kind of exchange
@@ -96,7 +104,7 @@ RejectReason = Literal[
     "view too far",  # a roster of a view that is too far ahead
     "other revisions",  # a commit that does not continue the list of revisions that this chain has adopted
     "unknown contributor",  # a roster or commit with a contribution of a key that does not train in this run
-    "false proposal",  # a commit with a contribution that is not on its roster, or a sum of others than its reducers
+    "false proposal",  # a commit with contributions or sums that it may not have, or a forged statement of a leader
     "wrong sum",  # a reduced part that is not the sum of its inputs
     "other basis",  # an acknowledgement after another state, electorate or number of tokens
     "smaller roster",  # a roster of another leader, with fewer contributions than the current one

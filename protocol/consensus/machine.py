@@ -31,6 +31,7 @@ from protocol.consensus.events import (
     LocalContribution,
     MembershipChanged,
     MessageReceived,
+    MisbehaviourSeen,
     PartReduced,
     Reduce,
     Rejected,
@@ -38,7 +39,6 @@ from protocol.consensus.events import (
     RequestEarlySubmit,
     Send,
     Speculate,
-    Tick,
     VoteRecord,
 )
 from protocol.consensus.handlers import handle_message
@@ -188,6 +188,8 @@ class RoundMachine:
         match event:
             case MessageReceived(signed_message):
                 self._reject_all(handle_message(self._state, signed_message, now))
+            case MisbehaviourSeen(peer):
+                self._state.false_speakers.add(peer)
             case MembershipChanged():
                 self._update_membership(event, now)
             case LocalContribution(contribution):
@@ -197,8 +199,6 @@ class RoundMachine:
             case PartReduced(part, request_id, blob):
                 self._state.sums.record(request_id, blob)
                 self._knowledge.add_held_parts([PartBlob(blob, part)])
-            case Tick():
-                pass
 
     def _update_membership(self, event: MembershipChanged, now: float) -> None:
         state = self._state

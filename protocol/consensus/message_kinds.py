@@ -30,7 +30,7 @@ from protocol.consensus.messages import (
     check_round,
 )
 from protocol.consensus.reduction_evidence import MAX_REDUCERS_PER_PART
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
 from protocol.signing import MAX_CHAIN_TOKENS, open_signed, read_unverified
@@ -296,6 +296,17 @@ def parse(signed: wire.Signed, run_id: RunId, limits: ContributionLimits) -> Sig
     wire_type, body_type = KINDS[signed.kind]
     body = open_signed(signed, run_id, signed.kind, wire_type, MAX_MESSAGE_BYTES)
     return SignedMessage.of(signed, body_type.from_wire(body, limits, nested_parser(run_id, limits)))
+
+
+def signed_round(signed: wire.Signed, run_id: RunId) -> int | None:
+    """Return the round of a statement that the named peer has really signed, whatever the statement says; else none."""
+    if signed.kind not in KINDS:
+        return None
+    try:
+        body: Any = open_signed(signed, run_id, signed.kind, KINDS[signed.kind][0], MAX_MESSAGE_BYTES)
+    except PeerFault:
+        return None
+    return int(body.round) if "round" in body.DESCRIPTOR.fields_by_name else None
 
 
 def nested_parser(run_id: RunId, limits: ContributionLimits) -> OpenNested:

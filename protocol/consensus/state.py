@@ -52,7 +52,8 @@ class RoundState:
     roster. `known_trainers`: all keys that this peer knows to train in the run or to have trained lately.
     `excluded`, `set_aside`, `not_leading`: see `MembershipChanged`. `leader_faults`: the faults of the leaders of this
     round. `withheld`: peers that announced something that this peer, or the leader, could not get.
-    `false_reducers`: peers that announced another sum than this peer computed. `audit_secret`: see `rules.audits`.
+    `false_reducers`: peers that announced another sum than this peer computed. `false_speakers`: peers that signed a
+    statement that no honest peer signs. `audit_secret`: see `rules.audits`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RoundState:
         self.sums = Sums()
         self.audit_secret = start.audit_secret
         self.false_reducers: set[PeerId] = set()
+        self.false_speakers: set[PeerId] = set()
         self.known_trainers = {me, *start.last_seen}
         self.excluded: frozenset[PeerId] = frozenset()
         self.set_aside: frozenset[PeerId] = frozenset()

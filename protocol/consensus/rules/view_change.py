@@ -62,6 +62,8 @@ def next_view(state: RoundState) -> int:
 def leader_fault(state: RoundState, now: float) -> RejectReason | None:
     """Return the reason to give up the leader of this view, if there is one."""
     view = state.current_view
+    if has_spoken_falsely(state):
+        return "false proposal"
     if view is None:
         return _missing_roster_fault(state, now)
     if view.leader not in state.live:
@@ -81,6 +83,11 @@ def leader_fault(state: RoundState, now: float) -> RejectReason | None:
         return fault
     deadline = view.started_at + state.settings.exchange_seconds + state.settings.leader_timeout
     return "exchange stalled" if now >= deadline else None
+
+
+def has_spoken_falsely(state: RoundState) -> bool:
+    """Return whether the leader has signed what no honest peer signs; if all leaders failed, this counts only once."""
+    return state.leader in state.false_speakers - state.failed_leaders
 
 
 def _missing_roster_fault(state: RoundState, now: float) -> RejectReason | None:
