@@ -13,7 +13,7 @@ from protocol.consensus.chain import Chain
 from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
 from protocol.consensus.machine import Signer
 from protocol.consensus.message_kinds import kind_of
-from protocol.consensus.messages import SignedMessage
+from protocol.consensus.messages import Commit, SignedMessage
 from protocol.identity import PeerId
 
 NEWCOMER_HELPERS = 2  # peers that tell a newcomer the known proofs
@@ -44,12 +44,15 @@ class ConductKeeper:
         return self.conduct.excluded
 
     def receive(self, messages: Iterable[SignedMessage[Any]], number: int) -> list[SignedMessage[Any]]:
-        """Return the messages that count, without those of excluded keys, and learn from all of them."""
+        """Return the messages that count, without those of excluded keys, and learn from all of them.
+
+        Proposals of excluded keys may bind honest members, so the round machine decides about them.
+        """
         counted = []
         for message in messages:
             if isinstance(message.body, Proof):
                 self._learn(message)
-            elif message.sender in self.conduct.excluded:
+            elif message.sender in self.conduct.excluded and not isinstance(message.body, Commit):
                 self._actions.append(Rejected(message.sender, "excluded"))
             else:
                 for proof in self.conduct.observe(message, number):
