@@ -123,8 +123,8 @@ class Daemon:
         self._stop.set()
 
     async def _take_part(self, node: Node) -> None:
-        shown = self._display.show_status(node)
         budget = choose_budget(self._folder.path, self._settings.disk)
+        shown = self._display.show_status(node)
         watched = watch_budget(self._folder.path, budget)
         loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically(), shown, watched]
         background = [asyncio.create_task(_forever(loop)) for loop in loops]

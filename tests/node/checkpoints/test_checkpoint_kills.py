@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 SHAPES = shape_table(ModelSection(vocabulary=256, width=64, layers=1, heads=2, hidden=96, context=8))
 RUN_ID = "ab" * 32
 KEEP = 2
+FILES = 5  # of a checkpoint: anchor, momentum, inner vectors, chain and manifest
 HARMLESS = {"brk", "mmap", "munmap", "mremap", "madvise", "mprotect", "futex", "read", "prctl", "exit_group"}
 FULL = dict.fromkeys(("mkdir", "openat", "write", "rename"), "ENOSPC")
 BROKEN = dict.fromkeys(("fsync", "unlinkat", "unlink", "rmdir"), "EIO")
@@ -284,7 +285,7 @@ def test_a_save_killed_at_every_system_call(tracing: Server, folders: Folders) -
         code = tracing.traced(save_once, folder, "-o", "/dev/null", "-e", f"inject={call}:signal=KILL:when={turn}")
         assert code == -signal.SIGKILL, (call, turn)
         restored[restored_round(folder)] += 1
-        assert {len(list(path.iterdir())) for path in folder.iterdir() if path.name[0] != "."} == {4}, (call, turn)
+        assert {len(list(path.iterdir())) for path in folder.iterdir() if path.name[0] != "."} == {FILES}, (call, turn)
         assert_saves_go_on(folder)
         folders.drop(folder)
     print(f"{len(everywhere)} points, restored rounds {dict(restored)}")
@@ -312,7 +313,7 @@ def test_everything_is_synced_before_it_gets_its_name(tracing: Server, folders: 
     renamed = next(place for place, line in enumerate(lines) if line.startswith("rename("))
     created = re.findall(r'"([^"]+)", [^"]*O_CREAT', "\n".join(lines[:renamed]))
     synced = [re.findall(r"fsync\(\d+<(.+)>\)", "\n".join(part)) for part in (lines[:renamed], lines[renamed:])]
-    assert len(created) == 4
+    assert len(created) == FILES
     assert synced == [[*created, str(Path(created[0]).parent)], [str(folder)]]
 
 

@@ -46,8 +46,13 @@ class Node:
         pass
 
 
+def daemon_in(folder: Path) -> Daemon:
+    options = SimpleNamespace(disk=None)  # the budget follows from the free space
+    return Daemon(cast(Any, options), RunDir(folder), Display(io.StringIO()), cast(Any, None))
+
+
 async def test_why_a_node_ended_is_its_last_word(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunDir(tmp_path), Display(io.StringIO()), cast(Any, None))
+    daemon = daemon_in(tmp_path)
     with pytest.raises(DeviceError):
         await daemon._take_part(cast(Any, Node(broken)))
     said = json.loads((tmp_path / "status.json").read_bytes())
@@ -59,14 +64,14 @@ async def stray() -> None:
 
 
 async def test_a_cancel_out_of_nowhere_does_not_end_it_without_a_word(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunDir(tmp_path), Display(io.StringIO()), cast(Any, None))
+    daemon = daemon_in(tmp_path)
     with pytest.raises(asyncio.CancelledError):
         await daemon._take_part(cast(Any, Node(stray)))
     assert json.loads((tmp_path / "status.json").read_bytes())["reason"] == "CancelledError"
 
 
 async def test_a_node_that_is_told_to_end_has_no_reason(tmp_path: Path) -> None:
-    daemon = Daemon(cast(Any, None), RunDir(tmp_path), Display(io.StringIO()), cast(Any, None))
+    daemon = daemon_in(tmp_path)
     daemon._on_signal()
     await daemon._take_part(cast(Any, Node(for_ever)))
     said = json.loads((tmp_path / "status.json").read_bytes())

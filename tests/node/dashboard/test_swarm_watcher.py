@@ -179,7 +179,7 @@ async def test_validation_on_the_chain_after_a_fork_is_recorded() -> None:
 
     async def fetch_steps(*_: object) -> list[SimpleNamespace]:
         commit = SimpleNamespace(adoption=NOTHING_ADOPTED, round=3)
-        return [SimpleNamespace(before=None, signed=None, commit=commit)]
+        return [SimpleNamespace(before=None, electorate=None, entry=None, commit=commit)]
 
     follower = SimpleNamespace(
         find_trusted_head=lambda *_: (None, []),

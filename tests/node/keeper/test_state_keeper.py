@@ -101,7 +101,7 @@ class KeptRun:
         self.chain.append(certified(self.chain, commit))
         random = torch.Generator().manual_seed(self.chain.round)
         size = state_bytes(self.planner.numel, self.planner.method) // 4
-        return bytes(torch.randn(size, generator=random).numpy().data.cast("B"))
+        return bytes(torch.rand(size, generator=random).numpy().data.cast("B"))
 
     def announce(self, state: Blob, *peers: str) -> None:
         """Let these trainers announce the head of the chain with a state."""
