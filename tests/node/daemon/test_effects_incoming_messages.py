@@ -1,21 +1,38 @@
 """Which messages the round loop takes: early ones, those of strangers, forged ones."""
 
 from protocol.consensus.chain import ChainHead
+from protocol.consensus.message_kinds import Inventory
+from protocol.consensus.messages import NO_ROSTER
 from protocol.murmur_pb2 import Signed
 from tests.node.daemon.loopback_network import HEAD, LoopbackNetwork
 from tests.node.small_run import PEERS, contribution_of, stated
 
 
 async def test_early_statements_wait_and_one_peer_cannot_crowd_out_another(table: LoopbackNetwork) -> None:
+    honest, chatty = PEERS[1], PEERS[2]
+    early = stated(honest, contribution_of(HEAD, table[1].parts()))
+    flood = [stated(chatty, Inventory(0, view, NO_ROSTER, ())).signed for view in range(1, 40)]
+    peer = table[0]
+    peer.receiver.receive(honest.peer_id, [early.signed])
+    peer.receiver.receive(chatty.peer_id, flood)
+    assert len(peer.session._buffer._early) == 2 and not peer.loop.conduct.excluded
+    peer.begin()
+    assert honest.peer_id in peer.machine._knowledge.contributions
+
+
+async def test_early_contributions_that_contradict_each_other_exclude_their_sender(table: LoopbackNetwork) -> None:
     honest, liar = PEERS[1], PEERS[2]
     early = stated(honest, contribution_of(HEAD, table[1].parts()))
     flood = [stated(liar, contribution_of(HEAD, table[2].parts(seed))).signed for seed in range(1, 40)]
     peer = table[0]
     peer.receiver.receive(honest.peer_id, [early.signed])
+    peer.receiver.receive(liar.peer_id, flood[:1])
+    assert not peer.loop.conduct.excluded, "one contribution contradicts nothing"
     peer.receiver.receive(liar.peer_id, flood)
-    assert len(peer.session._buffer._early) == 2
+    assert peer.loop.conduct.excluded == {liar.peer_id}
+    assert len(peer.session._buffer._early) <= 2
     peer.begin()
-    assert honest.peer_id in peer.machine._knowledge.contributions
+    assert set(peer.machine._knowledge.contributions) == {honest.peer_id}
 
 
 async def test_early_statements_of_strangers_and_of_far_rounds_are_dropped(table: LoopbackNetwork) -> None:
