@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
 LIGHT = {
     *("node", "node.cli", "node.commands", "node.commands.guard", "node.flags", "node.process"),
-    *("node.commands.models", "node.commands.options", "node.commands.waiting"),
+    *("node.commands.models", "node.commands.options", "node.commands.tickets", "node.commands.waiting"),
     *("protocol", "protocol.errors"),
 }
 
@@ -222,6 +222,7 @@ def test_commands_pass_on_their_arguments(
 def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json -v"
     options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB --direct off"
+    options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     run_argument, flags, *keywords = called[0]
     assert run_argument == "run.toml" and isinstance(flags, NodeFlags)
@@ -241,4 +242,9 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
         "upload": "20mbit",
         "download": "1MB",
         "direct": "off",
+        "disk": "9GB",
+        "ticket": Path("abc"),
+        "trust": "7:def",
+        "accept_jump": True,
+        "allow_data": True,
     }

@@ -11,6 +11,7 @@ from node.data.skipped_rows import SkipReason
 from node.monitoring.status import NodeStatus, RecoveredErrorKind, fetch_status
 from node.monitoring.status_reporter import REJECT_TEXTS
 from optim.aggregation.base import LeftOut
+from protocol.admission.gate import Refusal
 from protocol.audits.docket import Offence
 from protocol.audits.findings import VERDICTS
 from protocol.blobs.server import _STATUS
@@ -172,7 +173,7 @@ def test_status_page_explains_exactly_the_reasons_that_the_code_reports() -> Non
         "protocol/blobs/download.py",
     )
     assert {"stream lost", "wrong blob"} < counted_reasons
-    words = {*get_args(RejectReason), *get_args(Offence), *get_args(LeftOut)}
+    words = {*get_args(RejectReason), *get_args(Offence), *get_args(LeftOut), *get_args(Refusal)}
     assert explained_reasons("Refused") == words | counted | counted_reasons
     assert explained_reasons("Audits") == {*VERDICTS, "skipped"}
     direct = find_reasons(r'(?:_refuse\(|return )"([A-Za-z ]+)"', "protocol/transport/tls/listener.py")
