@@ -33,13 +33,13 @@ from node.join.invitation import Invitation
 from protocol.blobs.blob import Blob
 from protocol.errors import MurmurError, PeerFault, UnreachableError
 from protocol.identity import PeerId
+from protocol.membership.exchange import request_table
 from protocol.membership.peer_table import PeerTable
 from protocol.murmur_pb2 import (
     DialBackReply,
     DialBackRequest,
     FetchRequest,
     GossipReply,
-    GossipRequest,
     PeerRecord,
 )
 from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RunsStub
@@ -107,7 +107,7 @@ class RunProbe:
         sent = time.time()
         stub = MembershipStub(self.transport.channel(peer))
         try:
-            request = GossipRequest(run=self._run)
+            request = request_table(self._run, random.Random())
             reply: GossipReply = await await_reply(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
         except (UnreachableError, PeerFault) as error:
             logger.info("%s does not send its peer table: %s", peer, error)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,8 +14,9 @@ from node.steering.keeper import exchange_revisions
 from protocol.errors import PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.membership.exchange import request_table
 from protocol.membership.peer_table import PeerTable
-from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
+from protocol.murmur_pb2 import GossipReply, PeerRecord
 from protocol.murmur_pb2_grpc import MembershipStub
 from protocol.steering.revision_log import RevisionLog, SignedRevision, open_revision
 from protocol.steering.revisions import NO_REVISION, Digest
@@ -68,7 +70,7 @@ class RunContact:
 
     async def _read_table(self, peer: PeerId) -> dict[PeerId, PeerRecord]:
         """Return the records that a peer knows; none if it does not answer."""
-        stub, request = MembershipStub(self.transport.channel(peer)), GossipRequest(run=self._run)
+        stub, request = MembershipStub(self.transport.channel(peer)), request_table(self._run, random.Random())
         try:
             reply: GossipReply = await await_reply(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
             table = PeerTable(self.manifest.run_id, self.manifest.membership.expiry)
