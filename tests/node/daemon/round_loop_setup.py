@@ -36,6 +36,7 @@ from tests.node.small_run import (
     PROGRAM,
     TERMS,
     CopyingFetcher,
+    apply,
     certified,
     commit_of,
     grown,
@@ -291,6 +292,15 @@ class RoundLoopSetup:
         self.fetcher.stores[name], self.scout.chains[name] = store, replica
         self.show(name, replica.chain.head, replica.blob.digest)
         return replica
+
+    async def peer_of_two(self, name: PeerId, rounds: int) -> ReplicatedState:
+        """Somebody with a chain whose rounds have work of two peers: both have a vote."""
+        theirs, store = await self.peer(name, 0), self.fetcher.stores[name]
+        for seed in range(rounds):
+            blobs = {number: store.put(payload(10 * seed + number)) for number in (2, 3)}
+            await apply(theirs, commit_of(theirs.chain.head, blobs))
+        self.show(name, theirs.chain.head, theirs.blob.digest)
+        return theirs
 
     def show(self, name: PeerId, head: ChainHead, state: bytes = b"") -> None:
         self.others[name] = PeerState(head, state)

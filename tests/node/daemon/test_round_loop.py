@@ -21,7 +21,6 @@ from tests.node.daemon.round_loop_setup import FRIEND, LIAR, RoundLoopFactory
 from tests.node.small_run import (
     PEERS,
     CopyingFetcher,
-    apply,
     certified,
     commit_of,
     grown,
@@ -165,7 +164,7 @@ async def test_that_our_state_differs_is_told_once_however_often_its_better_is_a
     worlds: RoundLoopFactory,
 ) -> None:
     world = worlds()
-    theirs = await world.peer(FRIEND, 2)
+    theirs = await world.peer_of_two(FRIEND, 2)
     world.show(LIAR, theirs.chain.head, theirs.blob.digest)
     await world.replica.install_state(theirs.chain.head, theirs.chain.log, world.replica.blob)
     world.scout.faults = dict.fromkeys((FRIEND, LIAR), UnreachableError("no answer"))
@@ -243,12 +242,8 @@ async def test_another_chain_is_gone_to_although_our_own_rounds_never_pause(
     await grown(world.replica, world.store, 3, peer=1)
     world.run()
     await until(lambda: world.session.is_open)
-    theirs, store = await world.peer(FRIEND, 0), world.fetcher.stores[FRIEND]
-    for seed in range(2):
-        blobs = {number: store.put(payload(10 * seed + number)) for number in (2, 3)}
-        await apply(theirs, commit_of(theirs.chain.head, blobs))
+    theirs = await world.peer_of_two(FRIEND, 2)
     head = theirs.chain.head
-    world.show(FRIEND, head, theirs.blob.digest)
     await until(lambda: world.replica.chain.digest == head.digest)
     assert world.replica.blob == theirs.blob
 
@@ -319,7 +314,7 @@ async def test_a_state_that_nobody_has_costs_bounded_time(worlds: RoundLoopFacto
 
 async def test_who_is_the_odd_one_out_fetches_the_state_of_the_others(worlds: RoundLoopFactory) -> None:
     world = worlds()
-    theirs = await world.peer(FRIEND, 2)
+    theirs = await world.peer_of_two(FRIEND, 2)
     world.show(LIAR, theirs.chain.head, theirs.blob.digest)
     await world.replica.install_state(theirs.chain.head, theirs.chain.log, world.replica.blob)
     assert world.replica.blob != theirs.blob and world.replica.chain.head == theirs.chain.head
