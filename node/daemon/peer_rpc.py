@@ -10,6 +10,7 @@ while its peer's queue is not empty, so peers that come and go leave nothing beh
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -24,8 +25,18 @@ from protocol.consensus.briefs.codec import Abridger
 from protocol.errors import LimitError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import CarryRequest, ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
-from protocol.murmur_pb2_grpc import CarriersStub, RoundsStub
+from protocol.membership.summary import SALT_BYTES
+from protocol.murmur_pb2 import (
+    CarryRequest,
+    ChainReply,
+    ChainRequest,
+    DeliverReply,
+    DeliverRequest,
+    GossipReply,
+    GossipRequest,
+    Signed,
+)
+from protocol.murmur_pb2_grpc import CarriersStub, MembershipStub, RoundsStub
 from protocol.replies import Reply, require_reply
 from protocol.traffic import ControlTraffic
 
@@ -121,6 +132,15 @@ async def request_chain(run_id: RunId, channel: ChannelTo, peer: PeerId, after_r
     """Request a peer's head, the blob of its state, and its commits after `after_round`."""
     request = ChainRequest(run=bytes.fromhex(run_id), after_round=after_round)
     return await await_reply(peer, lambda: RoundsStub(channel(peer)).Chain(request, timeout=CHAIN_SECONDS))
+
+
+async def request_peer_table(run_id: RunId, channel: ChannelTo, peer: PeerId, seconds: float) -> GossipReply:
+    """Request all records that a peer knows, without having any; raises as `await_reply` does.
+
+    No time is sent, so that our clock, which may be wrong, does not affect the peer's.
+    """
+    request = GossipRequest(run=bytes.fromhex(run_id), salt=secrets.token_bytes(SALT_BYTES))
+    return await await_reply(peer, lambda: MembershipStub(channel(peer)).Gossip(request, timeout=seconds))
 
 
 async def request_relay(

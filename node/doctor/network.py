@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from node.daemon.peer_rpc import await_reply, request_chain
+from node.daemon.peer_rpc import await_reply, request_chain, request_peer_table
 from node.doctor.findings import (
     Finding,
     judge_addresses,
@@ -33,16 +33,14 @@ from node.join.invitation import Invitation
 from protocol.blobs.blob import Blob
 from protocol.errors import MurmurError, PeerFault, UnreachableError
 from protocol.identity import PeerId
-from protocol.membership.exchange import request_table
 from protocol.membership.peer_table import PeerTable
 from protocol.murmur_pb2 import (
     DialBackReply,
     DialBackRequest,
     FetchRequest,
-    GossipReply,
     PeerRecord,
 )
-from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RunsStub
+from protocol.murmur_pb2_grpc import BlobsStub, RunsStub
 from protocol.replies import require_reply
 from protocol.transport.nat import is_public_address
 from protocol.transport.transport import Transport
@@ -103,18 +101,16 @@ class RunProbe:
         return [record.addresses[0] for _, record in unreached if record.addresses][:MAX_DIALLED]
 
     async def _fetch_peer_table(self, peer: PeerId) -> None:
-        """Read the peer's table. Send no time, so that our clock, which may be wrong, does not affect the peers'."""
-        sent = time.time()
-        stub = MembershipStub(self.transport.channel(peer))
+        """Read the peer's table, and compare our clock with the peer's."""
+        sent, manifest = time.time(), self.invitation.manifest
         try:
-            request = request_table(self._run, random.Random())
-            reply: GossipReply = await await_reply(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
+            reply = await request_peer_table(manifest.run_id, self.transport.channel, peer, CALL_SECONDS)
         except (UnreachableError, PeerFault) as error:
             logger.info("%s does not send its peer table: %s", peer, error)
             return
         if math.isfinite(reply.time):
             self.clock_offsets.append((sent + time.time()) / 2 - reply.time)
-        table = PeerTable(self.invitation.manifest.run_id, self.invitation.manifest.membership.expiry)
+        table = PeerTable(manifest.run_id, manifest.membership.expiry)
         for signed in reply.records:
             try:
                 table.merge(signed, reply.time)

@@ -2,22 +2,19 @@
 
 import asyncio
 import logging
-import random
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from node.daemon.peer_rpc import await_reply
+from node.daemon.peer_rpc import request_peer_table
 from node.steering.keeper import exchange_revisions
 from protocol.errors import PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
-from protocol.membership.exchange import request_table
 from protocol.membership.peer_table import PeerTable
-from protocol.murmur_pb2 import GossipReply, PeerRecord
-from protocol.murmur_pb2_grpc import MembershipStub
+from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revision_log import RevisionLog, SignedRevision, open_revision
 from protocol.steering.revisions import NO_REVISION, Digest
 from protocol.transport.transport import Transport
@@ -70,9 +67,8 @@ class RunContact:
 
     async def _read_table(self, peer: PeerId) -> dict[PeerId, PeerRecord]:
         """Return the records that a peer knows; none if it does not answer."""
-        stub, request = MembershipStub(self.transport.channel(peer)), request_table(self._run, random.Random())
         try:
-            reply: GossipReply = await await_reply(peer, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
+            reply = await request_peer_table(self.manifest.run_id, self.transport.channel, peer, CALL_SECONDS)
             table = PeerTable(self.manifest.run_id, self.manifest.membership.expiry)
             for signed in reply.records:
                 table.merge(signed, reply.time)
@@ -80,10 +76,6 @@ class RunContact:
             logger.info("%s does not send its peer table: %s", peer, error)
             return {}
         return dict(table.live(reply.time))
-
-    @property
-    def _run(self) -> bytes:
-        return bytes.fromhex(self.manifest.run_id)
 
     @property
     def revisions(self) -> tuple[SignedRevision, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from protocol.identity import PeerId
 from protocol.membership.peer_table import PeerTable
-from protocol.membership.summary import SALT_BYTES, Summary
+from protocol.membership.summary import Summary
 from protocol.murmur_pb2 import GossipReply, GossipRequest, Signed
 
 MAX_RECORDS = 256  # per message; with the largest records and MAX_PEERS known still below 1 MiB
@@ -21,11 +21,6 @@ def make_request(run: bytes, time: float, table: PeerTable, pushed: Mapping[Peer
     records, updates = table.updates_for(pushed)
     known, salt = (summary.to_bytes(), summary.salt) if summary else (b"", b"")
     return GossipRequest(run=run, time=time, known=known, salt=salt, records=records, updates=updates)
-
-
-def request_table(run: bytes, rng: random.Random) -> GossipRequest:
-    """Return a request for all records of a peer, by somebody who has none and sends no time."""
-    return GossipRequest(run=run, salt=rng.randbytes(SALT_BYTES))
 
 
 def make_reply(
