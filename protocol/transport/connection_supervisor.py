@@ -91,20 +91,19 @@ class ConnectionSupervisor:
         task.add_done_callback(self._tasks.discard)
 
     async def run_outgoing_tunnel(self, peer: PeerId, near: Stream, far: Stream) -> None:
-        await self.supervise_outgoing(Tunnel(peer, near, far, self.traffic, self.limits, self.limiters))
+        await self.supervise_outgoing(Tunnel(peer, near, far, self.traffic, self.limits, lambda: self.limiters))
 
     async def run_incoming_tunnel(self, peer: PeerId, near: Stream, far: Stream) -> None:
-        tunnel = Tunnel(
-            peer, near, far, self.traffic, self.limits, self.limiters, lambda: self._inbound_limiter_of(peer)
-        )
+        tunnel = Tunnel(peer, near, far, self.traffic, self.limits, lambda: self._limiters_of(peer))
         await self.supervise_incoming(tunnel)
 
-    def _inbound_limiter_of(self, peer: PeerId) -> RateLimiter | None:
-        """Return the limiter of what a peer sends in calls: all peers without standing share a small rate.
+    def _limiters_of(self, peer: PeerId) -> RateLimiters:
+        """Return the limiters of the calls of a peer: all peers without standing share a small rate of what they send.
 
         Bytes of HTTP/2 cost work before any call can be charged: pings, resets and settings.
         """
-        return self.limiters.download if self.has_standing(peer) else self._strangers_limiter
+        has_standing = self.has_standing(peer)
+        return self.limiters if has_standing else self.limiters._replace(download=self._strangers_limiter)
 
     def ban(self, peer: PeerId) -> None:
         """Cut a peer's connections, and refuse its streams for BAN_SECONDS."""

@@ -148,9 +148,6 @@ class RateLimiters(NamedTuple):
     download: RateLimiter | None = None
 
 
-UNLIMITED = RateLimiters()
-
-
 class CutReason(NamedTuple):
     """Why a connection must end."""
 
@@ -180,20 +177,21 @@ class Tunnel:
         far: Stream,
         traffic: TrafficCounter,
         limits: ConnectionLimits,
-        limiters: RateLimiters = UNLIMITED,
-        choose_download: "Callable[[], RateLimiter | None] | None" = None,
+        choose_limiters: Callable[[], RateLimiters] = RateLimiters,
     ) -> None:
-        """Carry a connection; `choose_download` gives the limiter of each chunk that the peer sends."""
+        """Carry a connection; `choose_limiters` gives the limiters of each chunk."""
         self.peer = peer
         self._writers = (near.writer, far.writer)
         self._limits = limits
         self._pumps = (
-            BytePump(near.reader, far.writer, lambda size: traffic.add_sent(peer, size), lambda: limiters.upload),
+            BytePump(
+                near.reader, far.writer, lambda size: traffic.add_sent(peer, size), lambda: choose_limiters().upload
+            ),
             BytePump(
                 far.reader,
                 near.writer,
                 lambda size: traffic.add_received(peer, size),
-                choose_download or (lambda: limiters.download),
+                lambda: choose_limiters().download,
             ),
         )
         now = asyncio.get_running_loop().time()

@@ -187,5 +187,5 @@ async def test_strangers_share_a_rate_of_bytes_and_of_new_streams() -> None:
         opened = sum(supervisor.may_open_stream(f"stranger {n}") for _ in range(100) for n in range(100))
         assert opened <= 8 * STREAM_BURST + 100  # the control: 10,000 were tried
         assert sum(supervisor.may_open_stream(VOTER) for _ in range(20)) == 20
-        assert supervisor._inbound_limiter_of(STRANGER) is supervisor._strangers_limiter
-        assert supervisor._inbound_limiter_of(VOTER) is None
+        assert supervisor._limiters_of(STRANGER).download is supervisor._strangers_limiter
+        assert supervisor._limiters_of(VOTER).download is None
