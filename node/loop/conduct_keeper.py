@@ -52,7 +52,7 @@ class ConductKeeper:
         for message in messages:
             if isinstance(message.body, Proof):
                 self._learn(message)
-            elif message.sender in self.conduct.excluded and not isinstance(message.body, Commit):
+            elif self.conduct.is_excluded(message.sender) and not isinstance(message.body, Commit):
                 self._actions.append(Rejected(message.sender, "excluded"))
             else:
                 for proof in self.conduct.observe(message, number):

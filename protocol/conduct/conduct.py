@@ -58,6 +58,10 @@ class Conduct:
         """Return the keys whose misdeeds are proved."""
         return frozenset({*self.proofs, *self.found, *self.wrong_sums, *self._convicted})
 
+    def is_excluded(self, peer: PeerId) -> bool:
+        """Return whether the misdeeds of a key are proved."""
+        return any(peer in keys for keys in (self.proofs, self.found, self.wrong_sums, self._convicted))
+
     def convict(self, peer: PeerId) -> None:
         """Exclude a peer whose contribution a majority of its auditors found to be other work than it says."""
         if peer != self._me and len(self.excluded) < MAX_EXCLUDED:
@@ -79,7 +83,7 @@ class Conduct:
         place = place_of(message)
         if place is None or not number - KEPT_ROUNDS <= message.body.round <= number + 1:
             return None
-        if message.sender == self._me or message.sender in self.excluded:
+        if message.sender == self._me or self.is_excluded(message.sender):
             return None
         known = self._statements.setdefault(message.sender, {})
         first = known.setdefault(place, message)

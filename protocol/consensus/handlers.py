@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from protocol.consensus.events import RejectReason
 from protocol.consensus.message_kinds import (
     Acknowledgement,
     CommitCertificate,
@@ -13,6 +14,7 @@ from protocol.consensus.messages import Commit, Contribution, Roster, SignedMess
 from protocol.consensus.rules import view_change
 from protocol.consensus.rules.acceptance import unknown_contributors
 from protocol.consensus.state import Rejection, RoundState
+from protocol.identity import PeerId
 
 
 def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
@@ -23,11 +25,8 @@ def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -
     sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "wrong round")]
-    is_lock = isinstance(body, Commit) and state.knowledge.is_lock(message.digest)
-    if sender in state.excluded and not is_lock:
-        return [(sender, "excluded")]
-    if not state.voter_set.is_known(sender) and not is_lock:
-        return [(sender, "not a member")]
+    if (reason := _standing_fault(state, sender)) and not _binds_a_member(state, message):
+        return [(sender, reason)]
     if sender == state.me:
         return []
     view = state.current_view
@@ -37,6 +36,17 @@ def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -
     if view is None and sender == state.leader:
         state.leader_last_heard = now
     return _dispatch(state, message, now)
+
+
+def _standing_fault(state: RoundState, sender: PeerId) -> RejectReason | None:
+    """Return why the messages of a peer do not count in this round, if there is a reason."""
+    if sender in state.excluded:
+        return "excluded"
+    return None if state.voter_set.is_known(sender) else "not a member"
+
+
+def _binds_a_member(state: RoundState, message: SignedMessage[Any]) -> bool:
+    return isinstance(message.body, Commit) and state.knowledge.is_lock(message.digest)
 
 
 def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
