@@ -32,16 +32,13 @@ from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota, RoundsService
 from node.daemon.state_effects import StateEffects
 from node.ipc.channel import ContributionHeader
+from node.loop.actions import AdvanceState, ApplyCommit, PrecomputeCommit, PublishHead
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
-    AdvanceState,
-    ApplyCommit,
     CommitApplied,
     CommitComputed,
     ContributionReady,
     HeadPublished,
-    PrecomputeCommit,
-    PublishHead,
     Started,
     SwarmChanged,
     TrainerStarted,

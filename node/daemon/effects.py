@@ -6,7 +6,7 @@ from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.peer_rpc import Outbox
 from node.daemon.round_effects import RoundEffects
 from node.daemon.state_effects import StateEffects
-from node.loop.events import (
+from node.loop.actions import (
     AdoptState,
     AdvanceState,
     Answer,
@@ -17,7 +17,6 @@ from node.loop.events import (
     FindPath,
     LeaveRun,
     LoopAction,
-    LoopEvent,
     PrecomputeCommit,
     PublishHead,
     ReducePart,
@@ -29,13 +28,11 @@ from node.loop.events import (
     ReportRecovered,
     SaveProofs,
     SetResting,
-    Started,
     StartTrainer,
-    Stopped,
     TakeState,
     TargetReached,
-    TimePassed,
 )
+from node.loop.events import LoopEvent, Started, Stopped, TimePassed
 from node.loop.round_loop import RoundLoop
 from node.workers import BackgroundTasks
 from protocol.consensus.events import Rejected, RequestEarlySubmit, Send, VoteRecord

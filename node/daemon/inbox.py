@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from node.daemon.peer_rpc import MAX_BATCH_BYTES, Outbox
-from node.loop.events import Answer, LoopEvent, MessagesReceived
+from node.loop.actions import Answer
+from node.loop.events import LoopEvent, MessagesReceived
 from node.monitoring.status_reporter import StatusReporter
 from protocol.audits.findings import FINDING_KIND
 from protocol.consensus.briefs.codec import restore

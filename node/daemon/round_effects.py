@@ -8,7 +8,8 @@ from node.daemon.downloads import Downloads
 from node.daemon.inbox import Inbox
 from node.daemon.outer_state import RoundCompute
 from node.daemon.proof_file import ProofFile
-from node.loop.events import BlobFetched, FetchBlob, ReducePart, SumReady, VotePersisted
+from node.loop.actions import FetchBlob, ReducePart
+from node.loop.events import BlobFetched, SumReady, VotePersisted
 from node.monitoring.status_reporter import StatusReporter
 from node.workers import BackgroundTasks, RunInThread
 from protocol.blobs.store import BlobStore

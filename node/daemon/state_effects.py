@@ -14,17 +14,12 @@ from node.daemon.outer_state import OuterState, ReplicatedState, SignedContribut
 from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_link import TrainerLink
 from node.ipc.channel import ContributionOutcome
-from node.loop.events import (
+from node.loop.actions import (
     AdoptState,
     AdvanceState,
     ApplyCommit,
-    ApplyFailed,
-    CommitApplied,
-    CommitComputed,
     FetchState,
     FindPath,
-    HeadPublished,
-    PathFound,
     PrecomputeCommit,
     PublishHead,
     ReportCatchUp,
@@ -33,10 +28,17 @@ from node.loop.events import (
     ReportPace,
     ReportPhase,
     ReportRecovered,
+    TakeState,
+)
+from node.loop.events import (
+    ApplyFailed,
+    CommitApplied,
+    CommitComputed,
+    HeadPublished,
+    PathFound,
     StateFetched,
     StateInstalled,
     SyncFailed,
-    TakeState,
     TrainerStarted,
 )
 from node.loop.steering import Steering

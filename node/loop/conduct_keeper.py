@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from node.loop.events import LoopAction, ReportConduct, SaveProofs
+from node.loop.actions import LoopAction, ReportConduct, SaveProofs
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.conduct.conduct import Conduct, RoundConduct
 from protocol.conduct.proofs import Proof

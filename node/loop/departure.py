@@ -6,7 +6,7 @@ A machine holds the state once its record names it, also if it has left since. E
 a run that nobody comes back to leaves after a day, with the model on its disk.
 """
 
-from node.loop.events import LeaveRun, ReportPhase
+from node.loop.actions import LeaveRun, ReportPhase
 from node.loop.options import LoopOptions
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.chain import ChainHead

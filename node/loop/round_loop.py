@@ -10,39 +10,41 @@ from typing import Any, Literal
 
 from node.daemon.outer_state import SignedContributions
 from node.loop import reports
+from node.loop.actions import (
+    AdvanceState,
+    ApplyCommit,
+    LeaveRun,
+    LoopAction,
+    PublishHead,
+    ReportCatchUp,
+    ReportPace,
+    ReportPhase,
+    SetResting,
+    StartTrainer,
+    TargetReached,
+)
 from node.loop.applying import Applying
 from node.loop.conduct_keeper import ConductKeeper
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
 from node.loop.events import (
-    AdvanceState,
-    ApplyCommit,
     ApplyFailed,
     BlobFetched,
     CommitApplied,
     CommitComputed,
     ContributionReady,
     HeadPublished,
-    LeaveRun,
-    LoopAction,
     LoopEvent,
     MessagesReceived,
     PathFound,
-    PublishHead,
-    ReportCatchUp,
-    ReportPace,
-    ReportPhase,
     RevisionsChanged,
-    SetResting,
     Started,
-    StartTrainer,
     StateFetched,
     StateInstalled,
     Stopped,
     SumReady,
     SwarmChanged,
     SyncFailed,
-    TargetReached,
     TimePassed,
     TrainerStarted,
     VotePersisted,

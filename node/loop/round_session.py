@@ -9,15 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from node.loop.actions import Answer, CloseRound, FetchBlob, LoopAction, PrecomputeCommit, ReducePart
 from node.loop.contributions import StoredContribution
-from node.loop.events import (
-    Answer,
-    CloseRound,
-    FetchBlob,
-    LoopAction,
-    PrecomputeCommit,
-    ReducePart,
-)
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
 from protocol.conduct.conduct import RoundConduct

@@ -6,9 +6,9 @@ have announced it, or the certificate of the next round names it; it is download
 """
 
 from node.loop import reports
+from node.loop.actions import AdoptState, FetchState, FindPath, LoopAction, ReportPhase, TakeState
 from node.loop.catch_up import CatchUp, Sync, SyncOffer
 from node.loop.contributions import ContributionTracker
-from node.loop.events import AdoptState, FetchState, FindPath, LoopAction, ReportPhase, TakeState
 from node.loop.options import SyncOptions
 from node.loop.state_votes import StateVotes
 from node.loop.swarm_snapshot import SwarmSnapshot

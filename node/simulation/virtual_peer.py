@@ -11,35 +11,37 @@ from typing import TYPE_CHECKING
 from node.daemon.outer_state import blobs_to_apply
 from node.from_manifest import build_pacing
 from node.ipc.channel import ContributionOutcome
-from node.loop.catch_up import SyncOffer
-from node.loop.contributions import ContributionTracker, StoredContribution
-from node.loop.events import (
+from node.loop.actions import (
     AdoptState,
     AdvanceState,
     Answer,
     ApplyCommit,
+    CloseRound,
+    FetchBlob,
+    FindPath,
+    LoopAction,
+    PublishHead,
+    ReducePart,
+    StartTrainer,
+    TakeState,
+    TargetReached,
+)
+from node.loop.catch_up import SyncOffer
+from node.loop.contributions import ContributionTracker, StoredContribution
+from node.loop.events import (
     ApplyFailed,
     BlobFetched,
-    CloseRound,
     CommitApplied,
     CommitComputed,
     ContributionReady,
-    FetchBlob,
-    FindPath,
     HeadPublished,
-    LoopAction,
     LoopEvent,
     PathFound,
-    PublishHead,
-    ReducePart,
     Started,
-    StartTrainer,
     StateInstalled,
     SumReady,
     SwarmChanged,
     SyncFailed,
-    TakeState,
-    TargetReached,
     TimePassed,
     TrainerStarted,
     VotePersisted,

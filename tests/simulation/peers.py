@@ -11,38 +11,40 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from node.daemon.outer_state import blobs_to_apply
-from node.loop.catch_up import SyncOffer
-from node.loop.events import (
+from node.loop.actions import (
     AdoptState,
     AdvanceState,
     Answer,
     ApplyCommit,
-    ApplyFailed,
-    BlobFetched,
     CloseRound,
-    CommitApplied,
-    CommitComputed,
-    ContributionReady,
     FetchBlob,
     FetchState,
     FindPath,
+    PrecomputeCommit,
+    PublishHead,
+    ReducePart,
+    SaveProofs,
+    StartTrainer,
+    TakeState,
+)
+from node.loop.catch_up import SyncOffer
+from node.loop.events import (
+    ApplyFailed,
+    BlobFetched,
+    CommitApplied,
+    CommitComputed,
+    ContributionReady,
     HeadPublished,
     LoopEvent,
     MessagesReceived,
     PathFound,
-    PrecomputeCommit,
-    PublishHead,
-    ReducePart,
     RevisionsChanged,
-    SaveProofs,
     Started,
-    StartTrainer,
     StateFetched,
     StateInstalled,
     SumReady,
     SwarmChanged,
     SyncFailed,
-    TakeState,
     TimePassed,
     TrainerStarted,
     VotePersisted,

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from node.loop.events import LoopAction, ReducePart
+from node.loop.actions import LoopAction, ReducePart
 from protocol.consensus.events import Send, VoteRecord
 from protocol.consensus.messages import Digest, Roster
 from protocol.consensus.topology import Groups, Pattern

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Set
 
-from node.loop.events import ApplyCommit, FetchBlob, LoopAction
+from node.loop.actions import ApplyCommit, FetchBlob, LoopAction
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import Send

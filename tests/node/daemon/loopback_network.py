@@ -13,18 +13,9 @@ from node.daemon.outer_state import RoundCompute
 from node.daemon.proof_file import ProofFile
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.ipc.channel import ContributionHeader
+from node.loop.actions import ApplyCommit, PrecomputeCommit, ReportRecovered
 from node.loop.contributions import ContributionTracker, StoredContribution
-from node.loop.events import (
-    ApplyCommit,
-    ContributionReady,
-    LoopEvent,
-    PrecomputeCommit,
-    ReportRecovered,
-    Started,
-    SwarmChanged,
-    TimePassed,
-    TrainerStarted,
-)
+from node.loop.events import ContributionReady, LoopEvent, Started, SwarmChanged, TimePassed, TrainerStarted
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession

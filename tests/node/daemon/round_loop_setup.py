@@ -12,9 +12,10 @@ from node.daemon.inbox import Inbox
 from node.daemon.outer_state import ReplicatedState, SignedContributions
 from node.daemon.state_effects import StateEffects, StateTools
 from node.from_manifest import round_settings_by_number
+from node.loop.actions import LoopAction
 from node.loop.catch_up import SyncOffer
 from node.loop.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
-from node.loop.events import LoopAction, SwarmChanged, TimePassed
+from node.loop.events import SwarmChanged, TimePassed
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession

@@ -7,7 +7,7 @@ import pytest
 
 from node.checkpoints.vote_log import VoteLog
 from node.loop import round_session
-from node.loop.events import LoopAction
+from node.loop.actions import LoopAction
 from protocol.blobs.store import BlobStore
 from protocol.consensus.events import VoteRecord
 from protocol.errors import StorageError

@@ -11,8 +11,9 @@ import pytest
 from node.daemon import state_effects
 from node.ipc.channel import ContributionHeader
 from node.loop import catch_up, round_loop
+from node.loop.actions import PrecomputeCommit
 from node.loop.contributions import StoredContribution
-from node.loop.events import ContributionReady, PrecomputeCommit
+from node.loop.events import ContributionReady
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.errors import GoneError, MalformedError, UnreachableError

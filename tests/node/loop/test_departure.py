@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from node.loop.actions import LeaveRun, LoopAction, ReportPhase
 from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, RETURN_SECONDS, Departure
-from node.loop.events import LeaveRun, LoopAction, ReportPhase
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from node.loop.actions import LeaveRun
 from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, Departure
-from node.loop.events import LeaveRun
 from node.loop.options import LoopOptions, RoundOptions
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot

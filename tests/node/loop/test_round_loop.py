@@ -5,37 +5,39 @@ from dataclasses import replace
 from typing import Any
 
 from node.ipc.channel import ContributionHeader
-from node.loop.catch_up import MIN_AVOID_SECONDS, SYNC_AFTER_SECONDS
-from node.loop.contributions import ContributionTracker, StoredContribution
-from node.loop.events import (
+from node.loop.actions import (
     AdoptState,
     AdvanceState,
     ApplyCommit,
-    ApplyFailed,
-    CommitApplied,
-    CommitComputed,
-    ContributionReady,
     FindPath,
-    HeadPublished,
     LeaveRun,
     LoopAction,
-    LoopEvent,
-    MessagesReceived,
-    PathFound,
     PublishHead,
     ReportMissed,
     ReportPhase,
     ReportRecovered,
-    RevisionsChanged,
     SetResting,
-    Started,
     StartTrainer,
+    TakeState,
+    TargetReached,
+)
+from node.loop.catch_up import MIN_AVOID_SECONDS, SYNC_AFTER_SECONDS
+from node.loop.contributions import ContributionTracker, StoredContribution
+from node.loop.events import (
+    ApplyFailed,
+    CommitApplied,
+    CommitComputed,
+    ContributionReady,
+    HeadPublished,
+    LoopEvent,
+    MessagesReceived,
+    PathFound,
+    RevisionsChanged,
+    Started,
     StateInstalled,
     Stopped,
     SwarmChanged,
     SyncFailed,
-    TakeState,
-    TargetReached,
     TimePassed,
     TrainerStarted,
     VotePersisted,

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from node.loop.actions import ApplyCommit, FetchState, FindPath, ReportRecovered, TakeState
 from node.loop.catch_up import MAX_AVOID_SECONDS, MIN_AVOID_SECONDS, CatchUp
-from node.loop.events import ApplyCommit, FetchState, FindPath, PathFound, ReportRecovered, StateFetched, TakeState
+from node.loop.events import PathFound, StateFetched
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead
