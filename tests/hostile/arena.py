@@ -16,7 +16,7 @@ from protocol.identity import Identity
 from protocol.manifest import Manifest
 from tests.hostile.peers import ROUNDS_FILE
 from tests.hostile.scoreboard import RoundLine, read_rounds
-from tests.hostile.switches import set_switches
+from tests.hostile.switches import set_switches, was_used
 from tests.hostile.template import ForkedProcess, Template
 from tests.swarm.process_swarm import ENDLESS, manifest_with, write_run
 
@@ -81,6 +81,9 @@ class ForkedPeer(PeerProcess):
     def switch_on(self, *names: str) -> None:
         set_switches(self.folder, *names)
 
+    def has_used(self, name: str) -> bool:
+        return was_used(self.folder, name)
+
     @property
     def rounds(self) -> list[RoundLine]:
         return read_rounds(self.folder / ROUNDS_FILE)
@@ -135,6 +138,12 @@ class Arena:
         if process.poll() is not None:
             raise RuntimeError(f"the attacker has ended\n{self.describe()}")
         return process
+
+    def wait_until_member_lies(self, name: str) -> None:
+        """Wait until the hostile node has told its lie: it may have to lead a round first, or to reduce a part."""
+        member = self.member
+        assert member is not None
+        self.wait_until(lambda: member.has_used(name), f"the hostile node does {name}")
 
     def stop_strangers(self) -> None:
         for _, process in self._strangers:

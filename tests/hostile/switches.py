@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 FILE = "switches.json"
+USED_FILE = "used-{}"
 
 
 class Switches:
@@ -24,6 +25,12 @@ class Switches:
     def names(self) -> set[str]:
         return set(self._read())
 
+    def note_use(self, name: str) -> None:
+        """Record that what a switch turns on has happened: a liar may have to wait for its turn to lead."""
+        path = self._path.with_name(USED_FILE.format(name))
+        if not path.exists():
+            path.touch()
+
     def _read(self) -> list[str]:
         try:
             version = os.stat(self._path).st_mtime_ns
@@ -34,9 +41,16 @@ class Switches:
         return self._names
 
 
+def was_used(folder: Path, name: str) -> bool:
+    """Return whether what a switch turns on has happened in the process of a folder, since it was turned on."""
+    return (folder / USED_FILE.format(name)).exists()
+
+
 def set_switches(folder: Path, *names: str) -> None:
     """Turn exactly these names on in the process of a folder."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name in names:
+        (folder / USED_FILE.format(name)).unlink(missing_ok=True)
     draft = folder / f".{FILE}"
     draft.write_text(json.dumps(names))
     os.replace(draft, folder / FILE)

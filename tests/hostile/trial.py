@@ -44,8 +44,8 @@ def attack_once(arena: Arena, attack: Attack, timing: Timing) -> Score:
     """Return how a swarm does during an attack and after it, compared with just before it."""
     clean = _pass(timing.clean)
     before = arena.counters()
-    _begin(arena, attack, ())
-    attacked = _pass(timing.share * attack.seconds)
+    began = _begin(arena, attack, ())
+    attacked = Window(began, _pass(timing.share * attack.seconds).end)
     _end(arena)
     after = _pass(timing.after)
     return _score(arena, clean, attacked, before, after)
@@ -55,8 +55,7 @@ def attack_until_ruin(arena: Arena, attack: Attack, timing: Timing) -> Score:
     """Attack until there is harm that no noise explains, or until the control has lasted too long."""
     clean = _pass(timing.clean)
     before = arena.counters()
-    _begin(arena, attack, attack.rules)
-    start = time.monotonic()
+    start = _begin(arena, attack, attack.rules)
     while True:
         second = _pass(1.0)
         if second.end - start < MIN_CONTROL_SECONDS:
@@ -66,13 +65,17 @@ def attack_until_ruin(arena: Arena, attack: Attack, timing: Timing) -> Score:
             return score
 
 
-def _begin(arena: Arena, attack: Attack, rules_off: Sequence[str]) -> None:
+def _begin(arena: Arena, attack: Attack, rules_off: Sequence[str]) -> float:
+    """Begin an attack, and return since when it goes on: a stranger has arrived, or the hostile node tells its lie."""
     if attack.member:
         assert arena.member is not None
+        began = time.monotonic()
         arena.member.switch_on(attack.switch or attack.name)
-    if attack.stranger:
-        options = dict(attack.options) | {"rules_off": list(rules_off)}
-        arena.start_strangers(f"tests.hostile.attackers.{attack.stranger}", options)
+        arena.wait_until_member_lies(attack.switch or attack.name)
+        return began
+    options = dict(attack.options) | {"rules_off": list(rules_off)}
+    arena.start_strangers(f"tests.hostile.attackers.{attack.stranger}", options)
+    return time.monotonic()
 
 
 def _end(arena: Arena) -> None:

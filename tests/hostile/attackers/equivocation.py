@@ -41,6 +41,7 @@ class Equivocator:
         own = message.sender == machine._state.me
         if own and isinstance(body, Commit) and self._switches.is_on(NAME):
             split = self._split_for(machine, message)
+            self._switches.note_use(NAME)
             original(machine, chosen & split.others, split.second)
             original(machine, chosen - split.others, split.first)
         elif own and isinstance(body, CommitCertificate) and self._split is not None and self._split.is_done:

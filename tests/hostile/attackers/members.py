@@ -49,7 +49,10 @@ class Liar:
     def _sign(self, original: Any, machine: RoundMachine, body: Any) -> Any:
         for name, (kind, lie) in LIES.items():
             if isinstance(body, kind) and self.switches.is_on(name):
-                body = lie(self, machine, body)
+                told = lie(self, machine, body)
+                if told != body:
+                    self.switches.note_use(name)
+                body = told
         return original(machine, body)
 
     def _send(self, original: Any, machine: RoundMachine, peers: Iterable[str], message: SignedMessage[Any]) -> None:
@@ -58,6 +61,7 @@ class Liar:
         if message.sender == machine._state.me and self.switches.is_on(SENT_TWICE):
             twin = _twin(machine, message)
             if twin is not None:
+                self.switches.note_use(SENT_TWICE)
                 original(machine, chosen[::2], twin)
                 chosen = chosen[1::2]
         original(machine, chosen, message)
