@@ -38,6 +38,7 @@ from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
 from protocol.steering.revision_log import RevisionLog
+from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -186,8 +187,7 @@ class StateKeeper:
         """Fetch and save a state; on a failure, say why and try again later."""
         began = time.monotonic()
         try:
-            chain = await self._fetch_chain(offer)
-            blob = await self._fetch(offer)
+            chain, blob = await self._fetch_both(offer)
             kept = KeptState(chain.head, chain.log, blob, self._validation)
             await asyncio.to_thread(self.folder.save, kept)
         except StorageError as error:
@@ -198,11 +198,19 @@ class StateKeeper:
             logger.info("cannot keep the state of round %d: %s", offer.head.round, error)
             if isinstance(error, UncertifiedError):
                 self._avoided[offer.head.digest] = time.monotonic() + AVOID_SECONDS
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(CHOICE_SECONDS if isinstance(error, GoneError) else RETRY_SECONDS)
         else:
             self._adopt(kept)
             seconds = time.monotonic() - began
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
+
+    async def _fetch_both(self, offer: StateOffer) -> tuple[ChainOffer, Blob]:
+        """Return the verified chain and the state, which is requested at once: its holders keep it from then on."""
+        fetch = asyncio.create_task(self._fetch(offer), name="fetch state")
+        try:
+            return await self._fetch_chain(offer), await fetch
+        finally:
+            await cancel_and_wait((fetch,))
 
     async def _fetch(self, offer: StateOffer) -> Blob:
         """Download the state; what an earlier try or process has left of it is used."""
