@@ -1,18 +1,30 @@
-"""The model: families by `model.kind`, the shape table, initial weights and the torch module."""
+"""The model: families by `model.kind`, the cut into stages, the shape table, initial weights and the torch module."""
 
-from node.model.families import build_compiled_model, build_model, has_compiler, model_family, shape_table
+from node.model.cut import WHOLE, Cut, all_cuts
+from node.model.families import (
+    build_compiled_model,
+    build_model,
+    has_compiler,
+    model_family,
+    shape_table,
+    stage_slice,
+)
 from node.model.initialization import initial_weights
 from node.model.interface import LanguageModel, ModelFamily
 from node.model.shapes import ShapeTable
 
 __all__ = [
+    "WHOLE",
+    "Cut",
     "LanguageModel",
     "ModelFamily",
     "ShapeTable",
+    "all_cuts",
     "build_compiled_model",
     "build_model",
     "has_compiler",
     "initial_weights",
     "model_family",
     "shape_table",
+    "stage_slice",
 ]

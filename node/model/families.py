@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from node.model.cut import WHOLE, Cut, all_cuts
 from node.model.interface import LanguageModel, ModelFamily
 from node.model.llama import LlamaFamily
 from node.model.shapes import ShapeTable
@@ -26,14 +27,23 @@ def model_family(config: ModelSection) -> ModelFamily:
         raise ManifestError(f"model.kind: {reason}", ("model", "kind")) from None
 
 
-def shape_table(config: ModelSection) -> ShapeTable:
-    """Return names, shapes and order of the model's parameters, without building it."""
-    return ShapeTable.from_blocks(model_family(config).blocks(config))
+def shape_table(config: ModelSection, cut: Cut = WHOLE) -> ShapeTable:
+    """Return names, shapes and order of the model's parameters, or of a stage's, without building it.
+
+    Raises ManifestError if the model cannot be cut so, as all functions that take a cut.
+    """
+    return model_family(config).shape_table(config, cut)
 
 
-def build_model(config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
-    """Build the model on `device`, with all weights zero: `load_flat` gives it values."""
-    return model_family(config).build(config, device)
+def stage_slice(config: ModelSection, cut: Cut) -> slice:
+    """Return the place of a stage's flat vector in that of the whole model."""
+    before = sum(shape_table(config, other).numel for other in all_cuts(cut.stages)[: cut.stage])
+    return slice(before, before + shape_table(config, cut).numel)
+
+
+def build_model(config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE) -> LanguageModel:
+    """Build the model, or a stage of it, on `device`, with all weights zero: `load_flat` gives it values."""
+    return model_family(config).build(config, device, cut)
 
 
 def build_compiled_model(config: ModelSection) -> LanguageModel:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from node.model.cut import WHOLE, Cut
 from node.model.families import model_family, shape_table
 from protocol.manifest import ModelSection
 
@@ -25,12 +26,12 @@ SUM_MEAN = 4 * 65535 // 2
 SUM_DEVIATION = math.sqrt(4 * (65536**2 - 1) / 12)
 
 
-def initial_weights(config: ModelSection, seed: int) -> Tensor:
-    """Return the weights of round 0: a flat fp32 vector (numel,) on the CPU.
+def initial_weights(config: ModelSection, seed: int, cut: Cut = WHOLE) -> Tensor:
+    """Return the weights of round 0, of the model or of a stage: a flat fp32 vector (numel,) on the CPU.
 
-    They depend on names, shapes and the seed only.
+    They depend on names, shapes and the seed only, so those of a stage are a slice of the whole model's.
     """
-    family, table = model_family(config), shape_table(config)
+    family, table = model_family(config), shape_table(config, cut)
     flat = torch.ones(table.numel)
     for name, view in table.views(flat).items():
         if view.ndim == 2:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.cut import WHOLE, Cut, deal_blocks, require_stages
 from node.model.shapes import Entry, ShapeTable
 from protocol.manifest import ModelSection
 
@@ -24,13 +25,16 @@ Block = Callable[[Tensor], Tensor]
 class LanguageModel(nn.Module, ABC):
     """A decoder in fp32 whose parameters are views of `flat` (numel,), in the order of `shapes`; all start at zero.
 
+    A model that is cut into stages has the parameters and blocks of its stage only.
+
     Subclasses build their submodules on the device `meta` and then call `_place_parameters`. Matrix products run in
     fp32, or in bf16 under `torch.autocast`; norms, positions and the loss stay in fp32.
     """
 
-    def __init__(self, config: ModelSection, shapes: ShapeTable) -> None:
+    def __init__(self, config: ModelSection, shapes: ShapeTable, cut: Cut = WHOLE) -> None:
         super().__init__()
         self.config = config
+        self.cut = cut
         self.shapes = shapes
         self.flat = torch.empty(0)
         self._placed: tuple[nn.Parameter, ...] = ()
@@ -40,20 +44,24 @@ class LanguageModel(nn.Module, ABC):
     @property
     @abstractmethod
     def blocks(self) -> tuple[Block, ...]:
-        """Return the blocks of the shape table in order: embedding, layers, head.
+        """Return the blocks of the shape table in order: embedding, layers, head; of a cut, those of its stage.
 
-        The first takes token ids (B, T), the last returns logits (B, T, vocabulary); the others map the residual stream
-        (B, T, W) to itself.
+        The embedding takes token ids (B, T), the head returns logits (B, T, vocabulary); the others map the residual
+        stream (B, T, W) to itself.
         """
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, vocabulary), or with `targets` the mean cross entropy in nats per token.
 
+        A stage before the last returns the residual stream (B, T, W) and takes no targets.
+
         Args:
-            tokens: (B, T) int64, T at most the context.
+            inputs: token ids (B, T) int64, T at most the context; after the first stage the residual stream (B, T, W).
             targets: (B, T) int64.
         """
-        stream = tokens
+        if targets is not None and not self.cut.has_head:
+            raise ValueError("only the last stage has a loss")
+        stream = inputs
         for block in self.blocks:
             stream = block(stream)
         if targets is None:
@@ -127,8 +135,18 @@ class ModelFamily(ABC):
         A model can be cut between any two blocks. Tied weights appear once.
         """
 
+    def block_range(self, config: ModelSection, cut: Cut) -> range:
+        """Return the numbers of a cut's blocks; raises ManifestError if the model cannot be cut so."""
+        require_stages(cut.stages, config.layers, config.tied)
+        return deal_blocks(tuple(self.blocks(config)), cut.stages)[cut.stage]
+
+    def shape_table(self, config: ModelSection, cut: Cut) -> ShapeTable:
+        """Return names, shapes and order of a cut's parameters."""
+        blocks = tuple(self.blocks(config))
+        return ShapeTable.from_blocks(blocks[number] for number in self.block_range(config, cut))
+
     @abstractmethod
-    def build(self, config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
+    def build(self, config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE) -> LanguageModel:
         """Build the module on `device`, with all weights zero."""
 
     @abstractmethod
@@ -140,8 +158,8 @@ class ModelFamily(ABC):
         """Return the standard deviation of a matrix's initial weights; vectors start at 1."""
 
     @abstractmethod
-    def activation_bytes(self, config: ModelSection) -> float:
-        """Estimate the bytes that one sequence keeps for its backward pass in 16 bits, without the logits."""
+    def layer_activation_bytes(self, config: ModelSection) -> float:
+        """Estimate the bytes that one sequence keeps for the backward pass of one layer in 16 bits."""
 
     @abstractmethod
     def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:

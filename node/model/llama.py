@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.cut import WHOLE, Cut
 from node.model.interface import Block, LanguageModel, ModelFamily
 from node.model.joined_weights import join_rows
-from node.model.shapes import Entry, ShapeTable
+from node.model.shapes import Entry
 from protocol.manifest import ModelSection
 
 NORM_EPSILON = 1e-5
@@ -40,9 +41,9 @@ class LlamaFamily(ModelFamily):
         output = () if config.tied else ((OUTPUT, (config.vocabulary, config.width)),)
         yield ((FINAL_NORM, (config.width,)), *output)
 
-    def build(self, config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
-        """Build the decoder."""
-        return Llama(config, device)
+    def build(self, config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE) -> LanguageModel:
+        """Build the decoder, or one stage of it."""
+        return Llama(config, device, cut)
 
     def build_compiled(self, config: ModelSection) -> LanguageModel:
         """Build the decoder for long runs on a CPU."""
@@ -56,10 +57,9 @@ class LlamaFamily(ModelFamily):
         writes_to_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
         return STANDARD_DEVIATION / math.sqrt(2 * config.layers) if writes_to_stream else STANDARD_DEVIATION
 
-    def activation_bytes(self, config: ModelSection) -> float:
-        """Apply the formula of Korthikanti et al. (arXiv 2205.05198, section 4) to all layers."""
-        layer = config.context * config.width * (34 + 5 * config.heads * config.context / config.width)
-        return config.layers * layer
+    def layer_activation_bytes(self, config: ModelSection) -> float:
+        """Apply the formula of Korthikanti et al. (arXiv 2205.05198, section 4)."""
+        return config.context * config.width * (34 + 5 * config.heads * config.context / config.width)
 
     def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:
         """Return the config.json of LlamaForCausalLM."""
@@ -231,35 +231,41 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaBody(nn.Module):
-    """All parts but the output matrix, with Hugging Face's names."""
+    """All parts of a cut but the output matrix, with Hugging Face's names."""
 
-    def __init__(self, config: ModelSection, causal: CausalAttention) -> None:
+    def __init__(self, config: ModelSection, causal: CausalAttention, cut: Cut, layers: range) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(LlamaLayer(config, causal) for _ in range(config.layers))
-        self.norm = RMSNorm(config.width)
+        self.embed_tokens = Embedding(config.vocabulary, config.width) if cut.has_embedding else None
+        self.layers = nn.ModuleDict({str(layer): LlamaLayer(config, causal) for layer in layers})
+        self.norm = RMSNorm(config.width) if cut.has_head else None
 
 
 class Llama(LanguageModel):
-    """The whole decoder."""
+    """The decoder, whole or one stage of it."""
 
     attention_type: type[CausalAttention] = CausalAttention
 
-    def __init__(self, config: ModelSection, device: torch.device | str = "cpu") -> None:
-        super().__init__(config, ShapeTable.from_blocks(LlamaFamily().blocks(config)))
-        causal = self.attention_type(config, device)
+    def __init__(self, config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE) -> None:
+        family = LlamaFamily()
+        super().__init__(config, family.shape_table(config, cut), cut)
+        blocks, causal = family.block_range(config, cut), self.attention_type(config, device)
+        layers = range(max(0, blocks.start - 1), min(config.layers, blocks.stop - 1))
         with torch.device("meta"):
-            self.model = LlamaBody(config, causal)
-            self.lm_head = None if config.tied else Linear(config.width, config.vocabulary)
+            self.model = LlamaBody(config, causal, cut, layers)
+            has_output = cut.has_head and not config.tied
+            self.lm_head = Linear(config.width, config.vocabulary) if has_output else None
         self._place_parameters(device)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Return embedding, layers and head."""
-        return (self.model.embed_tokens, *self.model.layers, self._apply_head)
+        """Return embedding, layers and head, or those of them that the stage has."""
+        embedding = () if self.model.embed_tokens is None else (self.model.embed_tokens,)
+        head = (self._apply_head,) if self.cut.has_head else ()
+        return (*embedding, *self.model.layers.values(), *head)
 
     def _apply_head(self, stream: Tensor) -> Tensor:
         output = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert self.model.norm is not None and output is not None
         return F.linear(self.model.norm(stream), output.weight)
 
 

@@ -6,6 +6,7 @@ A sequence needs its activations, which the model family gives for 16 bits (twic
 for the gated layer and the backward pass. The constants were measured and rounded up.
 """
 
+from node.model.cut import WHOLE, Cut
 from node.model.families import model_family, shape_table
 from protocol.errors import DeviceError
 from protocol.manifest import Manifest
@@ -17,17 +18,19 @@ ACTIVATION_FACTOR = 1.5
 MAX_MICROBATCH = 4096
 
 
-def fixed_bytes(manifest: Manifest, device: str) -> int:
+def fixed_bytes(manifest: Manifest, device: str, cut: Cut = WHOLE) -> int:
     """Estimate the bytes that do not depend on the microbatch; `device` is "cpu" or "cuda"."""
-    parameters = BYTES_PER_PARAMETER[device] * shape_table(manifest.model).numel
+    parameters = BYTES_PER_PARAMETER[device] * shape_table(manifest.model, cut).numel
     return parameters + (PROCESS_BYTES if device == "cpu" else 0)
 
 
-def sequence_bytes(manifest: Manifest, device: str) -> int:
+def sequence_bytes(manifest: Manifest, device: str, cut: Cut = WHOLE) -> int:
     """Estimate the bytes of each sequence of a microbatch."""
     model = manifest.model
-    activations = model_family(model).activation_bytes(model)
-    logits = 2 * 4 * model.context * model.vocabulary
+    family, blocks = model_family(model), shape_table(model, cut).blocks
+    layers = len(blocks) - cut.has_embedding - cut.has_head
+    activations = layers * family.layer_activation_bytes(model)
+    logits = 2 * 4 * model.context * model.vocabulary if cut.has_head else 0
     return int(ACTIVATION_FACTOR * (activations * BYTES_PER_ACTIVATION[device] / 2 + logits))
 
 
