@@ -248,12 +248,12 @@ class ReducingLeader(Leader):
         if not contributions or not available:
             return None
         if view.attempt == 0 and not self.set_aside.isdisjoint(set(view.reducers) - available):
-            return contributions, self._reassign_parts(available)
+            return self._assign(contributions, available)
         reducers = available.intersection(view.reducers)  # the other peers have nothing to fetch
         if any(len(self._reducible_senders(reducer, contributions)) < len(contributions) for reducer in reducers):
             due = min(self._exchange_deadline, self._straggler_deadline(joined, contributions, now))
             return self._forced_assignment(contributions, available) if now >= due else None
-        assignment = contributions, self._reassign_parts(available)
+        assignment = self._assign(contributions, available)
         if assignment != (view.included, view.reducers):
             return assignment
         view.reducing_since = now  # the reducers have begun without being asked
@@ -271,6 +271,18 @@ class ReducingLeader(Leader):
     @property
     def _copies(self) -> int:
         return len(self._view.initial_reducers) // self._settings.parts
+
+    def _assign(self, included: Contributions, available: set[PeerId]) -> Assignment:
+        """Return an assignment to the available peers; so few that they cannot check one another sum less.
+
+        A commit needs as many signatures of each sum as it includes contributions, up to the copies of this view. So
+        the only survivor includes one contribution, its own if there is one.
+        """
+        if len(available) < min(self._copies, len(included)):
+            ranking = sorted(included, key=lambda entry: entry.sender not in available)
+            kept = {entry.sender for entry in ranking[: len(available)]}
+            included = tuple(entry for entry in included if entry.sender in kept)
+        return included, self._reassign_parts(available)
 
     def _reassign_parts(self, available: set[PeerId]) -> tuple[PeerId, ...]:
         """Return the reducers of each part; available peers take the places of all others in turn."""
@@ -295,14 +307,18 @@ class ReducingLeader(Leader):
         }
 
     def _forced_assignment(self, contributions: Contributions, available: set[PeerId]) -> Assignment | None:
-        """Drop the reducers that hold less than half, then the contributions that any other reducer lacks."""
+        """Drop the reducers that hold less than half, then the contributions that any other reducer lacks.
+
+        Members follow no assignment with fewer reducers, so the best of those that hold less fill the gaps.
+        """
         ready = {reducer: self._reducible_senders(reducer, contributions) for reducer in available}
-        kept = {reducer for reducer, senders in ready.items() if 2 * len(senders) >= len(contributions)}
+        ranking = sorted(available, key=lambda reducer: (-len(ready[reducer]), reducer))
+        kept = [reducer for reducer in ranking if 2 * len(ready[reducer]) >= len(contributions)]
         if not kept:
             return None
         shared = set.intersection(*(ready[reducer] for reducer in kept))
         included = tuple(contribution for contribution in contributions if contribution.sender in shared)
-        return (included, self._reassign_parts(kept)) if included else None
+        return self._assign(included, {*kept, *ranking[: self._copies]}) if included else None
 
     def _replacement_assignment(self, now: float) -> Assignment | None:
         """Replace dead and silent reducers, and drop contributions that nobody can give out any more."""
@@ -318,7 +334,7 @@ class ReducingLeader(Leader):
             return None
         if included != self._view.included:  # then every part is summed again
             included = self._still_obtainable(included, range(self._settings.parts))
-        return (included, self._reassign_parts(available)) if included else None
+        return self._assign(included, available) if included else None
 
     def _is_reduced(self, part: int) -> bool:
         """Return whether all reducers of a part agree, and a peer other than one of them can give it out.

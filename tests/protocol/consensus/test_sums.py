@@ -184,3 +184,27 @@ def test_control_without_the_checks_a_sum_of_other_reducers_is_acknowledged(monk
     for module in (machine_module, view_change):
         monkeypatch.setattr(module, "proposal_fault", lambda state, proposal: None)
     assert len(locks(leader_makes_up_the_sums())) > 1
+
+
+def test_the_only_survivor_of_a_round_makes_a_commit_that_every_peer_accepts() -> None:
+    """It has no second reducer, so it includes its own contribution alone; the others send theirs again."""
+    table = Cluster(3, "butterfly", 2)
+    survivor, *others = table.names
+    table.drop = lambda sender, receiver, kind: kind in ("part", "holding")
+    table.contribute(*table.names)
+    table.kill(*others)
+    table.elapse(30.0)
+    commit = table.commit(survivor)
+    assert commit is not None and set(commit.by_sender) == {survivor}
+    assert table.scenario.settings().topology.accepts_commit(commit)
+
+
+def test_a_leader_that_waits_no_longer_appoints_as_many_reducers_as_members_follow() -> None:
+    """All but one peer lack most contributions; members refuse an assignment with one reducer for each part."""
+    table = Cluster(4, "butterfly", 2)
+    leader = table.names[0]
+    table.is_slow = lambda peer, digest: peer != leader and table.now < 11.0
+    table.contribute(*table.names)
+    table.elapse(16.0)
+    assert len(table.included_peers()) == 1
+    assert all(commit is not None and commit.view == 0 for commit in map(table.commit, table.names))
