@@ -12,8 +12,8 @@ lower digest. Peers that come back from several sides of a split, none of which 
 same rule: a branch without enough votes is refused only by peers that have a better one.
 
 If the two chains share no commit that is kept, somebody has to vouch for the other one: the voters that we know, a
-trust point, or the contacts that the user named. Before the first commit nobody has a vote; then the same holds, or,
-without a contact, more than half of the peers that we see.
+trust point, or the contacts that the user named. Before the first commit nobody has a vote; then the word of the
+contacts alone decides, or, without a contact, the certificates, the first by more than half of the peers that we see.
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ def judge(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
     ours = own.commits_since(common.round) or ()
     if not theirs:
         return Judgement("behind", common=common)
-    fault = _uncertified(theirs, offer.log.electorates[place:], witnesses)
+    fault = _find_fault(offer, place, witnesses)
     if not ours:
         return Judgement("refused", fault, common) if fault else Judgement("ahead", common=common)
     voters = _votes_at_fork(own, common, ours, theirs)
@@ -162,6 +162,21 @@ def _last_common(own: Chain, offer: ChainOffer) -> int | None:
     """Return the index of the last head of the offer that our chain keeps."""
     known = [index for index, head in enumerate(offer.heads) if own.has_head(head.digest)]
     return known[-1] if known else None
+
+
+def _find_fault(offer: ChainOffer, first: int, witnesses: Witnesses) -> str:
+    """Return why not to follow the commits of an offer from the index `first` on; empty if there is no reason.
+
+    A trust point vouches for all commits before it. A newcomer knows the voters from the offered chain alone: so the
+    word of its contacts decides, also about a commit that few voters acknowledged because the others had died, and
+    whose voters have died since.
+    """
+    commits, electorates, trust = offer.log.commits, offer.log.electorates, witnesses.trust
+    if trust is not None and offer.is_passed_by(trust):
+        first = max(first, trust.round - offer.heads[0].round)
+    elif not electorates[first].voters and witnesses.word is not None:
+        return "" if witnesses.word else "most of our contacts are on another chain"
+    return _uncertified(commits[first:], electorates[first:], witnesses)
 
 
 def _uncertified(commits: Sequence[CertifiedCommit], electorates: Sequence[Electorate], witnesses: Witnesses) -> str:
@@ -219,10 +234,9 @@ def _judge_unconnected(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> J
 
 def _is_vouched(known: Electorate, offer: ChainOffer, witnesses: Witnesses) -> bool:
     """Return whether the newest commit of a chain, which names all before it, is vouched for."""
-    commits, electorates, trust = offer.log.commits, offer.log.electorates, witnesses.trust
+    commits, trust = offer.log.commits, witnesses.trust
     if trust is not None and offer.is_passed_by(trust):
-        after = max(0, trust.round - offer.heads[0].round)
-        return not _uncertified(commits[after:], electorates[after:], witnesses)
+        return not _find_fault(offer, 0, witnesses)
     if not known.voters or known.voters.isdisjoint(witnesses.live) or not commits:
         return bool(witnesses.word)
     return is_certified(commits[-1].signers, known, witnesses)

@@ -162,14 +162,8 @@ def unaccounted(swarm: VirtualSwarm) -> int:
     return lost
 
 
-OPEN_FAULT = "seed 1: a survivor stays on another head; whether votes or certificates keep it there is not known yet"
-SEEDS_OF_CHURN = [
-    pytest.param(seed, marks=pytest.mark.xfail(seed == 1, reason=OPEN_FAULT, strict=False)) for seed in range(3)
-]
-
-
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
-@pytest.mark.parametrize("seed", SEEDS_OF_CHURN)
+@pytest.mark.parametrize("seed", range(3))
 def test_survivors_of_churn_agree_and_lose_nothing(recipe: str, seed: int) -> None:
     swarm, _ = run_to_target(make_config(6, 24, seed=seed, churn=0.2), make_method(recipe, 3))
     assert swarm.accounting.state_syncs > 0 and swarm.accounting.replays > 0

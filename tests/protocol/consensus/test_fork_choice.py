@@ -137,6 +137,26 @@ def test_newcomer_follows_the_word_of_its_contacts() -> None:
     assert judge(listed, offer(grown), seen(1, 2, 3, me=5, word=False)).relation == "ahead", "the manifest names voters"
 
 
+def test_newcomer_joins_a_run_whose_voters_have_died_since() -> None:
+    """Control: without a contact, and for a peer that knew the voters, too few have acknowledged the chain."""
+    fork = founded(3)
+    survived = grow(fork, 20, (3,))
+    for ours, word, relation in (
+        (Chain.from_genesis(RUN_ID), True, "ahead"),
+        (Chain.from_genesis(RUN_ID), False, "refused"),
+        (Chain.from_genesis(RUN_ID), None, "refused"),
+        (fork, True, "refused"),
+    ):
+        witnesses = seen(1, 4, me=5, word=word)
+        assert judge(ours, offer(survived), witnesses).relation == relation, (ours.round, word)
+    for number, relation in ((12, "ahead"), (2, "refused")):
+        at = survived.log.commits[number]
+        basis = at.certificate.basis
+        trust = TrustPoint.of(number, at.body.base, basis.state, basis.voters)
+        judged = judge(Chain.from_genesis(RUN_ID), offer(survived), seen(1, 4, me=5, trust=trust))
+        assert judged.relation == relation, number
+
+
 def test_trust_point_decides_for_a_newcomer() -> None:
     newcomer, chain = Chain.from_genesis(RUN_ID), founded(70)
     at = chain.log.commits[40]
