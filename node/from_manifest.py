@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from node.loop.steering import Steering
-from node.model import shape_table
+from node.model import WHOLE, Cut, all_cuts, shape_table
 from optim.compose import COMPONENTS, compose
 from optim.errors import OptimError, UnknownRecipe
 from optim.method import Method
@@ -31,33 +31,60 @@ def build_method(manifest: Manifest) -> Method:
         raise ManifestError(f"method: {shorten(str(error), MAX_ERROR_CHARACTERS)}", _keys_of(error)) from error
 
 
-def build_program(manifest: Manifest, method: Method | None = None) -> RoundPlanner:
-    """Build the round planner for the manifest's method, or for `method`.
+def build_program(manifest: Manifest, method: Method | None = None, cut: Cut = WHOLE) -> RoundPlanner:
+    """Build the round planner of a stage for the manifest's method, or for `method`.
 
     Raises ManifestError, also if the method does not fit the model.
     """
     method = method or build_method(manifest)
-    if manifest.audits.share and not topology_class(method).has_shared_state:
-        reason = f"peers of topology {method.topology.kind!r} have anchors of their own, which no auditor has"
-        raise ManifestError(f"audits.share: {reason}; set it to 0, or choose another topology", ("audits", "share"))
+    _require_fit(manifest, method)
     try:
-        program = RoundPlanner(method, shape_table(manifest.model).layout, manifest.round.parts)
+        program = RoundPlanner(method, shape_table(manifest.model, cut).layout, manifest.round.parts)
         program.max_contribution_bytes  # noqa: B018  # lays out every kind of round
     except OptimError as error:
         raise ManifestError(f"method: {shorten(str(error), MAX_ERROR_CHARACTERS)}", _keys_of(error)) from error
     return program
 
 
+def _require_fit(manifest: Manifest, method: Method) -> None:
+    """Raise ManifestError if audits or pipelines exclude the method or one another."""
+    if manifest.audits.share and not topology_class(method).has_shared_state:
+        reason = f"peers of topology {method.topology.kind!r} have anchors of their own, which no auditor has"
+        raise ManifestError(f"audits.share: {reason}; set it to 0, or choose another topology", ("audits", "share"))
+    if not manifest.pipeline.is_cut:
+        return
+    if not topology_class(method).has_shared_state:
+        reason = (
+            f"peers of topology {method.topology.kind!r} have anchors of their own, so a stage has no common weights"
+        )
+        raise ManifestError(
+            f"pipeline.stages: {reason}; set it to 1, or choose another topology", ("pipeline", "stages")
+        )
+    if manifest.audits.share:
+        reason = "a stage's contributions hold microbatches of other peers, which no auditor can repeat"
+        raise ManifestError(f"audits.share: {reason}; set it to 0", ("audits", "share"))
+
+
 def require_program(manifest: Manifest, text: ManifestText) -> RoundPlanner:
-    """Build the round planner; a ManifestError names the file, the key and its line."""
+    """Build the round planner of the first stage; a ManifestError names the file, the key and its line."""
     try:
-        return build_program(manifest)
+        first, *_ = [build_program(manifest, cut=cut) for cut in _telling_cuts(manifest.pipeline.stages)]
+        if manifest.pipeline.is_cut:
+            reason = "pipelines run in `murmur sim` only, so far"
+            raise ManifestError(f"pipeline.stages: {reason}; write 1", ("pipeline", "stages"))
+        return first
     except ManifestError as error:
         if not error.keys:
             raise
         message = str(error).removeprefix("method: ").removeprefix(f"{'.'.join(error.keys)}: ")
         named = next((keys for keys in _tables_around(error.keys) if text.has(keys)), error.keys)
         raise text.fault_at(named, message) from error
+
+
+def _telling_cuts(stages: int) -> list[Cut]:
+    """Return stages that a method fits only if it fits all: the first, the last, and the smallest between them."""
+    cuts = all_cuts(stages)
+    return list(dict.fromkeys((cuts[0], cuts[-2:][0], cuts[-1])))
 
 
 def _keys_of(error: OptimError) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """The run manifest: one TOML file that describes a whole run, parsed, checked and named by its hash.
 
 The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in. It leaves out the
-bootstrap addresses and the table [about], which inform people and may change while the run lives, and those keys of
-`DEFAULTS_OUTSIDE_RUN_ID` that have their default.
+bootstrap addresses and the table [about], which inform people and may change while the run lives, those keys of
+`DEFAULTS_OUTSIDE_RUN_ID` that have their default, and [pipeline] in a run with one stage.
 """
 
 import hashlib
@@ -15,8 +15,6 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
@@ -29,6 +27,8 @@ from protocol.fault_words import shorten
 from protocol.identity import public_key
 from protocol.manifest_faults import ManifestText, decode_text, describe_invalid_values, describe_toml_fault
 from protocol.manifest_options import OptionTable
+from protocol.manifest_pipeline import PipelineSection
+from protocol.manifest_section import Section
 
 RunId = str  # 64 hexadecimal digits
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
@@ -52,12 +52,6 @@ MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.2, 300.0
 HEARTBEATS_UNTIL_EXPIRY = 4  # at least, so that a lost message does not make a peer count as gone
 MAX_BATCH_TOKENS = 2**24  # of one inner step: hours on a small machine
 MAX_KEPT_CHECKPOINTS = 100
-
-
-class Section(BaseModel):
-    """Base of every table: it refuses unknown keys, is immutable, and guesses no type."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _check_peer_ids(keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -282,6 +276,7 @@ class Manifest(Section):
     train: TrainSection
     method: MethodSection
     round: RoundSection = RoundSection()
+    pipeline: PipelineSection = PipelineSection()
     admission: AdmissionSection = AdmissionSection()
     membership: MembershipSection = MembershipSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -299,6 +294,7 @@ class Manifest(Section):
     def _batch_holds_a_sequence(self) -> Self:
         if self.train.batch_tokens % self.model.context:
             raise ValueError("train.batch_tokens must be a multiple of model.context")
+        self.pipeline.require_fit(self.train.batch_tokens, self.model.context, self.model.width)
         return self
 
     def canonical(self) -> bytes:
@@ -309,6 +305,8 @@ class Manifest(Section):
                 del values[section][key]
         if not values["audits"]:
             del values["audits"]
+        if not self.pipeline.is_cut:
+            del values["pipeline"]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property

@@ -13,7 +13,7 @@ from node.from_manifest import (
     round_settings_by_number,
 )
 from node.loop.steering import unsteered
-from node.model import shape_table
+from node.model import all_cuts, shape_table
 from optim.compose import TOPOLOGIES as OPTIONS
 from optim.recipes import RECIPES
 from protocol.consensus.topology import TOPOLOGIES, Butterfly, Groups, make_topology
@@ -21,6 +21,7 @@ from protocol.errors import ManifestError
 from protocol.manifest import Manifest, TrainSection, parse_manifest
 from protocol.manifest_faults import ManifestText
 
+STAGES = "[pipeline]\nstages = 2\n"
 TOML = """
 [run]
 name = "small"
@@ -150,6 +151,17 @@ def test_without_warm_up_and_decay_it_is_constant() -> None:
         ),
         ("block = 256", 'kind = "topk"\nchunk = 7', "run.toml: method.codec.chunk (line 27): "),
         ("[model]", '[model]\nkind = "bert"', "run.toml: model.kind (line 6): no kind of model is called 'bert'"),
+        (
+            "[run]",
+            "[pipeline]\nstages = 2\n[run]",
+            "run.toml: model (line 7): the embedding is in the first stage",
+        ),
+        ("[run]", "[pipeline]\nstages = 5\n[run]", "run.toml: pipeline.stages (line 3): 5 stages need as many layers"),
+        (
+            "[model]",
+            f"{STAGES}[model]\ntied = false",
+            "run.toml: pipeline.stages (line 6): pipelines run in `murmur sim`",
+        ),
     ],
 )
 def test_error_of_method_or_model_names_the_file_and_the_line(old: str, new: str, message: str) -> None:
@@ -159,6 +171,29 @@ def test_error_of_method_or_model_names_the_file_and_the_line(old: str, new: str
         require_program(parse_manifest(text.encode(), "run.toml"), ManifestText("run.toml", text))
     assert str(caught.value).startswith(message), caught.value
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "table", "message"),
+    [
+        ("noloco", "", "pipeline.stages: peers of topology 'groups' have anchors of their own"),
+        ("diloco", "[audits]\nshare = 0.1", "audits.share: a stage's contributions hold microbatches of other peers"),
+        ("diloco", "[method.schedule]\nfragments = 2", "schedule.fragments = 2: the model has 1 block"),
+    ],
+)
+def test_pipelines_exclude_groups_audits_and_more_fragments_than_blocks(recipe: str, table: str, message: str) -> None:
+    text = TOML.format(recipe=recipe, tables=f"[pipeline]\nstages = 4\nmicrobatch = 1\n{table}")
+    manifest = parse_manifest(text.replace("layers = 4", "layers = 4\ntied = false").encode(), "test")
+    with pytest.raises(ManifestError) as caught:
+        require_program(manifest, ManifestText("test", ""))
+    assert message in str(caught.value)
+
+
+def test_program_of_a_stage_has_the_layout_of_its_cut() -> None:
+    text = TOML.format(recipe="diloco", tables="[pipeline]\nstages = 4\nmicrobatch = 1")
+    manifest = parse_manifest(text.replace("layers = 4", "layers = 4\ntied = false").encode(), "test")
+    programs = [build_program(manifest, cut=cut) for cut in all_cuts(4)]
+    assert sum(program.numel for program in programs) == shape_table(manifest.model).numel
 
 
 LOCATED = """

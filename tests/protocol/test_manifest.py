@@ -356,3 +356,37 @@ def test_names_of_hugging_face_are_hinted_at_and_documented() -> None:
         assert f"Hugging Face: `{theirs}` |" in row
         broken = GOOD.replace(b"[model]", f"[model]\n{theirs} = 4".encode())
         assert fault(broken) == f"unknown key model.{theirs} (line 6); the key here is {ours}"
+
+
+PIPELINE = b"[pipeline]\nstages = 4\nmicrobatch = 2\n"
+
+
+def test_only_a_pipeline_of_several_stages_enters_the_run_id() -> None:
+    plain = parse_manifest(GOOD, "")
+    assert plain.pipeline.stages == 1 and not plain.pipeline.is_cut
+    assert parse_manifest(GOOD + b"[pipeline]\nstages = 1\nin_flight = 3", "").run_id == plain.run_id
+    texts = [PIPELINE, PIPELINE + b"in_flight = 3", PIPELINE + b'activations = "fp32"', PIPELINE + b"memory = 2097152"]
+    manifests = [parse_manifest(GOOD + text, "") for text in texts]
+    assert len({plain.run_id, *(manifest.run_id for manifest in manifests)}) == 5
+    assert parse_manifest(manifests[0].to_toml().encode(), "") == manifests[0]
+    assert "pipeline.stages" in " ".join(changed_keys(plain, manifests[0]))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (b"stages = 0", "pipeline.stages (line 25): must be at least 1"),
+        (b"stages = 129", "pipeline.stages (line 25): must be at most 128"),
+        (b'stages = 2\nmode = "exact"', 'pipeline.mode (line 26): exact is not available yet; write "local"'),
+        (b"stages = 2\nstaleness = 1", "pipeline.staleness (line 26): steps while microbatches are on their way are"),
+        (b'stages = 2\nactivations = "int8"', "pipeline.activations (line 26): must be 'fp32' or 'bf16'"),
+        (b"stages = 2\nmicrobatch = 3", "train.batch_tokens (line 16): must be a multiple of pipeline.microbatch"),
+        (b"stages = 2\nmemory = 1000", "pipeline.memory (line 26): must be at least 1048576"),
+        (
+            b"stages = 2\nmicrobatch = 16\nmemory = 1048576",
+            "pipeline.memory (line 27): must hold 8 activations; write at least 4194304",
+        ),
+    ],
+)
+def test_pipelines_that_cannot_be_are_refused_with_their_key(table: bytes, message: str) -> None:
+    assert fault(GOOD + b"[pipeline]\n" + table).startswith(message)

@@ -5,7 +5,8 @@ import os
 
 from protocol import manifest as manifests
 from protocol.errors import ManifestError, MurmurError
-from protocol.manifest import Manifest, Section, parse_manifest
+from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest_section import Section
 from tests.hostile.attackers.stranger import Stranger
 
 HUGE_WIDTH = 2**15

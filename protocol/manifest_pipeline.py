@@ -1,0 +1,61 @@
+"""The table [pipeline] of the manifest: how many stages, and how microbatches travel through them."""
+
+from typing import Final, Literal
+
+from pydantic import Field, field_validator
+
+from protocol.manifest_section import Section
+
+MAX_STAGES: Final = 128
+MIN_MEMORY_BYTES, MAX_MEMORY_BYTES = 2**20, 2**40
+ACTIVATION_BYTES: Final = {"fp32": 4, "bf16": 2}  # of one value
+MIN_HELD_ACTIVATIONS = 8  # a forward and a backward pass, each with its input and output, of two owners
+
+
+class PipelineSection(Section):
+    """Stages of the model on different peers; with one stage, every peer trains the whole model."""
+
+    stages: int = Field(default=1, ge=1, le=MAX_STAGES, description="stages that the model is cut into")
+    microbatch: int = Field(default=8, ge=1, le=4096, description="sequences that travel together")
+    in_flight: int = Field(default=64, ge=1, le=4096, description="microbatches of one owner on their way")
+    activations: Literal["fp32", "bf16"] = Field(default="bf16", description="format of activations that travel")
+    mode: Literal["local", "exact"] = Field(
+        default="local", description="a sample counts at most once at each stage, or exactly once"
+    )
+    staleness: int = Field(default=0, ge=0, le=64, description="steps that may pass between forward and backward")
+    memory: int = Field(
+        default=2**28, ge=MIN_MEMORY_BYTES, le=MAX_MEMORY_BYTES, description="bytes of activations that a peer holds"
+    )
+
+    @field_validator("mode")
+    @classmethod
+    def _is_available(cls, mode: str) -> str:
+        if mode == "exact":
+            raise ValueError('exact is not available yet; write "local"')
+        return mode
+
+    @field_validator("staleness")
+    @classmethod
+    def _waits_for_backward(cls, staleness: int) -> int:
+        if staleness:
+            raise ValueError("steps while microbatches are on their way are not available yet; write 0")
+        return staleness
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether peers serve stages of the model."""
+        return self.stages > 1
+
+    def activation_bytes(self, context: int, width: int) -> int:
+        """Return the bytes of one activation of a microbatch on its way."""
+        return self.microbatch * context * width * ACTIVATION_BYTES[self.activations]
+
+    def require_fit(self, batch_tokens: int, context: int, width: int) -> None:
+        """Raise ValueError unless microbatches make up a step, and enough of them fit into the memory."""
+        if not self.is_cut:
+            return
+        if batch_tokens % (self.microbatch * context):
+            raise ValueError("train.batch_tokens must be a multiple of pipeline.microbatch times model.context")
+        needed = MIN_HELD_ACTIVATIONS * self.activation_bytes(context, width)
+        if self.memory < needed:
+            raise ValueError(f"pipeline.memory must hold {MIN_HELD_ACTIVATIONS} activations; write at least {needed}")
