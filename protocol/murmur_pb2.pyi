@@ -361,16 +361,18 @@ class GossipRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., time: _Optional[float] = ..., known: _Optional[bytes] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., salt: _Optional[bytes] = ..., updates: _Optional[_Iterable[_Union[RecordUpdate, _Mapping]]] = ...) -> None: ...
 
 class GossipReply(_message.Message):
-    __slots__ = ("time", "records", "wanted", "updates")
+    __slots__ = ("time", "records", "wanted", "updates", "counts_caller")
     TIME_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_CALLER_FIELD_NUMBER: _ClassVar[int]
     time: float
     records: _containers.RepeatedCompositeFieldContainer[Signed]
     wanted: bytes
     updates: _containers.RepeatedCompositeFieldContainer[RecordUpdate]
-    def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[bytes] = ..., updates: _Optional[_Iterable[_Union[RecordUpdate, _Mapping]]] = ...) -> None: ...
+    counts_caller: bool
+    def __init__(self, time: _Optional[float] = ..., records: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., wanted: _Optional[bytes] = ..., updates: _Optional[_Iterable[_Union[RecordUpdate, _Mapping]]] = ..., counts_caller: _Optional[bool] = ...) -> None: ...
 
 class Brief(_message.Message):
     __slots__ = ("kind", "peer", "body", "signature", "references", "bits")

@@ -6,16 +6,18 @@ The median does not follow a minority of liars, however far off they are. A peer
 time, because offsets derived from offsets would drift together.
 
 Keys are free, so only those with a vote in the run count. A node that does not know any of them yet (it is new, or the
-run is) counts the peers that its user or the manifest named, and follows them where its own clock is far off. And while
-anybody agrees with its own clock, no majority moves it by more than `MAX_OFFSET_SECONDS`.
+run is) counts the peers that its user or the manifest named. And while anybody agrees with its own clock, no majority
+moves it by more than `MAX_OFFSET_SECONDS`.
 
-Two peers alone meet in the middle of their clocks. For that the called peer must also count the caller's clock, though
-it has no round trip to correct it by; such a vote counts only while there are few others.
+Two peers that count each other meet in the middle of their clocks. For that the called peer must also count the
+caller's clock, though it has no round trip to correct it by; such a vote counts only while there are few others. A node
+that nobody counts follows the others all the way: half of it would leave it alone with a time of its own.
 """
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from protocol.identity import PeerId
 
@@ -27,64 +29,71 @@ MAX_OFFSET_SECONDS = 60.0  # while another peer agrees with our clock
 VOTE_LIFETIME_SECONDS = 120.0  # after this time a step of our own clock no longer affects the votes
 
 
+class _Vote(NamedTuple):
+    offset: float
+    measured_at: float
+    counts_us: bool
+
+
 class SwarmClock:
     """The swarm time of a node; all times in seconds since the epoch."""
 
     def __init__(self, local: Callable[[], float] = time.time) -> None:
         self.local = local
-        self._votes: dict[PeerId, tuple[float, float]] = {}  # offset, when it was measured; oldest first
+        self._votes: dict[PeerId, _Vote] = {}  # oldest first
         self._counted: frozenset[PeerId] | None = None  # `None` means all
-        self._has_voters = False
         self.offset = 0.0
 
     def count_only(self, voters: frozenset[PeerId], contacts: frozenset[PeerId]) -> None:
         """Count the clocks of voters only, or of contacts while there is no voter."""
         counted = voters or contacts
-        if (counted, bool(voters)) == (self._counted, self._has_voters):
+        if counted == self._counted:
             return
-        self._counted, self._has_voters = counted, bool(voters)
+        self._counted = counted
         self._votes = {peer: vote for peer, vote in self._votes.items() if peer in counted}
         self._update_offset(self.local())
+
+    def counts(self, peer: PeerId) -> bool:
+        """Return whether the clock of a peer has a vote here."""
+        return self._counted is None or peer in self._counted
 
     def now(self) -> float:
         return self.local() + self.offset
 
-    def observe(self, peer: PeerId, theirs: float, sent: float, received: float) -> None:
+    def observe(self, peer: PeerId, theirs: float, sent: float, received: float, counts_us: bool = True) -> None:
         """Count a peer's clock that was read between `sent` and `received` of ours.
 
-        Implausible values are ignored.
+        `counts_us` tells whether our clock has a vote there. Implausible values are ignored.
         """
         offset = theirs - (sent + received) / 2
-        if self._counted is not None and peer not in self._counted:
+        if not self.counts(peer):
             return
         if not (_is_plausible(theirs) and 0 <= received - sent <= MAX_ROUND_TRIP_SECONDS):
             return
         self._votes.pop(peer, None)
-        self._votes[peer] = offset, received
+        self._votes[peer] = _Vote(offset, received, counts_us)
         self._update_offset(received)
 
     def _update_offset(self, now: float) -> None:
         self._drop_old(now)
-        offsets = [offset for offset, _ in self._votes.values()]
-        if not _is_plausible(now) or not offsets:
-            self.offset = statistics.median(offsets) if offsets else 0.0
-            return
-        others, common = statistics.median(offsets), statistics.median([0.0, *offsets])
-        if self._counted is not None and not self._has_voters and abs(others) > MAX_OFFSET_SECONDS:
-            common = others  # of a run that goes on: two clocks that met in the middle would both be wrong
-        if any(abs(offset) <= MAX_OFFSET_SECONDS for offset in offsets):
+        offsets = [vote.offset for vote in self._votes.values()]
+        is_counted = _is_plausible(now) and any(vote.counts_us for vote in self._votes.values())
+        common = statistics.median([0.0, *offsets] if is_counted or not offsets else offsets)
+        if _is_plausible(now) and any(abs(offset) <= MAX_OFFSET_SECONDS for offset in offsets):
             common = max(-MAX_OFFSET_SECONDS, min(common, MAX_OFFSET_SECONDS))
         self.offset = common
 
     def observe_caller(self, peer: PeerId, theirs: float) -> None:
         """Count the clock of a peer that calls us; it is late by the one-way delay."""
         if len(self._votes) < FEW_VOTES:
-            self.observe(peer, theirs, self.local(), self.local())
+            known = self._votes.get(peer)
+            self.observe(peer, theirs, self.local(), self.local(), counts_us=known is None or known.counts_us)
 
     def _drop_old(self, now: float) -> None:
         # A vote from the future was counted before our own clock was set back, so it is meaningless now.
-        for peer, (_, measured) in list(self._votes.items()):
-            if len(self._votes) > MAX_VOTES or not -MAX_ROUND_TRIP_SECONDS <= now - measured <= VOTE_LIFETIME_SECONDS:
+        for peer, vote in list(self._votes.items()):
+            is_recent = -MAX_ROUND_TRIP_SECONDS <= now - vote.measured_at <= VOTE_LIFETIME_SECONDS
+            if len(self._votes) > MAX_VOTES or not is_recent:
                 del self._votes[peer]
 
 

@@ -214,11 +214,13 @@ class PeerDirectory(MembershipServicer):
         self._clock.observe_caller(peer, request.time)
         self._known.renew_if_misdated()
         self._merge_records(request, peer)
-        if summary is None:
-            return GossipReply(time=self._clock.local())
-        table = self._known.table
-        others = table.other_record_of(peer, self._clock.now())
-        return make_reply(self._clock.local(), table, summary, others, self.peer_id, self._rng)
+        reply = GossipReply()
+        if summary is not None:
+            table = self._known.table
+            others = table.other_record_of(peer, self._clock.now())
+            reply = make_reply(table, summary, others, self.peer_id, self._rng)
+        reply.time, reply.counts_caller = self._clock.local(), self._clock.counts(peer)
+        return reply
 
     async def _run_heartbeat(self) -> None:
         await self._refresh_addresses()
@@ -319,7 +321,7 @@ class PeerDirectory(MembershipServicer):
         self.traffic.record_sent("gossip", request)
         reply: GossipReply = require_reply(await stub.Gossip(request, timeout=self._timeout))
         self.traffic.record_received("gossip", reply)
-        self._clock.observe(peer, reply.time, sent, self._clock.local())
+        self._clock.observe(peer, reply.time, sent, self._clock.local(), reply.counts_caller)
         self._merge_records(reply, peer)
         return reply
 

@@ -24,12 +24,12 @@ def make_request(run: bytes, time: float, table: PeerTable, pushed: Mapping[Peer
 
 
 def make_reply(
-    time: float, table: PeerTable, summary: Summary, first: Sequence[Signed], me: PeerId, rng: random.Random
+    table: PeerTable, summary: Summary, first: Sequence[Signed], me: PeerId, rng: random.Random
 ) -> GossipReply:
     """Return the reply to a request: `first`, the records that it lacks, and a summary of those that we want.
 
-    If there are more than one message takes, a random choice goes, with our own record, because the rest depends on
-    our standing.
+    The caller adds what concerns the clock. If there are more than one message takes, a random choice goes, with our
+    own record, because the rest depends on our standing.
     """
     newer, wanted = summary.compare(table.known_sequences())
     if len(newer) > MAX_RECORDS - len(first):
@@ -38,4 +38,4 @@ def make_reply(
         newer = {peer: newer[peer] for peer in (*own, *others)}
     records, updates = table.updates_for(newer)
     asked = wanted.first(MAX_RECORDS).to_bytes()
-    return GossipReply(time=time, records=[*first, *records], updates=updates, wanted=asked)
+    return GossipReply(records=[*first, *records], updates=updates, wanted=asked)

@@ -156,15 +156,28 @@ def test_no_majority_of_voters_moves_a_clock_far_while_another_peer_agrees_with_
     assert clock.offset == (-60.0 if agrees else -3600.0)
 
 
-def test_newcomer_whose_clock_is_far_off_follows_the_peer_that_its_user_named() -> None:
-    """Half of the way would leave it out of the run, and there is no voter yet that it knows."""
+@pytest.mark.parametrize("difference", [8.0, 20.0, -20.0, 900.0, -7200.0])
+def test_node_that_nobody_counts_follows_all_the_way(difference: float) -> None:
+    """Control: half of the way, as for two that count each other, would leave it out of the run."""
     local_clock = ManualClock()
     clock = SwarmClock(local_clock)
-    clock.count_only(frozenset(), frozenset(["peer 0"]))
-    observe_all(clock, local_clock, [-7200.0, 900.0, 900.0])
-    assert clock.offset == -7200.0
-    observe_all(clock, local_clock, [8.0])
-    assert clock.offset == 4.0, "but a small difference is shared"
+    clock.count_only(frozenset(), frozenset(["contact"]))
+    clock.observe("contact", NOW + difference, NOW, NOW, counts_us=False)
+    assert clock.offset == difference
+    clock.observe_caller("contact", NOW + difference)
+    assert clock.offset == difference, "a call does not tell that we are counted"
+    clock.observe("contact", NOW + difference, NOW, NOW, counts_us=True)
+    assert clock.offset == difference / 2
+
+
+def test_node_without_a_vote_has_the_time_of_the_only_voter_that_is_left() -> None:
+    here, there = ManualClock(NOW), ManualClock(NOW + 40)
+    newcomer, voter = SwarmClock(here), SwarmClock(there)
+    for clock in (newcomer, voter):
+        clock.count_only(frozenset(["voter", "gone"]), frozenset())
+    voter.observe_caller("newcomer", here())
+    newcomer.observe("voter", there(), here(), here(), counts_us=voter.counts("newcomer"))
+    assert newcomer.now() == voter.now() == NOW + 40
 
 
 def test_implausible_clock_follows_the_voters_without_a_bound() -> None:

@@ -95,14 +95,18 @@ async def test_copied_node_stops_and_the_first_one_stays(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="a node that restarts with another clock is refused for too long", strict=False)
-async def test_restarted_node_is_no_copy(swarm: GossipSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_vote", [False, True])
+async def test_restarted_node_is_no_copy(has_vote: bool, swarm: GossipSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is heard at once, whatever its clock says; control: `test_node_that_nobody_counts_follows_all_the_way`."""
     monkeypatch.setattr(key_conflict, "YIELD_SECONDS", 0.1)
     identity = Identity.create()
     seed = swarm.add()
+    voters = frozenset([identity.peer_id, seed.peer_id] if has_vote else [])
+    seed.set_voters(voters)
     for skew in (0.0, 20.0, -20.0, 0.0):
         node = swarm.add(identity, skew=skew, bootstrap=[address_of(seed)])
-        await until(lambda node=node: seed.peer_id in node.live() and identity.peer_id in seed.live())  # type: ignore[misc]
+        node.set_voters(voters)
+        await until(lambda node=node: seed.peer_id in node.live() and identity.peer_id in seed.live(), 3.0)  # type: ignore[misc]
         await asyncio.sleep(0.3)  # several heartbeats
         assert node.other_node_with_our_key() is None
         swarm.kill(node)
