@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from node.loop.steering import Steering
-from node.model import WHOLE, Cut, all_cuts, shape_table
+from node.model import Cut, all_cuts, cut_of, shape_table
 from optim.compose import COMPONENTS, compose
 from optim.errors import OptimError, UnknownRecipe
 from optim.method import Method
@@ -31,15 +31,16 @@ def build_method(manifest: Manifest) -> Method:
         raise ManifestError(f"method: {shorten(str(error), MAX_ERROR_CHARACTERS)}", _keys_of(error)) from error
 
 
-def build_program(manifest: Manifest, method: Method | None = None, cut: Cut = WHOLE) -> RoundPlanner:
-    """Build the round planner of a stage for the manifest's method, or for `method`.
+def build_program(manifest: Manifest, method: Method | None = None, cut: Cut | None = None) -> RoundPlanner:
+    """Build the round planner for the manifest's method, or for `method`; `cut` names another stage than the manifest.
 
     Raises ManifestError, also if the method does not fit the model.
     """
     method = method or build_method(manifest)
     _require_fit(manifest, method)
     try:
-        program = RoundPlanner(method, shape_table(manifest.model, cut).layout, manifest.round.parts)
+        layout = shape_table(manifest.model, cut or cut_of(manifest)).layout
+        program = RoundPlanner(method, layout, manifest.round.parts)
         program.max_contribution_bytes  # noqa: B018  # lays out every kind of round
     except OptimError as error:
         raise ManifestError(f"method: {shorten(str(error), MAX_ERROR_CHARACTERS)}", _keys_of(error)) from error

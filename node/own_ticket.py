@@ -70,7 +70,7 @@ def _parse(text: str) -> wire.Signed:
 
 def _check(manifest: Manifest, peer_id: PeerId, signed: wire.Signed) -> Ticket:
     try:
-        ticket = open_ticket(signed, manifest.run_id, manifest.run.organiser_key)
+        ticket = open_ticket(signed, manifest.whole_run_id, manifest.run.organiser_key)
     except PeerFault as error:
         raise AdmissionError(
             f"the ticket is not one of the organiser for the run {manifest.run.name}: {error}; ask for another one"

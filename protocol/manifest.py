@@ -311,6 +311,12 @@ class Manifest(Section):
 
     @property
     def run_id(self) -> RunId:
+        """Return the id under which peers make rounds: that of the run, or of one stage of it."""
+        return self.whole_run_id
+
+    @property
+    def whole_run_id(self) -> RunId:
+        """Return the id of the run, which tickets and revisions name."""
         return hashlib.sha256(self.canonical()).hexdigest()
 
     def to_toml(self) -> str:

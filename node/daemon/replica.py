@@ -52,7 +52,7 @@ from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
-from node.model import shape_table
+from node.model import shapes_of
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import first_status
 from node.monitoring.status_reporter import StatusReporter
@@ -125,7 +125,7 @@ class Replica:
         self._node = node
         self._run_dir = run_dir
         self._planner = planner
-        self._shapes = shape_table(manifest.model)
+        self._shapes = shapes_of(manifest)
         self._limits = contribution_limits(manifest, planner)
         self._state_bytes = state_bytes(planner.numel, planner.method)
         self.inbox = Inbox()

@@ -10,7 +10,7 @@ from node.daemon.outer_state import OuterState
 from node.daemon.run_limits import contribution_limits
 from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, ContributionTracker
-from node.model import initial_weights, shape_table
+from node.model import cut_of, initial_weights, shapes_of
 from node.monitoring.status import ErrorRecorder
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import BlobStore
@@ -48,13 +48,13 @@ def restore_run(manifest: Manifest, planner: RoundPlanner, folder: Path, targets
     if saved is not None:
         chain = saved.chain.restore(manifest.admission, contribution_limits(manifest, planner))
         return RestoredRun(chain, OuterState(saved.anchor, saved.outer), contributions)
-    weights = initial_weights(manifest.model, manifest.run.seed)
+    weights = initial_weights(manifest.model, manifest.run.seed, cut_of(manifest))
     chain = Chain.from_genesis(manifest.run_id, manifest.admission)
     return RestoredRun(chain, OuterState.initial(weights, planner.method), contributions)
 
 
 def _load_checkpoint(manifest: Manifest, folder: Path, targets: RestoreTargets) -> Checkpoint | None:
-    saved, skipped = load_newest(folder, manifest.run_id, shape_table(manifest.model))
+    saved, skipped = load_newest(folder, manifest.run_id, shapes_of(manifest))
     for line in skipped:
         targets.errors.record_recovered("checkpoint skipped", line)
     if saved is not None:

@@ -2,7 +2,7 @@
 
 from node.daemon.blob_relay import MAX_CONTRIBUTIONS
 from node.daemon.outer_state import state_bytes
-from node.model import shape_table
+from node.model import shapes_of
 from optim.round_plan import RoundPlanner
 from protocol.consensus.messages import ContributionLimits
 from protocol.consensus.weights import MAX_MULTIPLE
@@ -14,7 +14,7 @@ STORE_EXTRA_BYTES = 1 << 30
 
 def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> ContributionLimits:
     """Return the limits that every contribution to the run must keep."""
-    shapes = shape_table(manifest.model).hash()
+    shapes = shapes_of(manifest).hash()
     recipe, organiser = manifest.method.recipe, manifest.run.organiser_key
     most = MAX_MULTIPLE * planner.max_steps * manifest.train.batch_tokens
     return ContributionLimits(recipe, shapes, planner.max_parts, most, planner.max_part_bytes, organiser)

@@ -16,6 +16,15 @@ from typing import Annotated, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 
 from node.data.skipped_rows import SkipReason
+from node.ipc.activation_memory import SlotSizes
+from node.ipc.stage_messages import (
+    ComputeStage,
+    DrawMicrobatch,
+    MicrobatchDrawn,
+    StageComputed,
+    StageStepped,
+    TakeStageStep,
+)
 from node.options import TrainerOptions
 from protocol.audits.work import Conditions, Outcome, WorkTrace
 from protocol.errors import MalformedError
@@ -28,7 +37,7 @@ _LENGTH_BYTES = 4
 M = TypeVar("M")
 
 ContributionOutcome = Outcome
-Activity = Literal["compute", "encode", "adopt", "wait", "evaluate", "snapshot", "pause"]
+Activity = Literal["compute", "encode", "adopt", "wait", "idle", "evaluate", "snapshot", "pause"]
 
 
 class ChannelClosed(Exception):  # noqa: N818
@@ -37,6 +46,13 @@ class ChannelClosed(Exception):  # noqa: N818
 
 class _IpcMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StageConfig(_IpcMessage):
+    """The stage that a trainer serves, and the slots of the activation memory that it inherits."""
+
+    stage: int = Field(ge=0)
+    slots: SlotSizes
 
 
 class TrainerConfig(_IpcMessage):
@@ -51,6 +67,7 @@ class TrainerConfig(_IpcMessage):
     round: int = Field(ge=0, description="round whose anchor a trainer without a snapshot starts from")
     train: TrainSection | None = Field(default=None, description="in that round, if the organiser has revised it")
     validation_tokens: int = Field(default=65_536, ge=1, description="most tokens that one evaluation reads")
+    stage: StageConfig | None = Field(default=None, description="None: the trainer has the whole model")
 
 
 class ContributionHeader(_IpcMessage):
@@ -227,7 +244,16 @@ class Crashed(_IpcMessage):
 
 
 ToTrainer = Annotated[
-    TrainerConfig | ApplyAnchor | SetResting | SubmitEarly | Evaluate | TakeSnapshot | Stop,
+    TrainerConfig
+    | ApplyAnchor
+    | SetResting
+    | SubmitEarly
+    | Evaluate
+    | TakeSnapshot
+    | DrawMicrobatch
+    | ComputeStage
+    | TakeStageStep
+    | Stop,
     Field(discriminator="kind"),
 ]
 FromTrainer = Annotated[
@@ -240,6 +266,9 @@ FromTrainer = Annotated[
     | AnchorApplied
     | Evaluated
     | Snapshotted
+    | MicrobatchDrawn
+    | StageComputed
+    | StageStepped
     | Stopped
     | Failed
     | Crashed,

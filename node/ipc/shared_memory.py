@@ -114,7 +114,7 @@ class SharedMemory:
         """Allocate zeroed memory. Raises StorageError if the machine has too little."""
         if layout.anchor_numel < 1 or layout.contribution_bytes < 1:
             raise ValueError("shared memory needs at least one parameter and one byte of outbox")
-        memory = cls(_anonymous_file(layout.total_bytes), layout)
+        memory = cls(anonymous_file(layout.total_bytes), layout)
         _HEADER.pack_into(memory._map, 0, _MAGIC, layout.layout_hash())
         return memory
 
@@ -253,7 +253,7 @@ def _checksum(generation: int, text: bytes) -> int:
     return zlib.crc32(text, zlib.crc32(generation.to_bytes(8, "little")))
 
 
-def _anonymous_file(size: int) -> int:
+def anonymous_file(size: int) -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("murmur", os.MFD_CLOEXEC)
     else:

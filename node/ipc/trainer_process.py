@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from node.ipc.activation_memory import ActivationMemory
 from node.ipc.channel import (
     ChannelClosed,
     ContributionHeader,
@@ -97,8 +98,11 @@ class TrainerProcess:
     that died are lost.
     """
 
-    def __init__(self, shared_memory: SharedMemory, config: TrainerConfig) -> None:
+    def __init__(
+        self, shared_memory: SharedMemory, config: TrainerConfig, activations: ActivationMemory | None = None
+    ) -> None:
         self._shared_memory = shared_memory
+        self._memory_fds = [shared_memory.fd, *([activations.fd] if activations else [])]
         self._config = config
         self.round = config.round  # a trainer without a snapshot starts from its anchor
         self.train = config.train
@@ -292,11 +296,11 @@ class TrainerProcess:
         return run
 
     async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
-        memory_fd, threads = self._shared_memory.fd, str(self._config.options.thread_count)
+        fds, threads = [channel_fd, *self._memory_fds], str(self._config.options.thread_count)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", TRAINER_MODULE),
-            *(str(channel_fd), str(memory_fd), str(os.getpid())),
-            pass_fds=(channel_fd, memory_fd),
+            *map(str, (os.getpid(), *fds)),
+            pass_fds=fds,
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env={**SPIN_LIMITS, **python_environment(), **dict.fromkeys(THREAD_VARIABLES, threads)},

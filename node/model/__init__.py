@@ -1,12 +1,13 @@
 """The model: families by `model.kind`, the cut into stages, the shape table, initial weights and the torch module."""
 
-from node.model.cut import WHOLE, Cut, all_cuts
+from node.model.cut import WHOLE, Cut, all_cuts, cut_of
 from node.model.families import (
     build_compiled_model,
     build_model,
     has_compiler,
     model_family,
     shape_table,
+    shapes_of,
     stage_slice,
 )
 from node.model.initialization import initial_weights
@@ -22,9 +23,11 @@ __all__ = [
     "all_cuts",
     "build_compiled_model",
     "build_model",
+    "cut_of",
     "has_compiler",
     "initial_weights",
     "model_family",
     "shape_table",
+    "shapes_of",
     "stage_slice",
 ]

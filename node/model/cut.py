@@ -10,6 +10,8 @@ from typing import Final
 
 from node.model.shapes import Entry
 from protocol.errors import ManifestError
+from protocol.manifest import Manifest
+from protocol.pipeline.stage import StageManifest
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Cut:
 
 
 WHOLE: Final = Cut()
+
+
+def cut_of(manifest: Manifest) -> Cut:
+    """Return the part of the model that a manifest is for."""
+    return Cut(manifest.stage, manifest.pipeline.stages) if isinstance(manifest, StageManifest) else WHOLE
 
 
 def all_cuts(stages: int) -> tuple[Cut, ...]:

@@ -6,12 +6,12 @@ from typing import Final
 
 import torch
 
-from node.model.cut import WHOLE, Cut, all_cuts
+from node.model.cut import WHOLE, Cut, all_cuts, cut_of
 from node.model.interface import LanguageModel, ModelFamily
 from node.model.llama import LlamaFamily
 from node.model.shapes import ShapeTable
 from protocol.errors import ManifestError
-from protocol.manifest import ModelSection
+from protocol.manifest import Manifest, ModelSection
 
 FAMILIES: Final[dict[str, ModelFamily]] = {family.kind: family for family in (LlamaFamily(),)}
 COMPILERS: Final = ("g++", "clang++")
@@ -33,6 +33,11 @@ def shape_table(config: ModelSection, cut: Cut = WHOLE) -> ShapeTable:
     Raises ManifestError if the model cannot be cut so, as all functions that take a cut.
     """
     return model_family(config).shape_table(config, cut)
+
+
+def shapes_of(manifest: Manifest) -> ShapeTable:
+    """Return the shape table of the model, or of the stage, that a manifest is for."""
+    return shape_table(manifest.model, cut_of(manifest))
 
 
 def stage_slice(config: ModelSection, cut: Cut) -> slice:

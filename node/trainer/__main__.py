@@ -1,8 +1,9 @@
-"""The trainer process: `python -m node.trainer CHANNEL MEMORY PARENT`.
+"""The trainer process: `python -m node.trainer PARENT CHANNEL MEMORY [ACTIVATIONS]`.
 
-CHANNEL and MEMORY are inherited file descriptors (see node.ipc.channel, node.ipc.shared_memory), PARENT is the
-daemon's process id. The first message on the channel is TrainerConfig. The process opens no socket and no shared memory
-of its own, ignores Ctrl-C (the daemon decides), has a lower priority than the daemon, and dies with it.
+PARENT is the daemon's process id; the others are inherited file descriptors (see node.ipc.channel,
+node.ipc.shared_memory, node.ipc.activation_memory), the last one only for a stage of a pipeline. The first message on
+the channel is TrainerConfig. The process opens no socket and no shared memory of its own, ignores Ctrl-C (the daemon
+decides), has a lower priority than the daemon, and dies with it.
 
 Exit codes: 0 if the daemon stopped it or is gone; a code of protocol.errors if it cannot continue (it sends the reason
 as Failed first); anything else is a crash (it sends Crashed first, unless a signal ends it).
@@ -32,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 def main(arguments: list[str]) -> int:
     """Run the process; returns its exit code."""
-    channel_fd, memory_fd, parent = (int(argument) for argument in arguments)
+    parent, channel_fd, *memory_fds = (int(argument) for argument in arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     lower_priority(TRAINER_NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    return train_until_stopped(socket.socket(fileno=channel_fd), memory_fd)
+    return train_until_stopped(socket.socket(fileno=channel_fd), memory_fds)
 
 
 def die_with_parent(parent: int) -> None:
@@ -48,13 +49,14 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(0)  # the daemon died before this request
 
 
-def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int:
+def train_until_stopped(connection: socket.socket, memory_fds: list[int]) -> int:
     """Train until the daemon sends Stop; returns the exit code."""
     # Importing torch takes seconds, in which the daemon may die: so only after die_with_parent.
     with rare_garbage_collection():
         import torch
 
         from node.from_manifest import build_program
+        from node.ipc.activation_memory import ActivationMemory
         from node.ipc.channel import ChannelClosed, Crashed, TrainerChannel, TrainerConfig
         from node.ipc.shared_memory import SharedLayout, SharedMemory
         from node.monitoring.logs import sanitize
@@ -62,6 +64,7 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
         from node.trainer.loop import Trainer
         from protocol.errors import DeviceError, MurmurError
         from protocol.manifest import parse_manifest
+        from protocol.pipeline.stage import StageManifest
 
     channel, memory = TrainerChannel(connection), None
     try:
@@ -70,11 +73,12 @@ def train_until_stopped(connection: socket.socket, shared_memory_fd: int) -> int
             raise MurmurError(f"the daemon sent no config within {CONFIG_SECONDS:.0f} s; start it again")
         memory = config.options.memory
         torch.set_num_threads(config.options.thread_count)
-        manifest = parse_manifest(config.manifest.encode(), "the daemon's manifest")
+        manifest, stage = parse_manifest(config.manifest.encode(), "the daemon's manifest"), config.stage
+        manifest = StageManifest.of(manifest, stage.stage) if stage else manifest
         program = build_program(manifest)
-        Trainer(
-            config, manifest, program, SharedMemory.attach(shared_memory_fd, SharedLayout.of(program)), channel
-        ).run()
+        shared = SharedMemory.attach(memory_fds[0], SharedLayout.of(program))
+        activations = ActivationMemory.attach(memory_fds[1], stage.slots) if stage else None
+        Trainer(config, manifest, program, shared, channel, activations).run()
     except ChannelClosed:
         logger.info("the daemon is gone; stopping")
     except MurmurError as error:

@@ -6,14 +6,13 @@ it reports them. So everything that the daemon has heard of survives a crash of 
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from node.data import BatchReader, Corpus, name_text_faults, open_source, validation_batches
+from node.ipc.activation_memory import ActivationMemory
 from node.ipc.channel import (
     Activity,
     AnchorApplied,
@@ -38,8 +37,10 @@ from node.ipc.channel import (
     TrainerWarning,
 )
 from node.ipc.shared_memory import SharedMemory
-from node.model import build_model
+from node.ipc.stage_messages import ComputeStage, DrawMicrobatch, StageStepped, TakeStageStep
+from node.model import build_model, cut_of
 from node.model.memory_estimate import fit_microbatch
+from node.trainer.activity_timer import ActivityTimer
 from node.trainer.counters import StepTotals
 from node.trainer.device import (
     choose_device,
@@ -52,31 +53,14 @@ from node.trainer.device import (
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validation_loss
 from node.trainer.pause_when_busy import PausePolicy, usage_meter_for
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
+from node.trainer.stage_work import StageWork, stage_train
 from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
 from protocol.audits.work import Conditions
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError, MurmurError
-from protocol.manifest import Manifest
-
-
-class ActivityTimer:
-    """Seconds spent on each activity, including those of earlier processes."""
-
-    def __init__(self, seconds: Mapping[Activity, float], clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds: dict[Activity, float] = dict(seconds)
-        self._clock = clock
-
-    @contextmanager
-    def measure(self, activity: Activity) -> Iterator[None]:
-        """Add the time inside the context to `activity`."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self.seconds[activity] = self.seconds.get(activity, 0.0) + self._clock() - start
-
+from protocol.manifest import Manifest, TrainSection
 
 SNAPSHOT_SECONDS = 10.0
 PROGRESS_SECONDS = 1.0
@@ -86,7 +70,10 @@ MAX_SKIPPED_STEPS_IN_A_ROW = 20
 
 
 class Trainer:
-    """One model in training. Manifest and program are those of `config`."""
+    """One model, or one stage of it, in training. Manifest and program are those of `config`.
+
+    `activations` is the memory in which a stage finds its inputs; a trainer of the whole model has none.
+    """
 
     def __init__(
         self,
@@ -95,6 +82,7 @@ class Trainer:
         program: RoundPlanner,
         shared_memory: SharedMemory,
         channel: TrainerChannel,
+        activations: ActivationMemory | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -106,8 +94,9 @@ class Trainer:
         self._meter = usage_meter_for(self._device) if config.options.pause_when_busy else None
         self._pause_policy = PausePolicy(self._meter.pause_share, self._meter.resume_share) if self._meter else None
         self._measured_at = -math.inf
-        self._model = build_model(manifest.model, self._device)
-        self._optimizer = InnerOptimizer(self._model, config.train or manifest.train, program.method.inner)
+        self._model = build_model(manifest.model, self._device, cut_of(manifest))
+        train = self._settings_of(config.train or manifest.train)
+        self._optimizer = InnerOptimizer(self._model, train, program.method.inner)
         if self._device.type == "cuda":
             self._pin_shared_memory()
         self._state = TrainerState(self._model, self._optimizer, program, ContributionEncoder(program), shared_memory)
@@ -121,6 +110,7 @@ class Trainer:
             self._batches = BatchReader(
                 self._corpus, manifest.model.context, manifest.run.seed, config.peer_id, counters.position
             )
+        self._stage = StageWork(manifest, self._model, activations, self._batches) if activations else None
         self._text = self._corpus.fingerprint(manifest.model.context) if manifest.audits.share else ""
         self._timer = ActivityTimer(counters.seconds)
         self._skipped_in_a_row = 0
@@ -140,25 +130,33 @@ class Trainer:
             line = "the system does not lock the shared memory: contributions and snapshots take longer"
             self._channel.send(TrainerWarning(reason="memory not pinned", line=line))
 
+    def _settings_of(self, train: TrainSection) -> TrainSection:
+        stages = self._manifest.pipeline.stages
+        return stage_train(train, stages) if stages > 1 else train
+
     def run(self) -> None:
         """Train until the daemon sends Stop."""
         self._send_skipped_rows()
         self._send_ready()
         while True:
             self._shared_memory.record_heartbeat()
-            self._handle_command(self._channel.receive())
+            if self._stage is None or not self._stage.is_step_due:
+                self._handle_command(self._channel.receive())
             if self._stopping:
                 return
             self._update_pause()
             counters, plan = self._state.counters, self._state.plan
-            if self._pending_anchor is not None and may_apply_anchor(counters, plan):
+            is_between_steps = self._stage is None or self._stage.is_between_steps
+            if self._pending_anchor is not None and is_between_steps and may_apply_anchor(counters, plan):
                 self._apply_anchor(self._pending_anchor)
-            elif self._is_contribution_due():
+            elif is_between_steps and self._is_contribution_due():
                 self._send_contribution()
             elif self._is_resting or (self._pause_policy is not None and self._pause_policy.paused):
                 self._wait("pause")
             elif must_wait(counters, plan):
                 self._wait("wait")
+            elif self._stage is not None and not self._stage.is_step_due:
+                self._wait("idle")
             else:
                 self._take_step()
                 self._report_and_save()
@@ -200,6 +198,8 @@ class Trainer:
             case TakeSnapshot():
                 self._save()
                 self._channel.send(Snapshotted(step=self._state.counters.step))
+            case DrawMicrobatch() | ComputeStage() | TakeStageStep() if self._stage is not None:
+                self._serve_stage(self._stage, command)
             case Stop():
                 if self._pending_anchor is not None:
                     self._apply_anchor(self._pending_anchor)
@@ -208,6 +208,20 @@ class Trainer:
                 self._channel.send(Stopped())
             case _:
                 raise MalformedError(f"the daemon sent {command.kind!r} in the middle of training")
+
+    def _serve_stage(self, stage: StageWork, command: DrawMicrobatch | ComputeStage | TakeStageStep) -> None:
+        """Do what the daemon says, in the order of its messages; the loop makes the step as soon as it may."""
+        match command:
+            case DrawMicrobatch():
+                with name_text_faults(self._manifest.data):
+                    self._channel.send(stage.draw(command))
+                self._state.update(position=self._batches.position)
+            case ComputeStage():
+                with self._timer.measure("compute"):
+                    computed = stage.compute(command)
+                self._channel.send(computed)
+            case TakeStageStep():
+                stage.is_step_due = True
 
     def _send_contribution(self) -> None:
         with self._timer.measure("encode"):
@@ -229,7 +243,8 @@ class Trainer:
         self._pending_anchor = None
         with self._timer.measure("adopt"):
             self._state.apply_anchor(command.round, command.outcome)
-            self._optimizer.train = command.train or self._optimizer.train
+            if command.train is not None:
+                self._optimizer.train = self._settings_of(command.train)
             for entry in command.revised:
                 if not self._state.revise_outcome(entry.header, entry.outcome, partial(self._read_payloads, entry)):
                     line = f"dropped all unsent work with the contribution of round {entry.header.round}"
@@ -267,21 +282,26 @@ class Trainer:
     def _take_step(self) -> None:
         """Make one inner step; skip it if the loss or the gradient is not finite."""
         with self._timer.measure("compute"):
-            sequences = self._manifest.train.batch_tokens // self._manifest.model.context
             step = self._state.counters.step
-            with name_text_faults(self._manifest.data):
-                windows = self._batches.next_batch(sequences)
-            loss = self._accumulate_gradient(windows, self._optimizer.lookahead_weights(step))
+            tokens, loss = self._stage.take() if self._stage else self._accumulate_batch(step)
             norm = self._optimizer.step(step) if math.isfinite(loss) else None
             self._optimizer.clear_gradient()
+        if self._stage is not None:
+            self._channel.send(StageStepped())
         if norm is None:
             self._skip_step(step)
             return
         self._gradient_norm = norm
         self._skipped_in_a_row = 0
-        tokens = self._manifest.train.batch_tokens
         self._state.count_step(tokens, loss, self._batches.position)
         self._unreported += StepTotals(tokens=tokens, steps=1, loss=loss)
+
+    def _accumulate_batch(self, step: int) -> tuple[int, float]:
+        """Accumulate the gradient of the next batch of this peer's text; return its tokens and mean loss."""
+        tokens = self._manifest.train.batch_tokens
+        with name_text_faults(self._manifest.data):
+            windows = self._batches.next_batch(tokens // self._manifest.model.context)
+        return tokens, self._accumulate_gradient(windows, self._optimizer.lookahead_weights(step))
 
     def _accumulate_gradient(self, windows: Tensor, at_weights: Tensor | None) -> float:
         """Accumulate the gradient of a batch, in smaller microbatches from now on if memory runs out."""

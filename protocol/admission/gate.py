@@ -70,7 +70,7 @@ class Gate:
     def _open(self, peer: PeerId, shown: bytes) -> Ticket | None:
         manifest = self._manifest
         try:
-            ticket = open_ticket(wire.Signed.FromString(shown), manifest.run_id, manifest.run.organiser_key)
+            ticket = open_ticket(wire.Signed.FromString(shown), manifest.whole_run_id, manifest.run.organiser_key)
         except (DecodeError, PeerFault):
             return None
         return ticket if ticket.key == peer else None

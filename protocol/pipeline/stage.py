@@ -5,8 +5,11 @@ of one stage is invalid at another. Peers, addresses and the manifest are the ru
 """
 
 import hashlib
+from typing import Self
 
-from protocol.manifest import RunId
+from pydantic import Field
+
+from protocol.manifest import Manifest, RunId
 
 DOMAIN = b"murmur stage 1\0"
 
@@ -27,3 +30,18 @@ def stage_run_id(run_id: RunId, stages: int, stage: int) -> RunId:
 def stage_run_ids(run_id: RunId, stages: int) -> tuple[RunId, ...]:
     """Return the run ids of all stages, in order."""
     return tuple(stage_run_id(run_id, stages, stage) for stage in range(stages))
+
+
+class StageManifest(Manifest):
+    """The manifest of a run as one stage of it sees it: the same settings, and the id of the stage."""
+
+    stage: int = Field(ge=0, exclude=True)
+
+    @classmethod
+    def of(cls, manifest: Manifest, stage: int) -> Self:
+        """Return the manifest of one stage of a run."""
+        return cls(stage=stage, **{name: getattr(manifest, name) for name in Manifest.model_fields})
+
+    @property
+    def run_id(self) -> RunId:
+        return stage_run_id(self.whole_run_id, self.pipeline.stages, self.stage)

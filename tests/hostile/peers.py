@@ -97,7 +97,7 @@ def _become_trainer(control: socket.socket) -> None:
             replaced(Trainer, "_take_step", _sleep_after_step)
             from node.trainer.__main__ import main
 
-            code = main([str(channel), str(memory), str(os.getppid())])
+            code = main([str(os.getppid()), str(channel), str(memory)])
     finally:
         os._exit(code)
 

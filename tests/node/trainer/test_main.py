@@ -312,7 +312,7 @@ def test_a_daemon_that_hangs_up_ends_it(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         trainer = subprocess.Popen(
-            [sys.executable, "-m", "node.trainer", str(theirs.fileno()), "0", str(os.getpid())],
+            [sys.executable, "-m", "node.trainer", str(os.getpid()), str(theirs.fileno()), "0"],
             pass_fds=(theirs.fileno(),),
             stderr=subprocess.DEVNULL,
         )

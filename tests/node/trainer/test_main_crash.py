@@ -27,7 +27,7 @@ async def run_trainer_that_raises(error: Exception, monkeypatch: pytest.MonkeyPa
     channel = await DaemonChannel.open(ours)
     options = TrainerOptions(device="cpu", threads=torch.get_num_threads())
     await channel.send(TrainerConfig(manifest=MANIFEST.to_toml(), base="/", peer_id="12D3", round=0, options=options))
-    code = await asyncio.to_thread(train_until_stopped, theirs, 0)
+    code = await asyncio.to_thread(train_until_stopped, theirs, [0])
     message = await channel.receive()
     await channel.close()
     return code, message
