@@ -478,6 +478,116 @@ class Chunk(_message.Message):
     squeezed: int
     def __init__(self, data: _Optional[bytes] = ..., squeezed: _Optional[int] = ...) -> None: ...
 
+class HeldBlob(_message.Message):
+    __slots__ = ("blob", "holder")
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    blob: BlobRef
+    holder: str
+    def __init__(self, blob: _Optional[_Union[BlobRef, _Mapping]] = ..., holder: _Optional[str] = ...) -> None: ...
+
+class StageTask(_message.Message):
+    __slots__ = ("run", "serial", "backward", "attempt", "life", "round", "replay", "activation", "tokens", "gradient", "deadline_ms")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    serial: int
+    backward: bool
+    attempt: int
+    life: int
+    round: int
+    replay: bool
+    activation: HeldBlob
+    tokens: HeldBlob
+    gradient: HeldBlob
+    deadline_ms: int
+    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., round: _Optional[int] = ..., replay: _Optional[bool] = ..., activation: _Optional[_Union[HeldBlob, _Mapping]] = ..., tokens: _Optional[_Union[HeldBlob, _Mapping]] = ..., gradient: _Optional[_Union[HeldBlob, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class StageOutcome(_message.Message):
+    __slots__ = ("run", "serial", "backward", "attempt", "life", "status", "result", "added", "loss", "compute_ms", "rate", "missing")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    serial: int
+    backward: bool
+    attempt: int
+    life: int
+    status: str
+    result: BlobRef
+    added: bool
+    loss: float
+    compute_ms: float
+    rate: float
+    missing: str
+    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., status: _Optional[str] = ..., result: _Optional[_Union[BlobRef, _Mapping]] = ..., added: _Optional[bool] = ..., loss: _Optional[float] = ..., compute_ms: _Optional[float] = ..., rate: _Optional[float] = ..., missing: _Optional[str] = ...) -> None: ...
+
+class AskReply(_message.Message):
+    __slots__ = ("kind", "life", "round", "rate", "retry_ms", "outcome")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    life: int
+    round: int
+    rate: float
+    retry_ms: int
+    outcome: StageOutcome
+    def __init__(self, kind: _Optional[str] = ..., life: _Optional[int] = ..., round: _Optional[int] = ..., rate: _Optional[float] = ..., retry_ms: _Optional[int] = ..., outcome: _Optional[_Union[StageOutcome, _Mapping]] = ...) -> None: ...
+
+class TellReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("run", "serials")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    serials: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[bytes] = ..., serials: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OwnedSerials(_message.Message):
+    __slots__ = ("owner", "blocks", "bits")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    bits: bytes
+    def __init__(self, owner: _Optional[str] = ..., blocks: _Optional[_Iterable[int]] = ..., bits: _Optional[bytes] = ...) -> None: ...
+
+class SerialLedger(_message.Message):
+    __slots__ = ("owners",)
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    owners: _containers.RepeatedCompositeFieldContainer[OwnedSerials]
+    def __init__(self, owners: _Optional[_Iterable[_Union[OwnedSerials, _Mapping]]] = ...) -> None: ...
+
 class CarryRequest(_message.Message):
     __slots__ = ("run", "statement", "digest")
     RUN_FIELD_NUMBER: _ClassVar[int]

@@ -327,6 +327,166 @@ class Blobs:
             _registered_method=True)
 
 
+class StagesStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Ask = channel.unary_unary(
+                '/murmur.v1.Stages/Ask',
+                request_serializer=protocol_dot_murmur__pb2.StageTask.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.AskReply.FromString,
+                _registered_method=True)
+        self.Tell = channel.unary_unary(
+                '/murmur.v1.Stages/Tell',
+                request_serializer=protocol_dot_murmur__pb2.StageOutcome.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.TellReply.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/murmur.v1.Stages/Release',
+                request_serializer=protocol_dot_murmur__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+
+
+class StagesServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Ask(self, request, context):
+        """answers at once
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tell(self, request, context):
+        """to the owner
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_StagesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Ask': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ask,
+                    request_deserializer=protocol_dot_murmur__pb2.StageTask.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.AskReply.SerializeToString,
+            ),
+            'Tell': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tell,
+                    request_deserializer=protocol_dot_murmur__pb2.StageOutcome.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.TellReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=protocol_dot_murmur__pb2.ReleaseRequest.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.ReleaseReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'murmur.v1.Stages', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('murmur.v1.Stages', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Stages:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Ask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Stages/Ask',
+            protocol_dot_murmur__pb2.StageTask.SerializeToString,
+            protocol_dot_murmur__pb2.AskReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tell(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Stages/Tell',
+            protocol_dot_murmur__pb2.StageOutcome.SerializeToString,
+            protocol_dot_murmur__pb2.TellReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Stages/Release',
+            protocol_dot_murmur__pb2.ReleaseRequest.SerializeToString,
+            protocol_dot_murmur__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class CarriersStub:
     """Store and forward between peers that cannot reach each other.
     """

@@ -110,6 +110,52 @@ class BlobsServicer(metaclass=_abc_1.ABCMeta):
 
 def add_BlobsServicer_to_server(servicer: BlobsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class StagesStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> StagesAsyncStub: ...
+    Ask: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.StageTask, _murmur_pb2.AskReply]
+    """answers at once"""
+    Tell: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.StageOutcome, _murmur_pb2.TellReply]
+    """to the owner"""
+    Release: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.ReleaseRequest, _murmur_pb2.ReleaseReply]
+
+@_typing.type_check_only
+class StagesAsyncStub(StagesStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Ask: _aio.UnaryUnaryMultiCallable[_murmur_pb2.StageTask, _murmur_pb2.AskReply]  # type: ignore[assignment]
+    """answers at once"""
+    Tell: _aio.UnaryUnaryMultiCallable[_murmur_pb2.StageOutcome, _murmur_pb2.TellReply]  # type: ignore[assignment]
+    """to the owner"""
+    Release: _aio.UnaryUnaryMultiCallable[_murmur_pb2.ReleaseRequest, _murmur_pb2.ReleaseReply]  # type: ignore[assignment]
+
+class StagesServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Ask(
+        self,
+        request: _murmur_pb2.StageTask,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.AskReply, _abc.Awaitable[_murmur_pb2.AskReply]]:
+        """answers at once"""
+
+    @_abc_1.abstractmethod
+    def Tell(
+        self,
+        request: _murmur_pb2.StageOutcome,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.TellReply, _abc.Awaitable[_murmur_pb2.TellReply]]:
+        """to the owner"""
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _murmur_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.ReleaseReply, _abc.Awaitable[_murmur_pb2.ReleaseReply]]: ...
+
+def add_StagesServicer_to_server(servicer: StagesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class CarriersStub:
     """Store and forward between peers that cannot reach each other."""
 

@@ -1,0 +1,209 @@
+"""The course of one microbatch: forward through all stages, then backward to the peers where forward was. No I/O.
+
+The 2 S computations of a course have a fixed order, and each needs results of others. If the holder of a result dies,
+the course makes that result again, from the stage before or, at worst, from the tokens. Such a replay takes no place in
+a step and adds no gradient, so a microbatch counts at most once at each stage.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from protocol.identity import PeerId
+from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Outcome
+
+MAX_REFUSALS = 3  # peers
+MAX_MISSES = 2  # failed downloads of one result, before its maker counts as gone
+MAX_REPLAYS = 16
+
+DropReason = Literal[
+    "refused",  # three peers found a wrong input, or a value that is not finite
+    "replayed too often",
+    "expired",  # a server counts it and has forgotten it since
+    "stalled",  # its peer neither answered nor left for too long
+]
+
+
+class Step(NamedTuple):
+    """One computation of a course."""
+
+    direction: Direction
+    stage: int
+
+
+@dataclass
+class Place:
+    """A server that a course has used: `life` is that which accepted the work."""
+
+    peer: PeerId
+    life: int
+
+
+@dataclass
+class Request:
+    """The request of a course that has no outcome yet; `accepted`: its server has said that an outcome will follow."""
+
+    step: Step
+    peer: PeerId
+    life: int
+    attempt: int
+    sent: float
+    due: float  # when the same peer is asked again
+    inputs: Inputs
+    replay: bool
+    accepted: bool = False
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether no other peer may compute it while this one lives, because it may have added the gradient."""
+        return self.step.direction == "backward" and not self.replay
+
+
+class Course:
+    """One microbatch of `stages` stages; `tokens`: the blob of its tokens, which the owner holds."""
+
+    def __init__(self, serial: int, tokens: HeldBlob, stages: int, now: float) -> None:
+        self.serial = serial
+        self.tokens = tokens
+        self.stages = stages
+        self.progress_at = now
+        self.reached = 0  # computations that have been made once
+        self.request: Request | None = None
+        self.attempt = 0
+        self.loss: float | None = None
+        self.refused_by: set[PeerId] = set()  # those that do not compute the current step
+        self.refusals = 0
+        self.added: dict[int, Place] = {}  # where the gradient of a stage counts
+        self.lost: set[int] = set()  # stages whose gradient died with its server
+        self.replays = 0
+        self.visited: set[tuple[int, PeerId]] = set()
+        self._servers: dict[int, Place] = {}  # where forward was
+        self._results: dict[Step, HeldBlob] = {}
+        self._makers: dict[Step, PeerId] = {}
+        self._misses = Counter[Step]()
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the backward of stage 0 has ended."""
+        return self.reached == 2 * self.stages
+
+    @property
+    def is_torn(self) -> bool:
+        """Return whether some stages count this microbatch and others do not."""
+        counted = self.added.keys() - self.lost
+        return 0 < len(counted) < self.stages
+
+    def goal(self) -> Step:
+        """Return the next computation: that of the course, or one that makes a lost input of it again."""
+        step = self._step(self.reached)
+        while (needed := self._needed(step)) is not None:
+            step = needed
+        return step
+
+    def is_replay(self, step: Step) -> bool:
+        """Return whether a computation has been made before."""
+        return self._index(step) < self.reached
+
+    def preferred(self, step: Step, live: Collection[PeerId]) -> PeerId | None:
+        """Return the live peer that made a result before, or where the forward was; None if any peer will do."""
+        place = self._servers.get(step.stage) if step.direction == "backward" else None
+        maker = self._makers.get(step) or (place.peer if place is not None else None)
+        return maker if maker in live else None
+
+    def inputs_for(self, step: Step) -> Inputs:
+        """Return the inputs of a computation."""
+        last = self.stages - 1
+        is_middle_backward = step.direction == "backward" and step.stage < last
+        return Inputs(
+            activation=self._results[Step("forward", step.stage - 1)] if step.stage else None,
+            tokens=self.tokens if step.stage in (0, last) else None,
+            gradient=self._results[Step("backward", step.stage + 1)] if is_middle_backward else None,
+        )
+
+    def fits(self, step: Step, outcome: Outcome) -> bool:
+        """Return whether a finished computation has a result exactly where another stage needs it."""
+        is_end = step in (Step("forward", self.stages - 1), Step("backward", 0))
+        return outcome.status != "done" or (outcome.result is None) == is_end
+
+    def record(self, request: Request, outcome: Outcome, now: float) -> bool:
+        """Take over an outcome; return whether it made a lost result again."""
+        if outcome.missing is not None:
+            self._miss(request, outcome.missing)
+        elif outcome.status == "done":
+            self._complete(request, outcome, now)
+        return outcome.status == "done" and request.replay
+
+    def _complete(self, request: Request, outcome: Outcome, now: float) -> None:
+        """Take over the result of a finished computation."""
+        step, place = request.step, Place(request.peer, outcome.life)
+        self.refused_by.clear()
+        self.progress_at = now
+        if request.replay:
+            self.replays += 1
+        elif outcome.loss is not None:
+            self.loss = outcome.loss
+        if step.direction == "forward":
+            self._servers[step.stage] = place
+        elif outcome.added:
+            self.added.setdefault(step.stage, place)
+            self.lost.discard(step.stage)
+        if outcome.result is not None:
+            self._results[step] = HeldBlob(outcome.result, request.peer)
+            self._makers[step] = request.peer
+        self.reached = max(self.reached, self._index(step) + 1)
+
+    def _miss(self, request: Request, name: str) -> None:
+        """Record that a server could not fetch an input; after a few times it is made again by another peer."""
+        self.replays += 1
+        source = self._source(request.step, name)
+        if source is None:
+            return
+        self._misses[source] += 1
+        self._results.pop(source, None)
+        if self._misses[source] >= MAX_MISSES:
+            self._makers.pop(source, None)
+
+    def forget_place(self, step: Step, peer: PeerId) -> None:
+        """Let any peer compute a step that this one does not accept."""
+        if self._makers.get(step) == peer:
+            del self._makers[step]
+        place = self._servers.get(step.stage)
+        if place is not None and place.peer == peer:
+            del self._servers[step.stage]
+
+    def forget_peer(self, peer: PeerId) -> None:
+        """Give up what a dead peer held, and count the gradients that died with it."""
+        for step in [step for step, held in self._results.items() if held.holder == peer]:
+            del self._results[step]
+        for step in [step for step, maker in self._makers.items() if maker == peer]:
+            del self._makers[step]
+        for stage in [stage for stage, place in self._servers.items() if place.peer == peer]:
+            del self._servers[stage]
+        self.lost |= {stage for stage, place in self.added.items() if place.peer == peer}
+
+    def record_life(self, peer: PeerId, life: int) -> None:
+        """Count the gradients that an earlier life of a peer may have lost."""
+        self.lost |= {stage for stage, place in self.added.items() if place.peer == peer and place.life < life}
+
+    def _source(self, step: Step, name: str) -> Step | None:
+        if name == "activation":
+            return Step("forward", step.stage - 1)
+        return Step("backward", step.stage + 1) if name == "gradient" else None
+
+    def _needed(self, step: Step) -> Step | None:
+        """Return a computation whose result this one needs and nobody holds."""
+        before, after = Step("forward", step.stage - 1), Step("backward", step.stage + 1)
+        if step.stage and before not in self._results:
+            return before
+        if step.direction == "backward" and step.stage < self.stages - 1 and after not in self._results:
+            return after
+        return None
+
+    def _step(self, index: int) -> Step:
+        if index < self.stages:
+            return Step("forward", index)
+        return Step("backward", 2 * self.stages - 1 - index)
+
+    def _index(self, step: Step) -> int:
+        return step.stage if step.direction == "forward" else 2 * self.stages - 1 - step.stage

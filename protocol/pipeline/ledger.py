@@ -1,0 +1,165 @@
+"""Ledgers: the microbatches that a gradient, a snapshot or a contribution contains.
+
+A ledger is a set of (owner, serial). Serials are kept as bits in blocks of 256, so the ledger of a peer that has a
+random half of an owner's microbatches takes two bits for each. It travels inside snapshots and contributions.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self
+
+from google.protobuf.message import DecodeError
+
+from protocol import murmur_pb2 as wire
+from protocol.errors import LimitError, MalformedError
+from protocol.identity import PeerId, public_key
+from protocol.pipeline.messages import MAX_SERIAL, Key
+
+BLOCK_SERIALS = 256
+BLOCK_BYTES = BLOCK_SERIALS // 8
+MAX_OWNERS = 1024
+MAX_BLOCKS = 8192  # a quarter of a mebibyte
+MAX_LEDGER_BYTES = 512 * 1024
+
+Combine = Callable[[int, int], int]
+
+
+class Ledger:
+    """A set of microbatches."""
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._owners: dict[PeerId, dict[int, int]] = {}
+        for key in keys:
+            self.add(key)
+
+    def __contains__(self, key: Key) -> bool:
+        block, bit = divmod(key.serial, BLOCK_SERIALS)
+        return bool(self._owners.get(key.owner, {}).get(block, 0) >> bit & 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self._owners == other._owners
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __len__(self) -> int:
+        return sum(bits.bit_count() for blocks in self._owners.values() for bits in blocks.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
+    def __iter__(self) -> Iterator[Key]:
+        """Iterate over the microbatches in ascending order."""
+        for owner in sorted(self._owners):
+            for block in sorted(self._owners[owner]):
+                bits = self._owners[owner][block]
+                yield from (Key(owner, block * BLOCK_SERIALS + bit) for bit in range(BLOCK_SERIALS) if bits >> bit & 1)
+
+    @property
+    def block_count(self) -> int:
+        """Return the number of blocks, which bounds memory and bytes."""
+        return sum(len(blocks) for blocks in self._owners.values())
+
+    @property
+    def owners(self) -> frozenset[PeerId]:
+        return frozenset(self._owners)
+
+    def has_room_for(self, key: Key) -> bool:
+        """Return whether the ledger stays within its bounds with this microbatch."""
+        blocks = self._owners.get(key.owner)
+        if blocks is None:
+            return len(self._owners) < MAX_OWNERS and self.block_count < MAX_BLOCKS
+        return key.serial // BLOCK_SERIALS in blocks or self.block_count < MAX_BLOCKS
+
+    def add(self, key: Key) -> None:
+        """Add a microbatch.
+
+        Raises LimitError if the ledger would become too large.
+        """
+        if not self.has_room_for(key):
+            raise LimitError("a ledger with too many owners or scattered serials")
+        block, bit = divmod(key.serial, BLOCK_SERIALS)
+        blocks = self._owners.setdefault(key.owner, {})
+        blocks[block] = blocks.get(block, 0) | 1 << bit
+
+    def copy(self) -> "Ledger":
+        return self | Ledger()
+
+    def __or__(self, other: "Ledger") -> "Ledger":
+        """Return the union."""
+        union = Ledger()
+        for ledger in (self, other):
+            for owner, blocks in ledger._owners.items():
+                mine = union._owners.setdefault(owner, {})
+                for block, bits in blocks.items():
+                    mine[block] = mine.get(block, 0) | bits
+        return union
+
+    def __and__(self, other: "Ledger") -> "Ledger":
+        """Return the microbatches that both contain."""
+        return self._combine(other, lambda mine, theirs: mine & theirs)
+
+    def __sub__(self, other: "Ledger") -> "Ledger":
+        """Return the microbatches that the other one does not contain."""
+        return self._combine(other, lambda mine, theirs: mine & ~theirs)
+
+    def _combine(self, other: "Ledger", combine: "Combine") -> "Ledger":
+        result = Ledger()
+        for owner, blocks in self._owners.items():
+            theirs = other._owners.get(owner, {})
+            kept = {block: left for block, bits in blocks.items() if (left := combine(bits, theirs.get(block, 0)))}
+            if kept:
+                result._owners[owner] = kept
+        return result
+
+    def is_disjoint(self, other: "Ledger") -> bool:
+        """Return whether the two have no microbatch in common."""
+        return not self & other
+
+    def missing(self, wanted: "Ledger") -> "Ledger":
+        """Return the wanted microbatches that this ledger does not contain."""
+        return wanted - self
+
+    def to_bytes(self) -> bytes:
+        return wire.SerialLedger(
+            owners=[
+                wire.OwnedSerials(
+                    owner=owner,
+                    blocks=sorted(blocks),
+                    bits=b"".join(blocks[block].to_bytes(BLOCK_BYTES, "little") for block in sorted(blocks)),
+                )
+                for owner, blocks in sorted(self._owners.items())
+            ]
+        ).SerializeToString(deterministic=True)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Self:
+        """Parse a ledger; each has one encoding only.
+
+        Raises MalformedError or LimitError.
+        """
+        if len(content) > MAX_LEDGER_BYTES:
+            raise LimitError(f"a ledger of {len(content)} bytes, at most {MAX_LEDGER_BYTES} are allowed")
+        try:
+            body = wire.SerialLedger.FromString(content)
+        except DecodeError as error:
+            raise MalformedError("a ledger that does not parse") from error
+        ledger = cls()
+        for entry in body.owners:
+            public_key(entry.owner)
+            ledger._owners[entry.owner] = _read_blocks(entry)
+        if len(ledger._owners) > MAX_OWNERS or ledger.block_count > MAX_BLOCKS:
+            raise LimitError("a ledger with too many owners or scattered serials")
+        if ledger.to_bytes() != content:
+            raise MalformedError("a ledger that is not in canonical form")
+        return ledger
+
+
+def _read_blocks(entry: wire.OwnedSerials) -> dict[int, int]:
+    if not entry.blocks or len(entry.bits) != BLOCK_BYTES * len(entry.blocks):
+        raise MalformedError("a ledger whose bits do not match its blocks")
+    if max(entry.blocks) > MAX_SERIAL // BLOCK_SERIALS:
+        raise MalformedError("a ledger with a serial out of range")
+    starts = range(0, len(entry.bits), BLOCK_BYTES)
+    numbers = [int.from_bytes(entry.bits[start : start + BLOCK_BYTES], "little") for start in starts]
+    if not all(numbers):
+        raise MalformedError("a ledger with an empty block")
+    return dict(zip(entry.blocks, numbers, strict=True))

@@ -1,0 +1,310 @@
+"""Messages about microbatches: tasks, answers and outcomes. They are small; activations travel by reference.
+
+The *owner* of a microbatch asks peers of each stage to compute (`Task`). A server answers at once (`Answer`), and sends
+an `Outcome` when the result is in its memory. The next server fetches the result from there. A *life* is one process of
+a server: it grows with each restart, and nothing that an earlier life acknowledged counts any more.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self, get_args
+
+from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import DIGEST_BYTES, Blob
+from protocol.errors import LimitError, MalformedError
+from protocol.identity import PeerId, public_key
+from protocol.manifest import RunId
+from protocol.signing import MAX_ROUND
+
+Direction = Literal["forward", "backward"]
+Input = Literal["activation", "tokens", "gradient"]
+AnswerKind = Literal[
+    "accepted",  # an outcome will follow; also for a task that is in progress
+    "busy",  # no place in the open step, or no memory
+    "other stage",  # this peer does not serve the stage
+    "other round",  # this peer's weights are more than one round away
+    "other life",  # this peer has restarted
+    "sealed",  # this peer is leaving
+    "refused",  # inputs of the wrong size or kind
+    "known",  # the task is finished, with its outcome
+]
+OutcomeStatus = Literal[
+    "done",
+    "missing",  # an input could not be fetched
+    "invalid",  # an input has another shape, or a value is not finite
+    "void",  # the trainer died before the result was made
+    "ended",  # the owner has released the microbatch, or its deadline has passed after its gradient was added
+]
+
+MAX_ACTIVATION_BYTES = 1 << 30
+MAX_SERIAL = 2**63 - 1
+MAX_ATTEMPT = 2**20
+MAX_LIFE = 2**63 - 1
+MAX_DEADLINE_MS = 24 * 3600 * 1000
+MAX_RETRY_MS = 60_000
+MAX_RATE = 1e6  # microbatches a second
+MAX_RELEASED = 4096
+
+
+class Key(NamedTuple):
+    """The name of a microbatch in a run."""
+
+    owner: PeerId
+    serial: int
+
+
+@dataclass(frozen=True)
+class HeldBlob:
+    """A blob in the memory of a peer."""
+
+    blob: Blob
+    holder: PeerId
+
+    def to_wire(self) -> wire.HeldBlob:
+        return wire.HeldBlob(blob=self.blob.to_wire(), holder=self.holder)
+
+    @classmethod
+    def from_wire(cls, body: wire.HeldBlob) -> Self:
+        public_key(body.holder)
+        return cls(_read_blob(body.blob), body.holder)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a computation; the position of the stage and the direction decide which it has."""
+
+    activation: HeldBlob | None = None
+    tokens: HeldBlob | None = None
+    gradient: HeldBlob | None = None
+
+    def named(self) -> dict[Input, HeldBlob]:
+        """Return the inputs that there are, by name."""
+        pairs: tuple[tuple[Input, HeldBlob | None], ...] = (
+            ("activation", self.activation),
+            ("tokens", self.tokens),
+            ("gradient", self.gradient),
+        )
+        return {name: held for name, held in pairs if held is not None}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One computation of one stage for one microbatch.
+
+    Args:
+        run: id of the stage.
+        attempt: the number of the owner's request for this microbatch; an outcome repeats it.
+        life: that of the addressed server; 0 if the owner does not know it.
+        replay: makes a result again that was lost. It takes no place in a step and adds no gradient.
+        deadline_ms: time after which the server may forget the microbatch.
+    """
+
+    run: RunId
+    owner: PeerId
+    serial: int
+    direction: Direction
+    attempt: int
+    life: int
+    round: int
+    inputs: Inputs
+    deadline_ms: int
+    replay: bool = False
+
+    @property
+    def key(self) -> Key:
+        return Key(self.owner, self.serial)
+
+    def to_wire(self) -> wire.StageTask:
+        return wire.StageTask(
+            run=bytes.fromhex(self.run),
+            serial=self.serial,
+            backward=self.direction == "backward",
+            attempt=self.attempt,
+            life=self.life,
+            round=self.round,
+            replay=self.replay,
+            deadline_ms=self.deadline_ms,
+            **{name: held.to_wire() for name, held in self.inputs.named().items()},
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.StageTask, caller: PeerId) -> Self:
+        """Return the task of an authenticated caller.
+
+        Raises MalformedError or LimitError if a field is out of its bounds.
+        """
+        _check_ids(body.run, body.serial, body.attempt, body.life)
+        _check_bound(body.round, MAX_ROUND, "round")
+        _check_bound(body.deadline_ms, MAX_DEADLINE_MS, "deadline")
+        inputs = Inputs(
+            *(HeldBlob.from_wire(getattr(body, name)) if body.HasField(name) else None for name in get_args(Input))
+        )
+        return cls(
+            run=body.run.hex(),
+            owner=caller,
+            serial=body.serial,
+            direction=_direction(body.backward),
+            attempt=body.attempt,
+            life=body.life,
+            round=body.round,
+            inputs=inputs,
+            deadline_ms=body.deadline_ms,
+            replay=body.replay,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a task, as its server tells the owner.
+
+    Args:
+        result: output of a forward, or gradient of the input; none at the ends of the pipeline.
+        added: the gradient counts in the server's step.
+        loss: at the last stage, in nats a token.
+        rate: microbatches a second, from compute time only.
+        missing: the input that could not be fetched.
+    """
+
+    run: RunId
+    serial: int
+    direction: Direction
+    attempt: int
+    life: int
+    status: OutcomeStatus
+    result: Blob | None = None
+    added: bool = False
+    loss: float | None = None
+    compute_ms: float = 0.0
+    rate: float = 0.0
+    missing: Input | None = None
+
+    def to_wire(self) -> wire.StageOutcome:
+        return wire.StageOutcome(
+            run=bytes.fromhex(self.run),
+            serial=self.serial,
+            backward=self.direction == "backward",
+            attempt=self.attempt,
+            life=self.life,
+            status=self.status,
+            result=None if self.result is None else self.result.to_wire(),
+            added=self.added,
+            loss=self.loss,
+            compute_ms=self.compute_ms,
+            rate=self.rate,
+            missing=self.missing or "",
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.StageOutcome) -> Self:
+        """Return a checked outcome; raise MalformedError or LimitError if a field is out of its bounds."""
+        _check_ids(body.run, body.serial, body.attempt, body.life)
+        _check_word(body.status, get_args(OutcomeStatus), "status")
+        _check_word(body.missing, ("", *get_args(Input)), "name of an input")
+        if (body.status == "missing") != bool(body.missing):
+            raise MalformedError("an outcome that names a missing input must have the status of one")
+        if body.HasField("loss"):
+            _check_amount(body.loss, math.inf, "loss")
+        _check_amount(body.compute_ms, MAX_DEADLINE_MS, "compute time")
+        _check_amount(body.rate, MAX_RATE, "rate")
+        return cls(
+            run=body.run.hex(),
+            serial=body.serial,
+            direction=_direction(body.backward),
+            attempt=body.attempt,
+            life=body.life,
+            status=body.status,  # type: ignore[arg-type]  # checked above
+            result=_read_blob(body.result) if body.HasField("result") else None,
+            added=body.added,
+            loss=body.loss if body.HasField("loss") else None,
+            compute_ms=body.compute_ms,
+            rate=body.rate,
+            missing=body.missing or None,  # type: ignore[arg-type]  # checked above
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The immediate answer to a task; `round` and `life` are the server's."""
+
+    kind: AnswerKind
+    life: int
+    round: int
+    rate: float = 0.0
+    retry_ms: int = 0
+    outcome: Outcome | None = None
+
+    def to_wire(self) -> wire.AskReply:
+        return wire.AskReply(
+            kind=self.kind,
+            life=self.life,
+            round=self.round,
+            rate=self.rate,
+            retry_ms=self.retry_ms,
+            outcome=None if self.outcome is None else self.outcome.to_wire(),
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.AskReply) -> Self:
+        """Return a checked answer; raise MalformedError or LimitError if a field is out of its bounds."""
+        _check_word(body.kind, get_args(AnswerKind), "answer")
+        _check_bound(body.life, MAX_LIFE, "life")
+        _check_bound(body.round, MAX_ROUND, "round")
+        _check_bound(body.retry_ms, MAX_RETRY_MS, "pause")
+        _check_amount(body.rate, MAX_RATE, "rate")
+        if (body.kind == "known") != body.HasField("outcome"):
+            raise MalformedError("only the answer 'known' has an outcome")
+        outcome = Outcome.from_wire(body.outcome) if body.HasField("outcome") else None
+        kind: AnswerKind = body.kind  # type: ignore[assignment]  # checked above
+        return cls(kind, body.life, body.round, body.rate, body.retry_ms, outcome)
+
+
+def release_to_wire(run: RunId, serials: Iterable[int]) -> wire.ReleaseRequest:
+    return wire.ReleaseRequest(run=bytes.fromhex(run), serials=sorted(serials))
+
+
+def read_release(body: wire.ReleaseRequest) -> tuple[RunId, tuple[int, ...]]:
+    """Return the stage and the serials of microbatches that have ended."""
+    if len(body.serials) > MAX_RELEASED:
+        raise LimitError(f"{len(body.serials)} released microbatches, at most {MAX_RELEASED} are allowed")
+    for serial in body.serials:
+        _check_bound(serial, MAX_SERIAL, "serial")
+    _check_run(body.run)
+    return body.run.hex(), tuple(body.serials)
+
+
+def _direction(backward: bool) -> Direction:
+    return "backward" if backward else "forward"
+
+
+def _read_blob(reference: wire.BlobRef) -> Blob:
+    if not 0 < reference.size <= MAX_ACTIVATION_BYTES:
+        raise LimitError(f"an activation of {reference.size} bytes, at most {MAX_ACTIVATION_BYTES} are allowed")
+    return Blob.from_wire(reference)
+
+
+def _check_ids(run: bytes, serial: int, attempt: int, life: int) -> None:
+    _check_run(run)
+    _check_bound(serial, MAX_SERIAL, "serial")
+    _check_bound(attempt, MAX_ATTEMPT, "attempt")
+    _check_bound(life, MAX_LIFE, "life")
+
+
+def _check_run(run: bytes) -> None:
+    if len(run) != DIGEST_BYTES:
+        raise MalformedError("the id of a stage has 32 bytes")
+
+
+def _check_bound(value: int, limit: int, name: str) -> None:
+    if value > limit:
+        raise MalformedError(f"a {name} of {value}, at most {limit} is allowed")
+
+
+def _check_amount(value: float, limit: float, name: str) -> None:
+    if not math.isfinite(value) or not 0 <= value <= limit:
+        raise MalformedError(f"a {name} that is negative, not finite or too large")
+
+
+def _check_word(word: str, words: Iterable[str], name: str) -> None:
+    if word not in words:
+        raise MalformedError(f"an unknown {name}")

@@ -1,0 +1,130 @@
+"""Settings and events of the owner of microbatches, the actions that it returns, and its counters."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from protocol.identity import PeerId
+from protocol.pipeline.course import DropReason
+from protocol.pipeline.messages import Answer, Outcome, Task
+from protocol.pipeline.routing import StagePeer
+
+
+@dataclass(frozen=True)
+class OwnerSettings:
+    """`in_flight`: microbatches at a time; `deadline_ms`: until servers may forget one."""
+
+    me: PeerId
+    in_flight: int
+    deadline_ms: int = 600_000
+
+
+@dataclass(frozen=True)
+class PeersChanged:
+    """The live peers of each stage, and the round of this peer. A peer that is not listed is gone."""
+
+    stages: tuple[tuple[StagePeer, ...], ...]
+    round: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to an Ask."""
+
+    peer: PeerId
+    task: Task
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class AskFailed:
+    """An Ask without an answer; `unreachable`: the peer cannot have received it."""
+
+    peer: PeerId
+    task: Task
+    unreachable: bool
+
+
+@dataclass(frozen=True)
+class Told:
+    """An outcome that an authenticated peer sent."""
+
+    peer: PeerId
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class ReleaseFailed:
+    """A Release without an answer."""
+
+    peer: PeerId
+    stage: int
+    serials: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The passing of time; see `Owner.next_deadline`."""
+
+
+Event = PeersChanged | Answered | AskFailed | Told | ReleaseFailed | Tick
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Send a task, with a deadline of `ASK_SECONDS`; answer with Answered or AskFailed."""
+
+    peer: PeerId
+    task: Task
+
+
+@dataclass(frozen=True)
+class Release:
+    """Tell a peer that these microbatches have ended."""
+
+    peer: PeerId
+    stage: int
+    serials: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A microbatch that has ended: done with its loss, or dropped for a reason. The owner may drop its tokens."""
+
+    serial: int
+    loss: float | None
+    reason: DropReason | None = None
+
+
+@dataclass(frozen=True)
+class StageEmpty:
+    """Report that microbatches wait for a stage that nobody serves, once in `REPORT_SECONDS`."""
+
+    stage: int
+    waiting: int
+
+
+Action = Ask | Release | Finished | StageEmpty
+
+
+@dataclass
+class OwnerCounts:
+    """Counted results of the microbatches of one owner.
+
+    Args:
+        torn: dropped microbatches that some stages count and others do not.
+        lost: gradients whose server died, or restarted, before the microbatch was done; an upper bound.
+        duplicates: gradients that two servers of a stage count.
+        replayed: computations that were made again.
+        void: outcomes of an earlier life.
+    """
+
+    done: int = 0
+    torn: int = 0
+    lost: int = 0
+    duplicates: int = 0
+    replayed: int = 0
+    void: int = 0
+
+    def __post_init__(self) -> None:
+        self.dropped = Counter[str]()
+        self.answers = Counter[str]()

@@ -1,0 +1,175 @@
+"""Events of the server of a stage, the actions that it returns, and its counters."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.pipeline.ledger import Ledger
+from protocol.pipeline.messages import Direction, HeldBlob, Input, Key, Outcome, Task
+
+
+@dataclass(frozen=True)
+class OwnersChanged:
+    """The live peers that may own microbatches; the microbatches of all others are struck."""
+
+    owners: frozenset[PeerId]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The inputs of a task are in memory: the answer to Fetch."""
+
+    key: Key
+    direction: Direction
+    token: int
+
+
+@dataclass(frozen=True)
+class FetchFailed:
+    """An input that its holder did not deliver."""
+
+    key: Key
+    direction: Direction
+    token: int
+    missing: Input
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The end of a Compute. `valid` is false for an input of another shape, or a value that is not finite."""
+
+    key: Key
+    direction: Direction
+    token: int
+    valid: bool
+    result: Blob | None
+    loss: float | None
+    compute_ms: float
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The trainer has made the inner step: the answer to TakeStep."""
+
+
+@dataclass(frozen=True)
+class ReleasedBy:
+    """An owner's microbatches have ended."""
+
+    owner: PeerId
+    serials: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TrainerRestarted:
+    """The trainer has come back from its snapshot, with the ledger that is in it."""
+
+    life: int
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class CloseStep:
+    """The round asks for an early contribution: the open step ends without further forwards."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """This peer leaves: it finishes the open step and accepts nothing else."""
+
+
+@dataclass(frozen=True)
+class RoundChanged:
+    """The round of this peer's weights."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The passing of time; see `StageServer.next_deadline`."""
+
+
+Event = (
+    OwnersChanged
+    | Fetched
+    | FetchFailed
+    | Computed
+    | Stepped
+    | ReleasedBy
+    | TrainerRestarted
+    | CloseStep
+    | Drain
+    | RoundChanged
+    | Tick
+)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Download these blobs into memory; answer with Fetched or FetchFailed and the same token."""
+
+    key: Key
+    direction: Direction
+    token: int
+    inputs: tuple[HeldBlob, ...]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Let the trainer compute a task; `adds`: its gradient joins the sum of the open step."""
+
+    task: Task
+    token: int
+    adds: bool
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send an outcome to an owner; if it is lost, the owner asks again."""
+
+    owner: PeerId
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class TakeStep:
+    """Let the trainer make an inner step with the gradients of these microbatches; answer with Stepped."""
+
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Free all blobs of a microbatch except `kept`."""
+
+    key: Key
+    kept: frozenset[Blob] = frozenset()
+
+
+Action = Fetch | Compute | Tell | TakeStep | Drop
+
+
+@dataclass
+class ServerCounts:
+    """Counted results of one server.
+
+    Args:
+        struck: microbatches that the open step waited for in vain, because their owner is gone or too late.
+        torn: microbatches of dead owners that this stage counts and that may not have reached the first stage.
+        lost: acknowledged gradients that died with the trainer.
+        duplicates: repeated tasks, to which nothing was added.
+    """
+
+    computed: int = 0
+    steps: int = 0
+    struck: int = 0
+    torn: int = 0
+    lost: int = 0
+    duplicates: int = 0
+    replayed: int = 0
+    invalid: int = 0
+
+    def __post_init__(self) -> None:
+        self.answers = Counter[str]()
