@@ -3,7 +3,7 @@
 All lies are told where the round machine signs or sends a message of this node, so each of them is signed by its key.
 """
 
-import os
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,7 @@ class Liar:
         self.switches = switches
         self._compute: RoundCompute | None = None
         self._random = np.random.default_rng()
+        self._sums: dict[tuple[bytes, int], Blob] = {}  # the noise by inputs and part
         self._keys = [Identity.create() for _ in range(FRESH_KEYS)]
         replaced(RoundCompute, "__init__", self._learn_compute)
         replaced(RoundMachine, "_sign", self._sign)
@@ -75,6 +76,13 @@ class Liar:
         payloads = ContributionEncoder(planner).encode(round_number, noise, torch.zeros(numel))
         return [store.put_in_memory(bytes(payload)) for payload in payloads]
 
+    def same_noise(self, part: ReducedPart) -> Blob:
+        """Return noise as a sum, the same for the same inputs: two sums of them would be a proof."""
+        place = part.inputs, part.part
+        if place not in self._sums:
+            self._sums[place] = self.noise(part.round, NOISE)[part.part]
+        return self._sums[place]
+
     def fresh_contributions(self, machine: RoundMachine, like: Contribution) -> list[SignedMessage[Contribution]]:
         """Return contributions that keys which nobody has seen made of this node's own."""
         run_id = machine._state.settings.run_id
@@ -90,8 +98,8 @@ def _hold(machine: RoundMachine, parts: Sequence[Blob]) -> tuple[Blob, ...]:
 
 
 def _ghost(blob: Blob) -> Blob:
-    """Return a blob of the same size that nobody has."""
-    return Blob(os.urandom(32), blob.size)
+    """Return a blob of the same size that nobody has; always the same one, as two statements would be a proof."""
+    return Blob(hashlib.sha256(blob.digest).digest(), blob.size)
 
 
 def _invent_sums(liar: Liar, machine: RoundMachine, commit: Commit) -> Commit:
@@ -110,7 +118,7 @@ def _invent_contributors(liar: Liar, machine: RoundMachine, commit: Commit) -> C
 
 def _lie_in_part(liar: Liar, machine: RoundMachine, part: ReducedPart) -> ReducedPart:
     """Attack 5: announce noise as the sum of a part."""
-    blob = liar.noise(part.round, NOISE)[part.part]
+    blob = liar.same_noise(part)
     machine._knowledge.add_held_parts([PartBlob(blob, part.part)])
     return replace(part, blob=blob)
 
