@@ -11,6 +11,7 @@ MurmurError                      1   any of the errors below, unspecified
 ├── StorageError                 9   no space on disk, or the disk fails
 ├── UnreachableError            10   no bootstrap peer answers (only if a command gives up)
 │   └── GoneError                    a blob or peer that another peer named no longer exists
+│       └── DeniedError              a peer that has to have a blob says that it lacks it
 ├── DeviceError                 11   the requested accelerator is not available
 ├── DataError                   12   the training text is missing or malformed
 ├── TransportError              13   p2pd cannot be started or kept alive
@@ -88,6 +89,14 @@ class UnreachableError(MurmurError):
 
 class GoneError(UnreachableError):
     pass
+
+
+class DeniedError(GoneError):
+    """`peer` says that it lacks a blob that it has named as its own."""
+
+    def __init__(self, text: str, peer: str) -> None:
+        super().__init__(text)
+        self.peer = peer
 
 
 class DeviceError(MurmurError):

@@ -101,13 +101,15 @@ class Downloads:
         deadline: float,
         owner_message: Signed | None = None,
         priority: int = 0,
+        owners: Sequence[PeerId] = (),
     ) -> None:
         """Download a blob; it is in the store when this returns.
 
-        Errors and `priority` are those of Downloader.fetch; in `owner_message` its owner names the blob.
+        Errors, `priority` and `owners` are those of Downloader.fetch; in `owner_message` its owner names the blob.
         """
+        sources = partial(self._current_sources, part_blob)
         with self._relay_request(part_blob, deadline, owner_message):
-            await self._downloader.fetch(part_blob.blob, partial(self._current_sources, part_blob), deadline, priority)
+            await self._downloader.fetch(part_blob.blob, sources, deadline, priority, owners=owners)
 
     async def download_from_holders(self, blob: Blob, deadline: float, holders: Sequence[PeerId]) -> None:
         """Download from the live holders, or else from any trainer. Raises GoneError if they lack it."""

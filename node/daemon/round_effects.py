@@ -9,14 +9,15 @@ from node.daemon.inbox import Inbox
 from node.daemon.outer_state import RoundCompute
 from node.daemon.proof_file import ProofFile
 from node.loop.actions import FetchBlob, ReducePart
-from node.loop.events import BlobFetched, SumReady, VotePersisted
+from node.loop.events import BlobFetched, FetchFailed, SumReady, VotePersisted
 from node.monitoring.status_reporter import StatusReporter
 from node.workers import BackgroundTasks, RunInThread
 from protocol.blobs.store import BlobStore
 from protocol.conduct.proofs import Proof
 from protocol.consensus.events import PartReduced, VoteRecord
 from protocol.consensus.messages import SignedMessage
-from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
+from protocol.errors import DeniedError, MissingFileError, PeerFault, StorageError, UnreachableError
+from protocol.identity import PeerId
 
 RETRY_SECONDS = 1.0
 
@@ -86,22 +87,32 @@ class RoundEffects:
         """Retry until the blob is complete and well-formed, or the round closes (which cancels this)."""
         name, round_number, downloads = action.part_blob.blob.name[:12], action.round, self._tools.downloads
         try:
-            while not await self._has_arrived(action):
+            owners = action.owners
+            while not await self._has_arrived(action, owners):
+                owners = ()
                 self._status.record_recovered("blob late", f"round {round_number} still needs blob {name}")
                 await asyncio.sleep(RETRY_SECONDS)
         except (PeerFault, StorageError) as error:
             line = f"round {round_number} continues here without blob {name}: {error}"
             self._status.record_recovered("blob missing", line)
             downloads.cancel(action.part_blob)
+            if isinstance(error, PeerFault):
+                self._inbox.post(FetchFailed(action.opening, action.owners, "does not decode"))
             return
         downloads.cancel(action.part_blob)
         self._inbox.post(BlobFetched(action.opening, action.part_blob))
 
-    async def _has_arrived(self, action: FetchBlob) -> bool:
+    async def _has_arrived(self, action: FetchBlob, owners: tuple[PeerId, ...]) -> bool:
+        """Return whether the blob is here; report an owner that denies it, since others may have it nevertheless."""
         tools, (blob, part) = self._tools, action.part_blob
         try:
-            await tools.downloads.download(action.part_blob, action.seconds, action.owner_message, action.priority)
+            await tools.downloads.download(
+                action.part_blob, action.seconds, action.owner_message, action.priority, owners
+            )
             await tools.run_in_thread(tools.compute.check_part, blob, action.round, part)
+        except DeniedError as error:
+            self._inbox.post(FetchFailed(action.opening, (error.peer,), "not served"))
+            return False
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk and removed
             return False
         return True

@@ -49,6 +49,7 @@ class FetchBlob:
         priority: lower numbers first.
         seconds: the timeout of one try.
         owner_message: the message in which the owner names the blob, for a relay.
+        owners: peers that have to have the blob; if one denies it or it does not decode, answer with FetchFailed too.
     """
 
     opening: int
@@ -58,6 +59,7 @@ class FetchBlob:
     priority: int
     seconds: float
     owner_message: Signed | None
+    owners: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,12 @@ class ConductKeeper:
         self._report()
         return True
 
+    def strike(self, peers: Iterable[PeerId], number: int) -> None:
+        """Strike peers that do not serve what they announced in a round, before the round ends."""
+        for peer in peers:
+            self.conduct.strike(peer, number)
+        self._report()
+
     def _found(self, proof: Proof) -> None:
         self._actions.append(Rejected(proof.culprit, "proved"))
         if self.conduct.is_small(proof):

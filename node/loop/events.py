@@ -12,6 +12,7 @@ from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.events import (
     MisbehaviourSeen,
     PartReduced,
+    RejectReason,
 )
 from protocol.consensus.messages import Digest, PartBlob, SignedMessage
 from protocol.identity import PeerId
@@ -43,6 +44,15 @@ class BlobFetched:
 
     opening: int
     part_blob: PartBlob
+
+
+@dataclass(frozen=True)
+class FetchFailed:
+    """Answers FetchBlob: these owners deny that they have the blob, or it does not decode."""
+
+    opening: int
+    owners: tuple[PeerId, ...]
+    reason: RejectReason
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,7 @@ LoopEvent = (
     | MisbehaviourSeen
     | ContributionReady
     | BlobFetched
+    | FetchFailed
     | SumReady
     | VotePersisted
     | TrainerStarted

@@ -33,6 +33,7 @@ from node.loop.events import (
     CommitApplied,
     CommitComputed,
     ContributionReady,
+    FetchFailed,
     HeadPublished,
     LoopEvent,
     MessagesReceived,
@@ -140,6 +141,9 @@ class RoundLoop:
                 self._update_swarm(self.conduct.unfiltered, now)
             case BlobFetched(opening, part_blob):
                 self.session.feed(BlobAvailable(part_blob), opening)
+            case FetchFailed(_, owners) if self.session.drop_contributions(event):
+                self.conduct.strike(owners, self.session.number)
+                self._update_swarm(self.conduct.unfiltered, now)
             case SumReady(opening, result):
                 self.session.feed(result, opening)
             case VotePersisted():

@@ -11,6 +11,7 @@ from typing import Any
 
 from node.loop.actions import Answer, CloseRound, FetchBlob, LoopAction, PrecomputeCommit, ReducePart
 from node.loop.contributions import StoredContribution
+from node.loop.events import FetchFailed
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
 from protocol.conduct.conduct import RoundConduct
@@ -18,6 +19,7 @@ from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import (
     Action,
+    ContributionFaulty,
     Event,
     Fetch,
     Finish,
@@ -204,6 +206,13 @@ class RoundSession:
         if self.is_open and seen.round == self._number:
             self._events.append(seen)
 
+    def drop_contributions(self, failed: FetchFailed) -> bool:
+        """Let the open round know whose contributions are unusable; return whether the fetch was for that round."""
+        if not self.is_open or failed.opening != self._opening:
+            return False
+        self._events += [ContributionFaulty(peer, failed.reason) for peer in failed.owners]
+        return True
+
     def _receive(self, message: SignedMessage[Any]) -> None:
         if self._machine is None or message.body.round != self._number:
             return
@@ -317,6 +326,7 @@ class RoundSession:
             priority=self._priority_of(order),
             seconds=self._options.settings(self._number).exchange_timeout,
             owner_message=self._owner_message(order.part_blob.blob),
+            owners=order.owners,
         )
 
     def _priority_of(self, order: Fetch) -> int:

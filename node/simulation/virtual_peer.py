@@ -34,6 +34,7 @@ from node.loop.events import (
     CommitApplied,
     CommitComputed,
     ContributionReady,
+    FetchFailed,
     HeadPublished,
     LoopEvent,
     PathFound,
@@ -225,6 +226,8 @@ class VirtualPeer:
         if self.swarm.compute.is_well_formed(part_blob.blob, self.chain.round, part_blob.part):
             self.held_since[part_blob.blob.digest] = self.chain.round
             self._on_held(part_blob)
+        elif action := self._fetches.get(part_blob):
+            self.post(FetchFailed(action.opening, action.owners, "does not decode"))
         self._apply_when_obtained()
 
     def on_no_holder(self, part_blob: PartBlob) -> bool:

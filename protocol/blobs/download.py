@@ -35,7 +35,7 @@ from protocol.blobs.scheduler import (
 )
 from protocol.blobs.scheduler_run import Receive, SchedulerRun
 from protocol.blobs.store import BlobStore
-from protocol.errors import GoneError, MalformedError, UnreachableError
+from protocol.errors import DeniedError, GoneError, MalformedError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PiecesReply
 from protocol.tasks import cancel_and_wait
@@ -57,6 +57,7 @@ class Download:
         self.waiters: list[FindSources] = []
         self.is_ending = False
         self._absent = asyncio.Event()  # set while all sources deny having the blob
+        self._denials: dict[PeerId, asyncio.Future[None]] = {}  # of sources that have to have it
         self._next_refresh_at = 0.0
         self.blob = blob
         self._store = downloader.store
@@ -103,6 +104,16 @@ class Download:
             absent.cancel()
         if not self.task.done():
             raise GoneError(f"blob {self.blob.name} is not there any more: {self.describe_failures()}")
+        await self.task
+
+    async def wait_unless_denied(self, owners: Sequence[PeerId]) -> None:
+        """Wait for the blob; raise DeniedError if a source that has to have it says that it lacks it."""
+        new_future = asyncio.get_running_loop().create_future
+        denials = {owner: self._denials.setdefault(owner, new_future()) for owner in owners}
+        await asyncio.wait([self.task, *denials.values()], return_when=asyncio.FIRST_COMPLETED)
+        if not self.task.done():
+            owner = next(owner for owner, denial in denials.items() if denial.done())
+            raise DeniedError(f"{owner} lacks blob {self.blob.name}, which it has named itself", owner)
         await self.task
 
     async def _run(self) -> None:
@@ -188,6 +199,9 @@ class Download:
         scheduler.record_failure(request, failure.failure, failure.reason, now)
         logger.debug("blob %s piece %d from %s: %s", self.blob.name[:12], request.piece, request.peer, failure.reason)
         self._update_absent()
+        denial = self._denials.get(request.peer) if failure.failure is RequestFailure.ABSENT else None
+        if denial is not None and not denial.done():
+            denial.set_result(None)
         if failure.failure is RequestFailure.LIED:
             self._downloader.record_lie(request.peer, failure.reason)
 
@@ -227,16 +241,24 @@ class Downloader:
         logger.warning("%s served a wrong blob: %s", peer, reason)
 
     async def fetch(
-        self, blob: Blob, sources: FindSources, deadline: float, priority: int = 0, *, wait_if_absent: bool = True
+        self,
+        blob: Blob,
+        sources: FindSources,
+        deadline: float,
+        priority: int = 0,
+        *,
+        wait_if_absent: bool = True,
+        owners: Sequence[PeerId] = (),
     ) -> None:
         """Return when the blob is in the store.
 
         `sources` is asked repeatedly for the peers (other than us) that may have the blob; `deadline` is in seconds
         from now. Among blobs of about the same size, those with a lower `priority` go first. Set `wait_if_absent` for a
-        blob that may not exist anywhere yet.
+        blob that may not exist anywhere yet. `owners` have to have it since they named it.
 
         Raises:
             UnreachableError: The deadline has passed.
+            DeniedError: One of the owners denies having the blob.
             GoneError: `wait_if_absent` is false and all sources deny having the blob.
             StorageError: The disk is full.
             MalformedError: The blob is proved to have another size.
@@ -247,7 +269,10 @@ class Downloader:
         try:
             async with asyncio.timeout(deadline):
                 download = await self._join(blob, sources, priority)
-                await (asyncio.shield(download.task) if wait_if_absent else download.wait_unless_absent())
+                if owners:
+                    await download.wait_unless_denied(owners)
+                else:
+                    await (asyncio.shield(download.task) if wait_if_absent else download.wait_unless_absent())
         except TimeoutError as error:
             reason = download.describe_failures() if download else "an earlier fetch is still ending"
             logger.warning("blob %s not fetched within %g s: %s", blob.name, deadline, reason)

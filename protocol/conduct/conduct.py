@@ -15,6 +15,7 @@ MAX_EXCLUDED = 1024
 MAX_LEADERS = 1024
 LEFT_OUT_STRIKE = 3  # times that a leader leaves the same ready peer out, more than it includes it
 KEPT_ROUNDS = 2
+NOT_SERVED = "its contribution or sum could not be fetched"
 FALSE_STATEMENT = "it signed a false or malformed statement"
 
 
@@ -73,6 +74,11 @@ class Conduct:
             self.serving.strike(peer, number, FALSE_STATEMENT)
             self.leading.strike(peer, number, FALSE_STATEMENT)
 
+    def strike(self, peer: PeerId, number: int) -> None:
+        """Strike a peer that does not serve what it announced in a round."""
+        if peer != self._me:
+            self.serving.strike(peer, number, NOT_SERVED)
+
     def observe(self, message: SignedMessage[Any], number: int) -> list[Proof]:
         """Return the proofs that a message completes; `number` is that of the open round."""
         nested = message.body.contributions if isinstance(message.body, Roster | Commit) else ()
@@ -126,8 +132,8 @@ class Conduct:
 
     def close_round(self, seen: RoundConduct) -> None:
         """Turn what this peer saw in a round into strikes, and take strikes of peers that did well back."""
-        for peer in seen.withheld - {self._me}:
-            self.serving.strike(peer, seen.round, "its contribution or sum could not be fetched")
+        for peer in seen.withheld:
+            self.strike(peer, seen.round)
         self.serving.forgive(seen.served - seen.withheld)
         for peer, reason in seen.failed_leaders.items():
             if peer != self._me:

@@ -70,6 +70,14 @@ class MisbehaviourSeen:
 
 
 @dataclass(frozen=True)
+class ContributionFaulty:
+    """`peer` denies that it has a part of its own contribution, or the part does not decode."""
+
+    peer: PeerId
+    reason: "RejectReason"
+
+
+@dataclass(frozen=True)
 class BlobAvailable:
     """A blob that is complete in the store and valid as that part: the answer to Fetch."""
 
@@ -90,7 +98,16 @@ class Tick:
     """The passing of time; see `RoundMachine.next_deadline`."""
 
 
-Event = MembershipChanged | LocalContribution | MessageReceived | MisbehaviourSeen | BlobAvailable | PartReduced | Tick
+Event = (
+    MembershipChanged
+    | LocalContribution
+    | MessageReceived
+    | MisbehaviourSeen
+    | ContributionFaulty
+    | BlobAvailable
+    | PartReduced
+    | Tick
+)
 
 RejectReason = Literal[
     "wrong round",  # a message of another round, another base or another kind of exchange
@@ -99,6 +116,8 @@ RejectReason = Literal[
     "late",  # a contribution that missed the roster
     "left out",  # a contribution that is not in the commit
     "not fetched",  # a contribution that no peer could fetch in time
+    "not served",  # a contribution whose sender says that it lacks a part of it
+    "does not decode",  # a contribution of which a part does not decode
     "not the leader",  # a roster of a peer that does not lead that view
     "stale view",  # a message of a view that is over
     "view too far",  # a roster of a view that is too far ahead
@@ -157,12 +176,14 @@ class Fetch:
     """Download a blob, unless an earlier process left it in the store.
 
     `sources`: in order of preference; the action is repeated when they change, and there may be none at first.
-    `is_reduced`: the blob is a sum over contributions.
+    `is_reduced`: the blob is a sum over contributions. `owners`: peers that named it in a contribution of their own, so
+    that they have to have it; an answer may be that one of them is at fault.
     """
 
     part_blob: PartBlob
     sources: tuple[PeerId, ...]
     is_reduced: bool = False
+    owners: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)

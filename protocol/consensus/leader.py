@@ -56,6 +56,7 @@ class Leader(ABC):
         self.silent_reducers: set[PeerId] = set()  # those that announced no sum for too long
         self.false_reducers: Set[PeerId] = frozenset()  # those that announced a wrong sum
         self.set_aside: Set[PeerId] = frozenset()  # those that failed to serve in earlier rounds
+        self.unusable: Set[PeerId] = frozenset()  # those whose contribution this peer cannot get or decode
         self._settings = settings
         self._election = election
         self._voter_set = voter_set
@@ -115,12 +116,17 @@ class Leader(ABC):
         return has_quorum and not self._obtainable_contributions() and self.locked_proposal() is None
 
     def _obtainable_contributions(self) -> Contributions:
-        """Return the contributions on the roster that are not lost."""
+        """Return the contributions on the roster that are neither lost nor unusable.
+
+        If a third or more of them are unusable here, the fault may be with this peer.
+        """
         senders, known = self._knowledge.obtainable_senders(self._present), self._knowledge.contributions
         listed = self._view.roster.body.contributions
-        return tuple(
+        found = tuple(
             entry for entry in listed if entry.sender in senders and known[entry.sender].digest == entry.digest
         )
+        usable = tuple(entry for entry in found if entry.sender not in self.unusable)
+        return usable if 3 * (len(found) - len(usable)) < len(found) else found
 
     def next_proposal(self, now: float) -> Proposal | None:
         """Return a proposal once it is safe and worthwhile to make one."""

@@ -24,6 +24,7 @@ from protocol.consensus.certified import CertifiedCommit, build_certificate
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
+    ContributionFaulty,
     EarlySubmitPolicy,
     Event,
     Fetch,
@@ -42,13 +43,7 @@ from protocol.consensus.events import (
     VoteRecord,
 )
 from protocol.consensus.handlers import handle_message
-from protocol.consensus.message_kinds import (
-    Acknowledgement,
-    Basis,
-    Body,
-    CommitCertificate,
-    kind_of,
-)
+from protocol.consensus.message_kinds import Acknowledgement, Basis, Body, CommitCertificate, kind_of
 from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
 from protocol.consensus.reduction import next_assignment, reduce_parts
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
@@ -190,6 +185,8 @@ class RoundMachine:
                 self._reject_all(handle_message(self._state, signed_message, now))
             case MisbehaviourSeen(peer):
                 self._state.false_speakers.add(peer)
+            case ContributionFaulty(peer, reason):
+                self._reject_all(self._state.drop_contribution(peer, reason))
             case MembershipChanged():
                 self._update_membership(event, now)
             case LocalContribution(contribution):
@@ -331,7 +328,8 @@ class RoundMachine:
             sources = self._state.sources_for(part_blob.blob, missing.owners)
             if sources != self._requested_sources.get(part_blob):
                 self._requested_sources[part_blob] = sources
-                self._actions.append(Fetch(part_blob, sources, missing.is_reduced))
+                owners = () if missing.is_reduced else missing.owners
+                self._actions.append(Fetch(part_blob, sources, missing.is_reduced, owners))
 
     def _report_inventory(self) -> None:
         """Send the inventory to the leader: at once when joining its view, and again when nothing is missing."""
@@ -340,7 +338,7 @@ class RoundMachine:
             return
         report = view.roster.digest, len(self._knowledge.held_parts), len(view.announcements)
         joined = self._last_report[0] == view.roster.digest
-        if report == self._last_report or (joined and state.missing_parts()):
+        if report == self._last_report or (joined and state.awaits_parts):
             return
         if not joined and state.lock:
             self._send([view.leader], state.lock)

@@ -53,7 +53,8 @@ class RoundState:
     `excluded`, `set_aside`, `not_leading`: see `MembershipChanged`. `leader_faults`: the faults of the leaders of this
     round. `withheld`: peers that announced something that this peer, or the leader, could not get.
     `false_reducers`: peers that announced another sum than this peer computed. `false_speakers`: peers that signed a
-    statement that no honest peer signs. `audit_secret`: see `rules.audits`.
+    statement that no honest peer signs. `unusable`: peers whose contribution this peer cannot get or decode.
+    `audit_secret`: see `rules.audits`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RoundState:
         self.audit_secret = start.audit_secret
         self.false_reducers: set[PeerId] = set()
         self.false_speakers: set[PeerId] = set()
+        self.unusable: set[PeerId] = set()
         self.known_trainers = {me, *start.last_seen}
         self.excluded: frozenset[PeerId] = frozenset()
         self.set_aside: frozenset[PeerId] = frozenset()
@@ -152,6 +154,14 @@ class RoundState:
         if leader is not None and leader != self.me:
             self.failed_leaders.add(leader)
 
+    def drop_contribution(self, peer: PeerId, reason: RejectReason) -> list[Rejection]:
+        """Wait no longer for the contribution of a peer in this round, and remember that it withheld it."""
+        if peer == self.me or peer in self.unusable:
+            return []
+        self.unusable.add(peer)
+        self.withheld.add(peer)
+        return [(peer, reason)]
+
     def update_contribution_timers(self, now: float) -> None:
         """Note since when half of the awaited members, or enough for a roster, have contributed."""
         self._record_arrivals(now)
@@ -214,6 +224,7 @@ class RoundState:
         if roster.sender == self.me:
             self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
             self.leader_role.false_reducers, self.leader_role.set_aside = self.false_reducers, self.set_aside
+            self.leader_role.unusable = self.unusable
         equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.known)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]
@@ -269,6 +280,12 @@ class RoundState:
                 owners = (*owners, owner)
             missing[part_blob] = MissingPart(owners, is_reduced)
         return missing
+
+    @property
+    def awaits_parts(self) -> bool:
+        """Return whether this peer lacks parts that may still arrive."""
+        missing = self.missing_parts().values()
+        return any(not part.owners or not self.unusable.issuperset(part.owners) for part in missing)
 
     def _needed_parts(self) -> Iterator[NeededPart]:
         proposal, known = self.proposal(), self.knowledge.contributions.values()

@@ -20,7 +20,7 @@ from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.message_kinds import kind_of
 from protocol.consensus.messages import Commit, Contribution, ContributionLimits, Digest, SignedMessage
-from protocol.errors import GoneError, MalformedError, UnreachableError
+from protocol.errors import DeniedError, GoneError, MalformedError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import Signed
@@ -177,6 +177,7 @@ class CopyingFetcher:
         priority: int = 0,
         *,
         wait_if_absent: bool = True,
+        owners: Sequence[PeerId] = (),
     ) -> None:
         self.asked.append(blob)
         self.turns[blob] = priority
@@ -190,6 +191,8 @@ class CopyingFetcher:
                         self.store.put_in_memory(self.stores[found[0]].read(blob.digest))
                     elif not wait_if_absent:
                         raise GoneError("nobody has it any more")
+                    elif present := [peer for peer in owners if peer in holders]:
+                        raise DeniedError("it names what it lacks", present[0])
                     await asyncio.sleep(0.005)
                 if self.store.blob(blob.digest) != blob:
                     raise MalformedError("a blob of that digest has another size")

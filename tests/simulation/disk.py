@@ -85,4 +85,6 @@ class BlobTransfers:
         if digest in peer.store or (is_connected and holder is not None and holder.serves(digest)):
             peer.on_blob(part_blob)
         else:
+            if is_connected and holder is not None:
+                peer.on_denial(part_blob, source)
             peer.after(RETRY_SECONDS, lambda: self._try(part_blob, attempt + 1))

@@ -34,6 +34,7 @@ from node.loop.events import (
     CommitApplied,
     CommitComputed,
     ContributionReady,
+    FetchFailed,
     HeadPublished,
     LoopEvent,
     MessagesReceived,
@@ -378,6 +379,12 @@ class SimulatedPeer:
         if (action := self.fetches.pop(part_blob, None)) is not None:
             self.feed(BlobFetched(action.opening, part_blob))
         self._apply_when_obtained()
+
+    def on_denial(self, part_blob: PartBlob, source: PeerId) -> None:
+        """Report a source that lacks a blob, if it is one that has named it itself."""
+        action = self.fetches.get(part_blob)
+        if action is not None and source in action.owners:
+            self.feed(FetchFailed(action.opening, (source,), "not served"))
 
     # The state.
 

@@ -3,6 +3,7 @@
 from protocol.consensus.events import RejectReason
 from protocol.consensus.rules.acceptance import proposal_fault
 from protocol.consensus.state import FORGIVING_VIEW, MAX_VIEW, RoundState
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 MAX_TIMEOUT_FACTOR = 8
@@ -70,6 +71,8 @@ def leader_fault(state: RoundState, now: float) -> RejectReason | None:
         return "leader left"
     if view.leader in state.false_reducers:
         return "wrong sum"
+    if _leads_with_ghost(state, view):
+        return "exchange stalled"
     if _reported_view_of(state, view.leader) > state.view:
         return "leader moved on"
     role, timeout = state.leader_role, _leader_timeout(state)
@@ -88,6 +91,17 @@ def leader_fault(state: RoundState, now: float) -> RejectReason | None:
 def has_spoken_falsely(state: RoundState) -> bool:
     """Return whether the leader has signed what no honest peer signs; if all leaders failed, this counts only once."""
     return state.leader in state.false_speakers - state.failed_leaders
+
+
+def _leads_with_ghost(state: RoundState, view: View) -> bool:
+    """Return whether the leader lists an unusable contribution of its own, and every voter finds that out.
+
+    Where only some of the voters fetch from it, they would wait in a view that the others do not reach.
+    """
+    if view.leader not in state.unusable - state.failed_leaders or view.leader not in view.contributors:
+        return False
+    fetching = set(view.reducers) if state.topology.reduced_part_count else state.voter_set.voters
+    return state.topology.has_shared_state and state.voter_set.voters <= fetching
 
 
 def _missing_roster_fault(state: RoundState, now: float) -> RejectReason | None:

@@ -10,6 +10,7 @@ import pytest
 from node.daemon import inbox, round_effects
 from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
+from protocol.conduct.conduct import NOT_SERVED
 from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import MembershipChanged
@@ -96,13 +97,38 @@ async def test_whose_message_is_left_out_is_told_so_before_the_round_is_closed(t
     assert all((PEERS[2].peer_id, "left out") in seat.state.skipped for seat in table.peers.values())
 
 
+@pytest.mark.parametrize("reason", ["not served", "does not decode"])
+async def test_owner_of_what_cannot_be_used_is_struck_before_the_round_ends(
+    tables: list[LoopbackNetwork], tmp_path: Path, reason: str
+) -> None:
+    table = LoopbackNetwork(tmp_path, 4, "gather")
+    tables.append(table)
+    table.begin()
+    garbled = b"\0" * len(payload(0))
+    ghost = Blob.of(garbled) if reason == "not served" else table[3].store.put(garbled)
+    table[3].offer(parts=[ghost])
+    culprit = PEERS[3].peer_id
+    await until(lambda: all((culprit, reason) in table[seat].state.skipped for seat in range(3)))
+    for seat in range(3):
+        assert not table[seat].decided
+        assert table[seat].loop.conduct.conduct.serving.struck(0, table.peers) == {culprit: NOT_SERVED}
+    table.offer(0, 1, 2)
+    await table.wait_until_decided(0, 1, 2)
+    assert len(table[0].decided[0].body.contributions) == 3
+
+
 async def test_a_blob_that_is_late_is_counted_and_asked_for_again(
     table: LoopbackNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, tried = CopyingFetcher.fetch, set[Blob]()
 
     async def late(
-        self: CopyingFetcher, blob: Blob, sources: Callable[[], Sequence[PeerId]], deadline: float, turn: int
+        self: CopyingFetcher,
+        blob: Blob,
+        sources: Callable[[], Sequence[PeerId]],
+        deadline: float,
+        turn: int,
+        **options: Any,
     ) -> None:
         if blob not in tried:
             tried.add(blob)
@@ -246,7 +272,7 @@ async def test_a_blob_that_is_damaged_on_our_disk_is_fetched_again(
 async def test_a_full_disk_ends_the_fetch_and_not_the_round(
     table: LoopbackNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def full(*_: Any) -> None:
+    async def full(*_: Any, **options: Any) -> None:
         raise StorageError("no space left; free some")
 
     monkeypatch.setattr(table[0].fetcher, "fetch", full)
@@ -262,7 +288,7 @@ async def test_a_fault_of_our_own_is_told(
 ) -> None:
     caplog.set_level(logging.ERROR)
 
-    async def broken(*_: Any) -> None:
+    async def broken(*_: Any, **options: Any) -> None:
         raise KeyError("a bug")
 
     monkeypatch.setattr(table[0].fetcher, "fetch", broken)

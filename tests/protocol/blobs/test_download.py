@@ -16,7 +16,7 @@ from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
 from protocol.blobs.scheduler import DownloadPolicy, InFlightLimit
 from protocol.blobs.server import BlobService, CallerLimits
 from protocol.blobs.store import BlobStore
-from protocol.errors import GoneError, StorageError, UnreachableError
+from protocol.errors import DeniedError, GoneError, StorageError, UnreachableError
 from protocol.murmur_pb2 import Chunk, FetchRequest
 from tests.protocol.blobs.fake_sources import BLOB, DATA, ROOM, SHORT_TIMEOUTS, SMALL, ScriptedSource, SourcePool
 
@@ -178,6 +178,21 @@ async def test_absent_blob_is_given_up_unless_the_caller_waits_for_it(swarm: Sou
     with pytest.raises(UnreachableError if wait_if_absent else GoneError) as caught:
         await fetching
     assert isinstance(caught.value, GoneError) != wait_if_absent
+
+
+async def test_owner_that_denies_its_blob_is_named_at_once_and_others_may_still_have_it(swarm: SourcePool) -> None:
+    """A source that is no owner may get the blob later, so that its first denial says nothing."""
+    await swarm.add_source("owner", BlobService(BlobStore(swarm.folder / "owner", ROOM), lambda context: "fetcher"))
+    patient = asyncio.create_task(swarm.fetcher.fetch(BLOB, swarm.sources, 30.0))
+    with pytest.raises(DeniedError) as caught:
+        await swarm.fetcher.fetch(BLOB, swarm.sources, 30.0, owners=["owner"])
+    assert caught.value.peer == "owner" and not patient.done()
+    with pytest.raises(UnreachableError) as other:
+        await swarm.fetcher.fetch(BLOB, swarm.sources, 0.5, owners=["another"])
+    assert not isinstance(other.value, DeniedError)
+    await swarm.add_honest("holder", DATA)
+    await patient
+    await swarm.fetcher.fetch(BLOB, swarm.sources, 30.0, owners=["owner"])
 
 
 async def test_later_waiter_may_add_a_source_for_an_absent_blob(swarm: SourcePool) -> None:
