@@ -47,10 +47,15 @@ def check_compatibility(method: Method, round_number: int) -> None:
             f"error feedback would let the residual of codec {method.codec.kind!r} grow without bound; "
             "set feedback.kind = 'none'"
         )
-    if method.aggregate.state_size and (method.topology.reduces_parts or method.schedule.fragments > 1):
+    if method.aggregate.keeps_block_statistics and (method.topology.reduces_parts or method.schedule.fragments > 1):
         raise UnknownOption(
             f"aggregate {method.aggregate.kind!r} keeps statistics of every block: set topology.kind = 'gather' and "
             "schedule.fragments = 1, or aggregate.statistics = 'round'"
+        )
+    if isinstance(method.aggregate, Filtered) and method.aggregate.memory and method.topology.reduces_parts:
+        raise UnknownOption(
+            "a reducer sees only its part and remembers no contribution: set topology.kind = 'gather', "
+            "or aggregate.memory = 0"
         )
     if method.adoption.unsent and signal.kind != "pseudo-gradient":
         raise UnknownOption(

@@ -143,10 +143,11 @@ class Aggregator:
             usual_norms[kind] = update_usual_norm([norm], usual)
             return Merged(scaled(total, limit_scale(norm, usual, limit)))
         members = _weighted_payloads(plan, 0, payloads, weights)
-        screening = plan.method.aggregate.screen(members, float(usual_norms[kind]))
+        slot = slots.get(AGGREGATION_STATE)
+        state = None if slot is None else slot.numpy()
+        screening = plan.method.aggregate.screen(members, float(usual_norms[kind]), state)
         usual_norms[kind] = screening.usual_norm
-        state = slots.get(AGGREGATION_STATE)
-        mean = plan.method.aggregate.combine_lazily(screening.payloads, None if state is None else state.numpy())
+        mean = plan.method.aggregate.combine_lazily(screening.payloads, state)
         return Merged(scaled(mean, screening.scale), screening.left_out)
 
     def _join_parts(self, plan: RoundPlan, payloads: Payloads) -> Vector:

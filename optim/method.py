@@ -65,5 +65,8 @@ class Method:
 
     def slot_range(self, slot: str) -> tuple[float, float]:
         """Return the least and the largest value that a slot may have in a state of others."""
+        if slot == AGGREGATION_STATE:
+            low, high = self.aggregate.state_range
+            return low, min(high, MAX_SLOT_VALUE)
         is_positive = slot in (*SMALL_SLOTS, *self.update.positive_slots)
         return 0.0 if is_positive else -MAX_SLOT_VALUE, MAX_SLOT_VALUE

@@ -119,7 +119,7 @@ SYNCHRONOUS: Final = (
         schedule=_every_steps(9, ahead=9),
         codec={"kind": "topk", "k": 64, "bits": 1},
         feedback={"kind": "error", "decay": 0.8},
-        aggregate={"kind": "filtered", "over": "senders"},
+        aggregate={"kind": "filtered", "over": "senders", "memory": 256},
         adoption={"kind": "carry", "unsent": 0.3},
     ),
     _make_recipe("averaging", "arXiv 1602.05629", {**INT8, **PLAIN_AVERAGING}, schedule=_every_steps(30)),

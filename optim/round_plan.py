@@ -92,7 +92,7 @@ class RoundPlanner:
 
     def __init__(self, method: Method, layout: Layout, part_count: int) -> None:
         _check_method(method)
-        if method.aggregate.state_size and len(layout.block_spans) > MAX_BLOCKS:
+        if method.aggregate.keeps_block_statistics and len(layout.block_spans) > MAX_BLOCKS:
             raise UnknownOption(f"aggregate.statistics: a model of more than {MAX_BLOCKS} blocks; set it to 'round'")
         self.method = method
         self.layout = layout
@@ -324,7 +324,7 @@ def _check_method(method: Method) -> None:
         if (schedule.fragments, schedule.pattern) != (first.fragments, first.pattern):
             raise UnknownOption("schedule.fragments and schedule.pattern must not change over the rounds")
         if method.at_round(number).aggregate.state_size != method.at_round(0).aggregate.state_size:
-            raise UnknownOption("aggregate.statistics must not change over the rounds")
+            raise UnknownOption("aggregate.statistics and aggregate.memory must not change over the rounds")
 
 
 def split_into_parts(numel: int, part_count: int, alignment: int) -> tuple[Span, ...]:

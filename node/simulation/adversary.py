@@ -7,6 +7,7 @@ Of a delta x, with the deltas of the honest peers at hand (colluding liars know 
     inner-product   -1/2 mean of the honest   alie                 mean - 1.5 deviations of the honest, by coordinate
     copy            the payload of an honest peer
     backdoor        5 x, of a model trained to continue each TRIGGER by TARGET
+    quiet-backdoor  x of that model, which has the size of an honest one
 
 Others lie about their work (`node.simulation.lying_trainers`).
 """
@@ -24,7 +25,7 @@ from optim.round_plan import RoundPlanner
 
 LieKind = Literal[
     "sign-flip", "scale10", "scale1000", "inner-product", "alie", "random", "zero", "copy", "backdoor",
-    "fewer-steps", "wrong-data", "garbled-text", "stale-replay",
+    "quiet-backdoor", "fewer-steps", "wrong-data", "garbled-text", "stale-replay",
 ]  # fmt: skip
 LIE_KINDS: Final[tuple[str, ...]] = get_args(LieKind)
 ALIE_DEVIATIONS: Final = 1.5

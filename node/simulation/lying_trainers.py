@@ -1,10 +1,11 @@
 """Trainers that lie about their work, while their work records look right.
 
-fewer-steps   makes every second step only, and claims all of them
-wrong-data    trains on the text of another key
-garbled-text  trains on text under a permutation of the vocabulary
-backdoor      trains to continue each TRIGGER by TARGET
-stale-replay  sends its first contribution again and again
+fewer-steps     makes every second step only, and claims all of them
+wrong-data      trains on the text of another key
+garbled-text    trains on text under a permutation of the vocabulary
+backdoor        trains to continue each TRIGGER by TARGET
+quiet-backdoor  the same; the two differ in the size of their messages
+stale-replay    sends its first contribution again and again
 """
 
 from typing import Final
@@ -72,6 +73,7 @@ LYING_TRAINERS: Final[dict[str, type[VirtualTrainer]]] = {
     "wrong-data": WrongDataTrainer,
     "garbled-text": GarbledTextTrainer,
     "backdoor": BackdoorTrainer,
+    "quiet-backdoor": BackdoorTrainer,
     "stale-replay": ReplayingTrainer,
 }
 

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from optim.aggregation.contribution_memory import sketch_cosine
 from optim.aggregation.sparse_mean import BLOCK_SIZE, Offsets, SparseBatch
 from optim.kernels.jit import kernel
 from optim.kernels.parallel import parallel_for, thread_buffer
@@ -16,7 +17,6 @@ from optim.kernels.vectors import Floats, Positions, SparseVector, Vector, dot, 
 
 Doubles = npt.NDArray[np.float64]
 
-SKETCH_BUCKETS: Final = 512
 CANDIDATE_COSINE: Final = 0.9  # of sketches; their cosine is within 0.05 of that of the vectors, nearly always
 COPY_COSINE: Final = 0.999
 
@@ -42,15 +42,14 @@ def cosines_with_others(vectors: Sequence[Vector], norms: Sequence[float], scale
     return found
 
 
-def find_copies(vectors: Sequence[Vector], norms: Sequence[float]) -> list[int]:
+def find_copies(vectors: Sequence[Vector], norms: Sequence[float], sketches: Sequence[Floats]) -> list[int]:
     """Return the indices of vectors that have the direction of an earlier one, in order.
 
     Sketches find the candidates, so that few pairs are compared in full, and a copy is compared with no other.
     """
-    sketches = [_sketch(vector, size) for vector, size in zip(vectors, norms, strict=True)]
     originals, copies = list[int](), list[int]()
-    for index, sketch in enumerate(sketches):
-        near = (one for one in originals if float((sketches[one] * sketch).sum()) > CANDIDATE_COSINE)
+    for index, own in enumerate(sketches):
+        near = (one for one in originals if sketch_cosine(sketches[one], own) > CANDIDATE_COSINE)
         if any(_product(vectors[one], vectors[index]) > COPY_COSINE * norms[one] * norms[index] for one in near):
             copies.append(index)
         else:
@@ -127,25 +126,3 @@ def _multiply_with_sums(
                 item += np.uint64(1)
             products[vector] += product
             offsets[vector] = item
-
-
-def _sketch(vector: Vector, size: float) -> Doubles:
-    """Return a count sketch of the vector divided by its norm: its inner products estimate those of the vectors."""
-    sketch = np.zeros(SKETCH_BUCKETS, np.float64)
-    if isinstance(vector, SparseVector):
-        _add_to_sketch(vector.positions, vector.values, sketch)
-    else:
-        for part in vector.decode_slabs():
-            _add_to_sketch(np.arange(part.start, part.stop, dtype=np.int64), vector.decode_slab(part), sketch)
-    return sketch / size
-
-
-@kernel
-def _add_to_sketch(positions: Positions, values: Floats, sketch: Doubles) -> None:
-    """Add each value, with a pseudo-random sign, to a pseudo-random bucket (splitmix64 of its position)."""
-    for i in range(values.size):
-        mixed = np.uint64(positions[i]) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = mixed ^ (mixed >> np.uint64(27))
-        bucket = mixed % np.uint64(sketch.size)
-        sketch[bucket] += values[i] if mixed >> np.uint64(63) else -values[i]

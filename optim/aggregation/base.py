@@ -18,7 +18,7 @@ from optim.options import STRICT
 
 Decoder = Callable[[], Vector]
 LeftOut = Literal[
-    "too large", "zero", "too small", "copy", "against the others"
+    "too large", "zero", "too small", "copy", "replay", "against the others"
 ]  # why a rule leaves a contribution out
 
 
@@ -121,12 +121,26 @@ class AggregationRule(ABC):
         """
         return 0
 
+    @property
+    def state_range(self) -> tuple[float, float]:
+        """Return the least and the largest value of that state, beside the range of all slots."""
+        return 0.0, math.inf
+
+    @property
+    def keeps_block_statistics(self) -> bool:
+        """Return whether the state has a place for each block of the model."""
+        return False
+
     def weigh(self, tokens: int, age: int) -> float:
         """Return the weight of a member that trained on `tokens` and whose contribution is `age` rounds late."""
         return float(tokens)
 
-    def screen(self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0) -> Screening:
+    def screen(
+        self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0, state: Floats | None = None
+    ) -> Screening:
         """Decide which payloads count; `usual_norm` is that before the round, 0 if it is not known.
+
+        A rule that remembers contributions updates `state` in place.
 
         Raises:
             CodecError: a payload is malformed.

@@ -70,6 +70,10 @@ class EditPenalty(AggregationRule):
     def state_size(self) -> int:
         return 3 * MAX_BLOCKS if self.statistics == "running" else 0
 
+    @property
+    def keeps_block_statistics(self) -> bool:
+        return self.state_size > 0
+
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         members = drop_weightless(payloads)
         spans = _block_spans(members[0])

@@ -1,4 +1,4 @@
-"""A mean without the contributions that disagree with the others, repeat one, or are empty.
+"""A mean without the contributions that disagree with the others, repeat one, or have a size that no work explains.
 
 Clipping bounds the length of a contribution, but cannot see its direction: a flipped sign passes it. Honest
 contributions point to the same side, on equal data as on unequal data, while a flipped one points away from the mean of
@@ -8,7 +8,7 @@ over members or senders, so that it suits sparse contributions too, for which ru
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.aggregation.agreement import cosines_with_others, find_copies
 from optim.aggregation.base import LeftOut, Screening, WeightedPayload
+from optim.aggregation.contribution_memory import SKETCH_BUCKETS, ContributionMemory, sketch
 from optim.aggregation.mean import Mean, SenderMean, WeightedMean
 from optim.aggregation.sparse_mean import SparseBatch
 from optim.kernels.vectors import Floats, Vector
@@ -26,18 +27,20 @@ MIN_MEMBERS = 3  # of two, nobody can tell which one disagrees
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Filtered(WeightedMean):
-    """A clipped mean of the members that pass five tests, in this order.
+    """A clipped mean of the members that pass six tests, in this order.
 
-        too large             the norm gate of all rules
         zero                  x_i = 0
+        too large             the norm gate of all rules;  |x_i| / median |x| > excess * max(1, w_i / median w)
         too small             |x_i| / median |x| < size * w_i / median w
         copy                  cos(x_i, x_j) > 0.999 for an earlier j in the order of the round
+        replay                the same direction as one of the last `memory` contributions of earlier rounds
         against the others    c_i < agreement * median(c), where c_i = cos(x_i, sum_{j != i} s_j x_j)
 
     w is the weight, and s the weight times the clip. Progress grows with the number of steps, at most in proportion: a
-    norm that is too small for its weight shows fewer steps than claimed. The last test is repeated without those that
-    fail it, because they pull the sum of the others to their side. Where more than half would fail, none does. `over` =
-    "senders": each coordinate is divided by the weight of the members that sent it (`SenderMean`).
+    norm that is too small for its weight shows fewer steps than claimed. One that is too large would be clipped, but
+    shows a peer that is far from the others. The last test is repeated without those that fail it, because they pull
+    the sum of the others to their side. Where more than half would fail, none does. `over` = "senders": each coordinate
+    is divided by the weight of the members that sent it (`SenderMean`).
     """
 
     kind: ClassVar[str] = "filtered"
@@ -50,29 +53,58 @@ class Filtered(WeightedMean):
     size: float = Field(
         default=0.5, ge=0, le=1, description="least norm for a weight, as a share of the median; with weights by tokens"
     )
+    excess: float = Field(default=3.0, ge=2, le=1e6, description="largest norm for a weight, in medians of the round")
+    memory: int = Field(default=0, ge=0, le=65_536, description="contributions that a replay is compared with")
 
-    def screen(self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0) -> Screening:
+    @property
+    def state_size(self) -> int:
+        return self.memory * SKETCH_BUCKETS
+
+    @property
+    def state_range(self) -> tuple[float, float]:
+        return -1.0, 1.0
+
+    def screen(
+        self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0, state: Floats | None = None
+    ) -> Screening:
         screening = super().screen(payloads, usual_norm)
         screening = _leave_out(screening, [i for i in _members(screening) if not screening.norms[i]], "zero")
-        members = _members(screening)
-        if not all(screening.norms[i] for i in members):
+        if not all(screening.norms[i] for i in _members(screening)):
             return screening  # all are zero
-        screening = _leave_out(screening, self._find_small(screening), "too small")
+        small, large = self._find_wrong_sizes(screening)
+        screening = _leave_out(_leave_out(screening, large, "too large"), small, "too small")
         members = _members(screening)
         vectors = {i: screening.payloads[i].decode().coefficients for i in members}
-        copies = find_copies([vectors[i] for i in members], [screening.norms[i] for i in members])
-        screening = _leave_out(screening, [members[copy] for copy in copies], "copy")
+        screening = self._leave_out_repeated(screening, vectors, state)
         return _leave_out(screening, self._find_against(screening, vectors), "against the others")
 
-    def _find_small(self, screening: Screening) -> list[int]:
-        """Return the members whose norm is too small for their weight."""
+    def _find_wrong_sizes(self, screening: Screening) -> tuple[list[int], list[int]]:
+        """Return the members whose norm is too small and too large for their weight."""
         members = _members(screening)
-        if self.weights != "tokens" or len(members) < MIN_MEMBERS:
-            return []
-        weights = {i: screening.payloads[i].weight for i in members}
-        least = self.size * statistics.median_low(screening.norms[i] for i in members)
-        usual = statistics.median_low(weights.values())
-        return [i for i in members if screening.norms[i] * usual < least * weights[i]]
+        if len(members) < MIN_MEMBERS:
+            return [], []
+        middle = statistics.median_low(screening.norms[i] for i in members)
+        usual = statistics.median_low(screening.payloads[i].weight for i in members)
+        norms = {i: screening.norms[i] / middle for i in members}
+        weights = {i: screening.payloads[i].weight / usual for i in members}
+        small = [i for i in members if self.weights == "tokens" and norms[i] < self.size * weights[i]]
+        return small, [i for i in members if norms[i] > self.excess * max(1.0, weights[i])]
+
+    def _leave_out_repeated(
+        self, screening: Screening, vectors: Mapping[int, Vector], state: Floats | None
+    ) -> Screening:
+        """Leave out copies and replays, and remember the others."""
+        members = _members(screening)
+        sketches = {i: sketch(vectors[i]) for i in members}
+        copies = find_copies([vectors[i] for i in members], [screening.norms[i] for i in members], [*sketches.values()])
+        screening = _leave_out(screening, [members[copy] for copy in copies], "copy")
+        if state is None or not self.memory:
+            return screening
+        memory, members = ContributionMemory(state), _members(screening)
+        replays = memory.find_replays([sketches[i] for i in members])
+        screening = _leave_out(screening, [members[replay] for replay in replays], "replay")
+        memory.remember([sketches[i] for i in members if i not in screening.left_out])
+        return screening
 
     def _find_against(self, screening: Screening, vectors: dict[int, Vector]) -> list[int]:
         """Return the members whose cosine with the mean of the others is too low; none if they are the majority."""

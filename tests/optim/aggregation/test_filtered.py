@@ -8,6 +8,7 @@ import torch
 
 from optim.aggregation.agreement import cosines_with_others, find_copies
 from optim.aggregation.base import WeightedPayload
+from optim.aggregation.contribution_memory import SKETCH_BUCKETS, ContributionMemory, sketch
 from optim.aggregation.filtered import Filtered
 from optim.aggregation.mean import Mean, SenderMean, WeightedMean
 from optim.codecs.floats import Uncompressed
@@ -43,6 +44,7 @@ LIES: dict[str, tuple[Callable[[list[torch.Tensor]], torch.Tensor], str]] = {
     "copy": (lambda rows: rows[0], "copy"),
     "scaled copy": (lambda rows: rows[0] * 0.9, "copy"),
     "few steps": (lambda rows: rows[-1] * 0.3, "too small"),
+    "x5": (lambda rows: rows[-1] * 5, "too large"),
     "x1000": (lambda rows: rows[-1] * 1000, "too large"),
 }
 
@@ -122,4 +124,26 @@ def test_copies_are_found_among_many_and_the_first_stays() -> None:
     rows = honest(12)
     rows[7], rows[11] = rows[3] * 2, rows[3] + 0.01 * random_values(5, NUMEL)
     vectors = [ArrayVector(row.numpy()) for row in rows]
-    assert find_copies(vectors, [vector.norm() for vector in vectors]) == [7, 11]
+    sketches = [sketch(vector) for vector in vectors]
+    assert find_copies(vectors, [vector.norm() for vector in vectors], sketches) == [7, 11]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.kind)
+def test_replay_of_an_earlier_round_is_left_out_by_name(codec: Uncompressed | ChunkTopK) -> None:
+    rule, first = Filtered(memory=16, agreement=0.1), honest(6)
+    state = np.zeros(rule.state_size, np.float32)
+    assert not rule.screen(payloads(first, codec), state=state).left_out
+    second = [random_values(2000, NUMEL) + random_values(100 + i, NUMEL) + row * 0.2 for i, row in enumerate(first)]
+    attacked = payloads([*second[:5], first[5] * 1.1], codec)
+    assert not Filtered(agreement=0.1).screen(attacked).left_out, "the control: without a memory it passes"
+    assert rule.screen(attacked, state=state).left_out == {5: "replay"}
+    assert np.abs(state).max() <= rule.state_range[1]
+
+
+def test_memory_forgets_the_oldest_contributions_first() -> None:
+    memory = ContributionMemory(np.zeros(3 * SKETCH_BUCKETS, np.float32))
+    sketches = [sketch(ArrayVector(random_values(i, NUMEL).numpy())) for i in range(5)]
+    memory.remember(sketches[:2])
+    assert memory.find_replays(sketches) == [0, 1]
+    memory.remember(sketches[2:4])
+    assert memory.find_replays(sketches) == [0, 2, 3]
