@@ -42,7 +42,9 @@ MODEL: Final = ModelSection(width=32, layers=1, heads=2, hidden=84, context=32)
 RESULTS: Final = Path(__file__).parent / "results" / "liars.json"
 CLEAN, ABSENT, UNEQUAL = "clean", "absent", "unequal data"
 LIES: Final = tuple(kind for kind in LIE_KINDS if kind != "wrong-data")  # text of another key, which harms nobody
+WITH_BACKDOOR: Final = (CLEAN, "backdoor", "quiet-backdoor")
 ATTACKS: Final = (CLEAN, ABSENT, UNEQUAL, *LIES)
+MEMORY: Final = 256  # of `frugal`
 WIDE_OPEN: Final = 1e6  # a gate that lets everything pass
 
 MAX_DEFAULT, MAX_COST, MAX_BACKDOOR, MAX_REFUSED, MIN_UNDEFENDED = 1.01, 1.002, 0.05, 0.05, 1.025
@@ -63,7 +65,7 @@ class Setting:
         senders = {"over": "senders"} if self.mean["kind"] == "sender-mean" else {}
         rules = {
             "undefended": {**self.mean, "clip": False, "gate": WIDE_OPEN},
-            "default": {"kind": "filtered", **senders},
+            "default": {"kind": "filtered", **senders, "memory": MEMORY},
             "clip": {**self.mean, "clip": True, "gate": WIDE_OPEN},
             "gate": {**self.mean, "clip": False},
         }
@@ -118,7 +120,8 @@ class Laboratory:
         except MurmurError:
             return {"loss": math.log(config.manifest.model.vocabulary), "diverged": True}
         loss = Evaluator(config, self._corpus).loss(swarm.live_peers[0].applied_state[0].anchor)
-        return {"loss": loss, "backdoor": self._backdoor_success(config, swarm), **_count_left_out(swarm)}
+        backdoor = self._backdoor_success(config, swarm) if cell.attack in WITH_BACKDOOR else 0.0
+        return {"loss": loss, "backdoor": backdoor, **_count_left_out(swarm)}
 
     def _config(self, setting: Setting, cell: Cell) -> SimulationConfig:
         manifest = default_manifest(STEPS)
@@ -168,15 +171,21 @@ def _count_left_out(swarm: VirtualSwarm) -> dict[str, Any]:
 
 
 def cells_of_stage(stage: int) -> Iterator[tuple[Setting, Cell]]:
-    """Yield the cells of a stage: those of the default and the undefended mean, other defences, other recipes."""
-    first, *others = SETTINGS
-    plain = ("default", "undefended")
-    settings = others if stage == 3 else [first]
-    for setting in settings:
-        for defence in setting.defences():
-            if stage == 3 or (defence in plain) == (stage == 1):
-                for attack in ATTACKS:
-                    yield from ((setting, Cell(setting.name, defence, attack, seed)) for seed in range(SEEDS))
+    """Yield the cells of a stage, seed by seed.
+
+    1: the default and the undefended mean of the public recipe; 2: the default of the other recipes; 3: all others.
+    """
+    for seed in range(SEEDS):
+        for setting in SETTINGS:
+            for defence in setting.defences():
+                if stage == _stage_of(setting, defence):
+                    yield from ((setting, Cell(setting.name, defence, attack, seed)) for attack in ATTACKS)
+
+
+def _stage_of(setting: Setting, defence: str) -> int:
+    if setting is SETTINGS[0]:
+        return 1 if defence in ("default", "undefended") else 3
+    return 2 if defence == "default" else 3
 
 
 def fill(path: Path, stages: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Remember the directions of recent contributions, so that a replay of one is recognised.
 
-A count sketch of a unit vector (Charikar, Chen, Farach-Colton 2002) is a short vector; the inner product of two estimates
-that of the vectors, with a deviation of about (1 - cosine^2) / sqrt(SKETCH_BUCKETS). All peers share the memory as a
-part of the state, so that they come to the same verdict, also after a state was taken over.
+A count sketch (Charikar, Chen, Farach-Colton 2002) is a short vector. The inner product of the sketches of two unit
+vectors estimates their cosine, with a deviation of about (1 - cosine^2) / sqrt(SKETCH_BUCKETS). All peers share the
+memory as a part of the state, so that they come to the same verdict, also after a peer has taken over a state.
 """
 
 from collections.abc import Sequence
