@@ -44,6 +44,10 @@ class Gossip:
         if known is None or known[0] != head or network.now - known[1] > network.scenario.expiry:
             self._peer.feed(SwarmChanged(self.snapshot()))
 
+    def knows_fork(self) -> bool:
+        """Return whether another peer is on a chain that is not ours."""
+        return any(not self._peer.chain.has_head(head.digest) for head in self.snapshot().peers_by_head)
+
     def snapshot(self) -> SwarmSnapshot:
         peer = self._peer
         oldest = peer.network.now - peer.network.scenario.expiry

@@ -494,4 +494,6 @@ class SimulatedPeer:
             self.swarm.measure_tables(self)
         self.gossip.broadcast()
         self.feed(SwarmChanged(self.gossip.snapshot()))
+        if self.swarm.forks_allowed and self.chain.round >= self.network.scenario.rounds and self.gossip.knows_fork():
+            self._train(self.chain.round)  # a chain without work gains no votes, and so no followers
         self.after(HEARTBEAT, self.send_heartbeat)

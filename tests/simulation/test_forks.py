@@ -6,25 +6,22 @@ from collections.abc import Sequence
 import pytest
 
 from node.loop.contributions import ContributionTracker, ForkOutcome
+from protocol.consensus import fork_choice
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages import Commit
-from tests.simulation.seeded_run import SeededRun
+from tests.simulation.network import Scenario
+from tests.simulation.seeded_run import END, SeededRun
 from tests.simulation.seeds import broken_runs
+from tests.simulation.swarm import SimulatedSwarm
 
 pytestmark = pytest.mark.slow
 
+AWAY = 40.0  # seconds; far more than votes are remembered
 BATCHES = 8
 SEEDS_PER_BATCH = 40
 
 
-OPEN_FAULT = "seed 191: two peers that went on alone with 2 of 7 votes, and the rest, never come to one chain"
-BATCHES_TO_RUN = [
-    pytest.param(batch, marks=pytest.mark.xfail(batch == 4, reason=OPEN_FAULT, strict=False))
-    for batch in range(BATCHES)
-]
-
-
-@pytest.mark.parametrize("batch", BATCHES_TO_RUN)
+@pytest.mark.parametrize("batch", range(BATCHES))
 def test_long_partitions_end_on_one_chain(batch: int) -> None:
     forks = 0
     for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
@@ -33,6 +30,37 @@ def test_long_partitions_end_on_one_chain(batch: int) -> None:
         forks += len(story.swarm.forks())
     assert forks > 0, "the control: there was nothing to heal"
     print(f"{forks} forks were healed")
+
+
+def heads_after_a_return() -> tuple[ChainHead, ChainHead | None]:
+    """Return the head that two of seven voters reached alone, and the common one after four of the others came back."""
+    scenario = Scenario(7, "gather", 1, rounds=3, loss=0.0, duplication=0.0, delay=0.1, transfer=0.1, training=2.0)
+    swarm = SimulatedSwarm(scenario, seed=0, forks_allowed=True)
+    dead, *away, _, last = swarm.peers
+    swarm.start()
+    alone: list[ChainHead] = []
+
+    def strike() -> None:
+        swarm.kill(dead)
+        for name in away:
+            swarm.kill(name, AWAY)
+
+    swarm.network.schedule(4.0, strike)
+    swarm.network.schedule(4.0 + AWAY - 0.1, lambda: alone.append(swarm.peers[last].chain.head))
+    swarm.network.run(END, swarm.is_done)
+    return alone[0], swarm.peers[last].chain.head if swarm.is_done() else None
+
+
+def test_voters_that_come_back_together_do_not_follow_a_few_that_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no quorum, but decide once those ahead are forgotten; then the two come over.
+
+    Control: where each chain counts as certified, the chain of the two is followed.
+    """
+    alone, common = heads_after_a_return()
+    assert alone.round >= 3 and common is not None and common.digest != alone.digest
+    monkeypatch.setattr(fork_choice, "is_certified", lambda *given: True)
+    alone, common = heads_after_a_return()
+    assert common is not None and common.digest == alone.digest
 
 
 def test_without_a_new_verdict_work_of_the_chain_that_was_left_gets_lost(monkeypatch: pytest.MonkeyPatch) -> None:
