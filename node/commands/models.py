@@ -100,6 +100,12 @@ def sim(
             help="fraction of peers that lie, and how, such as 0.25:sign-flip",
         ),
     ] = None,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=128, help="also simulate pipelines: cut the model, and share the peers among the stages"
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="runs per recipe")] = 3,
     run: Annotated[
         Path | None, typer.Option(help="take model, data, training and deadlines from this manifest")
@@ -119,7 +125,7 @@ def sim(
 
     options = SimulationOptions(
         tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
-        tuple(option or ()), as_json, plot, compiled,
+        tuple(option or ()), as_json, plot, compiled, stages,
     )  # fmt: skip
     with say_when_interrupted(NOTHING_WRITTEN):
         simulate(options)

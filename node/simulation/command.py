@@ -19,7 +19,7 @@ from node.run_dir import write_atomically
 from node.simulation import plot, report
 from node.simulation.adversary import LIE_KINDS, Adversaries, LieKind
 from node.simulation.comparison import DATA_PARALLEL, LOCAL, Comparison, compare, count_steps
-from node.simulation.config import SimulationConfig, default_manifest, expand_per_peer
+from node.simulation.config import SimulationConfig, default_manifest, expand_per_peer, with_stages
 from node.simulation.virtual_network import BYTES_PER_MEGABIT
 from optim.compose import compose
 from optim.errors import OptimError
@@ -55,6 +55,7 @@ class SimulationOptions:
     json: bool = False
     plot: Path | None = None
     compiled: bool = False
+    stages: int | None = None
 
 
 def simulate(options: SimulationOptions) -> None:
@@ -81,7 +82,8 @@ def _print_comparison(comparison: Comparison, as_json: bool) -> None:
         return
     console = table_console()
     console.print(report.build_table(comparison, console.width))
-    console.print(report.format_logic_time(comparison))
+    for line in (*report.format_pipelines(comparison), report.format_logic_time(comparison)):
+        console.print(line)
 
 
 def build_config(options: SimulationOptions) -> SimulationConfig:
@@ -92,24 +94,38 @@ def build_config(options: SimulationOptions) -> SimulationConfig:
         raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or omit the option")
     if options.plot and not options.plot.parent.is_dir():  # checked now, because a comparison may take hours
         raise UsageError(f"--plot: {options.plot.parent} is not a directory; create it, or name another file")
-    manifest = load_signed_manifest(options.run).manifest if options.run else None
-    batch = (manifest or default_manifest(DEFAULT_STEPS)).train.batch_tokens
+    given = load_signed_manifest(options.run).manifest if options.run else None
+    manifest = given or default_manifest(DEFAULT_STEPS)
+    stages = options.stages or manifest.pipeline.stages
+    peers = _peers_per_stage(options, stages)
     steps = options.steps or DEFAULT_STEPS
     if options.tokens is not None:
-        steps = max(1, options.tokens // (batch * options.peers))
-    megabits = expand_per_peer(_parse_numbers(options.bandwidth, "--bandwidth"), options.peers, "--bandwidth")
+        steps = max(1, options.tokens // (manifest.train.batch_tokens * peers))
+    megabits = expand_per_peer(_parse_numbers(options.bandwidth, "--bandwidth"), peers, "--bandwidth")
     return SimulationConfig(
-        manifest=manifest or default_manifest(steps),
+        manifest=with_stages(given or default_manifest(steps, stages), stages),
         base=options.run.parent if options.run else Path(),
-        peers=options.peers,
+        peers=peers,
         steps=steps,
-        speeds=expand_per_peer(_parse_numbers(options.speeds, "--speeds"), options.peers, "--speeds"),
+        speeds=expand_per_peer(_parse_numbers(options.speeds, "--speeds"), peers, "--speeds"),
         bandwidths=tuple(value * BYTES_PER_MEGABIT for value in megabits),
         latency=options.latency / 1000,
         churn=options.churn,
         adversaries=_parse_adversaries(options.liars),
         compiled=options.compiled,
     )
+
+
+def _peers_per_stage(options: SimulationOptions, stages: int) -> int:
+    """Return the peers of each stage. Raises UsageError if they cannot be divided, or an option excludes stages."""
+    if options.peers % stages:
+        raise UsageError(
+            f"--peers {options.peers} cannot be divided among {stages} stages; give a multiple of {stages}"
+        )
+    for name, given in (("--compiled", options.compiled), ("--liars", options.liars)):
+        if stages > 1 and given:
+            raise UsageError(f"{name} and --stages exclude each other; omit one of them")
+    return options.peers // stages
 
 
 def compose_methods(recipes: Sequence[str], manifest: Manifest, overrides: OptionTables) -> Mapping[str, Method]:

@@ -5,12 +5,15 @@ The baselines train on equally many tokens, with the same inner optimizer and th
 data-parallel   ring all-reduce of fp32 gradients in each step:
                 step = 1 / slowest speed + 2 (P - 1) / P * 4 n / narrowest link + 2 (P - 1) * latency
 local           every peer trains alone without any exchange; the loss is the mean over the peers
+
+If the manifest has a pipeline, each recipe is also simulated with its stages, with as many peers at each stage as the
+other rows have in all, so that all rows train on equally many tokens.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from node.data import BatchReader, Corpus
@@ -23,6 +26,8 @@ from node.simulation.measurement import (
     compute_result,
     interpolate_loss,
 )
+from node.simulation.pipeline.microbatch_flow import FlowCounts
+from node.simulation.pipeline.pipeline_swarm import PipelineResult, run_pipeline
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
@@ -149,10 +154,39 @@ class RecipeResults:
 
 
 @dataclass(frozen=True)
+class PipelineResults:
+    """The pipelined runs of one recipe, one per seed."""
+
+    recipe: str
+    stages: int
+    runs: tuple[PipelineResult, ...]
+
+    @property
+    def row(self) -> RecipeResults:
+        """Return the results as a row of the comparison."""
+        return RecipeResults(f"{self.recipe}, {self.stages} stages", tuple(run.result for run in self.runs))
+
+    @property
+    def counts(self) -> FlowCounts:
+        """Return the microbatches of all seeds."""
+        return sum((run.counts for run in self.runs), FlowCounts())
+
+    @property
+    def round_spread(self) -> int:
+        """Return the largest distance of two stages in rounds."""
+        return max(run.round_spread for run in self.runs)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The results of all recipes, in the order of the command line and followed by the baselines."""
 
     recipes: tuple[RecipeResults, ...]
+    pipelines: tuple[PipelineResults, ...] = ()
+
+    def loss_ratio(self, pipeline: PipelineResults) -> float:
+        """Return the loss of a pipeline over that of full replicas at equal tokens."""
+        return pipeline.row.loss / self.recipe(pipeline.recipe).loss
 
     def recipe(self, name: str) -> RecipeResults:
         """Return the results of the recipe called `name`."""
@@ -166,7 +200,17 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that --json prints."""
-        return {"recipes": {recipe.name: self._figures(recipe) for recipe in self.recipes}}
+        return {
+            "recipes": {recipe.name: self._figures(recipe) for recipe in self.recipes},
+            "pipelines": {
+                pipeline.row.name: {
+                    "loss_ratio": self.loss_ratio(pipeline),
+                    "microbatches": asdict(pipeline.counts),
+                    "round_spread": pipeline.round_spread,
+                }
+                for pipeline in self.pipelines
+            },
+        }
 
     def _figures(self, recipe: RecipeResults) -> dict[str, Any]:
         return {
@@ -206,11 +250,21 @@ def compare(
         RecipeResults(name, tuple(run_simulation(one, method, corpus, evaluator, points, on_step) for one in configs))
         for name, method in methods.items()
     ]
+    pipelines = tuple(
+        PipelineResults(
+            name,
+            config.manifest.pipeline.stages,
+            tuple(run_pipeline(one, method, corpus, evaluator, points, on_step) for one in configs),
+        )
+        for name, method in methods.items()
+        if config.manifest.pipeline.is_cut
+    )
     data_parallel = tuple(
         train_data_parallel(one, corpus, evaluator, max(points, MIN_CURVE_POINTS), on_step) for one in configs
     )
     local = tuple(train_locally(one, corpus, evaluator, on_step) for one in configs)
-    return Comparison((*recipes, RecipeResults(DATA_PARALLEL, data_parallel), RecipeResults(LOCAL, local)))
+    baselines = (RecipeResults(DATA_PARALLEL, data_parallel), RecipeResults(LOCAL, local))
+    return Comparison((*recipes, *(pipeline.row for pipeline in pipelines), *baselines), pipelines)
 
 
 MIN_CURVE_POINTS = 10  # minimum for a comparison at equal time
@@ -228,8 +282,10 @@ def run_simulation(
 
 
 def count_steps(config: SimulationConfig, recipes: int, seeds: int) -> int:
-    """Return the number of gradients that a comparison computes if no peer dies."""
-    return (recipes + 2) * seeds * config.peers * config.steps
+    """Return the number of inner steps of a comparison if no peer dies; those of a stage count as such."""
+    pipeline = config.manifest.pipeline
+    stages = pipeline.stages if pipeline.is_cut else 0
+    return (recipes * (1 + stages) + 2) * seeds * config.peers * config.steps
 
 
 def _with_seed(config: SimulationConfig, seed: int) -> SimulationConfig:

@@ -7,10 +7,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from node.model import LanguageModel, build_compiled_model, build_model, initial_weights
+from node.model import WHOLE, Cut, LanguageModel, build_compiled_model, build_model, initial_weights, stage_slice
+from node.model.cut import require_stages
 from node.simulation.adversary import Adversaries
 from protocol.errors import UsageError
-from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RoundSection, RunSection, TrainSection
+from protocol.manifest import (
+    DataSection,
+    Manifest,
+    MethodSection,
+    ModelSection,
+    RoundSection,
+    RunSection,
+    TrainSection,
+    manifest_of_values,
+)
 
 DEFAULT_MODEL = ModelSection(width=64, layers=2, heads=4, hidden=172, context=64)
 
@@ -28,6 +38,7 @@ class SimulationConfig:
         initial: weights at the start; `None` means those of the seed.
         unequal: each peer reads a part of the text of its own; a text that cannot be cut is shared.
         compiled: compile the model with bf16 products, which pays off in long runs.
+        cut: the stage of the model that the peers train.
     """
 
     manifest: Manifest
@@ -42,16 +53,18 @@ class SimulationConfig:
     initial: Tensor | None = None
     compiled: bool = False
     unequal: bool = False
+    cut: Cut = WHOLE
 
     def build_model(self) -> LanguageModel:
         """Build a model for training or evaluation, with zero weights."""
-        return build_compiled_model(self.manifest.model) if self.compiled else build_model(self.manifest.model)
+        model = self.manifest.model
+        return build_compiled_model(model) if self.compiled else build_model(model, cut=self.cut)
 
     def start_weights(self) -> Tensor:
         """Return the weights at the start, flat fp32."""
         if self.initial is not None:
-            return self.initial.clone()
-        return initial_weights(self.manifest.model, self.manifest.run.seed)
+            return self.initial[stage_slice(self.manifest.model, self.cut)].clone()
+        return initial_weights(self.manifest.model, self.manifest.run.seed, self.cut)
 
     @property
     def target_tokens(self) -> int:
@@ -59,16 +72,38 @@ class SimulationConfig:
         return self.steps * self.peers * self.manifest.train.batch_tokens
 
 
-def default_manifest(steps: int) -> Manifest:
-    """Return a run of a model with a few milliseconds per step, on text that every machine has."""
+def default_manifest(steps: int, stages: int = 1) -> Manifest:
+    """Return a run of a model with a few milliseconds per step, on text that every machine has.
+
+    A model that is to be cut into `stages` is untied and has at least as many layers.
+    """
+    model = DEFAULT_MODEL
+    if stages > 1:
+        model = model.model_copy(update={"tied": False, "layers": max(stages, model.layers)})
     return Manifest(
         run=RunSection(name="simulation"),
-        model=DEFAULT_MODEL,
+        model=model,
         data=DataSection(source="python-stdlib"),
         train=TrainSection(batch_tokens=512, learning_rate=3e-3, warmup_steps=20, decay_steps=steps),
         method=MethodSection(recipe="diloco"),
         round=RoundSection(grace=5.0, leader_timeout=3.0, exchange_timeout=60.0),
     )
+
+
+def with_stages(manifest: Manifest, stages: int) -> Manifest:
+    """Return the manifest with this many stages; one without a pipeline gets four microbatches a step, or more.
+
+    Raises ManifestError if the model cannot be cut so.
+    """
+    if stages == manifest.pipeline.stages:
+        return manifest
+    require_stages(stages, manifest.model.layers, manifest.model.tied)
+    values = manifest.model_dump(mode="json")
+    values["pipeline"]["stages"] = stages
+    sequences = manifest.train.batch_tokens // manifest.model.context
+    if not manifest.pipeline.is_cut:
+        values["pipeline"]["microbatch"] = 1 if sequences % 4 else sequences // 4
+    return manifest_of_values(values, "--stages")
 
 
 def expand_per_peer(values: Sequence[float], peers: int, option: str) -> tuple[float, ...]:

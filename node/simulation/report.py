@@ -4,7 +4,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from node.monitoring.tables import choose_columns, describe_left_out
-from node.simulation.comparison import Comparison, RecipeResults, logic_time_fraction
+from node.simulation.comparison import Comparison, PipelineResults, RecipeResults, logic_time_fraction
 from node.units import format_bytes
 
 PADDING = 2
@@ -47,6 +47,20 @@ def _cells(series: RecipeResults, comparison: Comparison) -> tuple[str, ...]:
         f"{series.mean('compute_share'):.1%}",
         f"{series.mean('rounds'):g}",
         "-" if then is None else f"{then:.4f}",
+    )
+
+
+def format_pipelines(comparison: Comparison) -> list[str]:
+    """Return a line for each pipeline: its loss compared with full replicas, and what became of the microbatches."""
+    return [_format_pipeline(comparison, pipeline) for pipeline in comparison.pipelines]
+
+
+def _format_pipeline(comparison: Comparison, pipeline: PipelineResults) -> str:
+    counts = pipeline.counts
+    return (
+        f"{pipeline.row.name}: {comparison.loss_ratio(pipeline):.4f} of the loss of full replicas at equal tokens; "
+        f"{counts.done:,} microbatches, {counts.redirected} passes redirected, {counts.lost} lost, {counts.torn} torn; "
+        f"stages at most {pipeline.round_spread} rounds apart"
     )
 
 

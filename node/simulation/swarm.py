@@ -35,6 +35,7 @@ from protocol.consensus.weights import MAX_MULTIPLE
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import TargetSection
+from protocol.pipeline.stage import stage_run_id
 
 MAX_STALLED_EXCHANGES = 20  # give up after this many exchange timeouts without a decision
 
@@ -52,6 +53,7 @@ class VirtualSwarm:
         corpus: Corpus,
         on_first_arrival: Callable[["VirtualSwarm", VirtualPeer], None],
         on_step: Callable[[], None],
+        clock: VirtualClock | None = None,
     ) -> None:
         manifest = config.manifest
         self.config = config
@@ -60,8 +62,8 @@ class VirtualSwarm:
         self._on_first_arrival = on_first_arrival
         self._count_step = on_step
         self.random = random.Random(f"murmur simulation {manifest.run.seed}")
-        self.run_id = manifest.run_id
-        self.clock = VirtualClock()
+        self.run_id = stage_run_id(manifest.run_id, config.cut.stages, config.cut.stage)
+        self.clock = clock or VirtualClock()
         self.network = VirtualNetwork(self.clock, config.bandwidths, config.latency)
         self.accounting = Accounting()
         self._build_shared_parts()
@@ -73,13 +75,13 @@ class VirtualSwarm:
         self._incarnations = [0] * config.peers
         self._first_arrivals: dict[Digest, float] = {}  # when a peer first reached each head
         self._decided_at = 0.0
-        self._is_done = False
+        self.is_done = False
         self._espionage = Espionage()
 
     def _build_shared_parts(self) -> None:
         manifest, method = self.config.manifest, self.method
-        self.planner = program = build_program(manifest, method)
-        shapes = shape_table(manifest.model)
+        self.planner = program = build_program(manifest, method, self.config.cut)
+        shapes = shape_table(manifest.model, self.config.cut)
         self.numel = shapes.numel
         most = MAX_MULTIPLE * program.max_steps * manifest.train.batch_tokens
         self.limits = ContributionLimits(method.name, shapes.hash(), program.max_parts, most, program.max_part_bytes)
@@ -94,11 +96,20 @@ class VirtualSwarm:
 
     def run(self) -> None:
         """Run to the target. Raises MurmurError if no round is decided for too long."""
+        self.start()
+        self.clock.run(lambda: self.is_done or self.is_stalled)
+        self.require_done()
+
+    def start(self) -> None:
+        """Let all peers join."""
         peers = [self._new_peer(slot) for slot in range(self.config.peers)]
         self.gossip.start_with({peer.peer_id: peer.chain.head for peer in peers})
         for peer in peers:
             peer.start()
-        if not self.clock.run(self._is_over) or not self._is_done:
+
+    def require_done(self) -> None:
+        """Raise MurmurError unless the target is reached."""
+        if not self.is_done:
             raise MurmurError(
                 f"no round was decided for {self._max_stall_seconds:.0f} virtual seconds; allow more bandwidth or "
                 "speed, a longer round.exchange_timeout, or less churn"
@@ -118,9 +129,10 @@ class VirtualSwarm:
         tokens_per_step = self.config.manifest.train.batch_tokens * max(1, len(self.live_peers))
         return max(1, -(-(self.config.target_tokens - tokens) // tokens_per_step))
 
-    def _is_over(self) -> bool:
-        """Return whether the target is reached, or no round was decided for too long."""
-        return self._is_done or self.clock.now > self._decided_at + self._max_stall_seconds
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether no round was decided for too long."""
+        return self.clock.now > self._decided_at + self._max_stall_seconds
 
     def new_trainer(self, peer: VirtualPeer) -> VirtualTrainer:
         """Start a trainer at the peer's head."""
@@ -161,6 +173,19 @@ class VirtualSwarm:
 
         self.network.send_message(sender.slot, by_slot, signed.ByteSize(), deliver)
 
+    def begin_step(self, peer: VirtualPeer) -> None:
+        """Let the peer make an inner step after the time that it takes."""
+        peer.call_later(1 / self.config.speeds[peer.slot], peer.on_step)
+
+    def training_seconds(self, peer: VirtualPeer, steps: int) -> float:
+        """Return the virtual seconds that the peer needed for its first `steps` inner steps."""
+        return steps / self.config.speeds[peer.slot]
+
+    def on_death(self, peer: VirtualPeer) -> None:
+        """Note that a peer has died."""
+        self.accounting.record_death(peer.peer_id)
+        self.gossip.remove(peer.peer_id)
+
     def on_step(self, peer: VirtualPeer) -> None:
         """Count an inner step of the peer."""
         self.accounting.steps += 1
@@ -178,7 +203,7 @@ class VirtualSwarm:
 
     def check_end(self) -> None:
         """Notice that every live peer has reached the target, or came after it."""
-        self._is_done = all(other.is_done for other in self.live_peers)
+        self.is_done = all(other.is_done for other in self.live_peers)
 
     def _record_first_arrival(self, peer: VirtualPeer, head: ChainHead) -> None:
         seconds, self._decided_at = self.clock.now - self._decided_at, self.clock.now

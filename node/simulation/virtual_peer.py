@@ -213,8 +213,6 @@ class VirtualPeer:
                 self._settle(verdict.outcome)
                 self._on_new_head()
 
-    # Blobs.
-
     def _fetch(self, action: FetchBlob) -> None:
         self._fetches[action.part_blob] = action
         if action.part_blob.blob.digest in self.held_since:
@@ -355,7 +353,7 @@ class VirtualPeer:
             self._store_contribution(trainer)
         if not trainer.must_wait():
             self._is_stepping = True
-            self.call_later(1 / self.swarm.config.speeds[self.slot], self._on_step)
+            self.swarm.begin_step(self)
 
     def _apply_anchor(self, trainer: VirtualTrainer, outcome: ContributionOutcome) -> None:
         shared = self.applied_state[0].shared_vectors(self.swarm.method)
@@ -364,12 +362,13 @@ class VirtualPeer:
         trainer.step_target.set(self.chain.round, self._pacing.steps_for(self.chain.round))
         self._unapplied_outcome = None
 
-    def _on_step(self) -> None:
+    def on_step(self) -> None:
+        """Make the inner step that `begin_step` began."""
         assert self.trainer is not None
         self._is_stepping = False
         self.trainer.step()
         step = self.trainer.state.counters.step
-        self._pacing.record_steps(step, step / self.swarm.config.speeds[self.slot])
+        self._pacing.record_steps(step, self.swarm.training_seconds(self, step))
         self.swarm.on_step(self)
         self.continue_training()
 
@@ -400,6 +399,5 @@ class VirtualPeer:
 
     def die(self) -> None:
         self.is_alive = False
+        self.swarm.on_death(self)
         self.trainer = None
-        self.swarm.accounting.record_death(self.peer_id)
-        self.swarm.gossip.remove(self.peer_id)

@@ -81,7 +81,7 @@ def accumulate_gradient(
         at_weights: take the gradient at these weights; the model keeps its own.
     """
     if at_weights is not None:
-        with _loaded_weights(model, at_weights):
+        with loaded_weights(model, at_weights):
             return accumulate_gradient(model, windows, microbatch)
     device = model.flat.device
     model.attach_gradient()
@@ -102,7 +102,7 @@ def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor
     """
     device = model.flat.device
     total, tokens = 0.0, 0
-    with _loaded_weights(model, flat):
+    with loaded_weights(model, flat):
         for windows in batches:
             piece = windows.to(device)
             with autocast_context(device):
@@ -113,7 +113,7 @@ def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor
 
 
 @contextmanager
-def _loaded_weights(model: LanguageModel, flat: Tensor) -> Iterator[None]:
+def loaded_weights(model: LanguageModel, flat: Tensor) -> Iterator[None]:
     """Give the model other weights inside the context, and its own again afterwards."""
     own = model.flat.clone()
     model.load_flat(flat)

@@ -59,6 +59,22 @@ def test_comparison_for_people(manifest: Path, capsys: pytest.CaptureFixture[str
     assert "inner steps" in printed.err
 
 
+def test_pipeline_is_a_row_of_its_own_and_is_compared_with_full_replicas(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = manifest.read_text().replace("layers = 1", "layers = 2").replace("tied = true", "tied = false")
+    manifest.write_text(text)
+    wish = replace(OPTIONS, peers=4, steps=2, seeds=1, run=manifest, stages=2, overrides=("schedule.inner_steps=2",))
+    simulate(wish)
+    printed = capsys.readouterr()
+    assert re.search(r"diloco, 2 stages: \d\.\d{4} of the loss of full replicas at equal tokens; 16 micro", printed.out)
+    assert "20/20" in printed.err, "2 steps of 2 whole peers, of 4 in stages, and of 2 in each baseline"
+    simulate(replace(wish, json=True))
+    figures = json.loads(capsys.readouterr().out)
+    assert list(figures["recipes"]) == ["diloco", "diloco, 2 stages", "data-parallel", "local"]
+    assert figures["pipelines"]["diloco, 2 stages"]["microbatches"]["done"] == 16
+
+
 def test_config_follows_from_the_options() -> None:
     given = build_config(
         replace(
@@ -114,6 +130,11 @@ def test_overrides_are_parsed_as_in_a_manifest() -> None:
             lambda: build_config(replace(OPTIONS, plot=Path("no/where/plot.svg"))),
             "--plot: no/where is not a directory; create it",
         ),
+        (
+            lambda: build_config(replace(OPTIONS, stages=3)),
+            "--peers 8 cannot be divided among 3 stages; give a multiple",
+        ),
+        (lambda: build_config(replace(OPTIONS, stages=4, liars="0.5:zero")), "--liars and --stages exclude each other"),
         (lambda: parse_overrides(["codec=3"]), "--set 'codec=3': write it as part.option=value"),
         (lambda: parse_overrides(["codec.k={ start = 8"]), "--set 'codec.k={ start = 8': not a TOML value: "),
         (

@@ -1,0 +1,63 @@
+"""The trainer of a virtual peer that serves one stage: its gradient comes from microbatches that pass through."""
+
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from node.from_manifest import stage_train
+from node.simulation.virtual_trainer import VirtualTrainer
+from node.trainer.inner_step import loaded_weights
+from node.trainer.stage_pass import backward_stage, finish_microbatch, forward_stage
+from protocol.errors import MurmurError
+
+Result = TypeVar("Result")
+
+
+class StageTrainer(VirtualTrainer):
+    """Runs passes of microbatches, and makes an inner step of the gradients that they have added up."""
+
+    def prepare(self) -> None:
+        """Take the settings of a stage's inner steps; must be called before the first step."""
+        self.train = stage_train(self._manifest)
+        self._losses: list[float] = []
+        pipeline = self._manifest.pipeline
+        self._weight = pipeline.microbatch * self._manifest.model.context / self._manifest.train.batch_tokens
+        self._halves = pipeline.activations == "bf16"
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the activations of a microbatch after this stage."""
+        return self._on_wire(self._at_predicted_weights(lambda: forward_stage(self._model, inputs)))
+
+    def backward(self, inputs: Tensor, gradient: Tensor) -> Tensor | None:
+        """Add a microbatch's gradient; return that of its inputs, `None` at the first stage."""
+        given = self._at_predicted_weights(lambda: backward_stage(self._model, inputs, gradient))
+        return None if given is None else self._on_wire(given)
+
+    def finish(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Add a microbatch's gradient at the last stage; return that of its inputs."""
+        loss, given = self._at_predicted_weights(lambda: finish_microbatch(self._model, inputs, targets, self._weight))
+        self._losses.append(loss)
+        return None if given is None else self._on_wire(given)
+
+    def step(self) -> None:
+        """Make an inner step of the microbatches since the last one. Raises MurmurError, as `VirtualTrainer.step`."""
+        norm = self._optimizer.step(self.state.counters.step)
+        self._optimizer.clear_gradient()
+        if norm is None:
+            raise MurmurError("a simulated peer's gradient is not finite; lower train.learning_rate")
+        loss = statistics.fmean(self._losses) if self._losses else 0.0  # the stages before the last know none
+        self._losses.clear()
+        self.state.count_step(self._manifest.train.batch_tokens, loss, 0)
+
+    def _on_wire(self, activation: Tensor) -> Tensor:
+        return activation.to(torch.bfloat16).float() if self._halves else activation
+
+    def _at_predicted_weights(self, run: Callable[[], Result]) -> Result:
+        """Run a pass at the weights at which the inner update rule takes its gradient."""
+        weights = self._optimizer.lookahead_weights(self.state.counters.step)
+        with nullcontext() if weights is None else loaded_weights(self._model, weights):
+            return run()

@@ -1,0 +1,120 @@
+"""Randomized pipelines in virtual time: what they train, and what becomes of microbatches."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from node.simulation.config import SimulationConfig, with_stages
+from node.simulation.measurement import CurveRecorder, Evaluator
+from node.simulation.pipeline.pipeline_swarm import PipelineSwarm
+from node.simulation.pipeline.stage_worker import StageWorker, Task
+from node.simulation.swarm import VirtualSwarm
+from protocol.errors import ManifestError
+from protocol.manifest_pipeline import PipelineSection
+from tests.node.simulation.virtual_swarm import BATCH, MODEL, Tables, make_config, make_corpus, make_method
+
+pytestmark = pytest.mark.slow
+
+PLAIN: Tables = {"codec": {"kind": "none"}}
+
+
+def pipelined(stages: int, peers: int, steps: int, *, microbatch: int = 1, **options: object) -> SimulationConfig:
+    model = MODEL.model_copy(update={"tied": False, "layers": max(2, stages)})
+    config = make_config(peers, steps, model=model, **options)  # type: ignore[arg-type]
+    pipeline = PipelineSection(stages=stages, microbatch=microbatch, activations="fp32")
+    train = config.manifest.train.model_copy(update={"microbatch": microbatch, "clip": 1e6})
+    return replace(config, manifest=config.manifest.model_copy(update={"pipeline": pipeline, "train": train}))
+
+
+def run(config: SimulationConfig, staleness: int = 0) -> PipelineSwarm:
+    corpus = make_corpus()
+    recorder = CurveRecorder(Evaluator(config, corpus), 1)
+    swarm = PipelineSwarm(config, make_method("averaging", 3, PLAIN), corpus, recorder, lambda: None, staleness)
+    swarm.run()
+    return swarm
+
+
+def anchor(swarm: VirtualSwarm) -> Tensor:
+    return swarm.live_peers[0].applied_state[0].anchor
+
+
+def joined(swarm: PipelineSwarm) -> Tensor:
+    return torch.cat([anchor(stage) for stage in swarm.stages])
+
+
+def test_stages_with_one_peer_each_train_the_bits_of_one_peer_with_the_whole_model() -> None:
+    config = pipelined(3, 1, 6, microbatch=2)  # two microbatches a step, as the order of more changes their sum
+    whole = VirtualSwarm(config, make_method("averaging", 3, PLAIN), make_corpus(), lambda *_: None, lambda: None)
+    whole.run()
+    swarm = run(config)
+    assert torch.equal(joined(swarm), anchor(whole))
+    assert not torch.equal(joined(run(config, staleness=1)), anchor(whole)), "steps between forward and backward"
+    rounding = config.manifest.pipeline.model_copy(update={"activations": "bf16"})
+    coarse = replace(config, manifest=config.manifest.model_copy(update={"pipeline": rounding}))
+    assert not torch.equal(joined(run(coarse)), anchor(whole))
+
+
+def test_each_stage_clips_at_its_share_of_the_norm() -> None:
+    config = pipelined(4, 1, 3, microbatch=2)
+    manifest = config.manifest.model_copy(update={"train": config.manifest.train.model_copy(update={"clip": 0.01})})
+    swarm = run(replace(config, manifest=manifest))
+    trainers = [stage.live_peers[0].trainer for stage in swarm.stages]
+    assert [trainer.train.clip for trainer in trainers if trainer] == [0.005] * 4
+
+
+def test_stages_agree_on_chains_of_their_own_and_count_all_tokens() -> None:
+    swarm = run(pipelined(2, 2, 6))
+    peers = [stage.live_peers[0] for stage in swarm.stages]
+    assert len({stage.run_id for stage in swarm.stages} | {swarm.stages[0].config.manifest.run_id}) == 3
+    assert len({peer.chain.head.digest for peer in peers}) == 2
+    for stage in swarm.stages:
+        assert {peer.chain.head.digest for peer in stage.live_peers} == {stage.live_peers[0].chain.head.digest}
+        assert stage.live_peers[0].chain.tokens >= 6 * 2 * BATCH
+    counts = swarm.result(1.0).counts
+    assert counts.done >= 6 * 2 * BATCH // MODEL.context and not (counts.lost or counts.torn or counts.redirected)
+
+
+def test_faster_peers_carry_more() -> None:
+    swarm = run(pipelined(2, 2, 8, speeds=(1.0, 3.0)))
+    for stage in swarm.stages:
+        by_slot = {peer.slot: peer.trainer.state.counters.step for peer in stage.live_peers if peer.trainer}
+        assert by_slot[1] > by_slot[0], by_slot
+
+
+def test_deaths_lose_counted_microbatches_and_no_stage_counts_one_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: Counter[tuple[int, int]] = Counter()
+    seen = []  # keeps the microbatches alive, so that no two have one id
+    original = StageWorker._run
+
+    def observed(worker: StageWorker, task: Task) -> None:
+        if task.direction == "backward" or worker.stage == 2:
+            seen.append(task.microbatch)
+            passes[worker.stage, id(task.microbatch)] += 1
+        original(worker, task)
+
+    monkeypatch.setattr(StageWorker, "_run", observed)
+    swarm = run(pipelined(3, 4, 12, churn=0.25))
+    counts = swarm.result(1.0).counts
+    assert counts.lost > 0 and counts.redirected > 0, counts
+    assert set(passes.values()) == {1}
+    assert not any(worker.pending for row in swarm.flow.workers for worker in row if not worker.peer.is_alive)
+
+
+def test_same_seed_gives_the_same_weights() -> None:
+    first, second = (joined(run(pipelined(2, 3, 4, churn=0.3))) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, joined(run(pipelined(2, 3, 4, churn=0.3, seed=1))))
+
+
+def test_a_manifest_without_a_pipeline_gets_four_microbatches_a_step() -> None:
+    manifest = make_config(2, 3, model=MODEL.model_copy(update={"tied": False, "layers": 2})).manifest
+    assert with_stages(manifest, 1) is manifest
+    assert with_stages(manifest, 2).pipeline.microbatch == BATCH // MODEL.context // 4
+    with pytest.raises(ManifestError, match=r"pipeline\.stages"):
+        with_stages(manifest, 3)
+    tied = manifest.model_copy(update={"model": MODEL.model_copy(update={"layers": 2})})
+    with pytest.raises(ManifestError, match=r"model\.tied"):
+        with_stages(tied, 2)
