@@ -9,6 +9,7 @@ from node.loop.actions import LoopAction, ReportConduct, SaveProofs
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.conduct.conduct import Conduct, RoundConduct
 from protocol.conduct.proofs import Proof
+from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
 from protocol.consensus.machine import Signer
@@ -34,6 +35,7 @@ class ConductKeeper:
         self._peer_id = peer_id
         self._signer = signer
         self.unfiltered = self._snapshot = SwarmSnapshot({})
+        self._seen_excluded = self.excluded  # without them was the last snapshot
         self._number = 0
         self._lines: tuple[str, ...] = ()
         self._actions: list[LoopAction] = []
@@ -42,6 +44,11 @@ class ConductKeeper:
     def excluded(self) -> frozenset[PeerId]:
         """Return the keys whose misdeeds are proved."""
         return self.conduct.excluded
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether keys are excluded that the last snapshot still has."""
+        return self.conduct.excluded != self._seen_excluded
 
     def receive(self, messages: Iterable[SignedMessage[Any]], number: int) -> list[SignedMessage[Any]]:
         """Return the messages that count, without those of excluded keys, and learn from all of them.
@@ -59,6 +66,11 @@ class ConductKeeper:
                     self._found(proof)
                 counted.append(message)
         return counted
+
+    def compare(self, ours: ChainLog, theirs: ChainLog) -> None:
+        """Learn from the chain of another peer: a leader may have signed two commits of one view."""
+        for proof in self.conduct.compare(*([entry.commit for entry in log.commits] for log in (ours, theirs))):
+            self._found(proof)
 
     def accuse(self, seen: MisbehaviourSeen, number: int) -> bool:
         """Strike a peer for a false statement; return whether it is about the open round or the next one."""
@@ -100,7 +112,8 @@ class ConductKeeper:
         newcomers, self.unfiltered = snapshot.trainers - self.unfiltered.trainers, snapshot
         for peer in sorted(newcomers - {self._peer_id}):
             self._tell_newcomer(peer, snapshot.trainers)
-        if excluded := self.conduct.excluded:
+        self._seen_excluded = self.conduct.excluded
+        if excluded := self._seen_excluded:
             peers = {peer: state for peer, state in snapshot.peers.items() if peer not in excluded}
             snapshot = SwarmSnapshot(peers, {**snapshot.left, **dict.fromkeys(excluded, PeerState(None))})
         self._snapshot = snapshot
@@ -126,14 +139,12 @@ class ConductKeeper:
             not_leading=frozenset(conduct.leading.struck(chain.round, live)),
         )
 
-    def close_round(self, seen: RoundConduct | None) -> bool:
-        """Take in what a decided round showed; return whether it excludes a key."""
-        if seen is None:
-            return False
-        known, self._number = self.conduct.excluded, seen.round + 1
-        self.conduct.close_round(seen)
-        self._report()
-        return self.conduct.excluded != known
+    def close_round(self, seen: RoundConduct | None) -> None:
+        """Take in what a decided round showed."""
+        if seen is not None:
+            self._number = seen.round + 1
+            self.conduct.close_round(seen)
+            self._report()
 
     def _report(self) -> None:
         lines = tuple(self.conduct.describe(self._number, self._snapshot.trainers))

@@ -5,8 +5,8 @@ syncs to it; otherwise it opens the next round and applies the decided commit. I
 includes it. Events go in, actions come out; the daemon, the simulator and the tests' simulation carry them out.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 from node.daemon.outer_state import SignedContributions
 from node.loop import reports
@@ -58,7 +58,7 @@ from node.monitoring.status import Phase
 from protocol.consensus.certified import CertifiedCommit
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
-from protocol.consensus.messages import Adoption, Digest, SignedMessage
+from protocol.consensus.messages import Adoption, Digest
 from protocol.identity import PeerId
 
 POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
@@ -134,7 +134,8 @@ class RoundLoop:
     def _take(self, event: LoopEvent, now: float) -> None:
         match event:
             case MessagesReceived(sender, messages):
-                counted = self._counted(messages, now)
+                counted = self.conduct.receive(messages, self.chain.round)
+                self._drop_excluded(now)
                 self.session.receive(sender, counted, self._snapshot.trainers, now)
             case MisbehaviourSeen() if self.conduct.accuse(event, self.chain.round):
                 self.session.accuse(event)
@@ -173,6 +174,8 @@ class RoundLoop:
             case ApplyFailed(reason):
                 self._apply_failed(reason, now)
             case PathFound(offer):
+                self.conduct.compare(self.chain.log, offer.chain.log)
+                self._drop_excluded(now)
                 self._syncing.receive(offer)
             case StateFetched():
                 self._syncing.on_fetched(now)
@@ -242,8 +245,8 @@ class RoundLoop:
     def _run(self, now: float) -> bool:
         if self.session.decided is not None:
             commit, self.session.decided = self.session.decided, None
-            if self.conduct.close_round(self.session.conduct):
-                self._update_swarm(self.conduct.unfiltered, now)
+            self.conduct.close_round(self.session.conduct)
+            self._drop_excluded(now)
             self._apply(commit, now)
             return True
         if self._syncing.is_due(self.state, now) and self._begin_sync(now):
@@ -295,11 +298,9 @@ class RoundLoop:
         if self.session.is_open:
             self.session.update_membership(self.conduct.membership(self.chain, self._syncing.avoided(now)))
 
-    def _counted(self, messages: Sequence[SignedMessage[Any]], now: float) -> list[SignedMessage[Any]]:
-        excluded, counted = self.conduct.excluded, self.conduct.receive(messages, self.chain.round)
-        if self.conduct.excluded != excluded:
+    def _drop_excluded(self, now: float) -> None:
+        if self.conduct.has_news:
             self._update_swarm(self.conduct.unfiltered, now)
-        return counted
 
     # A decided round: fetch its blobs, compute, give the state to the trainer, publish.
 

@@ -19,6 +19,11 @@ NOT_SERVED = "its contribution or sum could not be fetched"
 FALSE_STATEMENT = "it signed a false or malformed statement"
 
 
+def _statements_in(message: SignedMessage[Any]) -> tuple[SignedMessage[Any], ...]:
+    """Return a message, and the contributions that it lists."""
+    return message, *(message.body.contributions if isinstance(message.body, Roster | Commit) else ())
+
+
 @dataclass(frozen=True)
 class RoundConduct:
     """What a peer saw of the others in one decided round.
@@ -81,9 +86,19 @@ class Conduct:
 
     def observe(self, message: SignedMessage[Any], number: int) -> list[Proof]:
         """Return the proofs that a message completes; `number` is that of the open round."""
-        nested = message.body.contributions if isinstance(message.body, Roster | Commit) else ()
-        found = (self._observe(entry, number) for entry in (message, *nested))
+        found = (self._observe(entry, number) for entry in _statements_in(message))
         return [proof for proof in found if proof is not None]
+
+    def compare(self, ours: Iterable[SignedMessage[Commit]], theirs: Iterable[SignedMessage[Commit]]) -> list[Proof]:
+        """Return the proofs in two chains: the keys that signed one statement for ours and another one for theirs."""
+        known = {(entry.sender, place_of(entry)): entry for commit in ours for entry in _statements_in(commit)}
+        found = []
+        for entry in (entry for commit in theirs for entry in _statements_in(commit)):
+            first = known.get((entry.sender, place_of(entry)), entry)
+            is_judged = entry.sender == self._me or self.is_excluded(entry.sender)
+            if first.digest != entry.digest and not is_judged and (proof := self._prove(first, entry)) is not None:
+                found.append(proof)
+        return found
 
     def _observe(self, message: SignedMessage[Any], number: int) -> Proof | None:
         place = place_of(message)

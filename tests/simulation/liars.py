@@ -5,7 +5,7 @@ serves or sums. Liars know one another, and vote for what the others propose.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,38 @@ if TYPE_CHECKING:
 MADE_UP_KEYS = NAMES[12:15]  # no peer of the simulation has them
 
 
+class DoubleDecisions:
+    """The rounds that were decided twice, which only liars with too many votes may bring about, and not unproved.
+
+    `places`: by round and base, the liars that signed two commits of one view in that round.
+    """
+
+    def __init__(self, liars: Set[PeerId]) -> None:
+        self.places: dict[tuple[int, Digest], frozenset[PeerId]] = {}
+        self._liars = liars
+        self._signed: dict[tuple[PeerId, int, Digest, int], set[Digest]] = {}  # commits by signer, round, base and view
+
+    def note(self, commit: SignedMessage[Commit]) -> None:
+        """Record a commit that a liar signed."""
+        body = commit.body
+        self._signed.setdefault((commit.sender, body.round, body.base, body.view), set()).add(commit.digest)
+
+    def record(self, commit: Commit, voters: Set[PeerId]) -> None:
+        """Record a second decision, which breaks an invariant where liars are few, or none of them is guilty."""
+        lying = voters & self._liars
+        few = f"two commits of one round, though only {len(lying)} of {len(voters)} voters lie"
+        assert 3 * len(lying) >= len(voters), few
+        place = commit.round, commit.base
+        signers = [key[0] for key, digests in self._signed.items() if key[1:3] == place and len(digests) > 1]
+        assert signers, "two commits of one round, and no liar signed two of one view"
+        self.places[place] = frozenset(signers)
+
+    def are_proved_to(self, excluded: Iterable[frozenset[PeerId]]) -> bool:
+        """Return whether all peers exclude one of the guilty; `excluded` has the keys that each of them excludes."""
+        known = self._liars & frozenset.intersection(*excluded)
+        return all(known & guilty for guilty in self.places.values())
+
+
 class LyingPeer(SimulatedPeer):
     """A liar, as its subclasses say; `victims` are the honest half that it tells another story."""
 
@@ -36,6 +68,12 @@ class LyingPeer(SimulatedPeer):
     def victims(self) -> frozenset[PeerId]:
         honest = sorted(self.swarm.peers.keys() - self.swarm.liars)
         return frozenset(honest[len(honest) // 2 :])
+
+    def _send(self, peer: PeerId, signed: Signed) -> None:
+        message = self.network.open(signed)
+        if message.sender == self.name and isinstance(message.body, Commit):
+            self.swarm.double_decisions.note(message)
+        super()._send(peer, signed)
 
     def sign(self, body: Any, name: PeerId | None = None) -> SignedMessage[Any]:
         """Sign a body, which others may refuse, with the liar's key, or with one that it has made up."""

@@ -298,7 +298,12 @@ class SeededRun:
         for peer in alive:
             place = f"round {peer.chain.round}, view {peer.loop.session.machine and peer.loop.session.machine.view}"
             assert peer.chain.round >= self.swarm.scenario.rounds, f"{peer.name[-4:]} is stuck in {place}"
-        assert self.swarm.is_done(), "the chains differ"
+        assert self.swarm.is_on_one_chain() or not self.swarm.double_decisions.places, (
+            "two decisions of liars do not heal"
+        )
+        assert self.swarm.is_done(), (
+            "the chains differ" if self.isolating else "the authors of two decisions are unknown"
+        )
         guilty = {*self.swarm.liars, self.swarm.conflicting_peer}
         for peer in alive:
             assert peer.loop.conduct.excluded <= guilty, "an honest peer is excluded"

@@ -19,6 +19,7 @@ from protocol.consensus.quorum import Election
 from protocol.consensus.topology import Groups
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from tests.simulation.liars import DoubleDecisions
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce
 from tests.simulation.organiser import Organiser
 from tests.simulation.peers import SimulatedPeer
@@ -37,7 +38,8 @@ def leaders_by_rank(base: Digest) -> list[PeerId]:
 class SimulatedSwarm:
     """`decisions`: by round and base, the contents that were decided, and who voted for them or knows of it.
 
-    `forks_allowed`: two may be. Otherwise only where the first has died with all of these.
+    `forks_allowed`: two may be. Otherwise only where the first has died with all of these, or where liars hold too many
+    votes (see `DoubleDecisions`).
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SimulatedSwarm:
         self.rejections: list[tuple[PeerId, PeerId | None, str]] = []
         self.unresolved = 0  # briefs that their receivers could not restore
         self.decisions: dict[tuple[int, Digest], dict[bytes, set[PeerId]]] = {}
+        self.double_decisions = DoubleDecisions(self.liars)
         self.action_watchers: list[Callable[[PeerId, LoopAction], None]] = []
         if scenario.exchange == "groups":
             self.action_watchers.append(self._watch_groups)
@@ -106,7 +109,13 @@ class SimulatedSwarm:
         """All that live, or will again, have ended all rounds; where forks are allowed, on one chain."""
         if not self._unfinished <= self.network.link.dead or self.returning:
             return False
-        return not self.forks_allowed or len({peer.chain.head for peer in self.alive()}) == 1
+        if self.double_decisions.places:
+            excluded = [peer.loop.conduct.excluded for peer in self.alive()]
+            return self.is_on_one_chain() and self.double_decisions.are_proved_to(excluded)
+        return not self.forks_allowed or self.is_on_one_chain()
+
+    def is_on_one_chain(self) -> bool:
+        return len({peer.chain.head for peer in self.alive()}) == 1
 
     def needed(self, action: ApplyCommit) -> list[PartBlob]:
         """What a peer has to have to apply that."""
@@ -133,7 +142,9 @@ class SimulatedSwarm:
         self.organiser.check_decided(body, self.peers[peer].chain.head)
         gone = self.network.link.dead - self.returning
         known = [content for content, peers in contents.items() if not peers <= gone]
-        assert self.forks_allowed or len(known) <= 1, "two commits of one round"
+        if len(known) > 1 and not self.forks_allowed:
+            voters = self.peers[peer].chain.electorate_at(body.base).voters or self.peers.keys()
+            self.double_decisions.record(body, voters)
         senders = [entry.sender for entry in body.contributions]
         assert senders == sorted(set(senders)) and senders, "contributions twice, out of order, or none at all"
         assert self.peers.keys() >= set(senders), "contributions of keys that nobody has"

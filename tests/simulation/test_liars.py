@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from node.loop.syncing import Syncing
 from protocol.admission.electorate import Electorate
 from protocol.conduct.conduct import Conduct
 from protocol.consensus import handlers, machine
@@ -79,6 +80,33 @@ def is_broken(seed: int, lie: str) -> bool:
         print(error)
         return True
     return False
+
+
+def stays_on_its_branch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Syncing, "is_due", lambda self, state, now: False)
+
+
+def compares_no_chains(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Conduct, "compare", lambda self, ours, theirs: [])
+
+
+# Seeds under which the first commit founds an electorate of three, one of whom proposes twice.
+OUTVOTED = (1046, 1107, 1135, 1223)
+
+
+@pytest.mark.parametrize("seed", OUTVOTED)
+def test_what_liars_with_a_third_of_the_votes_decide_twice_heals_and_excludes_them(seed: int) -> None:
+    story = SeededRun(seed, lies=("two commits",))
+    story.run()
+    assert story.swarm.double_decisions.places, "the control: nothing is decided twice"
+
+
+@pytest.mark.parametrize("bug", [stays_on_its_branch, compares_no_chains])
+def test_without_a_rule_what_is_decided_twice_is_not_repaired(
+    bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    assert any(is_broken(seed, "two commits") for seed in OUTVOTED)
 
 
 def count_excluded(lie: str) -> int:

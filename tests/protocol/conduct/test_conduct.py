@@ -10,6 +10,7 @@ from protocol.conduct.strikes import GOOD_ROUNDS, MAX_LEVEL, Strikes
 from protocol.consensus.message_kinds import Acknowledgement, Body, ReducedPart, kind_of
 from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
 from protocol.errors import ForgedError, MalformedError
+from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_knowledge import entries_of, signed_message
 from tests.simulation.network import NAMES, fake_reduce, make_contribution
@@ -85,6 +86,25 @@ def test_a_second_contribution_is_found_in_the_roster_of_a_leader() -> None:
     entries = entries_of(TABLE, [LIAR, OTHERS[0]])
     (proof,) = conduct.observe(signed_message(OTHERS[1], Roster(0, 0, BASE, entries)), 0)
     assert proof.culprit == LIAR
+
+
+def test_two_commits_of_one_view_are_found_in_two_chains() -> None:
+    """Each was decided elsewhere, so nobody has seen both; contributions inside them are compared as well."""
+    ours, theirs, later = (signed_commit(LIAR, view, ENTRIES[:count]) for view, count in ((1, 3), (1, 2), (2, 2)))
+    conduct = Conduct(ME)
+    assert not conduct.compare([ours], [ours, later]) and not conduct.compare([], [theirs])
+    (proof,) = conduct.compare([ours], [later, theirs])
+    assert proof.is_valid and conduct.excluded == {LIAR}
+    assert not conduct.compare([ours], [theirs]), "it is known"
+    assert not Conduct(LIAR).compare([ours], [theirs])
+    offers = (SignedMessage.of(signed_message(LIAR, body).signed, body) for body in (OFFER, replace(OFFER, loss=9.0)))
+    first, second = (signed_commit(OTHERS[0], view, (entry,)) for view, entry in enumerate(offers))
+    assert [proof.culprit for proof in Conduct(ME).compare([first], [second])] == [LIAR]
+
+
+def signed_commit(name: PeerId, view: int, entries: tuple[SignedMessage[Contribution], ...]) -> SignedMessage[Commit]:
+    body = Commit(0, view, BASE, entries, ())
+    return SignedMessage.of(signed_message(name, body).signed, body)
 
 
 def test_the_table_of_statements_is_bounded_and_forgets() -> None:
