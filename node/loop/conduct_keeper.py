@@ -13,7 +13,7 @@ from protocol.consensus.certified import ChainLog
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
 from protocol.consensus.machine import Signer
-from protocol.consensus.message_kinds import kind_of
+from protocol.consensus.message_kinds import CommitCertificate, kind_of
 from protocol.consensus.messages import Commit, SignedMessage
 from protocol.identity import PeerId
 
@@ -53,13 +53,13 @@ class ConductKeeper:
     def receive(self, messages: Iterable[SignedMessage[Any]], number: int) -> list[SignedMessage[Any]]:
         """Return the messages that count, without those of excluded keys, and learn from all of them.
 
-        Proposals of excluded keys may bind honest members, so the round machine decides about them.
+        Proposals and certificates of excluded keys may bind honest members, so the round machine decides about them.
         """
         counted = []
         for message in messages:
             if isinstance(message.body, Proof):
                 self._learn(message)
-            elif self.conduct.is_excluded(message.sender) and not isinstance(message.body, Commit):
+            elif self.conduct.is_excluded(message.sender) and not isinstance(message.body, Commit | CommitCertificate):
                 self._actions.append(Rejected(message.sender, "excluded"))
             else:
                 for proof in self.conduct.observe(message, number):

@@ -20,12 +20,13 @@ from protocol.identity import PeerId
 def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
     """Learn from a checked message and return what is rejected, with the peers to blame.
 
-    A proposal that binds a member counts whoever made it: the next leader has to know it.
+    A proposal that binds a member counts whoever made it: the next leader has to know it. A certificate counts whoever
+    sends it, because only the acknowledgements in it matter: the key that made it may be excluded by now.
     """
     sender, body = message.sender, message.body
     if body.round != state.number or getattr(body, "base", state.base) != state.base:
         return [(sender, "wrong round")]
-    if (reason := _standing_fault(state, sender)) and not _binds_a_member(state, message):
+    if (reason := _standing_fault(state, sender)) and not _counts_from_anybody(state, message):
         return [(sender, reason)]
     if sender == state.me:
         return []
@@ -45,8 +46,9 @@ def _standing_fault(state: RoundState, sender: PeerId) -> RejectReason | None:
     return None if state.voter_set.is_known(sender) else "not a member"
 
 
-def _binds_a_member(state: RoundState, message: SignedMessage[Any]) -> bool:
-    return isinstance(message.body, Commit) and state.knowledge.is_lock(message.digest)
+def _counts_from_anybody(state: RoundState, message: SignedMessage[Any]) -> bool:
+    is_binding = isinstance(message.body, Commit) and state.knowledge.is_lock(message.digest)
+    return is_binding or isinstance(message.body, CommitCertificate)
 
 
 def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:

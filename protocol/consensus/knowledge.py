@@ -198,8 +198,9 @@ class RoundKnowledge:
         return self._senders - lost
 
     def is_lock(self, digest: Digest) -> bool:
-        """Return whether a member says that a proposal binds it."""
-        return any(inventory.lock == digest for inventory in self.inventories.values())
+        """Return whether a member says that a proposal binds it, or has acknowledged it."""
+        acknowledged = (message.body.proposal for message in self._latest_acknowledgements.values())
+        return digest in acknowledged or any(inventory.lock == digest for inventory in self.inventories.values())
 
     def acknowledgers(self, digest: Digest) -> set[PeerId]:
         """Return the peers that are known to have acknowledged a proposal."""

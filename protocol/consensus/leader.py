@@ -3,7 +3,7 @@
 The rule that keeps two leaders from committing different things is that of Paxos. A leader proposes only after a
 majority has joined its view: an inventory of its roster is the promise to acknowledge nothing older, and names the
 proposal that its sender acknowledged last. If a member that joined acknowledged an older proposal, the leader proposes
-the same again, the one with the highest ballot: so nothing that may have been decided is ever replaced.
+the same again, the one with the highest ballot (see `rules.locks`): so nothing that may have been decided is replaced.
 
 A proposal is decided when a majority acknowledges it. A peer acknowledges it only when it holds everything that it
 needs to apply it: so a decided commit outlives any minority. Acknowledgements go to the leader, which shows those of a
@@ -22,6 +22,7 @@ from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages import Adoption, Commit, Digest, SignedMessage, blobs_of
 from protocol.consensus.quorum import Ballot, Election, VoterSet
 from protocol.consensus.reduction_evidence import Evidence
+from protocol.consensus.rules.locks import BoundProposal, Repetition, choose_repetition
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Contributions, ExchangeStatus, GatherTopology, draw_reducers
 from protocol.consensus.view import View
@@ -57,6 +58,7 @@ class Leader(ABC):
         self.false_reducers: Set[PeerId] = frozenset()  # those that announced a wrong sum
         self.set_aside: Set[PeerId] = frozenset()  # those that failed to serve in earlier rounds
         self.unusable: Set[PeerId] = frozenset()  # those whose contribution this peer cannot get or decode
+        self.excluded: Set[PeerId] = frozenset()  # those whose misdeeds are proved
         self._settings = settings
         self._election = election
         self._voter_set = voter_set
@@ -67,8 +69,7 @@ class Leader(ABC):
         self._present: frozenset[PeerId] = voter_set.live
 
     @property
-    def _exchange_deadline(self) -> float:
-        """Return the time from which the leader waits for no slow peer."""
+    def _exchange_deadline(self) -> float:  # from then on it waits for no slow peer
         return self._view.started_at + self._settings.exchange_timeout
 
     def _update_present_peers(self, now: float) -> set[PeerId]:
@@ -93,9 +94,19 @@ class Leader(ABC):
 
     def locked_proposal(self) -> SignedMessage[Commit] | None:
         """Return the highest older proposal that any voter of this view acknowledged."""
-        joined = self.joined_peers() & self._voter_set.voters
-        older = [entry for entry in self._knowledge.proposals.values() if self._ballot(entry) < self._view.ballot]
-        return max((entry for entry in older if self._binds(entry, joined)), key=self._ballot, default=None)
+        return found.proposal if (found := self._repetition()) else None
+
+    def _is_doubtful(self) -> bool:
+        return (found := self._repetition()) is not None and found.is_doubtful
+
+    def _repetition(self) -> Repetition | None:
+        knowledge, joined = self._knowledge, self.joined_peers() & self._voter_set.voters
+        bound = [
+            BoundProposal(self._ballot(entry), entry, joined & knowledge.acknowledgers(entry.digest))
+            for entry in knowledge.proposals.values()
+            if self._ballot(entry) < self._view.ballot and self._binds(entry, joined)
+        ]
+        return choose_repetition(bound, self._voter_set, joined, self.excluded)
 
     def _binds(self, proposal: SignedMessage[Commit], joined: Set[PeerId]) -> bool:
         """Return whether this leader has to repeat a proposal that some of these voters may have acknowledged.
@@ -112,8 +123,7 @@ class Leader(ABC):
 
     def has_nothing_to_propose(self) -> bool:
         """Return whether all contributions died with their owners and no member is bound to a proposal."""
-        has_quorum = self._voter_set.is_quorum(self.joined_peers())
-        return has_quorum and not self._obtainable_contributions() and self.locked_proposal() is None
+        return self.has_quorum() and not self._obtainable_contributions() and self.locked_proposal() is None
 
     def _obtainable_contributions(self) -> Contributions:
         """Return the contributions on the roster that are neither lost nor unusable.
@@ -134,10 +144,12 @@ class Leader(ABC):
         if not self._voter_set.is_quorum(joined):
             return None
         locked = self.locked_proposal()
-        if locked is not None:
-            body = locked.body
-            return Proposal(body.contributions, body.parts, body.left_out, body.adoption, body.evidence)
-        return self._new_proposal(joined, now)
+        if locked is None:
+            return self._new_proposal(joined, now)
+        if now < self._exchange_deadline and self._is_doubtful():
+            return None
+        body = locked.body
+        return Proposal(body.contributions, body.parts, body.left_out, body.adoption, body.evidence)
 
     @abstractmethod
     def _new_proposal(self, joined: set[PeerId], now: float) -> Proposal | None:

@@ -9,7 +9,7 @@ harmless: ballots are totally ordered, by view and then by rank, and each has ex
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -177,6 +177,18 @@ class VoterSet:
         if present and len(present) >= self._electorate.quorum_size(len(self.voters)):
             return True
         return bool(self.voting_members) and self.voting_members <= present
+
+    def may_have_decided(self, peers: Set[PeerId], liars: Set[PeerId]) -> bool:
+        """Return whether these voters may have decided, together with as many liars as a round tolerates.
+
+        Args:
+            peers: the voters that acknowledged a proposal or may have done so.
+            liars: keys whose misdeeds are proved; they vote no more, but may have acknowledged everything before.
+        """
+        lying = {peer for peer in liars if self._electorate.has_vote(peer) is not False}
+        count = len(self.voters | lying)
+        spare = max(len(lying), self._electorate.tolerated_liars(count))
+        return len(self.voters & peers) + spare >= self._electorate.quorum_size(count)
 
     def least_majority(self) -> int:
         """Return how many voters that are members decide."""

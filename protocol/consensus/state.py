@@ -111,6 +111,8 @@ class RoundState:
         self.excluded, self.not_leading = event.excluded, event.not_leading - {self.me}
         self.set_aside = event.set_aside - {self.me}
         self.voter_set.update(event, now)
+        if self.leader_role is not None:
+            self.leader_role.excluded = self.excluded
 
     def restore_vote(self, vote: VoteRecord) -> tuple[int, Digest]:
         """Continue after the last vote of an earlier process, and return the view and lock that bind this peer."""
@@ -225,6 +227,7 @@ class RoundState:
             self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
             self.leader_role.false_reducers, self.leader_role.set_aside = self.false_reducers, self.set_aside
             self.leader_role.unusable = self.unusable
+            self.leader_role.excluded = self.excluded
         equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.known)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]
