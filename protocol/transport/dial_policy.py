@@ -7,7 +7,8 @@ knock at a third party, or at services that only this machine or its network can
   address of ours, or in the same special block as a contact that the user or the manifest names (a lab). Loopback
   addresses are for nodes that have no others, or whose contacts are on loopback.
 - An endpoint (address and port) where a peer has proved its key is dialled for it at any time, and for a minute for no
-  other. An endpoint where a dial failed is tried again after 10 s, then after twice as long each time.
+  other. An endpoint where a dial failed is tried again after 10 s, then after twice as long each time; where this peer
+  proved its key before, after 20 s at most, so that a network that was down for long is whole again soon.
 - Failed dials are limited for each address and for all of them together.
 - Names are resolved first, and their addresses are judged like others.
 """
@@ -24,6 +25,7 @@ from protocol.transport.rate_limit import TokenBuckets
 MAX_ENDPOINTS = 4096
 MAX_NAMES = 2  # in the addresses of a peer
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 10.0, 3600.0
+MAX_WAIT_PROVED_SECONDS = 20.0  # for a peer that was found there before
 PROOF_SECONDS = 60.0  # for which an endpoint belongs to the peer that proved its key there
 HOST_FAILURES, HOST_FAILURES_PER_SECOND = 16, 8 / 60
 ALL_FAILURES, ALL_FAILURES_PER_SECOND = 128, 1.0
@@ -67,6 +69,7 @@ def parse_ip(host: str) -> IpAddress | None:
 class _Failures:
     count: int
     until: float
+    last_owner: PeerId | None = None  # the peer that proved its key at the endpoint last
 
 
 class DialPolicy:
@@ -134,14 +137,18 @@ class DialPolicy:
             return
         if self._proofs.get(endpoint, ("", 0.0))[0] == peer:
             del self._proofs[endpoint]  # it may have moved; the next failure counts
-            return
+            return self._note_failures(endpoint, _Failures(0, now, peer))
         failures = self._failures.pop(endpoint, None) or _Failures(0, now)
-        wait = min(MAX_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(failures.count, 16))
-        self._failures[endpoint] = _Failures(failures.count + 1, now + wait)
-        if len(self._failures) > MAX_ENDPOINTS:
-            self._failures.popitem(last=False)
+        longest = MAX_WAIT_PROVED_SECONDS if peer == failures.last_owner else MAX_WAIT_SECONDS
+        wait = min(longest, FIRST_WAIT_SECONDS * 2.0 ** min(failures.count, 16))
+        self._note_failures(endpoint, _Failures(failures.count + 1, now + wait, failures.last_owner))
         self._host_failures.try_take(str(parse_ip(endpoint.host)), now)
         self._all_failures.try_take("", now)
+
+    def _note_failures(self, endpoint: Endpoint, failures: _Failures) -> None:
+        self._failures[endpoint] = failures
+        if len(self._failures) > MAX_ENDPOINTS:
+            self._failures.popitem(last=False)
 
 
 def _are_neighbours(host: IpAddress, own: IpAddress) -> bool:

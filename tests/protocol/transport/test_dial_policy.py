@@ -71,6 +71,18 @@ def test_failed_endpoint_is_tried_after_growing_waits() -> None:
     assert tries == [0, 10, 30, 70, 150]
 
 
+def test_peer_is_tried_every_20_seconds_where_it_was_found_before() -> None:
+    """Otherwise a node whose network was down for an hour would wait up to an hour for its peers."""
+    for owner, longest in ((PEER, 20), (OTHER, 3600)):
+        policy, endpoint, tries = policy_at(), Endpoint("45.0.0.9", 4001), []
+        policy.record_proof(owner, endpoint, 0.0)
+        for now in range(100, 20_000):
+            if policy.admits(PEER, endpoint, float(now)):
+                tries.append(now)
+                policy.record_failure(PEER, endpoint, float(now))
+        assert max(later - earlier for earlier, later in itertools.pairwise(tries)) == longest, tries
+
+
 def test_endpoint_of_a_proved_peer_is_dialled_for_it_alone() -> None:
     policy, endpoint = policy_at(), Endpoint("45.0.0.9", 4001)
     policy.record_proof(PEER, endpoint, 0.0)
