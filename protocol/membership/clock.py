@@ -7,7 +7,8 @@ time, because offsets derived from offsets would drift together.
 
 Keys are free, so only those with a vote in the run count. A node that does not know any of them yet (it is new, or the
 run is) counts the peers that its user or the manifest named. And while anybody agrees with its own clock, no majority
-moves it by more than `MAX_OFFSET_SECONDS`.
+moves it by more than `MAX_OFFSET_SECONDS`. Nor is it moved that far by the first voter whose clock is read: it waits for
+a few of them, `HOLD_SECONDS` at most, or all records would expire.
 
 Two peers that count each other meet in the middle of their clocks. For that the called peer must also count the
 caller's clock, though it has no round trip to correct it by; such a vote counts only while there are few others. A node
@@ -26,6 +27,7 @@ MAX_ROUND_TRIP_SECONDS = 10.0  # the error of a vote is at most half of it
 PLAUSIBLE_RANGE = (1.7e9, 4.1e9)  # seconds since the epoch: 2023 to 2099; a device without a battery starts in 1970
 FEW_VOTES = 3
 MAX_OFFSET_SECONDS = 60.0  # while another peer agrees with our clock
+HOLD_SECONDS = 10.0  # for which the clock of a node that learns who votes is not moved far by few of them
 VOTE_LIFETIME_SECONDS = 120.0  # after this time a step of our own clock no longer affects the votes
 
 
@@ -42,11 +44,14 @@ class SwarmClock:
         self.local = local
         self._votes: dict[PeerId, _Vote] = {}  # oldest first
         self._counted: frozenset[PeerId] | None = None  # `None` means all
+        self._voters_known_at: float | None = None
         self.offset = 0.0
 
     def count_only(self, voters: frozenset[PeerId], contacts: frozenset[PeerId]) -> None:
         """Count the clocks of voters only, or of contacts while there is no voter."""
         counted = voters or contacts
+        if voters and self._voters_known_at is None:
+            self._voters_known_at = self.local()
         if counted == self._counted:
             return
         self._counted = counted
@@ -76,12 +81,23 @@ class SwarmClock:
 
     def _update_offset(self, now: float) -> None:
         self._drop_old(now)
+        offset = self._common_offset(now)
+        if abs(offset - self.offset) <= MAX_OFFSET_SECONDS or not self._awaits_votes(now):
+            self.offset = offset
+
+    def _common_offset(self, now: float) -> float:
         offsets = [vote.offset for vote in self._votes.values()]
         is_counted = _is_plausible(now) and any(vote.counts_us for vote in self._votes.values())
         common = statistics.median([0.0, *offsets] if is_counted or not offsets else offsets)
         if _is_plausible(now) and any(abs(offset) <= MAX_OFFSET_SECONDS for offset in offsets):
             common = max(-MAX_OFFSET_SECONDS, min(common, MAX_OFFSET_SECONDS))
-        self.offset = common
+        return common
+
+    def _awaits_votes(self, now: float) -> bool:
+        """Return whether too few voters' clocks are known yet to move ours far."""
+        others = len(self._counted or ()) - 1  # we have a vote, or ask for one more
+        is_new = self._voters_known_at is not None and 0 <= now - self._voters_known_at < HOLD_SECONDS
+        return is_new and _is_plausible(now) and len(self._votes) < min(FEW_VOTES, others)
 
     def observe_caller(self, peer: PeerId, theirs: float) -> None:
         """Count the clock of a peer that calls us; it is late by the one-way delay."""

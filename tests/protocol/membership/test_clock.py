@@ -4,7 +4,13 @@ import statistics
 
 import pytest
 
-from protocol.membership.clock import MAX_OFFSET_SECONDS, MAX_VOTES, VOTE_LIFETIME_SECONDS, SwarmClock
+from protocol.membership.clock import (
+    HOLD_SECONDS,
+    MAX_OFFSET_SECONDS,
+    MAX_VOTES,
+    VOTE_LIFETIME_SECONDS,
+    SwarmClock,
+)
 
 NOW = 1_800_000_000.0
 
@@ -154,6 +160,34 @@ def test_no_majority_of_voters_moves_a_clock_far_while_another_peer_agrees_with_
     clock.count_only(frozenset(f"peer {number}" for number in range(7)), frozenset())
     observe_all(clock, local_clock, [-3600.0] * 6 + [1.0 if agrees else -3600.0])
     assert clock.offset == (-60.0 if agrees else -3600.0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("contact", ["peer 0", "host"])
+def test_first_commit_does_not_move_a_clock_that_is_an_hour_ahead(contact: str, waits: bool) -> None:
+    """Half of the way to the first of two voters, or back to its own time, all its records and peers would expire."""
+    local_clock = ManualClock()
+    clock = SwarmClock(local_clock)
+    clock.count_only(frozenset(), frozenset([contact]))
+    clock.observe(contact, local_clock.time - 3600, local_clock.time, local_clock.time, counts_us=False)
+    clock.count_only(frozenset(["peer 0", "peer 1", "this one"]), frozenset([contact]))
+    local_clock.time += 0 if waits else HOLD_SECONDS
+    observe_all(clock, local_clock, [-3600.0])
+    assert clock.offset == (-3600.0 if waits else -1800.0)
+    observe_all(clock, local_clock, [-3600.0] * 2)
+    assert clock.offset == -3600.0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_clock_that_is_an_hour_ahead_moves_no_other_although_it_is_read_first(waits: bool) -> None:
+    local_clock = ManualClock()
+    clock = SwarmClock(local_clock)
+    clock.count_only(frozenset(["peer 0", "peer 1", "this one"]), frozenset())
+    local_clock.time += 0 if waits else HOLD_SECONDS
+    observe_all(clock, local_clock, [3600.0])
+    assert clock.offset == (0.0 if waits else 1800.0)
+    observe_all(clock, local_clock, [3600.0, 0.0])
+    assert clock.offset == 0.0
 
 
 @pytest.mark.parametrize("difference", [8.0, 20.0, -20.0, 900.0, -7200.0])
