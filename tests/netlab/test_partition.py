@@ -1,7 +1,8 @@
 """The internet fails in parts, and whole peers with it; nobody is needed to mend the run.
 
 One swarm of five for all tests of this file, whole again after each. After every round that anybody showed, equal
-chains must have come to equal states.
+chains must have come to equal states. All five found the run and have a vote; parts that go on alone for eight rounds
+take the vote of the others, so what needs more than two voters comes first.
 """
 
 import re
@@ -20,7 +21,7 @@ from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.laboratory import Laboratory, Link
 from tests.swarm.process_swarm import ENDLESS, manifest_with
 
-pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netlab, pytest.mark.timeout(300)]
 
 PEERS = 5
 INNER_STEPS = 20
@@ -31,6 +32,7 @@ APART_ROUNDS = 3
 @pytest.fixture(scope="module")
 def swarm(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabSwarm]:
     manifest = manifest_with(
+        run={"min_peers": PEERS},
         target={"rounds": ENDLESS},
         method={"schedule": {"inner_steps": INNER_STEPS}},
         membership={"expiry": EXPIRY},
@@ -90,12 +92,12 @@ def partition_and_heal(swarm: LabSwarm, *groups: Sequence[PeerProcess]) -> None:
     before = swarm.highest_round()
     laboratory.partition(*([peer.node for peer in peers if peer in group] for group in groups))
     chains = ChainObserver(swarm, groups)
-    apart = swarm.wait_until(lambda: min(chains.poll()) > before + APART_ROUNDS, "every group goes on", 40)
+    apart = swarm.wait_until(lambda: min(chains.poll()) > before + APART_ROUNDS, "every group goes on")
     assert chains.differ_at(before + APART_ROUNDS), "the control: they did go separate ways"
     told = {status.peer_id: status for status in swarm.poll()}
     laboratory.heal()
     healed = swarm.highest_round()
-    seconds = swarm.wait_until(lambda: len({s.digest for s in swarm.poll()}) == 1, "all are on one chain", 40)
+    seconds = swarm.wait_until(lambda: len({s.digest for s in swarm.poll()}) == 1, "all are on one chain")
     agreed = swarm.wait_for_agreement(after=healed)
     print(f"{apart:.1f} s for {APART_ROUNDS} rounds apart; {seconds:.1f} s, {agreed - healed} rounds to one chain")
 
@@ -109,22 +111,37 @@ def partition_and_heal(swarm: LabSwarm, *groups: Sequence[PeerProcess]) -> None:
     swarm.wait_until(contribute_again, "everyone's work goes in again")
 
 
+def test_one_way_silence_between_two_holds_nobody(swarm: LabSwarm) -> None:
+    heard, deaf, *_ = swarm.lab_peers
+    votes = sum(status.has_vote is True for status in swarm.poll())
+    assert votes >= 3, f"two voters that miss each other hold a run in which nobody else has a vote; {votes} have one"
+    logs = {peer: len(swarm.log(peer)) for peer in (heard, deaf)}
+    swarm.laboratory.block(heard.node, deaf.node)
+
+    def miss_each_other() -> bool:
+        return any(has_missed(swarm.log(one)[logs[one] :], other) for one, other in ((heard, deaf), (deaf, heard)))
+
+    swarm.wait_until(miss_each_other, "the control: one of the two misses the other")
+    before = swarm.highest_round()
+    seconds = swarm.wait_until(
+        lambda: min(status.round for status in swarm.poll()) >= before + APART_ROUNDS, "all go on"
+    )
+    print(f"{seconds:.1f} s for {APART_ROUNDS} rounds")
+
+
+def has_missed(words: str, peer: PeerProcess) -> bool:
+    assert peer.status is not None
+    return (
+        re.search(rf"gossip with {peer.status.peer_id} failed|{peer.status.peer_id} counts as gone", words) is not None
+    )
+
+
 def test_two_parts_go_on_and_become_one_again(swarm: LabSwarm) -> None:
     partition_and_heal(swarm, swarm.peers[:3], swarm.peers[3:])
 
 
 def test_three_fragments_become_one_again(swarm: LabSwarm) -> None:
     partition_and_heal(swarm, swarm.peers[:2], swarm.peers[2:4], swarm.peers[4:])
-
-
-def test_one_way_silence_between_two_holds_nobody(swarm: LabSwarm) -> None:
-    before, (heard, deaf, *_) = swarm.highest_round(), swarm.lab_peers
-    words = len(swarm.log(deaf)), len(swarm.log(heard))
-    swarm.laboratory.block(heard.node, deaf.node)
-    seconds = swarm.wait_until(lambda: min(status.round for status in swarm.poll()) >= before + 6, "all go on", 60)
-    print(f"{seconds:.1f} s for 6 rounds")
-    said = swarm.log(deaf)[words[0] :] + swarm.log(heard)[words[1] :]
-    assert "failed" in said or "counts as gone" in said, "the control: the two did miss each other"
 
 
 def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(swarm: LabSwarm) -> None:
@@ -138,7 +155,7 @@ def test_a_leader_that_is_cut_off_holds_the_others_for_a_moment(swarm: LabSwarm)
     others = [peer for peer in swarm.peers if peer is not victim]
     swarm.laboratory.cut(victim.node)
     chains = ChainObserver(swarm, [[victim], others])
-    seconds = swarm.wait_until(lambda: chains.poll()[1] >= number + APART_ROUNDS, "the others go on", 40)
+    seconds = swarm.wait_until(lambda: chains.poll()[1] >= number + APART_ROUNDS, "the others go on")
     print(f"{seconds:.1f} s for {APART_ROUNDS} rounds without the leader of the first")
     assert chains.differ_at(number + APART_ROUNDS), "the control: it did not take part in them"
 
@@ -148,7 +165,7 @@ def test_who_introduced_the_others_dies(swarm: LabSwarm) -> None:
     number = swarm.highest_round()
     first.kill()
     seconds = swarm.wait_until(
-        lambda: min(status.round for status in swarm.poll(*others)) >= number + APART_ROUNDS, "they go on", 40
+        lambda: min(status.round for status in swarm.poll(*others)) >= number + APART_ROUNDS, "they go on"
     )
     print(f"{seconds:.1f} s for {APART_ROUNDS} rounds")
     assert all(status.round <= number + 1 for status in swarm.poll(first)), "the control: it is dead"
