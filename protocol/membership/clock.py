@@ -7,8 +7,8 @@ time, because offsets derived from offsets would drift together.
 
 Keys are free, so only those with a vote in the run count. A node that does not know any of them yet (it is new, or the
 run is) counts the peers that its user or the manifest named. And while anybody agrees with its own clock, no majority
-moves it by more than `MAX_OFFSET_SECONDS`. Nor is it moved that far by the first voter whose clock is read: it waits for
-a few of them, `HOLD_SECONDS` at most, or all records would expire.
+moves it by more than `MAX_OFFSET_SECONDS`. Nor is it moved that far by the first voter whose clock is read: it waits
+for a few of them, `HOLD_SECONDS` at most, or all records would expire.
 
 Two peers that count each other meet in the middle of their clocks. For that the called peer must also count the
 caller's clock, though it has no round trip to correct it by; such a vote counts only while there are few others. A node
