@@ -108,7 +108,7 @@ def make_config(row: Row, steps: int, seed: int) -> SimulationConfig:
         ),
         method=MethodSection(recipe=row.recipe),
         round=RoundSection(grace=5.0, leader_timeout=3.0, exchange_timeout=60.0),
-        membership=MembershipSection(heartbeat=0.5, expiry=4.0),
+        membership=MembershipSection(),
         pipeline=PipelineSection.model_validate(pipeline),
     )
     links = (100 * BYTES_PER_MEGABIT,) * row.peers
