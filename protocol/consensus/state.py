@@ -7,7 +7,8 @@ from typing import NamedTuple
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import EarlySubmitPolicy, MembershipChanged, RejectReason, VoteRecord
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.leader import MAX_ATTEMPTS, Leader, new_leader
+from protocol.consensus.leader import Leader
+from protocol.consensus.leader_roles import MAX_ATTEMPTS, new_leader
 from protocol.consensus.message_kinds import Acknowledgement, Inventory
 from protocol.consensus.messages import (
     MAX_HELD_BLOBS,
