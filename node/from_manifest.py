@@ -122,14 +122,6 @@ def learning_rate_scale(train: TrainSection, step: int, age_at_join: int = 0) ->
     return warmup * (train.final_share + (1 - train.final_share) * cosine)
 
 
-def stage_train(manifest: Manifest) -> TrainSection:
-    """Return the settings of a stage's inner steps.
-
-    Each stage clips its own gradient. If the norm is spread evenly, a stage has 1 / sqrt(stages) of it.
-    """
-    return manifest.train.model_copy(update={"clip": manifest.train.clip / math.sqrt(manifest.pipeline.stages)})
-
-
 def rate_by_round(steering: Steering, program: RoundPlanner) -> Callable[[int], float]:
     """Return a function that maps a round number to the factor of the learning rate at its beginning."""
     return lambda number: learning_rate_scale(steering.manifest_at(number).train, program.steps_before(number))

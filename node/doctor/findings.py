@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from node.model.memory_estimate import max_microbatch
+from node.model.memory_estimate import max_microbatch, run_microbatch
 from node.units import format_bytes
 from protocol.errors import MurmurError
 from protocol.manifest import Manifest
@@ -42,11 +42,12 @@ def judge_free_space(check: str, free: float, needed: float, fix: str) -> Findin
 def judge_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
     """Compare the largest microbatch that fits into `free` bytes with the run's."""
     fits = max_microbatch(manifest, free, device)
-    text = f"microbatches of {fits} sequences fit, the run's have {manifest.train.microbatch}"
-    if fits >= manifest.train.microbatch:
+    wanted, least = run_microbatch(manifest)
+    text = f"microbatches of {fits} sequences fit, the run's have {wanted}"
+    if fits >= wanted:
         return Finding("model", "ok", text)
-    fix = "this device is too small for the run" if fits == 0 else "nothing: a batch takes more passes"
-    return Finding("model", "fail" if fits == 0 else "warn", text, fix)
+    fix = "this device is too small for the run" if fits < least else "nothing: a batch takes more passes"
+    return Finding("model", "fail" if fits < least else "warn", text, fix)
 
 
 def judge_clock(offsets: Sequence[float], against: str) -> Finding:

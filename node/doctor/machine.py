@@ -14,7 +14,7 @@ from node.daemon.outer_state import state_bytes
 from node.daemon.run_limits import STORE_EXTRA_BYTES, STORE_STATES
 from node.doctor.findings import Finding, finding_of_error, judge_free_space, judge_microbatch
 from node.from_manifest import build_program
-from node.model import shape_table
+from node.model import shape_table, smallest_cut
 from node.model.memory_estimate import fixed_bytes
 from node.trainer.device import choose_device, device_name
 from node.units import format_bytes
@@ -100,7 +100,7 @@ def check_key(path: Path) -> Finding:
 
 def check_memory_and_disk(manifest: Manifest, node_dir: Path) -> list[Finding]:
     """Compare device memory, main memory and disk space with the needs of the run."""
-    parameters = shape_table(manifest.model).numel
+    parameters = shape_table(manifest.model, smallest_cut(manifest)).numel
     kind = choose_device("auto").type
     daemon = parameters * DAEMON_BYTES_PER_PARAMETER + DAEMON_BASE_BYTES
     main = daemon + fixed_bytes(manifest, kind) if kind == "cpu" else daemon

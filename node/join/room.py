@@ -14,7 +14,7 @@ from node.disk_budget import folder_bytes
 from node.doctor.machine import DAEMON_BYTES_PER_PARAMETER, free_memory
 from node.from_manifest import build_program
 from node.join.consent import require_consent
-from node.model import shape_table
+from node.model import shape_table, smallest_cut
 from node.model.memory_estimate import fixed_bytes, sequence_bytes
 from node.options import NodeOptions
 from node.trainer.device import choose_device
@@ -36,8 +36,8 @@ class Room:
 
 def needed_room(manifest: Manifest, device: str) -> Room:
     """Estimate what a run takes of a machine; `device` is "cpu" or "cuda"."""
-    parameters = shape_table(manifest.model).numel
-    memory = parameters * DAEMON_BYTES_PER_PARAMETER
+    parameters = shape_table(manifest.model, smallest_cut(manifest)).numel
+    memory = parameters * DAEMON_BYTES_PER_PARAMETER + manifest.pipeline.is_cut * manifest.pipeline.memory
     if device == "cpu":
         memory += fixed_bytes(manifest, device) + sequence_bytes(manifest, device)
     state = state_bytes(parameters, build_program(manifest).method)

@@ -8,6 +8,7 @@ from node.model.families import (
     model_family,
     shape_table,
     shapes_of,
+    smallest_cut,
     stage_slice,
 )
 from node.model.initialization import initial_weights
@@ -29,5 +30,6 @@ __all__ = [
     "model_family",
     "shape_table",
     "shapes_of",
+    "smallest_cut",
     "stage_slice",
 ]

@@ -40,6 +40,14 @@ def shapes_of(manifest: Manifest) -> ShapeTable:
     return shape_table(manifest.model, cut_of(manifest))
 
 
+def smallest_cut(manifest: Manifest) -> Cut:
+    """Return the part of the model that a machine must be able to hold: its stage if it has one, else the smallest."""
+    stages = manifest.pipeline.stages
+    if stages == 1 or cut_of(manifest) != WHOLE:
+        return cut_of(manifest)
+    return min(all_cuts(stages), key=lambda cut: shape_table(manifest.model, cut).numel)
+
+
 def stage_slice(config: ModelSection, cut: Cut) -> slice:
     """Return the place of a stage's flat vector in that of the whole model."""
     before = sum(shape_table(config, other).numel for other in all_cuts(cut.stages)[: cut.stage])

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from node.ipc.channel import DeviceUse
-from node.model import shape_table
+from node.model import shape_table, smallest_cut
 from node.model.memory_estimate import fit_microbatch
 from node.options import Device, NodeOptions
 from node.trainer.pause_when_busy import usage_meter_for
@@ -78,8 +78,9 @@ def _busy_share(device: torch.device) -> float | None:
 def require_usable_device(settings: NodeOptions) -> None:
     """Raise DeviceError if the device is missing or the memory too small, before anything starts."""
     device = choose_device(settings.device)
-    _require_memory(shape_table(settings.manifest.model).numel, total_memory())
-    fit_microbatch(settings.manifest, settings.memory, device.type)
+    manifest = settings.manifest
+    _require_memory(shape_table(manifest.model, smallest_cut(manifest)).numel, total_memory())
+    fit_microbatch(manifest, settings.memory, device.type)
     if settings.pause_when_busy:
         usage_meter_for(device)
 

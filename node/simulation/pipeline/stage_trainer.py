@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from node.from_manifest import stage_train
 from node.simulation.virtual_trainer import VirtualTrainer
 from node.trainer.inner_step import loaded_weights
 from node.trainer.stage_pass import backward_stage, finish_microbatch, forward_stage
+from node.trainer.stage_work import stage_train
 from protocol.errors import MurmurError
 
 Result = TypeVar("Result")
@@ -22,7 +22,7 @@ class StageTrainer(VirtualTrainer):
 
     def prepare(self) -> None:
         """Take the settings of a stage's inner steps; must be called before the first step."""
-        self.train = stage_train(self._manifest)
+        self.train = stage_train(self._manifest.train, self._manifest.pipeline.stages)
         self._losses: list[float] = []
         pipeline = self._manifest.pipeline
         self._weight = pipeline.microbatch * self._manifest.model.context / self._manifest.train.batch_tokens

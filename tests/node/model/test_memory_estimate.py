@@ -2,8 +2,11 @@
 
 import pytest
 
+from node.model import Cut
 from node.model.memory_estimate import fit_microbatch, fixed_bytes, max_microbatch, sequence_bytes
 from protocol.errors import DeviceError
+from protocol.manifest_pipeline import PipelineSection
+from protocol.pipeline.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
 
@@ -30,3 +33,20 @@ def test_what_does_not_fit_is_refused_and_what_the_refusal_names_is_enough() -> 
         fit_microbatch(MANIFEST, 1_000_000, "cpu")
     named = int(str(refused.value).rpartition("allow ")[2].partition("MB")[0])
     assert fit_microbatch(MANIFEST, (named + 1) * 1_000_000, "cpu") >= 1
+
+
+def test_a_node_of_a_pipeline_needs_room_for_a_whole_microbatch_of_one_stage() -> None:
+    model = MANIFEST.model.model_copy(update={"layers": 4, "tied": False})
+    pipeline = PipelineSection(stages=4, microbatch=3)
+    train = MANIFEST.train.model_copy(update={"batch_tokens": 6 * model.context})
+    whole = MANIFEST.model_copy(update={"model": model, "train": train})
+    cut = whole.model_copy(update={"pipeline": pipeline})
+    assert fixed_bytes(cut, "cuda") < fixed_bytes(whole, "cuda") / 3
+    stages = [StageManifest.of(cut, stage) for stage in range(4)]
+    assert min(fixed_bytes(stage, "cuda") for stage in stages) == fixed_bytes(cut, "cuda")
+    assert fixed_bytes(stages[0], "cuda") == fixed_bytes(whole, "cuda", Cut(0, 4))
+    for manifest in (cut, stages[1]):
+        room = fixed_bytes(manifest, "cpu") + 3 * sequence_bytes(manifest, "cpu")
+        assert fit_microbatch(manifest, room, "cpu") == fit_microbatch(manifest, None, "cpu") == 3
+        with pytest.raises(DeviceError, match="a microbatch of 3 takes"):
+            fit_microbatch(manifest, room - 1, "cpu")
