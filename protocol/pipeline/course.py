@@ -21,7 +21,7 @@ DropReason = Literal[
     "refused",  # three peers found a wrong input, or a value that is not finite
     "replayed too often",
     "expired",  # a server counts it and has forgotten it since
-    "stalled",  # its peer neither answered nor left for too long
+    "stalled",  # one peer had it for too long and did not leave
 ]
 
 
@@ -48,6 +48,7 @@ class Request:
     peer: PeerId
     life: int
     attempt: int
+    opened: float
     sent: float
     due: float  # when the same peer is asked again
     inputs: Inputs
@@ -63,11 +64,10 @@ class Request:
 class Course:
     """One microbatch of `stages` stages; `tokens`: the blob of its tokens, which the owner holds."""
 
-    def __init__(self, serial: int, tokens: HeldBlob, stages: int, now: float) -> None:
+    def __init__(self, serial: int, tokens: HeldBlob, stages: int) -> None:
         self.serial = serial
         self.tokens = tokens
         self.stages = stages
-        self.progress_at = now
         self.reached = 0  # computations that have been made once
         self.request: Request | None = None
         self.attempt = 0
@@ -126,19 +126,18 @@ class Course:
         is_end = step in (Step("forward", self.stages - 1), Step("backward", 0))
         return outcome.status != "done" or (outcome.result is None) == is_end
 
-    def record(self, request: Request, outcome: Outcome, now: float) -> bool:
+    def record(self, request: Request, outcome: Outcome) -> bool:
         """Take over an outcome; return whether it made a lost result again."""
         if outcome.missing is not None:
             self._miss(request, outcome.missing)
         elif outcome.status == "done":
-            self._complete(request, outcome, now)
+            self._complete(request, outcome)
         return outcome.status == "done" and request.replay
 
-    def _complete(self, request: Request, outcome: Outcome, now: float) -> None:
+    def _complete(self, request: Request, outcome: Outcome) -> None:
         """Take over the result of a finished computation."""
         step, place = request.step, Place(request.peer, outcome.life)
         self.refused_by.clear()
-        self.progress_at = now
         if request.replay:
             self.replays += 1
         elif outcome.loss is not None:

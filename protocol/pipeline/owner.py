@@ -32,6 +32,7 @@ from protocol.pipeline.releases import Releases
 from protocol.pipeline.routing import Router
 
 ASK_SECONDS = 5.0  # deadline of the call
+RETRY_SECONDS = 0.5  # after a call without an answer
 MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request for it
 PATIENCE = 4.0  # times the expected time
 STALL_SECONDS = 600.0
@@ -81,7 +82,7 @@ class Owner:
     def begin(self, serial: int, tokens: HeldBlob, now: float) -> list[Action]:
         """Start a microbatch; its serial must be new, and `room` above 0."""
         assert self.room > 0 and serial not in self._courses
-        course = self._courses[serial] = Course(serial, tokens, len(self._runs), now)
+        course = self._courses[serial] = Course(serial, tokens, len(self._runs))
         self._advance(course, now)
         return self._take_actions()
 
@@ -182,7 +183,7 @@ class Owner:
         course.attempt += 1
         course.refused_by &= self._live[step.stage]
         course.visited.add((step.stage, peer))
-        request = Request(step, peer, 0, course.attempt, now, now, course.inputs_for(step), course.is_replay(step))
+        request = Request(step, peer, 0, course.attempt, now, now, now, course.inputs_for(step), course.is_replay(step))
         course.request = request
         self._routers[step.stage].begin(peer)
         self._ask(course, request, now)
@@ -293,7 +294,7 @@ class Owner:
             course.forget_place(request.step, request.peer)
             self._go_elsewhere(course, request, now)
         else:
-            self._schedule(course, request, until if event.unreachable else now + ASK_SECONDS)
+            self._schedule(course, request, until if event.unreachable else now + RETRY_SECONDS)
 
     def _on_outcome(self, peer: PeerId, outcome: Outcome, now: float) -> None:
         stage = self._stage_of.get(outcome.run)
@@ -321,7 +322,7 @@ class Owner:
             self._on_refusal(course, request, now)
         else:
             self._abandon(course, request)
-            self.counts.replayed += course.record(request, outcome, now)
+            self.counts.replayed += course.record(request, outcome)
             self._continue(course, now)
 
     def _continue(self, course: Course, now: float) -> None:
@@ -371,7 +372,7 @@ class Owner:
         request = course.request
         if request is None or request.attempt != attempt or request.due > now:
             return
-        if now - course.progress_at > STALL_SECONDS:
+        if now - request.opened > STALL_SECONDS:
             self._end(course, "stalled", now)
         else:
             self._ask(course, request, now)

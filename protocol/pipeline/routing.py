@@ -5,8 +5,9 @@ gets; the next one goes to the peer with the lowest. Rates come from the servers
 weight from round trips would equalise the requests in flight instead of the use of the machines (SWARM's routing
 reaches 0.78 of the ideal where this one reaches 0.99).
 
-A peer gets at most `ceil(rate x (RTT + 1 s)) + 1` microbatches at a time. A busy peer is passed over until it has
-room, without a ban; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned, bans do not count.
+A peer has at most the work of one second and what is on its way: `ceil(2 rate (2 RTT + 1 s)) + 1` tasks, because a
+microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is passed over until it has room,
+without a ban; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned, bans do not count.
 """
 
 import math
@@ -49,7 +50,8 @@ class _Route:
 
     @property
     def limit(self) -> int:
-        return math.ceil(self.rate * (self.round_trip + AHEAD_SECONDS)) + 1
+        """Return how many tasks it may have: two for each microbatch, each with two round trips."""
+        return math.ceil(2 * self.rate * (2 * self.round_trip + AHEAD_SECONDS)) + 1
 
 
 class Router:

@@ -58,7 +58,7 @@ class StageServer:
         self._entries: dict[Key, Entry] = {}
         self._contributed = Ledger()  # of earlier contributions, while their microbatches are open
         self._ended: OrderedDict[Key, None] = OrderedDict()
-        self._ready: dict[Direction, deque[tuple[Key, int]]] = {"backward": deque(), "forward": deque()}
+        self._ready: deque[tuple[Key, Direction, int]] = deque()
         self._computing: Compute | TakeStep | None = None
         self._tokens = 0
         self._milliseconds: dict[Direction, float] = {}
@@ -176,7 +176,7 @@ class StageServer:
             admitted = self.memory.admits_replay(size)
         else:
             admitted = self.gate.has_place and self.memory.admits_forward(task.key, size)
-        waiting = sum(len(queue) for queue in self._ready.values()) + 1
+        waiting = len(self._ready) + 1
         return 0 if admitted else int(min(MAX_RETRY_MS, max(MIN_RETRY_MS, 200 * waiting / max(self.rate, 0.1))))
 
     def _needed_bytes(self, task: Task) -> int:
@@ -204,7 +204,7 @@ class StageServer:
         if inputs:
             self._actions.append(Fetch(key, task.direction, self._tokens, tuple(inputs.values())))
         else:
-            self._ready[task.direction].append((key, self._tokens))
+            self._ready.append((key, task.direction, self._tokens))
             self._run()
 
     # Progress
@@ -217,7 +217,7 @@ class StageServer:
             self._drop_unknown(event.key)
             return
         if isinstance(event, Fetched):
-            self._ready[event.direction].append((event.key, event.token))
+            self._ready.append((event.key, event.direction, event.token))
         elif isinstance(event, FetchFailed):
             self._give_up(work, replace(self._outcome(work.task, "missing"), missing=event.missing))
         elif not event.valid:
@@ -241,17 +241,14 @@ class StageServer:
             self.gate.add(event.key)
 
     def _run(self) -> None:
-        """Let the trainer begin its next piece of work: a complete step, then backwards, then forwards."""
+        """Let the trainer begin its next piece of work: a complete step, or the task that is ready for longest."""
         if self._computing is None and self.gate.is_complete:
             self._start(TakeStep(self.gate.added.copy()))
-        directions: tuple[Direction, ...] = ("backward", "forward")
-        for direction in directions:
-            queue = self._ready[direction]
-            while queue and self._computing is None:
-                key, token = queue.popleft()
-                work = self._work(key, direction)
-                if work is not None and work.token == token:
-                    self._start(Compute(work.task, token, self._adds(work.task)))
+        while self._ready and self._computing is None:
+            key, direction, token = self._ready.popleft()
+            work = self._work(key, direction)
+            if work is not None and work.token == token:
+                self._start(Compute(work.task, token, self._adds(work.task)))
 
     def _start(self, action: Compute | TakeStep) -> None:
         self._computing = action
@@ -361,11 +358,12 @@ class StageServer:
         self.life, self.ledger = event.life, event.ledger
         self.gate.take()
         self._computing = None
-        for queue in self._ready.values():
-            queue.clear()
+        self._ready.clear()
         for work in [work for entry in self._entries.values() for work in entry.work.values()]:
             if work.outcome is None or self._is_lost(work):
                 self._give_up(work, self._outcome(work.task, "void"))
+            else:
+                work.outcome = replace(work.outcome, life=self.life)
 
     def _is_lost(self, work: Work) -> bool:
         """Return whether a gradient was told to be counted and is not."""

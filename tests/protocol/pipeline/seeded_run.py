@@ -132,6 +132,8 @@ class SeededRun:
             waiting = [key for key, end in swarm.begun.items() if end == "open"]
             raise InvariantError(f"deadlock: {len(waiting)} microbatches do not end")
         ends = Counter(swarm.begun.values())
+        if ends["stalled"]:
+            raise InvariantError(f"deadlock: {ends['stalled']} microbatches ended because they waited for too long")
         counts = [peer.owner.counts for peer in swarm.peers.values() if peer.owner is not None]
         never_died = all(peer.life == 1 for peer in swarm.peers.values() if peer.stage is None)
         if never_died and ends["done"] != sum(each.done for each in counts):
