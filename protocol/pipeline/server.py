@@ -13,7 +13,7 @@ from protocol.pipeline.entry import Entry, Work
 from protocol.pipeline.gate import Gate
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.memory import Memory
-from protocol.pipeline.messages import MAX_RETRY_MS, Answer, AnswerKind, Direction, Key, Outcome, OutcomeStatus, Task
+from protocol.pipeline.messages import Answer, AnswerKind, Direction, Key, Outcome, OutcomeStatus, Task
 from protocol.pipeline.server_events import (
     Action,
     CloseStep,
@@ -38,7 +38,7 @@ from protocol.pipeline.server_events import (
 from protocol.pipeline.stage_settings import StageSettings
 
 MAX_ROUND_DISTANCE = 1
-MIN_RETRY_MS = 20
+MIN_PAUSE_MS, MAX_PAUSE_MS = 50, 2000
 SMOOTHING = 0.2
 REMEMBERED = 4096  # ended microbatches, to refuse late tasks
 
@@ -177,7 +177,7 @@ class StageServer:
         else:
             admitted = self.gate.has_place and self.memory.admits_forward(task.key, size)
         waiting = len(self._ready) + 1
-        return 0 if admitted else int(min(MAX_RETRY_MS, max(MIN_RETRY_MS, 200 * waiting / max(self.rate, 0.1))))
+        return 0 if admitted else int(min(MAX_PAUSE_MS, max(MIN_PAUSE_MS, 500 * waiting / max(self.rate, 0.1))))
 
     def _needed_bytes(self, task: Task) -> int:
         """Return the bytes that a task needs beside those that the forward of its microbatch left here."""

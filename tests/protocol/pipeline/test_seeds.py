@@ -2,22 +2,53 @@
 
 import pytest
 
+from tests.protocol.pipeline.bugs import BUGS, Bug
 from tests.protocol.pipeline.seeded_run import SeededRun
+from tests.protocol.pipeline.virtual_swarm import InvariantError
 
-pytestmark = pytest.mark.slow
-
-BATCHES = 4
-SEEDS = 40
+SEEDS, LONG_SEEDS, BATCH = 100, 2000, 100
+SEARCHED = 60
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_faults_lose_and_double_nothing_in_silence(batch: int) -> None:
-    for seed in range(batch * SEEDS // BATCHES, (batch + 1) * SEEDS // BATCHES):
+@pytest.mark.slow
+def test_faults_lose_and_double_nothing_in_silence() -> None:
+    ends: set[str] = set()
+    for seed in range(SEEDS):
+        run = SeededRun(seed)
+        run.run()
+        ends |= set(run.swarm.begun.values())
+    assert ends >= {"done", "refused", "owner died"}
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("first", range(SEEDS, LONG_SEEDS, BATCH))
+def test_thousands_of_seeds(first: int) -> None:
+    for seed in range(first, first + BATCH):
         SeededRun(seed).run()
 
 
+@pytest.mark.slow
 def test_without_faults_everything_is_done() -> None:
     for seed in range(10):
         run = SeededRun(seed, faults=())
         run.run()
         assert set(run.swarm.begun.values()) == {"done"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "word"), BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_each_bug_is_found(bug: Bug, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
+    found = next((seed for seed in range(SEARCHED) if word in outcome(seed)), None)
+    assert found is not None, f"no seed shows {word!r}"
+    print(f"seed {found}: {word}")
+    monkeypatch.undo()
+    assert outcome(found) == "", "the same seed without the bug"
+
+
+def outcome(seed: int) -> str:
+    try:
+        SeededRun(seed).run()
+    except InvariantError as broken:
+        return str(broken)
+    return ""

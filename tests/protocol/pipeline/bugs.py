@@ -1,0 +1,100 @@
+"""Deliberate bugs in the machines of a pipeline, each with the word by which the seeds show it."""
+
+from collections.abc import Callable
+
+import pytest
+
+from protocol.pipeline import memory, server_events
+from protocol.pipeline.course import Course, Request
+from protocol.pipeline.gate import Gate
+from protocol.pipeline.messages import Outcome
+from protocol.pipeline.owner import Owner
+from protocol.pipeline.owner_events import AskFailed
+from protocol.pipeline.releases import Releases
+from protocol.pipeline.routing import Router
+from protocol.pipeline.server import StageServer
+
+Bug = Callable[[pytest.MonkeyPatch], None]
+
+
+def asks_another_peer_after_a_timeout(patch: pytest.MonkeyPatch) -> None:
+    """What the pipelines before us do."""
+
+    def on_failure(self: Owner, event: AskFailed, now: float) -> None:
+        found = self._find(event.peer, event.task)
+        if found is not None:
+            found[0].forget_place(found[1].step, event.peer)
+            self._routers[found[1].step.stage].record_failure(event.peer, now)
+            self._go_elsewhere(found[0], found[1], now)
+
+    patch.setattr(Owner, "_on_failure", on_failure)
+
+
+def reserves_nothing_for_backwards(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(memory.Memory, "forward_capacity", property(lambda self: self.capacity))
+
+
+def waits_for_dead_owners(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StageServer, "_on_owners", lambda self, owners: None)
+    patch.setattr(StageServer, "next_deadline", lambda self: None)
+
+
+def forgets_to_release(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Releases, "add", lambda self, stage, peer, serials, now: None)
+    patch.setattr(StageServer, "next_deadline", lambda self: None)
+
+
+def loses_gradients_of_struck_microbatches(patch: pytest.MonkeyPatch) -> None:
+    """A ledger that counts only what the server still waits for."""
+    add = Gate.add
+    patch.setattr(Gate, "add", lambda self, key: add(self, key) if key in self._open else None)
+
+
+def keeps_outcomes_of_an_earlier_life(patch: pytest.MonkeyPatch) -> None:
+    restart = StageServer._on_restart
+
+    def on_restart(self: StageServer, event: server_events.TrainerRestarted) -> None:
+        earlier = {id(work): work.outcome for entry in self._entries.values() for work in entry.work.values()}
+        restart(self, event)
+        for entry in self._entries.values():
+            for work in entry.work.values():
+                work.outcome = earlier[id(work)]
+
+    patch.setattr(StageServer, "_on_restart", on_restart)
+
+
+def never_gives_up_a_bad_microbatch(patch: pytest.MonkeyPatch) -> None:
+    def react(self: Owner, course: Course, request: Request, now: float) -> None:
+        self._go_elsewhere(course, request, now)
+
+    patch.setattr(Owner, "_on_refusal", react)
+
+
+def believes_that_a_lost_input_comes_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Course, "_miss", lambda self, request, name: None)
+
+
+def weighs_peers_by_round_trips(patch: pytest.MonkeyPatch) -> None:
+    """Rates from the time between a request and its outcome, as in SWARM: the same number in flight at each peer."""
+    on_outcome = Owner._on_expected_outcome
+
+    def with_latency(self: Owner, course: Course, request: Request, outcome: Outcome, now: float) -> None:
+        route = self._routers[request.step.stage]._find(request.peer)
+        if route is not None:
+            route.rate += 0.1 * (1 / (now - request.opened) - route.rate)
+        on_outcome(self, course, request, outcome, now)
+
+    patch.setattr(Router, "record_rate", lambda self, peer, rate: None)
+    patch.setattr(Owner, "_on_expected_outcome", with_latency)
+
+
+BUGS: list[tuple[Bug, str]] = [
+    (asks_another_peer_after_a_timeout, "twice"),
+    (reserves_nothing_for_backwards, "deadlock"),
+    (waits_for_dead_owners, "still holds"),
+    (forgets_to_release, "deadlock"),
+    (loses_gradients_of_struck_microbatches, "differs"),
+    (keeps_outcomes_of_an_earlier_life, "deadlock"),
+    (never_gives_up_a_bad_microbatch, "deadlock"),
+    (believes_that_a_lost_input_comes_back, "deadlock"),
+]

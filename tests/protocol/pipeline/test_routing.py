@@ -1,0 +1,93 @@
+import random
+from collections import Counter
+
+from protocol.pipeline.routing import MAX_BAN_SECONDS, Router, StagePeer
+
+SPEEDS = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
+
+
+def make_router(speeds: dict[str, float] = SPEEDS) -> Router:
+    router = Router(random.Random(1))
+    router.update(StagePeer(peer, 1, 0, rate) for peer, rate in speeds.items())
+    return router
+
+
+def test_choices_are_proportional_to_the_reported_rate() -> None:
+    router = make_router()
+    chosen = Counter(router.choose(0.0) for _ in range(1500))
+    assert [chosen[peer] for peer in "abcd"] == [100, 200, 400, 800]
+    for _ in range(5):
+        router.record_answer("d", 30.0)  # a long way to it changes nothing
+    chosen = Counter(router.choose(0.0) for _ in range(1500))
+    assert [chosen[peer] for peer in "abcd"] == [100, 200, 400, 800]
+    router.record_rate("a", 9.0)
+    chosen = Counter(router.choose(0.0) for _ in range(2300))
+    assert abs(chosen["a"] - 900) < 20
+
+
+def test_a_peer_has_at_most_a_second_of_work_and_what_is_on_its_way() -> None:
+    router = make_router({"a": 2.0})
+    router.record_answer("a", 0.25)
+    taken = 0
+    while (peer := router.choose(0.0)) is not None:
+        router.begin(peer)
+        taken += 1
+    assert taken == 2 * 2 * 1.5 + 1
+    router.end("a")
+    assert router.choose(0.0) == "a"
+
+
+def test_a_new_peer_enters_at_the_current_minimum() -> None:
+    router = make_router({"a": 1.0})
+    for _ in range(100):
+        router.choose(0.0)
+    router.update([StagePeer("a", 1, 0, 1.0), StagePeer("b", 1, 0, 1.0)])
+    chosen = Counter(router.choose(0.0) for _ in range(20))
+    assert abs(chosen["a"] - chosen["b"]) <= 2
+
+
+def test_a_peer_that_was_busy_for_long_catches_up_with_two_seconds_of_work_only() -> None:
+    router = make_router({"a": 10.0, "b": 10.0})
+    router.record_busy("a", 100.0)
+    assert Counter(router.choose(0.0) for _ in range(500)) == {"b": 500}
+    chosen = Counter(router.choose(101.0) for _ in range(100))
+    assert 55 <= chosen["a"] <= 62
+
+
+def test_an_unreachable_peer_is_passed_over_for_growing_pauses() -> None:
+    router = make_router()
+    now, pauses = 0.0, []
+    for _ in range(9):
+        until = router.record_failure("d", now)
+        assert router.choose(now) != "d" and router.record_failure("d", now) == until
+        pauses.append(until - now)
+        now = until
+    assert pauses[:4] == [5.0, 10.0, 20.0, 40.0] and pauses[-1] == MAX_BAN_SECONDS
+    assert "d" in {router.choose(now) for _ in range(10)}
+    router.record_answer("d", 0.1)
+    assert router.record_failure("d", now) == now + 5.0
+
+
+def test_bans_do_not_count_if_nobody_else_is_left() -> None:
+    router = make_router()
+    for peer in SPEEDS:
+        router.record_failure(peer, 0.0)
+    assert router.choose(0.0) in SPEEDS
+
+
+def test_a_busy_peer_wakes_those_that_wait() -> None:
+    router = make_router({"a": 1.0})
+    assert router.wake_time(0.0) is None
+    router.record_busy("a", 3.0)
+    assert router.choose(2.9) is None and router.wake_time(2.9) == 3.0 and router.choose(3.0) == "a"
+
+
+def test_a_peer_that_leaves_gets_nothing_and_keeps_its_count() -> None:
+    router = make_router({"a": 1.0, "b": 1.0})
+    router.begin("a")
+    router.update([StagePeer("a", 1, 0, draining=True), StagePeer("b", 1, 0)])
+    assert {router.choose(0.0) for _ in range(5)} == {"b"} and router.outstanding("a") == 1
+    router.update([])
+    assert router.is_empty and router.choose(0.0) is None
+    router.end("a")
+    assert router.outstanding("a") == 0

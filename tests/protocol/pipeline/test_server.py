@@ -1,0 +1,206 @@
+from dataclasses import replace
+
+import pytest
+
+from protocol.blobs.blob import Blob
+from protocol.pipeline.ledger import Ledger
+from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Key, Task
+from protocol.pipeline.server import StageServer
+from protocol.pipeline.server_events import (
+    Action,
+    CloseStep,
+    Compute,
+    Computed,
+    Drain,
+    Fetch,
+    Fetched,
+    OwnersChanged,
+    ReleasedBy,
+    Stepped,
+    TakeStep,
+    Tell,
+    Tick,
+    TrainerRestarted,
+)
+from protocol.pipeline.stage_settings import StageSettings
+
+RUN = "ab" * 32
+SETTINGS = StageSettings(RUN, 1, 3, activation_bytes=100, token_bytes=10, step_size=2, memory=2000)
+X = HeldBlob(Blob(bytes(32), 100), "before")
+G = HeldBlob(Blob(bytes([1]) * 32, 100), "after")
+Y = Blob(bytes([2]) * 32, 100)
+
+
+def make_task(serial: int, direction: Direction = "forward", owner: str = "owner", life: int = 7) -> Task:
+    inputs = Inputs(activation=X, gradient=G if direction == "backward" else None)
+    return Task(RUN, owner, serial, direction, 1, life, 0, inputs, 60_000)
+
+
+def make_server(**changes: int) -> StageServer:
+    server = StageServer(replace(SETTINGS, **changes), life=7, round_number=0, ledger=Ledger())  # type: ignore[arg-type]
+    server.handle(OwnersChanged(frozenset({"owner", "other"})), 0.0)
+    return server
+
+
+def carry_out(server: StageServer, actions: list[Action]) -> list[Action]:
+    """Fetch and compute everything; return all other actions."""
+    rest: list[Action] = []
+    while actions:
+        action = actions.pop(0)
+        if isinstance(action, Fetch):
+            actions += server.handle(Fetched(action.key, action.direction, action.token), 0.0)
+        elif isinstance(action, Compute):
+            key, direction = action.task.key, action.task.direction
+            actions += server.handle(Computed(key, direction, action.token, True, Y, None, 10.0), 0.0)
+        else:
+            rest.append(action)
+    return rest
+
+
+def ask(server: StageServer, task: Task) -> tuple[str, list[Action]]:
+    answer, actions = server.ask(task, 0.0)
+    return answer.kind, carry_out(server, actions)
+
+
+def test_a_step_takes_in_its_forwards_and_waits_for_their_backwards() -> None:
+    server = make_server()
+    assert [ask(server, make_task(serial))[0] for serial in range(3)] == ["accepted", "accepted", "busy"]
+    assert not any(isinstance(each, TakeStep) for each in ask(server, make_task(0, "backward"))[1])
+    _, actions = ask(server, make_task(1, "backward"))
+    steps = [each.ledger for each in actions if isinstance(each, TakeStep)]
+    assert steps == [Ledger([Key("owner", 0), Key("owner", 1)])]
+    server.handle(Stepped(), 0.0)
+    assert ask(server, make_task(2))[0] == "accepted"
+    assert server.take_ledger() == steps[0] and not server.ledger
+
+
+def test_a_repeated_task_is_known_and_adds_nothing() -> None:
+    server = make_server()
+    ask(server, make_task(0))
+    ask(server, make_task(0, "backward"))
+    kind, actions = ask(server, make_task(0, "backward"))
+    assert (kind, actions, len(server.gate.added), server.counts.duplicates) == ("known", [], 1, 1)
+
+
+def test_a_task_for_an_earlier_life_is_refused() -> None:
+    """A late copy of a request must not be computed by a server that has restarted since."""
+    server = make_server()
+    assert ask(server, make_task(0, "backward", life=6))[0] == "other life"
+    assert not server.gate.added
+    assert ask(server, make_task(0, "backward", life=0))[0] == "accepted", "without a number nobody could know"
+    assert len(server.gate.added) == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [
+        (replace(make_task(0), run="cd" * 32), "other stage"),
+        (replace(make_task(0), round=2), "other round"),
+        (replace(make_task(0), round=1), "accepted"),
+        (replace(make_task(0), inputs=Inputs()), "refused"),
+        (replace(make_task(0), inputs=Inputs(HeldBlob(Blob(bytes(32), 99), "before"))), "refused"),
+        (replace(make_task(0), inputs=Inputs(X, tokens=X)), "refused"),
+        (replace(make_task(0), inputs=Inputs(X, gradient=G)), "refused"),
+        (replace(make_task(0, "backward"), inputs=Inputs(X)), "refused"),
+    ],
+)
+def test_tasks_of_another_kind_are_refused(task: Task, kind: str) -> None:
+    server = make_server()
+    assert ask(server, task)[0] == kind
+    assert server.counts.answers == {kind: 1}
+
+
+def test_memory_is_shared_between_owners_and_a_part_is_for_backwards() -> None:
+    server = make_server(step_size=100, memory=1600)  # 1200 for forwards of 200, half of it for each owner
+    assert [ask(server, make_task(serial))[0] for serial in range(4)] == ["accepted"] * 3 + ["busy"]
+    assert [ask(server, make_task(serial, owner="other"))[0] for serial in range(4)] == ["accepted"] * 3 + ["busy"]
+    assert ask(server, make_task(0, "backward"))[0] == "accepted"
+    assert server.memory.used == 1100  # its output and input are free again
+    server.handle(ReleasedBy("owner", (0, 1, 2)), 0.0)
+    server.handle(ReleasedBy("other", (0, 1, 2)), 0.0)
+    assert server.memory.used == 0
+
+
+def test_microbatches_of_dead_owners_are_struck_and_torn_ones_counted() -> None:
+    server = make_server(step_size=3)
+    for serial in (0, 1):
+        ask(server, make_task(serial, owner="other"))
+    ask(server, make_task(0, "backward", owner="other"))
+    server.handle(OwnersChanged(frozenset({"owner"})), 0.0)
+    assert (server.counts.struck, server.counts.torn, server.gate.open_count) == (1, 1, 0)
+    assert server.memory.used == 0 and len(server.gate.added) == 1
+
+
+def test_a_microbatch_past_its_deadline_is_struck() -> None:
+    server = make_server()
+    ask(server, make_task(0))
+    assert server.next_deadline() == 60.0
+    server.handle(Tick(), 60.0)
+    assert (server.counts.struck, server.memory.used, server.next_deadline()) == (1, 0, None)
+    assert ask(server, make_task(0, "backward"))[0] == "accepted", "its gradient joins the open step"
+
+
+def test_a_restarted_trainer_loses_what_its_snapshot_lacks() -> None:
+    server = make_server()
+    for serial in (0, 1):
+        ask(server, make_task(serial))
+    ask(server, make_task(0, "backward"))
+    actions = server.handle(TrainerRestarted(8, Ledger()), 0.0)
+    assert [each.outcome.status for each in actions if isinstance(each, Tell)] == ["void"]
+    assert server.counts.lost == 1 and not server.gate.added
+    assert ask(server, make_task(0, "backward", life=8))[0] == "accepted"
+    answer, _ = server.ask(make_task(1, life=8), 0.0)
+    assert answer.outcome is not None and answer.outcome.life == 8, "results in memory outlive the trainer"
+
+
+def test_what_the_ledger_of_a_snapshot_contains_is_not_added_again() -> None:
+    server = StageServer(SETTINGS, 8, 0, Ledger([Key("owner", 0)]))
+    server.handle(OwnersChanged(frozenset({"owner"})), 0.0)
+    _, actions = ask(server, make_task(0, "backward", life=8))
+    outcomes = [each.outcome for each in actions if isinstance(each, Tell)]
+    assert [(each.status, each.added) for each in outcomes] == [("done", True)]
+    assert not server.gate.added
+
+
+def test_a_late_task_of_an_ended_microbatch_adds_nothing() -> None:
+    server = make_server()
+    ask(server, make_task(0))
+    server.handle(ReleasedBy("owner", (0,)), 0.0)
+    answer, actions = server.ask(make_task(0, "backward"), 0.0)
+    assert answer.outcome is not None and answer.outcome.status == "ended" and not actions
+
+
+def test_a_draining_server_finishes_its_step_and_accepts_nothing_else() -> None:
+    server = make_server()
+    ask(server, make_task(0))
+    server.handle(Drain(), 0.0)
+    assert ask(server, make_task(1))[0] == "sealed" and not server.is_idle
+    kind, actions = ask(server, make_task(0, "backward"))
+    assert kind == "accepted" and any(isinstance(each, TakeStep) for each in actions)
+    server.handle(Stepped(), 0.0)
+    assert server.is_idle
+
+
+def test_a_round_that_asks_early_gets_a_shorter_step() -> None:
+    server = make_server()
+    ask(server, make_task(0))
+    server.handle(CloseStep(), 0.0)
+    assert ask(server, make_task(1))[0] == "busy"
+    _, actions = ask(server, make_task(0, "backward"))
+    assert any(isinstance(each, TakeStep) for each in actions)
+    server.handle(Stepped(), 0.0)
+    server.handle(CloseStep(), 0.0)
+    assert ask(server, make_task(1))[0] == "accepted", "an empty step cannot end"
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_not_counted() -> None:
+    server = make_server()
+    answer, actions = server.ask(make_task(0, "backward"), 0.0)
+    (fetch,) = [each for each in actions if isinstance(each, Fetch)]
+    (compute,) = [
+        each for each in server.handle(Fetched(fetch.key, "backward", fetch.token), 0.0) if isinstance(each, Compute)
+    ]
+    told = server.handle(Computed(fetch.key, "backward", compute.token, False, None, None, 1.0), 0.0)
+    assert [each.outcome.status for each in told if isinstance(each, Tell)] == ["invalid"]
+    assert answer.kind == "accepted" and not server.gate.added and server.memory.used == 0
+    assert server.counts.invalid == 1
