@@ -60,6 +60,7 @@ class Sync:
         left: our head when it began.
         offer: the chain that a peer has shown, once we have judged that we should follow it.
         is_following: whether our round has ended for it.
+        leaves_branch: whether rounds of ours get lost.
         is_fetched: whether its state is in our store, but nothing has confirmed it yet.
         confirm_until: how long to wait for voters that confirm the state.
         ask_at: when to ask again for the next certificate, which names the state.
@@ -71,6 +72,7 @@ class Sync:
     left: ChainHead
     offer: SyncOffer | None = None
     is_following: bool = False
+    leaves_branch: bool = False
     is_fetched: bool = False
     confirm_until: float = 0.0
     ask_at: float = 0.0

@@ -19,6 +19,7 @@ from protocol.consensus.messages import Digest
 from protocol.identity import PeerId
 
 CONFIRM_SECONDS = 15.0  # for something to confirm a state that is here
+FORK_CONFIRM_SECONDS = 5.0  # where our own branch would go on meanwhile, and may win
 ASK_AGAIN_SECONDS = 0.5  # for the next certificate
 
 
@@ -149,7 +150,7 @@ class Syncing:
             return self._decline(judgement, now)
         if judgement.needs_person and not self._options.accepts_jumps:
             return [reports.jump_held(sync.target, judgement.lost), *self._decline(judgement, now)]
-        sync.offer, sync.is_following = offer, True
+        sync.offer, sync.is_following, sync.leaves_branch = offer, True, judgement.lost > 0
         return self._replay(sync, offer) if self._may_replay(sync, offer, judgement, state) else []
 
     def _judge(self, offer: SyncOffer, live: frozenset[PeerId]) -> Judgement:
@@ -193,7 +194,7 @@ class Syncing:
         """Begin to look for a confirmation of the state that is here now."""
         if self._sync is not None and self._sync.is_following:
             self._sync.is_fetched, self._sync.ask_at = True, now
-            self._sync.confirm_until = now + CONFIRM_SECONDS
+            self._sync.confirm_until = now + (FORK_CONFIRM_SECONDS if self._sync.leaves_branch else CONFIRM_SECONDS)
 
     @property
     def is_confirming(self) -> bool:

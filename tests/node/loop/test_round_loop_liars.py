@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
 from node.loop.actions import ApplyCommit, FetchState, FindPath, ReportRecovered, TakeState
 from node.loop.catch_up import MAX_AVOID_SECONDS, MIN_AVOID_SECONDS, CatchUp
 from node.loop.events import PathFound, StateFetched
+from node.loop.round_loop import POLL_SECONDS
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.loop.syncing import FORK_CONFIRM_SECONDS
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead
 from tests.certificates import offer_of
@@ -105,6 +109,28 @@ def test_state_that_the_next_certificate_names_is_taken() -> None:
     peer.post(StateFetched())
     [take] = of_kind(TakeState, peer.post(PathFound(offer_of(later, NOISE))))
     assert take.state == STATE and take.offer.chain.head == longer.head
+
+
+def grown(chain: Chain, signers: tuple[int, ...], rounds: int) -> Chain:
+    longer = Chain(chain.head, chain.log)
+    for number in range(rounds):
+        blobs = {peer: Blob.of(f"{signers} {number} {peer}".encode()) for peer in signers}
+        longer.append(certified(longer, commit_of(longer.head, blobs), b"mine", signers))
+    return longer
+
+
+@pytest.mark.parametrize("loses_rounds", [True, False])
+def test_state_of_another_branch_that_nobody_confirms_costs_our_branch_seconds(loses_rounds: bool) -> None:
+    """Control: a peer that is only behind has nothing to go on with, and waits for the voters to arrive there."""
+    fork = founded()
+    ours, theirs = grown(fork, (1, 2), 1) if loses_rounds else fork, grown(fork, (2, 4), 7)
+    peer = peer_on(ours)
+    peer.meet(other=PeerState(theirs.head, STATE.digest))
+    assert of_kind(FetchState, peer.post(PathFound(offer_of(theirs, STATE)))) and not peer.loop.session.is_open
+    peer.post(StateFetched())
+    peer.pass_time(FORK_CONFIRM_SECONDS + 2 * POLL_SECONDS)
+    assert peer.loop.session.is_open == loses_rounds
+    assert peer.chain.head == ours.head
 
 
 def test_five_keys_without_a_vote_cannot_call_a_state_wrong() -> None:
