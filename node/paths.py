@@ -114,6 +114,8 @@ def find_trained_dir(path: Path) -> Path:
         return path
     nodes = {folder: find_newest_checkpoint(folder) for folder in sorted(path.glob("peer-*"))}
     rounds = {folder: int(saved.name.rpartition("-")[2]) for folder, saved in nodes.items() if saved}
+    if any((folder / "stage.json").exists() for folder in nodes):
+        return path  # none of them has the whole model
     if not rounds:
         raise CheckpointError(
             f"no checkpoint in {path}; name the --dir of a node that has finished a round, or wait until this one has"

@@ -34,6 +34,7 @@ from protocol.transport.nat import find_common_port, is_port_free
 
 TOKENIZER = "tokenizer.json"
 FINAL_STATUS = "status.json"
+STAGE = "stage.json"
 
 
 class RunDir:
@@ -49,6 +50,7 @@ class RunDir:
         self.ticket = path / "ticket"
         self.proofs = path / "proofs"
         self.blobs = path / "blobs"
+        self.activations = path / "activations"
         self.checkpoints = path / "checkpoints"
 
     @contextmanager
@@ -105,6 +107,15 @@ class RunDir:
     def write_final_status(self, status: str) -> None:
         """Write the last status, as JSON, for `murmur status` after the node has exited."""
         write_atomically(self.path / FINAL_STATUS, status.encode())
+
+    def read_stage(self) -> int | None:
+        """Return the stage of a pipeline that this folder holds; None if it holds none yet."""
+        stage = read_json_if_whole(self.path / STAGE).get("stage")
+        return stage if isinstance(stage, int) else None
+
+    def write_stage(self, stage: int) -> None:
+        """Note the stage that this folder holds."""
+        write_atomically(self.path / STAGE, json.dumps({"stage": stage}).encode())
 
     def read_last_port(self) -> int:
         """Return the TCP port of the last start, 0 if there was none."""

@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket", "stage", "stage_life", "stage_rate")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,9 @@ class PeerRecord(_message.Message):
     OTHER_START_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_LIFE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_RATE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     expires: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -98,7 +101,10 @@ class PeerRecord(_message.Message):
     other_start: int
     revision: bytes
     ticket: bytes
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    stage: int
+    stage_life: int
+    stage_rate: float
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket")
@@ -487,7 +493,7 @@ class HeldBlob(_message.Message):
     def __init__(self, blob: _Optional[_Union[BlobRef, _Mapping]] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class StageTask(_message.Message):
-    __slots__ = ("run", "serial", "backward", "attempt", "life", "round", "replay", "activation", "tokens", "gradient", "deadline_ms")
+    __slots__ = ("run", "serial", "backward", "attempt", "life", "round", "replay", "activation", "tokens", "gradient", "deadline_ms", "loss")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SERIAL_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
@@ -499,6 +505,7 @@ class StageTask(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     serial: int
     backward: bool
@@ -510,7 +517,8 @@ class StageTask(_message.Message):
     tokens: HeldBlob
     gradient: HeldBlob
     deadline_ms: int
-    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., round: _Optional[int] = ..., replay: _Optional[bool] = ..., activation: _Optional[_Union[HeldBlob, _Mapping]] = ..., tokens: _Optional[_Union[HeldBlob, _Mapping]] = ..., gradient: _Optional[_Union[HeldBlob, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    loss: float
+    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., round: _Optional[int] = ..., replay: _Optional[bool] = ..., activation: _Optional[_Union[HeldBlob, _Mapping]] = ..., tokens: _Optional[_Union[HeldBlob, _Mapping]] = ..., gradient: _Optional[_Union[HeldBlob, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class StageOutcome(_message.Message):
     __slots__ = ("run", "serial", "backward", "attempt", "life", "status", "result", "added", "loss", "compute_ms", "rate", "missing")

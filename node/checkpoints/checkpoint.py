@@ -32,10 +32,10 @@ from torch import Tensor
 
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.tensor_file import DamagedError, FileDigest, read_file, read_tensors, write_file, write_tensors
-from node.model import ShapeTable, shape_table
+from node.model import ShapeTable
 from node.run_dir import write_atomically
 from protocol.errors import CheckpointError, OtherRunError, StorageError
-from protocol.manifest import Manifest, RunId, load_manifest
+from protocol.manifest import RunId
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +63,6 @@ class Checkpoint:
     outer: dict[str, Tensor]  # slot to vector; the memory of an aggregate has its own length
     inner: dict[str, Tensor]  # vectors, or raw fp32 or uint8 of any other length
     inner_meta: Json
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """The newest weights in a node's folder, and their run."""
-
-    manifest: Manifest
-    round: int
-    anchor: Tensor  # flat fp32 (numel,)
 
 
 def save(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable, keep: int) -> Path:
@@ -154,21 +145,22 @@ def load_newest_chain(folder: Path, run_id: RunId, shapes: ShapeTable) -> SavedC
     return _load_newest_with(folder, run_id, shapes, build)[0]
 
 
-def load_trained_weights(run_dir: Path) -> TrainedWeights:
-    """Load the anchor of the newest whole checkpoint in a node's folder, and no other file of it."""
-    manifest = load_manifest(run_dir / "run.toml")
-    shapes, folder = shape_table(manifest.model), run_dir / "checkpoints"
+def load_anchor(folder: Path, run_id: RunId, shapes: ShapeTable, round_number: int | None = None) -> tuple[int, Tensor]:
+    """Return the round and the anchor of the newest whole checkpoint, or of that of a round, and read no other file.
 
-    def build(path: Path, body: Json) -> TrainedWeights:
-        return TrainedWeights(manifest, int(body["round"]), _read_vector(path, ANCHOR, body, shapes))
+    Raises CheckpointError if there is none, or OtherRunError.
+    """
 
-    trained, skipped = _load_newest_with(folder, manifest.run_id, shapes, build)
+    def build(path: Path, body: Json) -> tuple[int, Tensor]:
+        return int(body["round"]), _read_vector(path, ANCHOR, body, shapes)
+
+    loaded, skipped = _load_newest_with(folder, run_id, shapes, build, round_number)
     for line in skipped:
         logger.warning("skipped the checkpoint %s", line)
-    if trained is None:
+    if loaded is None:
         reason = f"all are damaged ({skipped[0]})" if skipped else "there is none yet"
         raise CheckpointError(f"no usable checkpoint in {folder}: {reason}; let the node finish a round first")
-    return trained
+    return loaded
 
 
 def _publish(target: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
@@ -238,10 +230,17 @@ def _read_manifest(folder: Path) -> Json:
 
 
 def _load_newest_with(
-    folder: Path, run_id: RunId, shapes: ShapeTable, build: Callable[[Path, Json], Built]
+    folder: Path,
+    run_id: RunId,
+    shapes: ShapeTable,
+    build: Callable[[Path, Json], Built],
+    round_number: int | None = None,
 ) -> tuple[Built | None, list[str]]:
     skipped: list[str] = []
-    for _, path in reversed(_list_saved(folder)):
+    for saved in reversed(list_checkpoints(folder)):
+        path = saved.path
+        if round_number not in (None, saved.round):
+            continue
         try:
             body = _read_manifest(path)
             _require_compatible(path, body, run_id, shapes)

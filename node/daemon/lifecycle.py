@@ -21,6 +21,7 @@ from node.disk_budget import choose_budget, watch_budget
 from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
 from node.options import NodeOptions
+from node.pipeline.choose_stage import choose_stage
 from node.process import give_up_privileges, handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.run_dir import RunDir
@@ -105,7 +106,8 @@ class Daemon:
             self._display.names.learn(node.peer_id, self._settings.name)
             node.directory.subscribe(self._display.names)
             with self._display.activity("preparing the run"):
-                await node.add_replica(self._settings.manifest, self._folder, workers)
+                manifest = choose_stage(self._settings.manifest, self._settings.stage, self._folder, node.peer_id)
+                await node.add_replica(manifest, self._folder, workers)
             with self._display.activity("connecting to the network"):
                 await node.open()
             port = await stack.enter_async_context(serve_metrics(self._settings.metrics, node.metrics, node))

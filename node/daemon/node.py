@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
 
-from node.daemon.replica import NodeParts, Replica
+from node.daemon.node_parts import NodeParts
+from node.daemon.replica import Replica
 from node.daemon.services import CarriersService, RoundsService, RunsService, ServedChain
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
 from node.own_ticket import load_own_ticket
+from node.pipeline.service import StagesService
 from node.run_dir import RunDir, reuse_last_port
 from node.steering.keeper import RevisionKeeper
 from node.workers import Workers
@@ -30,6 +32,7 @@ from protocol.murmur_pb2_grpc import (
     add_CarriersServicer_to_server,
     add_RoundsServicer_to_server,
     add_RunsServicer_to_server,
+    add_StagesServicer_to_server,
 )
 from protocol.tasks import cancel_and_wait
 from protocol.transport.nat import DialBackResponder, choose_relays, find_own_ip
@@ -93,6 +96,8 @@ class Node:
         replica = await Replica.build(parts, manifest, run_dir)
         replica.status_reporter.add_source(self)
         self.add_chain(replica.run_id, replica.served_chain, replica.store)
+        if replica.pipeline is not None:
+            self._stores.add(replica.pipeline.store)
         self.metrics.add_store(replica.store)
         self.metrics.add_refusal_counter(replica.downloader)
         self.manifests[replica.run_id] = manifest
@@ -112,7 +117,7 @@ class Node:
 
     def _keeper_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionKeeper:
         """Return the keeper of a run's revisions: the node's, or one of its own for a run within the node's run."""
-        if manifest.run_id == self.directory.run_id:
+        if manifest.whole_run_id == self.directory.run_id:
             return self.revisions
         return RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
 
@@ -157,6 +162,11 @@ class Node:
             partial(register_blob_service, self.blob_service),
             partial(add_CarriersServicer_to_server, CarriersService(self.replicas, self.directory)),
             partial(add_RoundsServicer_to_server, rounds),
+            *(
+                partial(add_StagesServicer_to_server, StagesService(replica.pipeline, self.directory))
+                for replica in self.replicas.values()
+                if replica.pipeline is not None
+            ),
         ]
 
     async def run_replicas(self) -> None:

@@ -88,7 +88,7 @@ async def deliver(
             traffic.record_sent("deliver", request)
             return await await_reply(peer, lambda: RoundsStub(channel).Deliver(request, timeout=seconds))
 
-        reply = await _call_by_best_channel(channels, peer, call, lambda: deadline - clock())
+        reply = await call_by_best_channel(channels, peer, call, lambda: deadline - clock())
         traffic.record_received("deliver", reply)
         if len(reply.statements) > MAX_REPLY_MESSAGES:
             raise LimitError(f"{peer} replied with {len(reply.statements)} messages; at most {MAX_REPLY_MESSAGES}")
@@ -103,7 +103,7 @@ async def deliver(
     return answers
 
 
-async def _call_by_best_channel(
+async def call_by_best_channel(
     channels: PeerChannels,
     peer: PeerId,
     call: Callable[[Any, float], Awaitable[Reply]],

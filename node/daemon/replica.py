@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import random
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
@@ -18,6 +16,7 @@ from node.daemon.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
+from node.daemon.node_parts import NodeParts
 from node.daemon.outer_state import ReplicatedState, RoundCompute, state_bytes
 from node.daemon.peer_rpc import Outbox, PeerRpc
 from node.daemon.proof_file import ProofFile
@@ -53,55 +52,31 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from node.model import shapes_of
-from node.monitoring.metrics import Metrics
 from node.monitoring.status import first_status
 from node.monitoring.status_reporter import StatusReporter
-from node.options import NodeOptions
 from node.own_ticket import load_own_ticket
+from node.pipeline.build import build_pipeline, stage_config
 from node.run_dir import RunDir
-from node.steering.keeper import RevisionKeeper
-from node.workers import BackgroundTasks, Workers
+from node.workers import BackgroundTasks
 from optim.kernels.warmup import warm_up
 from optim.round_plan import RoundPlanner
 from protocol.admission.gate import Gate
 from protocol.blobs.download import Downloader
-from protocol.blobs.server import BlobService
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.briefs.codec import Abridger
 from protocol.consensus.briefs.seen import SeenMessages
-from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import Signed
+from protocol.pipeline.stage import stage_of
 from protocol.signing import sign
 from protocol.tasks import cancel_and_wait
 from protocol.traffic import ControlTraffic
-from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 SLOW_COMPILE_SECONDS = 5.0  # a shorter warm-up found the kernels compiled
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeParts:
-    """The parts that all replicas of a node share."""
-
-    options: NodeOptions
-    identity: Identity
-    transport: Transport
-    directory: PeerDirectory
-    revisions: RevisionKeeper
-    blob_service: BlobService
-    metrics: Metrics
-    workers: Workers
-    rng: random.Random
-
-    @property
-    def has_contacts(self) -> bool:
-        return bool(self.options.contacts)
 
 
 class Replica:
@@ -142,6 +117,7 @@ class Replica:
         self._connect()
         self._build_loop()
         self._build_audits()
+        self.pipeline = build_pipeline(manifest, run_dir, node.directory, node.transport, self._background)
         self._build_trainer()
         self._build_effects()
         self.status_reporter.add_source(self)
@@ -171,7 +147,8 @@ class Replica:
         node, status = self._node, self.status_reporter
         gate = Gate(self.manifest)
         node.metrics.add_refusal_counter(gate)
-        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate)
+        stage = stage_of(self.manifest)
+        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate, stage)
         self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
         seen = SeenMessages()
         self.receiver = MessageReceiver(self.run_id, self._limits, seen, self.inbox, status)
@@ -209,7 +186,7 @@ class Replica:
             LoopOptions(
                 options,
                 self.steering,
-                min_peers=manifest.run.min_peers,
+                min_peers=max(1, manifest.run.min_peers // manifest.pipeline.stages),
                 expiry=manifest.membership.expiry,
                 has_contacts=self._node.has_contacts,
                 sync=SyncOptions(
@@ -250,14 +227,18 @@ class Replica:
 
     def _build_trainer(self) -> None:
         options, me, number = self._node.options, self._node.identity.peer_id, self.replicated.chain.round
-        trainer_config = build_trainer_config(self.manifest, options, self._run_dir, me, number)
+        stage = stage_config(self.pipeline) if self.pipeline else None
+        trainer_config = build_trainer_config(self.manifest, options, self._run_dir, me, number, stage)
+        activations = self.pipeline.memory if self.pipeline else None
+        self._process = TrainerProcess(self.shared_memory, trainer_config, activations)
         tools = TrainerTools(
-            process=TrainerProcess(self.shared_memory, trainer_config),
+            process=self._process,
             shared_memory=self.shared_memory,
             store=self.store,
             contribution_file=self._contribution_file,
             run_in_thread=self._node.workers.compute,
             work_keeper=self.auditor.work_keeper if self.auditor else None,
+            pipeline=self.pipeline,
         )
         self.trainer = TrainerLink(tools, self._contributions, self._pacing, self, self.status_reporter)
         self.checkpointer = Checkpointer(
@@ -323,6 +304,8 @@ class Replica:
         """Announce our head to the peers of the run and follow theirs; call it on the network."""
         self.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
         self._node.directory.subscribe(self)
+        if self.pipeline is not None:
+            self.pipeline.start(self._process)
         self._node.revisions.subscribe(self)
         self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
 
@@ -351,6 +334,8 @@ class Replica:
 
     async def _finish(self) -> None:
         self.effects.stop()
+        if self.pipeline is not None:
+            self.pipeline.drain()
         if self.auditor is not None:
             self.auditor.stop()
         await self.trainer.stop(self.replicated.chain.round, evaluates=self.effects.reached is not None)
@@ -363,7 +348,9 @@ class Replica:
         self.status_reporter.on_trainer_message(message)
         match message:
             case TrainerProgress():
-                self._pacing.record_steps(message.step, message.seconds.get("compute", 0.0))
+                # A peer of a pipeline that waits for work is as slow as one that computes.
+                seconds = message.seconds.get("compute", 0.0) + message.seconds.get("idle", 0.0)
+                self._pacing.record_steps(message.step, seconds)
             case Ready():
                 directory.publish(device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
             case ContributionHeader():
@@ -405,5 +392,6 @@ class Replica:
             "trainer_trouble": self.trainer.not_running_reason,
             "unsaved": self.checkpointer.last_error,
             "trust": str(self.served_chain.trust_point or ""),
+            **(self.pipeline.status_fields() if self.pipeline else {}),
             "audits": dict(self.auditor.counts) if self.auditor else {},
         }

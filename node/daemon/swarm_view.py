@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
+from node.pipeline.stage_peers import lowest_round
 from protocol.admission.gate import Gate
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.consensus.chain import Chain, ChainHead
@@ -23,13 +24,20 @@ MAX_LEFT_PEERS = 4096
 class SwarmView:
     """The node's directory as one replica sees it: everything that a replica asks about peers passes here.
 
-    A peer record names one head, so the replicas of a node will need one entry each in it; this is the place to choose
-    the entry of our run. `has_contacts`: whether somebody was named whom we can ask for the run.
+    A replica of a stage of a pipeline sees the trainers of its stage alone. `has_contacts`: whether somebody was named
+    whom we can ask for the run.
     """
 
     def __init__(
-        self, directory: PeerDirectory, status: StatusSource, has_contacts: bool, rng: random.Random, gate: Gate
+        self,
+        directory: PeerDirectory,
+        status: StatusSource,
+        has_contacts: bool,
+        rng: random.Random,
+        gate: Gate,
+        stage: int | None = None,
     ) -> None:
+        self._stage = stage
         self._gate = gate
         self._directory = directory
         self._status = status
@@ -39,15 +47,23 @@ class SwarmView:
         self._has_met_trainer = False  # whether another trainer was ever seen
         directory.subscribe(self)
 
+    def _live(self) -> Mapping[PeerId, PeerRecord]:
+        """Return the records of all live peers, without the trainers of other stages."""
+        live = self._directory.live()
+        return live if self._stage is None else {peer: entry for peer, entry in live.items() if self._serves(entry)}
+
+    def _serves(self, record: PeerRecord) -> bool:
+        return self._stage is None or record.role != "trainer" or record.stage == self._stage + 1
+
     def other_records(self) -> dict[PeerId, PeerRecord]:
         """Return the records of all other live peers, in random order to spread requests."""
-        others = [(peer, record) for peer, record in self._directory.live().items() if peer != self._directory.peer_id]
+        others = [(peer, record) for peer, record in self._live().items() if peer != self._directory.peer_id]
         self._rng.shuffle(others)
         return dict(others)
 
     def trainers(self) -> list[PeerId]:
         """Return all live trainers at any round, including this node."""
-        live, now = self._directory.live(), time.time()
+        live, now = self._live(), time.time()
         trainers = (peer for peer, record in live.items() if record.role == "trainer")
         return [peer for peer in trainers if self._gate.admits(peer, live[peer].ticket, now)]
 
@@ -56,7 +72,7 @@ class SwarmView:
 
     def live_peers(self, chosen: Sequence[PeerId]) -> list[PeerId]:
         """Return those of the chosen peers that are live, whether they train or not."""
-        live = self._directory.live()
+        live = self._live()
         return [peer for peer in chosen if peer in live]
 
     def unreachable_peers(self) -> frozenset[PeerId]:
@@ -64,7 +80,7 @@ class SwarmView:
 
         Empty if no peer could relay.
         """
-        live = self._directory.live()
+        live = self._live()
         own = live.get(self._directory.peer_id)
         if own is None or not is_relay_only(own.addresses):
             return frozenset()
@@ -73,7 +89,7 @@ class SwarmView:
 
     def relay_candidates(self, owner: PeerId) -> list[PeerId]:
         """Return the peers that may relay from a hidden peer, those first that it uses as circuit relays."""
-        live = self._directory.live()
+        live = self._live()
         relays = relays_of(live[owner].addresses) if owner in live else ()
         return sorted(self._reachable_trainers(live), key=lambda peer: (peer not in relays, hash((owner, peer))))
 
@@ -87,18 +103,21 @@ class SwarmView:
         return not self.other_trainers() and (self._has_met_trainer or self.has_contacts)
 
     def is_trainer(self, peer: PeerId) -> bool:
-        record = self._directory.live().get(peer)
+        record = self._live().get(peer)
         return record is not None and record.role == "trainer"
 
     def snapshot(self) -> SwarmSnapshot:
         """Return the state of all live peers, in random order to spread requests."""
-        live = list(self._directory.live().items())
+        live = list(self._live().items())
         self._rng.shuffle(live)
-        return SwarmSnapshot(self._admitted(peer_states(dict(live))), dict(self._left_peers))
+        states, left = self._admitted(peer_states(dict(live))), dict(self._left_peers)
+        if self._stage is None:
+            return SwarmSnapshot(states, left)
+        return SwarmSnapshot(states, left, lowest_round(self._directory.live().values(), self._stage))
 
     def _admitted(self, states: dict[PeerId, PeerState]) -> dict[PeerId, PeerState]:
         """Return the states with those that the run does not admit as observers."""
-        live, now = self._directory.live(), time.time()
+        live, now = self._live(), time.time()
         refused = {
             peer: replace(state, is_trainer=False)
             for peer, state in states.items()
@@ -107,14 +126,19 @@ class SwarmView:
         return states | refused
 
     def is_our_turn_to_evaluate(self, round_number: int) -> bool:
-        """Return whether it is our turn to evaluate the anchor of a round; trainers that are not paused take turns."""
-        live = self._directory.live()
+        """Return whether it is our turn to evaluate the anchor of a round; trainers that are not paused take turns.
+
+        A stage alone has no loss.
+        """
+        if self._stage is not None:
+            return False
+        live = self._live()
         trainers = sorted(peer for peer in self.trainers() if not live[peer].resting)
         return bool(trainers) and trainers[round_number % len(trainers)] == self._directory.peer_id
 
     def newest_validation_loss(self) -> float | None:
         """Return the newest validation loss that a peer has measured, by the records; None if there is none."""
-        newest = find_newest_validation(self._directory.live().values())
+        newest = find_newest_validation(self._live().values())
         return newest.validation_loss if newest else None
 
     def announce_head(self, chain: Chain, state: Digest, urgent: bool = True) -> None:
@@ -123,12 +147,20 @@ class SwarmView:
         A head is not urgent if it follows from a commit that includes our contribution.
         """
         head = chain.head
-        self._directory.set_voters(chain.electorate.voters)
+        self._directory.set_voters(self._with_standing(chain.electorate.voters))
         self._gate.revoked = chain.electorate.revoked
         self._directory.publish(
             urgent=urgent, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
             **self._status.status().record_fields(),
         )  # fmt: skip
+
+    def _with_standing(self, voters: frozenset[PeerId]) -> frozenset[PeerId]:
+        """Return the voters of our stage, and the trainers of the others, whose voters we do not know."""
+        if self._stage is None or not voters:
+            return voters
+        now, live = time.time(), self._directory.live()
+        others = {peer for peer, record in live.items() if not self._serves(record)}
+        return voters | {peer for peer in others if self._gate.admits(peer, live[peer].ticket, now)}
 
     def publish_progress(self) -> None:
         """Update the progress fields of our peer record; each new head and each renewal publishes them."""
@@ -139,6 +171,8 @@ class SwarmView:
             self._observe(event)
 
     def _observe(self, event: MembershipEvent) -> None:
+        if isinstance(event, PeerJoined | PeerLeft) and event.record is not None and not self._serves(event.record):
+            return
         if isinstance(event, PeerJoined):
             self._left_peers.pop(event.peer, None)
             self._has_met_trainer = self._has_met_trainer or event.record.role == "trainer"

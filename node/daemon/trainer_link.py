@@ -30,6 +30,7 @@ from node.ipc.channel import (
     RevisedOutcome,
     RowsSkipped,
     SetResting,
+    StageConfig,
     SubmitEarly,
     TrainerConfig,
     TrainerProgress,
@@ -48,6 +49,7 @@ from node.loop.contributions import (
 )
 from node.monitoring.status import ErrorRecorder
 from node.options import NodeOptions
+from node.pipeline.pipeline import Pipeline
 from node.run_dir import RunDir
 from node.workers import RunInThread
 from protocol.blobs.store import BlobStore
@@ -80,10 +82,16 @@ class TrainerTools:
     contribution_file: ContributionFile
     run_in_thread: RunInThread
     work_keeper: WorkKeeper | None = None
+    pipeline: Pipeline | None = None
 
 
 def build_trainer_config(
-    manifest: Manifest, options: NodeOptions, run_dir: RunDir, peer_id: PeerId, number: int
+    manifest: Manifest,
+    options: NodeOptions,
+    run_dir: RunDir,
+    peer_id: PeerId,
+    number: int,
+    stage: StageConfig | None = None,
 ) -> TrainerConfig:
     """Return what the trainer of this node needs to begin with round `number`."""
     return TrainerConfig(
@@ -94,6 +102,7 @@ def build_trainer_config(
         options=options.for_trainer,
         round=number,
         validation_tokens=VALIDATION_TOKENS,
+        stage=stage,
     )
 
 
@@ -114,6 +123,7 @@ class TrainerLink:
         self._contribution_file = tools.contribution_file
         self._run_in_thread = tools.run_in_thread
         self._work_keeper = tools.work_keeper
+        self._pipeline = tools.pipeline
         self.contributions = contributions
         self._step_targets = step_targets
         self._listener = listener
@@ -191,6 +201,8 @@ class TrainerLink:
         """Let the trainer rest, or train again; also one that is restarted."""
         self._is_resting = is_resting
         await self._process.send(SetResting(is_resting=is_resting))
+        if self._pipeline is not None:
+            self._pipeline.set_resting(is_resting)
 
     async def apply_anchor(self, round_number: int, shared: Sequence[Tensor], train: TrainSection) -> None:
         """Send the trainer a new anchor, with the outcome of its contribution if there is one.
@@ -248,6 +260,8 @@ class TrainerLink:
     async def request_early_submit(self) -> None:
         """Request the contribution to the current round before all its steps are made."""
         await self._process.send(SubmitEarly(round=self._round))
+        if self._pipeline is not None:
+            self._pipeline.close_step()
 
     async def _listen(self) -> None:
         async for message in self._process.messages():
@@ -262,6 +276,8 @@ class TrainerLink:
                     await self._on_evaluated()
                 case TrainerProgress() | PauseChanged() | TrainerWarning() | RowsSkipped():
                     pass
+            if self._pipeline is not None:
+                self._pipeline.on_trainer_message(message)
             self._listener.on_trainer_message(message)
 
     async def _on_ready(self, ready: Ready) -> None:

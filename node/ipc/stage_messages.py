@@ -66,6 +66,6 @@ class TakeStageStep(_StageMessage):
 
 
 class StageStepped(_StageMessage):
-    """The step was made, or skipped because its gradient was not finite."""
+    """The step is made next, or as soon as the round allows; gradients that come in until then join it."""
 
     kind: Literal["stage stepped"] = "stage stepped"

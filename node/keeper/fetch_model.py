@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.checkpoints.checkpoint import TrainedWeights
 from node.checkpoints.new_folder import require_free
+from node.checkpoints.trained_weights import TrainedWeights
 from node.dashboard.observer_node import gossiping, open_observer_node
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags

@@ -163,6 +163,11 @@ class LocalSwarm:
         return SwarmResult(
             peer_totals=[peer.totals for peer in self._peers],
             digests={peer.status.peer_id: peer.status.digest for peer in self._peers if peer.status},
+            stages={
+                peer.status.peer_id: peer.status.stage
+                for peer in self._peers
+                if peer.status and peer.status.stage is not None
+            },
             tokens=self._summary().tokens,
             tokens_before=self._tokens_before or 0,
             peers_lost=(self._kill_test.lost_count if self._kill_test else 0) + len(self._restarted),

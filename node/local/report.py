@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.checkpoints.checkpoint import load_trained_weights
+from node.checkpoints.trained_weights import load_trained_weights
 from node.data.batches import validation_batches
 from node.data.source import name_text_faults, open_source
 from node.local.swarm_summary import PeerTotals, compute_share
@@ -39,6 +39,7 @@ class FinalReport(RunReport):
     byte_ratio: float | None  # all-reduce over sent; null when nothing was sent
     compute_share: float | None
     digests: dict[str, str]  # peer id to chain digest
+    stages: dict[str, int] = {}  # peer id to stage; empty if the run is not cut
     agreed: bool
     peers_lost: int
     peers_rejoined: int
@@ -64,6 +65,8 @@ class FinalReport(RunReport):
         ]
 
     def _digest_line(self) -> str:
+        if self.agreed and self.stages:
+            return f"all {len(self.digests)} peers agree, at each of {len(set(self.stages.values()))} stages"
         if self.agreed:
             whose = f"all {len(self.digests)} peers agree" if len(self.digests) > 1 else "one peer"
             return f"{whose}: {next(iter(self.digests.values()))[:16]}"
@@ -72,11 +75,15 @@ class FinalReport(RunReport):
 
 @dataclass(frozen=True)
 class SwarmResult:
-    """The swarm's own counts after its peers have ended; `tokens_before` were committed before this start."""
+    """The swarm's own counts after its peers have ended; `tokens_before` were committed before this start.
+
+    `stages` has the stage of each peer by its id; of a run that is not cut it is empty.
+    """
 
     peer_totals: Sequence[PeerTotals]
     tokens: int
     digests: Mapping[str, str]
+    stages: Mapping[str, int]
     tokens_before: int
     peers_lost: int
     peers_rejoined: int
@@ -102,26 +109,35 @@ def ring_all_reduce_bytes(peers: int, parameters: int, tokens: int, batch_tokens
     return round(2 * (peers - 1) / peers * 4 * parameters * steps)
 
 
-def do_digests_agree(digests: Mapping[str, str], peers: int) -> bool:
-    """Return whether every peer reported a digest and all are equal."""
-    return len(digests) == peers and all(digests.values()) and len(set(digests.values())) == 1
+def do_digests_agree(digests: Mapping[str, str], peers: int, stages: Mapping[str, int] | None = None) -> bool:
+    """Return whether every peer reported a digest and all are equal, of a run that is cut those of each stage."""
+    if len(digests) != peers or not all(digests.values()):
+        return False
+    by_stage = {(stages or {}).get(peer): set[str]() for peer in digests}
+    for peer, digest in digests.items():
+        by_stage[(stages or {}).get(peer)].add(digest)
+    return all(len(found) == 1 for found in by_stage.values())
 
 
 def count_contributors(node_dirs: Sequence[Path], result: SwarmResult) -> tuple[ContributorReport, ...]:
-    """Return the counted work of each peer, by the longest of the peers' commit logs."""
+    """Return the counted work of each peer, by the longest of the peers' commit logs, of each stage."""
     files = [folder / COMMIT_FILE_NAME for folder in node_dirs]
     ledgers = [read_ledger(file, commit_reader) for file in files if file.exists()]
     if not ledgers:
         return ()
-    ledger = max(ledgers, key=lambda one: (one.tokens, one.head.tokens))
+    longest = {}
+    for ledger in sorted(ledgers, key=lambda one: (one.tokens, one.head.tokens)):
+        longest[ledger.header.run_id] = ledger  # each stage of a pipeline is a run of its own
     totals = {totals.peer_id: totals for totals in result.peer_totals}
-    accounts = sorted(ledger.accounts.items(), key=lambda item: (-item[1].tokens, item[0]))
+    tokens = sum(ledger.head.tokens for ledger in longest.values())
+    accounts = [item for ledger in longest.values() for item in ledger.accounts.items()]
+    accounts.sort(key=lambda item: (-item[1].tokens, item[0]))
     return tuple(
         ContributorReport(
             peer=peer,
             name=totals[peer].name if peer in totals else "",
             tokens=account.tokens,
-            share=account.tokens / max(1, ledger.head.tokens),
+            share=account.tokens / max(1, tokens),
             rounds=account.rounds,
             seconds=round(sum(totals[peer].newest_seconds().values()), 1) if peer in totals else 0.0,
             size=account.size,
@@ -157,7 +173,8 @@ def build_report(
         compute_share=compute_share(result.peer_totals),
         seconds=round(result.seconds, 1),
         digests=dict(result.digests),
-        agreed=do_digests_agree(result.digests, len(sent)),
+        stages=dict(result.stages),
+        agreed=do_digests_agree(result.digests, len(sent), result.stages),
         peers_lost=result.peers_lost,
         peers_rejoined=result.peers_rejoined,
         checkpoint=str(evaluation.checkpoint),

@@ -64,7 +64,8 @@ def up(options: UpOptions) -> int:
     """Run the swarm to its target and print the report; returns the exit code. Raises MurmurError."""
     config = resolve_options(options)
     build_program(config.manifest)  # an unknown method must fail before the folder is locked
-    with RunDir(config.folder).lock(config.manifest):
+    with RunDir(config.folder).lock(config.manifest) as folder:
+        folder.copy_tokenizer(config.manifest, config.folder)
         return _run_swarm(config)
 
 
@@ -139,6 +140,9 @@ def _report_result(config: SwarmConfig, result: SwarmResult) -> int:
 def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOptions) -> Manifest:
     """Return the manifest with the command line's changes and with absolute data paths."""
     values: dict[str, Any] = manifest.model_dump(mode="json", exclude_none=True)
+    stages = manifest.pipeline.stages
+    if peers < stages:
+        raise UsageError(f"--peers: this run has {stages} stages, and each needs a peer; write at least {stages}")
     values["run"] |= {"min_peers": peers, "bootstrap": []}
     if options.seed is not None:
         values["run"]["seed"] = options.seed
@@ -171,6 +175,8 @@ def build_peer_processes(config: SwarmConfig) -> list[PeerProcess]:
         node_dir = paths.peer_dir(config.folder, index)
         command = [sys.executable, "-P", "-m", "node.cli", "join", str(config.folder / "run.toml")]
         command += ["--dir", str(node_dir)]
+        if config.manifest.pipeline.is_cut:
+            command += ["--stage", str(index % config.manifest.pipeline.stages)]
         command += ["--name", node_dir.name, *to_arguments(config.flags), "--listen", LISTEN_ON_LOOPBACK]
         processes.append(PeerProcess(node_dir.name, node_dir, command))
     return processes

@@ -24,6 +24,11 @@ def not_applied(round_number: int, reason: str) -> list[LoopAction]:
     return [ReportRecovered("not applied", line), ReportMissed(reason)]
 
 
+def stage_behind(round_number: int) -> str:
+    """Say why a stage does not open its next round."""
+    return f"another stage of the pipeline is at round {round_number} yet"
+
+
 def sync_failed(target: SyncTarget, reason: str) -> LoopAction:
     """Report a failed sync."""
     line = f"cannot follow {target.peers[0]} to round {target.head.round}: {reason}"

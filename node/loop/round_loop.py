@@ -19,7 +19,6 @@ from node.loop.actions import (
     ReportCatchUp,
     ReportPace,
     ReportPhase,
-    SetResting,
     StartTrainer,
     TargetReached,
 )
@@ -50,6 +49,7 @@ from node.loop.events import (
     TrainerStarted,
     VotePersisted,
 )
+from node.loop.holds import Holds
 from node.loop.options import LoopOptions
 from node.loop.round_session import RoundSession
 from node.loop.swarm_snapshot import SwarmSnapshot
@@ -87,7 +87,7 @@ class RoundLoop:
         self._idle_until = 0.0
         self._patience_ends: float | None = None
         self._departure = Departure(options)
-        self._is_resting = False  # whether the trainer rests
+        self._holds = Holds(options.steering, chain)
         self._phase: tuple[Phase, str] | None = None
         self._actions: list[LoopAction] = []
 
@@ -215,7 +215,7 @@ class RoundLoop:
         """Let a new peer with contacts wait for an answer: work that it trains alone is of little use."""
         self._report_phase("joining", "looking for the peers of the run")
         is_new = self.chain.round == 0
-        if is_new and self._options.has_contacts and not self._snapshot.peers.keys() - {self._peer_id}:
+        if is_new and self._options.has_contacts and not self._snapshot.has_others(self._peer_id):
             return False
         if is_new and (final := self.steering.final_head(self._snapshot, self._peer_id)):
             self._stop()
@@ -251,21 +251,23 @@ class RoundLoop:
             return True
         if self._syncing.is_due(self.state, now) and self._begin_sync(now):
             return True
-        if self.session.is_open or self._rests():
+        if self.session.is_open or self._is_held():
             return False
         self._open_round(now)
         return True
 
-    def _rests(self) -> bool:
-        """Return whether the organiser has paused the run, and let the trainer rest meanwhile."""
-        if (is_paused := self.steering.is_paused) != self._is_resting:
-            self._is_resting = is_paused
-            self._actions.append(SetResting(is_paused))
-        if is_paused:
-            self._report_phase("paused", f"paused by the organiser since round {self.chain.round}")
-        return is_paused
+    def _is_held(self) -> bool:
+        """Return whether the organiser has paused the run, or another stage of the pipeline is behind."""
+        self._emit(self._holds.pause())
+        behind = self._holds.stage_behind(self._snapshot)
+        self._emit(behind)
+        return self.steering.is_paused or bool(behind)
 
     def _reach_target(self, now: float) -> bool:
+        behind = self._holds.stage_behind(self._snapshot)
+        if behind:  # it needs us for its last microbatches
+            self._emit(behind)
+            return False
         self._departure.begin(self.chain.head, self.state, self._stage != "running", now)
         self._stop()
         self._actions.append(TargetReached(self.chain.head, is_ours=True))

@@ -39,13 +39,20 @@ class PeerState:
 class SwarmSnapshot:
     """All live peers, this one included, and the peers that have left, with the state that they had.
 
+    `other_stages` is the round that the other stages of a pipeline have all reached, None if nothing is known of them.
+
     Peers are asked in the order of `peers`, so a daemon shuffles it. Virtual peers of one process
     share a snapshot, and with it the indices.
     """
 
     peers: Mapping[PeerId, PeerState]
     left: Mapping[PeerId, PeerState] = field(default_factory=dict)
+    other_stages: int | None = None
     _trainers_at: dict[frozenset[Digest], frozenset[PeerId]] = field(default_factory=dict, compare=False)
+
+    def has_others(self, peer_id: PeerId) -> bool:
+        """Return whether another peer than ours is live, at any stage."""
+        return self.other_stages is not None or bool(self.peers.keys() - {peer_id})
 
     @cached_property
     def trainers(self) -> frozenset[PeerId]:

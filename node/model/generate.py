@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.checkpoints.checkpoint import TrainedWeights, load_trained_weights
+from node.checkpoints.trained_weights import TrainedWeights, load_trained_weights
 from node.data.tokenizer import open_node_tokenizer
 from node.model.families import build_model
 from node.model.interface import LanguageModel

@@ -3,7 +3,7 @@
 import json
 import re
 
-from node.checkpoints.checkpoint import TrainedWeights
+from node.checkpoints.trained_weights import TrainedWeights
 from node.data.tokenizer import TextTokenizer
 from node.model.families import model_family
 from protocol.manifest import AboutSection

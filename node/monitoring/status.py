@@ -10,6 +10,7 @@ from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.pipeline.stage import stage_of
 
 # Errors from which the node recovered, each with one line in the log; docs/reference/status.md explains the words.
 RecoveredErrorKind = Literal[
@@ -87,6 +88,7 @@ class NodeStatus(BaseModel):
     peer_id: str
     run: str
     run_id: str
+    stage: int | None = Field(default=None, description="of a pipeline, from 0; absent: the whole model")
     name: str = ""
     phase: Phase = "starting"
     reason: str = Field(default="", description="one line: why the node waits, or why its work was left out")
@@ -141,6 +143,8 @@ class NodeStatus(BaseModel):
     skipped_rows: dict[str, int] = Field(
         default={}, description="rows of the text that the trainer could not use, by reason"
     )
+    microbatches: dict[str, int] = Field(default={}, description="of a pipeline: own and served ones, by result")
+    stage_rate: float = Field(default=0.0, description="microbatches a second that this stage can compute")
     audits: dict[str, int] = Field(default={}, description="contributions that this node repeated, by verdict")
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
@@ -237,6 +241,7 @@ class NodeStatus(BaseModel):
         device_use = {} if self.device_use is None else {"device_use": self.device_use}
         return {
             **device_use,
+            "stage": 0 if self.stage is None else self.stage + 1,
             "device_memory": self.device_memory or 0,
             "device_memory_total": self.device_memory_total or 0,
             "learning_rate": self.learning_rate or 0.0,
@@ -270,7 +275,8 @@ def first_status(manifest: Manifest, peer_id: PeerId, name: str) -> NodeStatus:
     return NodeStatus(
         peer_id=peer_id,
         run=manifest.run.name,
-        run_id=manifest.run_id,
+        run_id=manifest.whole_run_id,
+        stage=stage_of(manifest),
         name=name,
         target_rounds=manifest.target.rounds,
         target_tokens=manifest.target.tokens,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from node.daemon.node import Node
-from node.model import shape_table
+from node.model import shapes_of
 from node.receipts.commit_file import COMMIT_FILE_NAME, CommitFileHeader
 from node.receipts.commit_log import CommitLog
 from protocol.consensus.chain import Chain, ChainHead
@@ -21,7 +21,7 @@ RECORD_SECONDS = 2.0  # the chain keeps the last 64 commits
 
 def commit_file_header(manifest: Manifest) -> CommitFileHeader:
     """Return the first line of the file of a run's commits."""
-    shapes = shape_table(manifest.model).hash()
+    shapes = shapes_of(manifest).hash()
     return CommitFileHeader(
         manifest.run_id, manifest.method.recipe, shapes, manifest.run.organiser_key, manifest.admission
     )

@@ -147,7 +147,8 @@ class Trainer:
             self._update_pause()
             counters, plan = self._state.counters, self._state.plan
             is_between_steps = self._stage is None or self._stage.is_between_steps
-            if self._pending_anchor is not None and is_between_steps and may_apply_anchor(counters, plan):
+            may_adopt = is_between_steps or must_wait(counters, plan)  # the step waits for the anchor
+            if self._pending_anchor is not None and may_adopt and may_apply_anchor(counters, plan):
                 self._apply_anchor(self._pending_anchor)
             elif is_between_steps and self._is_contribution_due():
                 self._send_contribution()
@@ -222,6 +223,7 @@ class Trainer:
                 self._channel.send(computed)
             case TakeStageStep():
                 stage.is_step_due = True
+                self._channel.send(StageStepped())
 
     def _send_contribution(self) -> None:
         with self._timer.measure("encode"):
@@ -286,8 +288,6 @@ class Trainer:
             tokens, loss = self._stage.take() if self._stage else self._accumulate_batch(step)
             norm = self._optimizer.step(step) if math.isfinite(loss) else None
             self._optimizer.clear_gradient()
-        if self._stage is not None:
-            self._channel.send(StageStepped())
         if norm is None:
             self._skip_step(step)
             return

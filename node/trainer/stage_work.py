@@ -84,9 +84,10 @@ class StageWork:
         self._count, self._loss, self.is_step_due = 0, 0.0, False
         return totals
 
-    def _forward(self, command: ComputeStage) -> Tensor:
-        """Return the stream after this stage."""
-        return forward_stage(self._model, self._inputs(command))
+    def _forward(self, command: ComputeStage) -> Tensor | None:
+        """Return the stream after this stage; the last one computes nothing before its backward pass."""
+        inputs = self._inputs(command)
+        return None if self._model.cut.has_head else forward_stage(self._model, inputs)
 
     def _backward(self, command: ComputeStage) -> tuple[float | None, Tensor | None]:
         """Add the gradient; return the loss, where this stage computes it, and the gradient of the input."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
+from protocol.manifest_pipeline import MAX_STAGES
 from protocol.murmur_pb2 import PeerRecord
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND, peer_id_of
 
@@ -54,6 +55,9 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "state_digest": DIGEST,
     "revision": DIGEST,
     "ticket": Bound(lambda ticket: len(ticket) <= MAX_TICKET_BYTES, "a ticket that is too long"),
+    "stage": Bound(lambda stage: stage <= MAX_STAGES, "a stage above the maximum"),
+    "stage_life": ANYTHING,
+    "stage_rate": AMOUNT,
     "chain_tokens": Bound(lambda tokens: tokens <= MAX_CHAIN_TOKENS, "a token count above the maximum"),
     "tokens": ANYTHING,
     "loss": NUMBER,

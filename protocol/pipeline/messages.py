@@ -96,6 +96,7 @@ class Task:
         run: id of the stage.
         attempt: the number of the owner's request for this microbatch; an outcome repeats it.
         life: that of the addressed server; 0 if the owner does not know it.
+        loss: of the microbatch, in nats a token, once the last stage has computed it.
         replay: makes a result again that was lost. It takes no place in a step and adds no gradient.
         deadline_ms: time after which the server may forget the microbatch.
     """
@@ -110,6 +111,7 @@ class Task:
     inputs: Inputs
     deadline_ms: int
     replay: bool = False
+    loss: float | None = None
 
     @property
     def key(self) -> Key:
@@ -125,6 +127,7 @@ class Task:
             round=self.round,
             replay=self.replay,
             deadline_ms=self.deadline_ms,
+            loss=self.loss,
             **{name: held.to_wire() for name, held in self.inputs.named().items()},
         )
 
@@ -137,6 +140,8 @@ class Task:
         _check_ids(body.run, body.serial, body.attempt, body.life)
         _check_bound(body.round, MAX_ROUND, "round")
         _check_bound(body.deadline_ms, MAX_DEADLINE_MS, "deadline")
+        if body.HasField("loss"):
+            _check_amount(body.loss, math.inf, "loss")
         inputs = Inputs(
             *(HeldBlob.from_wire(getattr(body, name)) if body.HasField(name) else None for name in get_args(Input))
         )
@@ -151,6 +156,7 @@ class Task:
             inputs=inputs,
             deadline_ms=body.deadline_ms,
             replay=body.replay,
+            loss=body.loss if body.HasField("loss") else None,
         )
 
 

@@ -64,6 +64,10 @@ class Owner:
         self._timers: list[tuple[float, int, int]] = []  # time, serial or -1 - stage, attempt
         self._actions: list[Action] = []
 
+    def run_of(self, stage: int) -> RunId:
+        """Return the id of a stage."""
+        return self._runs[stage]
+
     @property
     def room(self) -> int:
         """Return the number of microbatches that may begin now."""
@@ -206,6 +210,7 @@ class Owner:
             inputs=request.inputs,
             deadline_ms=self.settings.deadline_ms,
             replay=request.replay,
+            loss=course.loss,
         )
 
     def _abandon(self, course: Course, request: Request) -> None:
@@ -385,9 +390,10 @@ class Owner:
 
     def _note_emptiness(self, stage: int, now: float) -> None:
         """Report a stage that nobody serves while microbatches wait for it."""
-        if not self._waiting[stage] or not self._routers[stage].is_empty:
+        since = self._empty_since[stage]
+        if not self._routers[stage].is_empty:
             self._empty_since[stage] = None
-        elif self._empty_since[stage] is None or now - self._empty_since[stage] >= REPORT_SECONDS:  # type: ignore[operator]
+        elif self._waiting[stage] and (since is None or now - since >= REPORT_SECONDS):
             self._empty_since[stage] = now
             self._actions.append(StageEmpty(stage, len(self._waiting[stage])))
             self._wake_later(stage, now + REPORT_SECONDS)

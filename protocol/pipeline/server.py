@@ -202,7 +202,7 @@ class StageServer:
         if task.direction == "forward" and not task.replay:
             self.gate.enter(key)
         if inputs:
-            self._actions.append(Fetch(key, task.direction, self._tokens, tuple(inputs.values())))
+            self._actions.append(Fetch(key, task.direction, self._tokens, tuple(inputs.items())))
         else:
             self._ready.append((key, task.direction, self._tokens))
             self._run()

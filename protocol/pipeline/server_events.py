@@ -113,7 +113,7 @@ class Fetch:
     key: Key
     direction: Direction
     token: int
-    inputs: tuple[HeldBlob, ...]
+    inputs: tuple[tuple[Input, HeldBlob], ...]
 
 
 @dataclass(frozen=True)

@@ -44,4 +44,10 @@ class StageManifest(Manifest):
 
     @property
     def run_id(self) -> RunId:
+        """Return the id of the stage."""
         return stage_run_id(self.whole_run_id, self.pipeline.stages, self.stage)
+
+
+def stage_of(manifest: Manifest) -> int | None:
+    """Return the stage that a manifest is for; None for the whole model."""
+    return manifest.stage if isinstance(manifest, StageManifest) else None

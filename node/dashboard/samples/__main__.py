@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoints.checkpoint import ANCHOR, load_trained_weights
+from node.checkpoints.checkpoint import ANCHOR
+from node.checkpoints.trained_weights import load_trained_weights
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS
 from node.dashboard.samples.prompt import choose_prompt
 from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from node.checkpoints import checkpoint as module
 from node.checkpoints.chain_file import SavedChain
-from node.checkpoints.checkpoint import Checkpoint, load_newest, load_trained_weights, save
+from node.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.checkpoints.trained_weights import load_trained_weights
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, MissingFileError, OtherRunError, StorageError
 from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RunSection, TrainSection

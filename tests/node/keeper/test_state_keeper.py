@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from node.checkpoints.checkpoint import load_trained_weights
+from node.checkpoints.trained_weights import load_trained_weights
 from node.daemon.chain_sync import ShownChain
 from node.daemon.outer_state import OuterState, state_bytes
 from node.from_manifest import build_program

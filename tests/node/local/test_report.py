@@ -45,6 +45,7 @@ def outcome(
     sent: tuple[int, ...] = (10, 20, 30), before: int = 0, digests: tuple[str, ...] = ("d", "d", "d")
 ) -> SwarmResult:
     return SwarmResult(
+        stages={},
         peer_totals=[totals(count) for count in sent],
         tokens=before + 3 * 600 * 2048,
         digests={f"peer-{index}": digest for index, digest in enumerate(digests)},

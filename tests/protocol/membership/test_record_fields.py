@@ -22,6 +22,7 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "ticket": (bytes(513),),
     "revision": (bytes(31),),
     "chain_tokens": (2**60 + 1,),
+    "stage": (129,),
     "loss": (math.nan, -math.inf),
     "validation_round": (2**64 - 1,),
     "direct_port": (65536,),
@@ -29,7 +30,7 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
 } | dict.fromkeys(
     (
         "tokens_per_second", "validation_loss", "compute_seconds", "exchange_seconds", "wait_seconds",
-        "learning_rate", "gradient_norm",
+        "learning_rate", "gradient_norm", "stage_rate",
     ),
     (-1.0, math.inf, math.nan),
 )  # fmt: skip

@@ -334,20 +334,20 @@ class VirtualSwarm:
 
     def _fetch(self, peer: Peer, action: server_events.Fetch) -> None:
         server = peer.server
-        size = sum(held.blob.size for held in action.inputs)
+        size = sum(held.blob.size for _, held in action.inputs)
         delay = 2 * self.latency() + size / self.scenario.bandwidth
 
         def arrive() -> None:
             if peer.server is not server:
                 return
-            for held in action.inputs:
+            for _, held in action.inputs:
                 source = self.peers[held.holder]
                 is_there = held.blob in source.blobs.get(action.key, set())
                 if not is_there or self.is_lost(peer.name, source.name):
                     missing = self._name_of(held)
                     self.serve(peer, server_events.FetchFailed(action.key, action.direction, action.token, missing))
                     return
-            peer.blobs.setdefault(action.key, set()).update(held.blob for held in action.inputs)
+            peer.blobs.setdefault(action.key, set()).update(held.blob for _, held in action.inputs)
             self.serve(peer, server_events.Fetched(action.key, action.direction, action.token))
 
         self.schedule(delay, arrive)

@@ -1,0 +1,32 @@
+"""The parts that all replicas of a node share."""
+
+import random
+from dataclasses import dataclass
+
+from node.monitoring.metrics import Metrics
+from node.options import NodeOptions
+from node.steering.keeper import RevisionKeeper
+from node.workers import Workers
+from protocol.blobs.server import BlobService
+from protocol.identity import Identity
+from protocol.membership.directory import PeerDirectory
+from protocol.transport.transport import Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeParts:
+    """The parts that all replicas of a node share."""
+
+    options: NodeOptions
+    identity: Identity
+    transport: Transport
+    directory: PeerDirectory
+    revisions: RevisionKeeper
+    blob_service: BlobService
+    metrics: Metrics
+    workers: Workers
+    rng: random.Random
+
+    @property
+    def has_contacts(self) -> bool:
+        return bool(self.options.contacts)

@@ -1,0 +1,33 @@
+"""The reasons for which a peer opens no round: the organiser's pause, and another stage of the pipeline. PURE."""
+
+from node.loop import reports
+from node.loop.actions import LoopAction, ReportPhase, SetResting
+from node.loop.steering import Steering
+from node.loop.swarm_snapshot import SwarmSnapshot
+from protocol.consensus.chain import Chain
+
+
+class Holds:
+    """What holds the next round of a chain, and whether the trainer rests meanwhile."""
+
+    def __init__(self, steering: Steering, chain: Chain) -> None:
+        self._steering = steering
+        self._chain = chain
+        self._is_resting = False
+
+    def pause(self) -> list[LoopAction]:
+        """Return what to do while the organiser has paused the run."""
+        actions: list[LoopAction] = []
+        if (is_paused := self._steering.is_paused) != self._is_resting:
+            self._is_resting = is_paused
+            actions.append(SetResting(is_paused))
+        if is_paused:
+            actions.append(ReportPhase("paused", f"paused by the organiser since round {self._chain.round}"))
+        return actions
+
+    def stage_behind(self, snapshot: SwarmSnapshot) -> list[LoopAction]:
+        """Return the report that another stage is behind: stages are at most one round apart."""
+        others = snapshot.other_stages
+        if others is None or others >= self._chain.round:
+            return []
+        return [ReportPhase("waiting for peers", reports.stage_behind(others))]

@@ -1,0 +1,1 @@
+"""Serve one stage of a model, and send this peer's microbatches through all stages."""

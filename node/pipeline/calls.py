@@ -1,0 +1,38 @@
+"""The calls about microbatches to the peers of all stages; failed ones raise UnreachableError or PeerFault."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from node.daemon.peer_rpc import PeerChannels, await_reply, call_by_best_channel
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.murmur_pb2_grpc import StagesStub
+from protocol.pipeline.messages import Answer, Outcome, Task, release_to_wire
+from protocol.pipeline.owner import ASK_SECONDS
+
+
+class StageCalls:
+    """Calls over the channels of a node."""
+
+    def __init__(self, channels: PeerChannels) -> None:
+        self._channels = channels
+
+    async def ask(self, peer: PeerId, task: Task) -> Answer:
+        return Answer.from_wire(await self._call(peer, "Ask", task.to_wire()))
+
+    async def tell(self, peer: PeerId, outcome: Outcome) -> None:
+        await self._call(peer, "Tell", outcome.to_wire())
+
+    async def release(self, peer: PeerId, run: RunId, serials: Iterable[int]) -> None:
+        await self._call(peer, "Release", release_to_wire(run, serials))
+
+    async def _call(self, peer: PeerId, method: str, request: Any) -> Any:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + ASK_SECONDS
+
+        async def call(channel: Any, seconds: float) -> Any:
+            stub = getattr(StagesStub(channel), method)
+            return await await_reply(peer, lambda: stub(request, timeout=seconds))
+
+        return await call_by_best_channel(self._channels, peer, call, lambda: deadline - clock())
