@@ -1,4 +1,4 @@
-"""A process that floods one daemon in every way at once: `python -m tests.hostile.flooder RUN HOME ADDRESS DIRECT N`.
+"""A process that floods one daemon in every way at once.
 
 It runs at a lower priority than the honest peers, so that they lose the work of answering it, and not the CPU that it
 would take from them on a machine that they share.
@@ -9,9 +9,9 @@ import contextlib
 import json
 import os
 import random
-import sys
+import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,9 @@ async def _flood(run: str, home: Path, address: str, direct_port: int, number: i
             await broken[0]
 
 
-def main(run: str, home: str, address: str, direct_port: str, number: str) -> None:
-    """Flood until killed; the first of FLOODERS also floods without a key."""
-    os.nice(NICENESS)
+def main(run: str, home: str, address: str, direct_port: int, number: int, cores: Sequence[int]) -> None:
+    """Flood on these cores until killed; the first of FLOODERS also floods without a key."""
+    os.sched_setaffinity(0, cores)
+    tempfile.tempdir = os.environ["TMPDIR"] = home
     transports.CHANNEL_OPTIONS["grpc.max_send_message_length"] = -1
-    asyncio.run(_flood(run, Path(home), address, int(direct_port), int(number)))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    asyncio.run(_flood(run, Path(home), address, direct_port, number))

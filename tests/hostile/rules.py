@@ -9,7 +9,9 @@ from node.monitoring.line_limit import LineLimit
 from protocol.consensus import fork_choice, handlers, machine, messages
 from protocol.membership.known_peers import KnownPeers
 from protocol.membership.newcomers import CheckQuota, NewcomerQuota
+from protocol.transport import connection_supervisor
 from protocol.transport.call_guard import CallGuard
+from protocol.transport.connection_supervisor import ConnectionSupervisor
 from tests.hostile.patches import replaced
 from tests.hostile.switches import Switches
 
@@ -51,6 +53,14 @@ def _take_all_newcomers() -> None:
     _always(CheckQuota, "try_take", True)
 
 
+def _take_floods() -> None:
+    for name, value in (("STRANGERS_BYTES_PER_SECOND", 1e12), ("STREAM_BURST", 10**9), ("STREAMS_PER_SECOND", 1e9)):
+        assert hasattr(connection_supervisor, name)
+        setattr(connection_supervisor, name, value)
+    _always(ConnectionSupervisor, "ban", None)
+    _always(ConnectionSupervisor, "may_open_stream", True)
+
+
 def _take_any_certificate() -> None:
     _always(fork_choice, "is_certified", True)
     _always(fork_choice, "_is_vouched", True)
@@ -62,6 +72,7 @@ RULES: dict[str, Callable[[], None]] = {
     "bounded-tokens": _take_any_tokens,
     "confirmed-keys": _confirm_every_key,
     "newcomer-quota": _take_all_newcomers,
+    "flood-limits": _take_floods,
     "call-guard": lambda: _always(CallGuard, "charge", None),
     "log-limit": lambda: _always(LineLimit, "admits", True),
 }

@@ -1,6 +1,7 @@
 """A flood at one daemon of a swarm, for a few seconds; `python -m tests.hostile.flood` runs it for longer.
 
 The control (`--undefended`) is left to that program: the same flood stopped all rounds, and calls were not answered.
+That program also measures the pace, which takes a machine that does nothing else.
 """
 
 from pathlib import Path
@@ -12,14 +13,13 @@ from tests.hostile.flood import run_flood
 pytestmark = [pytest.mark.hostile, pytest.mark.slow, pytest.mark.swarm, pytest.mark.timeout(240)]
 
 MAX_MEMORY_GROWTH = 256 * 1024 * 1024
-MIN_PACE = 0.4  # of the pace before; the flooders share the cores of the machine with the swarm
+MAX_CORES = 0.5  # that daemon and p2pd use in all, with the rounds
 
 
-@pytest.mark.xfail(reason="flooders that share both cores leave rounds 0.06 to 0.74 of their pace", run=False)
-def test_rounds_go_on_and_honest_calls_are_answered_beside_a_flood(tmp_path: Path) -> None:
-    result = run_flood(tmp_path, seconds=6, quiet_seconds=4)
+def test_flood_costs_little_is_counted_and_honest_calls_are_answered(tmp_path: Path) -> None:
+    result = run_flood(tmp_path, seconds=6, quiet_seconds=3)
     print(result)
-    assert result.attacks and result.pings
+    assert result.attacks and result.refusals, "the flood arrives, and is refused by name"
     assert result.memory_growth <= MAX_MEMORY_GROWTH
-    assert result.failed_pings == 0
-    assert result.pace_ratio >= MIN_PACE
+    assert result.pings and result.failed_pings == 0
+    assert sum(result.cores[name][1] for name in ("daemon", "p2pd")) <= MAX_CORES
