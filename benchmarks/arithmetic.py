@@ -109,7 +109,7 @@ class Merge:
         return ContributionEncoder(self._program).encode(0, delta, torch.zeros(self._program.numel))
 
     def _reduced(self, part: int, payloads: Sequence[Payload]) -> Payload:
-        return self._merger.reduce_part(0, part, payloads, WEIGHTS)
+        return self._merger.reduce_part(0, part, payloads, WEIGHTS).payload
 
     def _moved(self, payloads: Sequence[Payload | Vector]) -> OuterState:
         before = self._before

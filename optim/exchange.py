@@ -5,6 +5,7 @@ All vectors are flat fp32 on the CPU.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -96,6 +97,13 @@ class Merged:
     left_out: Mapping[int, LeftOut] = field(default_factory=dict)
 
 
+class Reduced(NamedTuple):
+    """The payload of a part's sum, and why members are not in it, by their index."""
+
+    payload: Payload
+    left_out: Mapping[int, LeftOut]
+
+
 class Aggregator:
     """Combines the payloads of a round into one vector: the same bits on every machine and with any threads."""
 
@@ -112,12 +120,13 @@ class Aggregator:
         start, stop = plan.part_spans[part]
         return plan.codecs[part].decode_vector(payload, stop - start)
 
-    def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> Payload:
+    def reduce_part(self, round_number: int, part: int, payloads: Payloads, weights: Sequence[float]) -> Reduced:
         """Reduce the members' payloads of one part, in the agreed order, to one payload (butterfly)."""
         plan = self._planner.plan(round_number)
         rule = plan.method.aggregate
-        combined = rule.combine(rule.screen(_weighted_payloads(plan, part, payloads, weights)).payloads)
-        return plan.codecs[part].encode(torch.from_numpy(combined))
+        screening = rule.screen(_weighted_payloads(plan, part, payloads, weights))
+        combined = rule.combine(screening.payloads)
+        return Reduced(plan.codecs[part].encode(torch.from_numpy(combined)), screening.left_out)
 
     def merge(
         self, round_number: int, payloads: Payloads, weights: Sequence[float], slots: Mapping[str, torch.Tensor]

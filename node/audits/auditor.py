@@ -153,6 +153,7 @@ class Auditor:
                     logger.warning("auditors agree that %s lied about its work in round %d", peer, round_number)
                 case PeerStruck(peer, reason):
                     self.refusals[reason] += 1
+                    self._tools.conduct.strike(peer, self._docket.round, reason)
                     logger.info("a strike against %s: %s", peer, reason)
 
     def _begin(self, order: RepeatWork) -> None:

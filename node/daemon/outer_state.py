@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -104,6 +104,13 @@ def blobs_to_apply(commit: Commit, signed_contributions: SignedContributions) ->
     return commit.parts or tuple(entry.body.parts[0] for entry in signed_contributions)
 
 
+class PartSum(NamedTuple):
+    """The sum of one part, and why contributions are not in it, by their index."""
+
+    blob: Blob
+    left_out: Mapping[int, LeftOut]
+
+
 class RoundCompute:
     """The computations on blobs for a round. Every method may take long: call it in a worker thread.
 
@@ -126,7 +133,7 @@ class RoundCompute:
         if isinstance(vector, SparseVector):
             self._cache_decoded((blob.digest, round_number, part), vector)
 
-    def reduce_part(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
+    def reduce_part(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> PartSum:
         """Sum one part of all contributions, in their order, and encode it once. Raises MalformedError."""
         try:
             payloads = [self._payload(contribution.parts[part], round_number, part) for contribution in contributions]
@@ -135,7 +142,7 @@ class RoundCompute:
             )
         except OptimError as error:
             raise MalformedError(f"a contribution does not decode: {error}") from error
-        return self._store.put_in_memory(reduced)
+        return PartSum(self._store.put_in_memory(reduced.payload), reduced.left_out)
 
     def apply_commit(self, state: OuterState, commit: Commit, signed_contributions: SignedContributions) -> OuterState:
         """Return the state after a commit. Raises MalformedError.

@@ -121,9 +121,11 @@ class RoundEffects:
         tools, order = self._tools, action.order
         bodies = [contribution.body for contribution in order.contributions]
         try:
-            blob = await tools.run_in_thread(tools.compute.reduce_part, action.round, order.part, bodies)
+            found = await tools.run_in_thread(tools.compute.reduce_part, action.round, order.part, bodies)
         except (PeerFault, MissingFileError, StorageError) as error:
             line = f"part {order.part} of round {action.round} cannot be reduced here: {error}"
             self._status.record_recovered("not reduced", line)
             return
-        self._inbox.post(SumReady(action.opening, PartReduced(order.part, order.request_id, blob)))
+        for index, reason in sorted(found.left_out.items()):
+            self._status.record_left_out(order.contributions[index].sender, reason)
+        self._inbox.post(SumReady(action.opening, PartReduced(order.part, order.request_id, found.blob)))

@@ -195,6 +195,8 @@ class RoundSession:
                 late.add(message.body.round)
             elif message.body.round == self._number + 1 and message.sender in trainers:
                 self._buffer.buffer_early(message)
+            elif message.body.round != self._number and not self._buffer.has_decision(message.body.round):
+                self._actions.append(Rejected(message.sender, "wrong round"))
             self._receive(message)
         if late:
             # Only the oldest round: the sender must apply it before it can use the others.

@@ -95,7 +95,7 @@ class SharedCompute:
 
     def reduce_part(self, round_number: int, part: int, contributions: Sequence[Contribution]) -> Blob:
         """Reduce one part of the contributions; returns the result's blob."""
-        return self._compute.reduce_part(round_number, part, contributions)
+        return self._compute.reduce_part(round_number, part, contributions).blob
 
     def apply_commit(
         self, before: AppliedState, commit: Commit, signed_contributions: SignedContributions

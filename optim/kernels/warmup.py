@@ -39,7 +39,7 @@ def _run_round(planner: RoundPlanner, round_number: int) -> None:
     payloads = [encoder.encode(round_number, torch.from_numpy(row), residual)[0] for row in values]
     encoder.restore_to_residual(round_number, payloads[:1], residual, 0.5)
     if method.topology.reduces_parts:
-        payloads = [aggregator.reduce_part(round_number, 0, payloads, MEMBER_WEIGHTS)]
+        payloads = [aggregator.reduce_part(round_number, 0, payloads, MEMBER_WEIGHTS).payload]
     slots = {name: torch.zeros(method.slot_numel(name, planner.numel)) for name in method.slots}
     for forms in (payloads, [aggregator.decode_part(round_number, payload, 0) for payload in payloads]):
         merged = aggregator.merge(round_number, forms, MEMBER_WEIGHTS[: len(payloads)], slots).vector

@@ -122,6 +122,11 @@ class Docket:
         return [consequence for finding in found for consequence in self._learn(finding)]
 
     @property
+    def round(self) -> int:
+        """Return the newest decided round."""
+        return self._round
+
+    @property
     def our_audits(self) -> frozenset[AuditKey]:
         """Return the audits that we may still have to repeat."""
         since = self._round - HELD_ROUNDS

@@ -79,10 +79,10 @@ class Conduct:
             self.serving.strike(peer, number, FALSE_STATEMENT)
             self.leading.strike(peer, number, FALSE_STATEMENT)
 
-    def strike(self, peer: PeerId, number: int) -> None:
-        """Strike a peer that does not serve what it announced in a round."""
+    def strike(self, peer: PeerId, number: int, reason: str = NOT_SERVED) -> None:
+        """Strike a peer that does not serve what it announced in a round, or fails as an auditor or under audits."""
         if peer != self._me:
-            self.serving.strike(peer, number, NOT_SERVED)
+            self.serving.strike(peer, number, reason)
 
     def observe(self, message: SignedMessage[Any], number: int) -> list[Proof]:
         """Return the proofs that a message completes; `number` is that of the open round."""

@@ -67,9 +67,13 @@ class MessageBuffer:
             oldest = min(self._decisions)
             del self._decisions[oldest], self._answered_at[oldest]
 
+    def has_decision(self, number: int) -> bool:
+        """Return whether the decision of a round is remembered."""
+        return number in self._decisions
+
     def is_late(self, message: SignedMessage[Any]) -> bool:
         """Return whether the sender does not know yet that the round of its message is decided."""
-        return message.body.round in self._decisions and not isinstance(message.body, Commit | CommitCertificate)
+        return self.has_decision(message.body.round) and not isinstance(message.body, Commit | CommitCertificate)
 
     def answer_late(self, number: int, peer: PeerId, now: float) -> tuple[Signed, ...]:
         """Return the decision of a round for a late peer, or nothing if it got it a moment ago."""

@@ -92,7 +92,7 @@ ATTACKS = {
             name="token-claim-at-target", row="6b", member=True, switch="token-claim", rules=("bounded-tokens",),
             counters=("refusals: limit",), changes={"target": {"tokens": TARGET_TOKENS}},
         ),
-        Attack(name="huge-message", row="6c", member=True),
+        Attack(name="huge-message", row="6c", member=True, counters=("refusals: too large",)),
         Attack(name="ghost-sum", row="7", member=True, seconds=8.0, counters=("refusals: wrong sum",)),
         Attack(
             name="announce-only", row="8", stranger="crowd:announce_only", rules=("confirmed-keys",),
@@ -107,16 +107,18 @@ ATTACKS = {
             name="lying-clocks", row="9", stranger="crowd:lying_clocks",
             counters=("refusals: stale", "refusals: not dialled"), seconds=8.0,
         ),
-        Attack(name="two-decisions", row="10", member=True, changes=GATHER, seconds=10.0),
+        Attack(
+            name="two-decisions", row="10", member=True, changes=GATHER, seconds=10.0, counters=("refusals: proved",),
+        ),
         Attack(
             name="fresh-keys", row="11", stranger="crowd:fresh_keys", rules=("newcomer-quota",),
             counters=("refusals: newcomer", "refusals: limit"), min_pace=FLOODED_PACE,
         ),
         Attack(
             name="ghost-contribution", row="12", member=True,
-            counters=("refusals: left out", "refusals: not fetched", "refusals: late"),
+            counters=("refusals: not served",),
         ),
-        Attack(name="garbled-contribution", row="12", member=True, counters=("setbacks: blob missing",)),
+        Attack(name="garbled-contribution", row="12", member=True, counters=("refusals: does not decode",)),
         Attack(
             name="oversized-manifest", row="13", stranger="manifests:oversized_manifest", rules=("room",),
             limits={"gigabytes": 1.0}, is_local=True, seconds=3.0,

@@ -93,7 +93,7 @@ class FakePeer:
         if plan.method.topology.kind != "butterfly":
             return self.aggregator.merge(number, [parts[0] for parts in contributions], weights, self.slots).vector
         reduced = [
-            self.aggregator.reduce_part(number, part, [parts[part] for parts in contributions], weights)
+            self.aggregator.reduce_part(number, part, [parts[part] for parts in contributions], weights).payload
             for part in range(len(plan.part_spans))
         ]
         return self.aggregator.merge(number, reduced, (), self.slots).vector

@@ -122,6 +122,9 @@ class FakeStatus:
     def record_recovered(self, kind: str, line: str) -> None:
         self.setbacks.append((kind, line))
 
+    def record_left_out(self, peer: PeerId, reason: str) -> None:
+        self.setbacks.append((reason, peer))
+
 
 class FakeStateEffects:
     """Notes what would be done, and applies no commit."""

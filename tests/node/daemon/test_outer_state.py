@@ -221,7 +221,7 @@ def test_reduce_and_check_refuse_what_does_not_decode(tmp_path: Path) -> None:
     start, stop = program.plan(0).part_spans[1]
     good = [store.put(payload(seed, stop - start)) for seed in range(2)]
     bad = store.put(b"bad")
-    reduced = workshop.reduce_part(0, 1, contributions([good[0], good[1]], [1, 2]))
+    reduced = workshop.reduce_part(0, 1, contributions([good[0], good[1]], [1, 2])).blob
     values = [METHOD.codec.decode(store.read(blob.digest), stop - start) for blob in (*good, reduced)]
     assert torch.allclose((values[0] + 2 * values[1]) / 3, values[2])
     workshop.check_part(reduced, 0, 1)
@@ -231,6 +231,16 @@ def test_reduce_and_check_refuse_what_does_not_decode(tmp_path: Path) -> None:
         workshop.reduce_part(0, 1, contributions([good[0], bad], [1, 1]))
     with pytest.raises(MalformedError):
         workshop.reduce_part(0, 1, contributions(good, [0, 0]))
+
+
+def test_reduction_names_those_that_its_rule_leaves_out(tmp_path: Path) -> None:
+    """One of them is a milliard times as large as the others."""
+    store, program = store_in(tmp_path), program_of(method_of("butterfly"), 3)
+    start, stop = program.plan(0).part_spans[1]
+    values = torch.full((stop - start,), 0.01)
+    blobs = [store.put(METHOD.codec.encode(values * scale)) for scale in (1.0, 1.1, 0.9, 1e9)]
+    found = RoundCompute(program, store, lambda step: 1.0).reduce_part(0, 1, contributions(blobs, [1] * 4, [0] * 4))
+    assert found.left_out == {3: "too large"}
 
 
 def contributions(blobs: Sequence[Blob], tokens: Sequence[int], ages: Sequence[int] = (0, 0)) -> list[Contribution]:
@@ -258,7 +268,7 @@ def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> Non
         reduced = RoundCompute(program, store, lambda step: 1.0).reduce_part(
             0, 0, contributions(blobs, [100, 200], [0, 1])
         )
-        found.append(float(METHOD.codec.decode(store.read(reduced.digest), NUMEL)[0]))
+        found.append(float(METHOD.codec.decode(store.read(reduced.blob.digest), NUMEL)[0]))
     assert found == pytest.approx([2 / 3, 1 / 2, 1 / 3, 2 / 8 / (1 + 2 / 8)])
 
 

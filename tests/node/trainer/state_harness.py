@@ -169,5 +169,5 @@ class Swarm:
         if plan.method.topology.kind != "butterfly":
             return merger.merge(number, [parts[0] for parts in messages], weights, self.slots).vector
         parts = range(len(plan.part_spans))
-        reduced = [merger.reduce_part(number, i, [m[i] for m in messages], weights) for i in parts]
+        reduced = [merger.reduce_part(number, i, [m[i] for m in messages], weights).payload for i in parts]
         return merger.merge(number, reduced, (), self.slots).vector

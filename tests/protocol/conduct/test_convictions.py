@@ -1,5 +1,11 @@
-"""Peers that a majority of auditors convicted are excluded, and a peer never excludes itself."""
+"""Convicted peers are excluded, those with a strike are not waited for, and a peer does neither to itself."""
 
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from node.audits.auditor import Auditor
+from protocol.audits.docket import Docket, PeerStruck
 from protocol.conduct.conduct import Conduct
 from tests.node.small_run import PEERS
 
@@ -12,3 +18,13 @@ def test_convicted_peer_is_excluded() -> None:
     conduct.convict(LIAR)
     conduct.convict(ME)
     assert conduct.excluded == {LIAR}
+
+
+def test_peer_that_fails_under_audits_is_not_waited_for() -> None:
+    conduct, others = Conduct(ME), [peer.peer_id for peer in PEERS[:4]]
+    docket = Docket(ME)
+    docket.open(0, [])
+    auditor: Any = SimpleNamespace(_tools=SimpleNamespace(conduct=conduct), _docket=docket, refusals=Counter())
+    Auditor._follow(auditor, [PeerStruck(LIAR, "audit: not served"), PeerStruck(ME, "audit: not served")])
+    assert conduct.serving.struck(1, others) == {LIAR: "audit: not served"} and not conduct.excluded
+    assert auditor.refusals == {"audit: not served": 2}
