@@ -90,9 +90,8 @@ class Course:
 
     @property
     def is_torn(self) -> bool:
-        """Return whether some stages count this microbatch and others do not."""
-        counted = self.added.keys() - self.lost
-        return 0 < len(counted) < self.stages
+        """Return whether, if it ended now, some stages may count this microbatch and others do not."""
+        return bool(self.added) or (self.request is not None and self.request.is_bound)
 
     def goal(self) -> Step:
         """Return the next computation: that of the course, or one that makes a lost input of it again."""

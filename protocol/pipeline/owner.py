@@ -279,6 +279,7 @@ class Owner:
     def _on_refusal(self, course: Course, request: Request, now: float) -> None:
         course.refused_by.add(request.peer)
         course.refusals += 1
+        self._routers[request.step.stage].record_failure(request.peer, now)
         if course.refusals >= MAX_REFUSALS:
             self._end(course, "refused", now)
         else:
@@ -347,6 +348,7 @@ class Owner:
             self.counts.duplicates += 1
 
     def _end(self, course: Course, reason: DropReason | None, now: float) -> None:
+        is_torn = course.is_torn
         if course.request is not None:
             self._abandon(course, course.request)
         del self._courses[course.serial]
@@ -360,7 +362,7 @@ class Owner:
             self.counts.done += 1
         else:
             self.counts.dropped[reason] += 1
-            self.counts.torn += course.is_torn
+            self.counts.torn += is_torn
         self._actions.append(Finished(course.serial, course.loss, reason))
 
     def _on_tick(self, now: float) -> None:

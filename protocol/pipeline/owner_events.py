@@ -111,7 +111,7 @@ class OwnerCounts:
     """Counted results of the microbatches of one owner.
 
     Args:
-        torn: dropped microbatches that some stages count and others do not.
+        torn: dropped microbatches that some stages may count and others do not; an upper bound.
         lost: gradients whose server died, or restarted, before the microbatch was done; an upper bound.
         duplicates: gradients that two servers of a stage count.
         replayed: computations that were made again.

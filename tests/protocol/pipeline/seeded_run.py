@@ -140,16 +140,22 @@ class SeededRun:
             raise InvariantError("owners count other results than there are")
         for key, end in swarm.begun.items():
             self._check_counted(key, end)
+        if never_died:
+            self._check_torn(sum(each.torn for each in counts))
+
+    def _check_torn(self, counted: int) -> None:
+        """Check that owners count all of their dropped microbatches that some stages count and others do not."""
+        stages = range(len(self.swarm.scenario.speeds))
+        dropped = [key for key, end in self.swarm.begun.items() if end != "done"]
+        torn = [key for key in dropped if 0 < sum(self.swarm.copies(stage, key) for stage in stages) < len(stages)]
+        if len(torn) > counted:
+            raise InvariantError(f"owners count {counted} torn microbatches where there are {len(torn)}")
 
     def _check_counted(self, key: Key, end: str) -> None:
         """Check that a microbatch that is done counts once at each stage, unless a death that is counted took it."""
         swarm = self.swarm
         for stage in range(len(swarm.scenario.speeds)):
-            copies = sum(
-                peer.trainer.weights[key] + peer.trainer.gradient.count(key)
-                for peer in swarm.peers.values()
-                if peer.stage == stage
-            )
+            copies = swarm.copies(stage, key)
             if end == "done" and not copies and (stage, key) not in swarm.dead_additions:
                 raise InvariantError(f"{key} is done, and stage {stage} does not count it")
 

@@ -393,14 +393,14 @@ class VirtualSwarm:
         self._names[blob.digest] = "activation" if direction == "forward" else "gradient"
         return blob
 
+    def copies(self, stage: int, key: Key) -> int:
+        """Return how often the live servers of a stage contain a microbatch."""
+        trainers = [peer.trainer for peer in self.peers.values() if peer.stage == stage and peer.is_alive]
+        return sum(trainer.weights[key] + trainer.gradient.count(key) for trainer in trainers)
+
     def check_added(self, peer: Peer, key: Key) -> None:
         """Check that no live server of the stage contains a microbatch twice, and no two contain it."""
-        copies = sum(
-            each.trainer.weights[key] + each.trainer.gradient.count(key)
-            for each in self.peers.values()
-            if each.stage == peer.stage and each.is_alive
-        )
-        if copies > 1:
+        if peer.stage is not None and self.copies(peer.stage, key) > 1:
             raise InvariantError(f"stage {peer.stage} counts {key} twice")
 
     def _step(self, peer: Peer, action: server_events.TakeStep) -> None:
