@@ -57,6 +57,7 @@ class StageServer:
         self.is_draining = False
         self._entries: dict[Key, Entry] = {}
         self._contributed = Ledger()  # of earlier contributions, while their microbatches are open
+        self._failed: OrderedDict[tuple[Key, Direction], Outcome] = OrderedDict()  # the owner may be elsewhere by now
         self._ended: OrderedDict[Key, None] = OrderedDict()
         self._ready: deque[tuple[Key, Direction, int]] = deque()
         self._computing: Compute | TakeStep | None = None
@@ -132,6 +133,9 @@ class StageServer:
             self._extend(task, now)
             self.counts.duplicates += 1
             return self._answer("accepted") if work.outcome is None else self._answer("known", work.outcome)
+        failed = self._failed.get((task.key, task.direction))
+        if failed is not None and task.attempt <= failed.attempt:
+            return self._answer("known", failed)
         busy = self._busy_ms(task)
         if busy:
             return replace(self._answer("busy"), retry_ms=busy)
@@ -298,6 +302,10 @@ class StageServer:
         if direction == "forward":
             self.gate.strike(key)
         self._keep_results(key)
+        if outcome.status != "void":
+            self._failed[key, direction] = outcome
+            if len(self._failed) > REMEMBERED:
+                self._failed.popitem(last=False)
         self._actions.append(Tell(work.task.owner, outcome))
 
     def _keep_results(self, key: Key) -> None:
@@ -359,6 +367,7 @@ class StageServer:
         self.gate.take()
         self._computing = None
         self._ready.clear()
+        self._failed.clear()
         for work in [work for entry in self._entries.values() for work in entry.work.values()]:
             if work.outcome is None or self._is_lost(work):
                 self._give_up(work, self._outcome(work.task, "void"))

@@ -204,3 +204,6 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_counted() -> None:
     assert [each.outcome.status for each in told if isinstance(each, Tell)] == ["invalid"]
     assert answer.kind == "accepted" and not server.gate.added and server.memory.used == 0
     assert server.counts.invalid == 1
+    answer, actions = server.ask(make_task(0, "backward"), 0.0)
+    assert answer.kind == "known" and not actions, "a late copy: its owner may have asked another peer since"
+    assert server.ask(replace(make_task(0, "backward"), attempt=2), 0.0)[0].kind == "accepted"
