@@ -4,12 +4,7 @@ import pytest
 
 from tests.simulation.seeds import SECOND_HALF, run_batch
 
-pytestmark = [
-    pytest.mark.seeds,
-    pytest.mark.xfail(
-        reason="open: 5 of 1,500 seeds break (1483, 1489, 1814, 2065), most of them with liars", strict=False
-    ),
-]
+pytestmark = pytest.mark.seeds
 
 
 @pytest.mark.parametrize("first", SECOND_HALF)
