@@ -11,8 +11,8 @@ from tests.swarm.process_swarm import ENDLESS, POLL_SECONDS, ProcessSwarm, manif
 
 pytestmark = [pytest.mark.swarm, pytest.mark.ordeal, pytest.mark.timeout(300)]
 
-DEATHS = 10
-EARLY_DEATHS = 2  # more, before anything was resumed
+DEATHS = 5
+EARLY_DEATHS = 1  # more, before anything was resumed
 
 
 class ProgressObserver:
@@ -48,7 +48,7 @@ class ProgressObserver:
             time.sleep(POLL_SECONDS)
 
 
-def test_ten_deaths_of_everything(tmp_path: Path) -> None:
+def test_deaths_of_everything(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -22,7 +22,6 @@ RECIPES: dict[str, OptionTables] = {
     "diloco": {"schedule": SHORT},
     "sparseloco": {"schedule": SHORT},
     "streaming-diloco": {"schedule": {"inner_steps": 6, "fragments": 2, "ahead": 2, "delay": 2}},
-    "co2": {"schedule": {"inner_steps": 3, "ahead": 3, "delay": 3}},
     "noloco": {"schedule": SHORT},
     "demo": {},
 }

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol.manifest import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 ROUNDS = 12
 NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"  # nobody listens
-SPARSE = {"recipe": "sparseloco", "schedule": {"inner_steps": 5}}
 
 
 def all_have_reached_the_target(swarm: ProcessSwarm, rounds: int) -> None:
@@ -23,9 +21,9 @@ def all_have_reached_the_target(swarm: ProcessSwarm, rounds: int) -> None:
     assert len({(status.digest, status.state_digest) for status in statuses}) == 1, swarm.describe()
 
 
-@pytest.mark.parametrize("method", [{"recipe": "diloco"}, SPARSE], ids=["diloco", "sparseloco"])
-def test_three_peers_train_to_the_target(tmp_path: Path, method: dict[str, object]) -> None:
-    with running_swarm(tmp_path, manifest_with(target={"rounds": ROUNDS}, method=method)) as swarm:
+def test_three_peers_train_to_the_target(tmp_path: Path) -> None:
+    patient = {"grace": 60.0, "leader_timeout": 20.0, "exchange_timeout": 60.0}  # as long as a busy machine needs
+    with running_swarm(tmp_path, manifest_with(target={"rounds": ROUNDS}, round=patient)) as swarm:
         swarm.start()
         losses: dict[int, float] = {}
 
@@ -43,35 +41,21 @@ def test_three_peers_train_to_the_target(tmp_path: Path, method: dict[str, objec
             assert status.bytes_sent > 0
 
 
-def slow_run(min_peers: int) -> Manifest:
-    """A state of a tenth of a second ago would be gone before it is fetched: rounds of the usual test are too quick."""
-    method = {"schedule": {"inner_steps": 60}}
-    return manifest_with(target={"rounds": ENDLESS}, run={"min_peers": min_peers}, method=method)
-
-
-@pytest.mark.parametrize("introducer", [0, 2])
-def test_a_late_peer_needs_one_address_of_anybody(tmp_path: Path, introducer: int) -> None:
-    with running_swarm(tmp_path, slow_run(min_peers=2)) as swarm:
+def test_late_peers_need_one_address_of_anybody(tmp_path: Path) -> None:
+    """A state of a tenth of a second ago would be gone before it is fetched: the usual rounds are too quick."""
+    slow = manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 2}, method={"schedule": {"inner_steps": 60}})
+    with running_swarm(tmp_path, slow) as swarm:
         swarm.start()
         swarm.wait_for_round(3)
-        late = swarm.add_peer()
-        late.start(swarm.peers[introducer].addresses()[:1])
-        swarm.wait_until(lambda: bool(swarm.poll(late)), "it answers")
-        spent = swarm.wait_until(
-            lambda: any(told.contributions_included for told in swarm.poll(late)), "it contributes", 30
+        first, *_, last = swarm.peers
+        ways = [first.addresses()[:1], [NOWHERE, *last.addresses()[:1]]]
+        late = [swarm.add_peer() for _ in ways]
+        for peer, contacts in zip(late, ways, strict=True):
+            peer.start(contacts)
+        swarm.wait_until(
+            lambda: len(told := swarm.poll(*late)) == 2 and all(status.contributions_included for status in told),
+            "both contribute",
         )
-        print(f"from the first answer to the first contribution: {spent:.1f} s")
-        assert late.status is not None and late.status.contributions_included < late.status.round
-        joined = late.status.round
-        swarm.wait_for_agreement(after=joined + 3)
-
-
-def test_a_dead_address_beside_a_good_one_delays_nobody(tmp_path: Path) -> None:
-    with running_swarm(tmp_path, slow_run(min_peers=1), peers=1) as swarm:
-        swarm.start()
-        swarm.wait_for_round(1)
-        late = swarm.add_peer()
-        late.start([NOWHERE, *swarm.peers[0].addresses()[:1]])
-        swarm.wait_until(lambda: bool(swarm.poll(late)), "it answers")
-        spent = swarm.wait_until(lambda: any(status.peers == 2 for status in swarm.poll(late)), "it is in the run", 5)
-        print(f"from the first answer to the second peer: {spent:.1f} s")
+        told = swarm.poll(*late)
+        assert all(status.contributions_included < status.round for status in told)
+        swarm.wait_for_agreement(after=max(status.round for status in told) + 3)

@@ -38,7 +38,7 @@ from tests.swarm.processes import (
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 SHARED = Path("/dev/shm")
-CYCLES = 10
+CYCLES = 4
 PORTS = 3  # of a node: for libp2p, for direct connections, for its metrics
 AWAY_SECONDS = 20.0
 SHUTDOWN_LINE = "Shutting down. Press Ctrl-C again to exit immediately."
@@ -198,7 +198,7 @@ def world() -> Iterator[str]:
         yield mark
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.Signals) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
     with UpProcess(run, tmp_path / "swarm", peers=2) as up:
@@ -221,7 +221,7 @@ def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.S
 
 @pytest.mark.ordeal
 @pytest.mark.timeout(300)
-def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
+def test_up_and_stop_again_and_again(tmp_path: Path, world: str) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
     folder = tmp_path / "swarm"
     for cycle in range(CYCLES):
@@ -231,7 +231,9 @@ def test_ten_times_up_and_stop(tmp_path: Path, world: str) -> None:
             if cycle == CYCLES - 1:
                 before = up.checkpoints()
                 up.wait_for(partial(up.saved_since, before), "a round is saved")
+                traces = ProcessResources(find_marked(world))
             assert up.interrupt() == 130, up.output()
         assert not find_marked(world), [process.cmdline() for process in find_marked(world)]
         assert not socket_folders()
+    wait_for(lambda: not traces.remaining(), traces.remaining)
     assert up.output().count("resumes the run") == CYCLES
