@@ -169,19 +169,15 @@ class Owner:
         self._note_emptiness(stage, now)
         while waiting:
             course = self._courses.get(waiting[0])
-            if course is None:
-                waiting.popleft()
-                continue
-            peer = router.choose(now, course.refused_by)
-            if peer is None and router.all_within(course.refused_by):
-                waiting.popleft()
-                self._end(course, "refused", now)
-                continue
-            if peer is None:
+            peer = router.choose(now, course.refused_by) if course is not None else None
+            if course is not None and peer is None and not router.all_within(course.refused_by):
                 self._wake_later(stage, router.wake_time(now))
                 return
             waiting.popleft()
-            self._open_request(course, course.goal(), peer, now)
+            if course is not None and peer is not None:
+                self._open_request(course, course.goal(), peer, now)
+            elif course is not None:
+                self._end(course, "refused", now)
 
     def _open_request(self, course: Course, step: Step, peer: PeerId, now: float) -> None:
         course.attempt += 1
