@@ -84,6 +84,7 @@ FULL = Row(stages=1)
 DEATHS = Row(base="full replicas, deaths", peers=4, churn=0.25)
 ROWS: Mapping[str, Row] = {
     "full replicas": FULL,
+    "full replicas, clip 1/2": replace(FULL, clip=0.5),
     "pipeline": Row(),
     "pipeline, bf16 on the way": Row(activations="bf16"),
     "pipeline, clip 1 at each stage": Row(clip=2.0),
