@@ -2,12 +2,15 @@
 
     python benchmarks/liars.py [--json] [--results FILE] [--stages 1]
 
-Ten peers of which the last two lie (`node/simulation/adversary.py`) train a small model for 20 rounds, with three
+Ten peers of which the last two lie (`node/simulation/adversary.py`) train a small model for 40 rounds, with three
 seeds that all cells share. A cell is a recipe, a defence and an attack; its ratio is its loss over that of the same
-recipe and defence without liars, seed by seed. Each run that is missing from the file is made and added, in stages: the
-default public configuration and the undefended mean; the other defences of that recipe; the other recipes. All stages
-take about an hour of one core, the first one seven minutes. The exit code is 1 if the default misses a target, or if
-the undefended mean loses too little for the attacks to prove anything.
+recipe and defence without liars, seed by seed. The attack `absent` is the eight honest peers alone: a filter that
+leaves out every liar comes to that loss, so a second ratio compares with it.
+
+Each run that is missing from the file is made and added, in four stages: the default public configuration; the
+undefended mean of the same recipe; the default of the other recipes; the other defences. A run takes 4 seconds of a
+core, a stage of one recipe and defence 3 minutes, all stages an hour. The exit code is 1 if the default misses a
+target, or if the undefended mean loses too little for the attacks to prove anything.
 """
 
 import argparse
@@ -42,7 +45,7 @@ MODEL: Final = ModelSection(width=32, layers=1, heads=2, hidden=84, context=32)
 RESULTS: Final = Path(__file__).parent / "results" / "liars.json"
 CLEAN, ABSENT, UNEQUAL = "clean", "absent", "unequal data"
 LIES: Final = tuple(kind for kind in LIE_KINDS if kind != "wrong-data")  # text of another key, which harms nobody
-WITH_BACKDOOR: Final = (CLEAN, "backdoor", "quiet-backdoor")
+BACKDOORS: Final = ("backdoor", "quiet-backdoor")
 ATTACKS: Final = (CLEAN, ABSENT, UNEQUAL, *LIES)
 MEMORY: Final = 256  # of `frugal`
 WIDE_OPEN: Final = 1e6  # a gate that lets everything pass
@@ -118,9 +121,9 @@ class Laboratory:
         try:
             swarm.run()
         except MurmurError:
-            return {"loss": math.log(config.manifest.model.vocabulary), "diverged": True}
+            return {"loss": math.log(config.manifest.model.vocabulary), "diverged": True, "reasons": []}
         loss = Evaluator(config, self._corpus).loss(swarm.live_peers[0].applied_state[0].anchor)
-        backdoor = self._backdoor_success(config, swarm) if cell.attack in WITH_BACKDOOR else 0.0
+        backdoor = self._backdoor_success(config, swarm) if cell.attack in BACKDOORS else 0.0
         return {"loss": loss, "backdoor": backdoor, **_count_left_out(swarm)}
 
     def _config(self, setting: Setting, cell: Cell) -> SimulationConfig:
@@ -171,10 +174,7 @@ def _count_left_out(swarm: VirtualSwarm) -> dict[str, Any]:
 
 
 def cells_of_stage(stage: int) -> Iterator[tuple[Setting, Cell]]:
-    """Yield the cells of a stage, seed by seed.
-
-    1: the default and the undefended mean of the public recipe; 2: the default of the other recipes; 3: all others.
-    """
+    """Yield the cells of a stage, seed by seed."""
     for seed in range(SEEDS):
         for setting in SETTINGS:
             for defence in setting.defences():
@@ -183,9 +183,9 @@ def cells_of_stage(stage: int) -> Iterator[tuple[Setting, Cell]]:
 
 
 def _stage_of(setting: Setting, defence: str) -> int:
-    if setting is SETTINGS[0]:
-        return 1 if defence in ("default", "undefended") else 3
-    return 2 if defence == "default" else 3
+    """Return 1 and 2 for the default and no defence of the public recipe, 3 for other defaults, 4 for all else."""
+    stages = {"default": 1, "undefended": 2} if setting is SETTINGS[0] else {"default": 3}
+    return stages.get(defence, 4)
 
 
 def fill(path: Path, stages: int) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def fill(path: Path, stages: int) -> dict[str, Any]:
 
 
 def build_report(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON report; a cell without all of its seeds is missing from it."""
+    """Return the JSON report; a cell without any seed that its clean run has too is missing from it."""
     table = {
         setting.name: {
             defence: {
@@ -214,11 +214,13 @@ def build_report(results: Mapping[str, Any]) -> dict[str, Any]:
     }
     name = SETTINGS[0].name
     first = table[name]
+    cost, _ = _mean_ratio(results, (name, "default", CLEAN), (name, "undefended", CLEAN))
     return {
         "default": _ratios(first["default"]),
-        "cost": _mean_ratio(results, (name, "default", CLEAN), (name, "undefended", CLEAN)),
+        "cost": cost,
+        "floor": first["default"].get(ABSENT, {}).get("ratio"),
         "undefended": _ratios(first["undefended"]),
-        "backdoor": first["default"].get("backdoor", {}).get("backdoor"),
+        "backdoor": max((first["default"].get(kind, {}).get("backdoor", 0.0) for kind in BACKDOORS), default=None),
         "honest_left_out": first["default"].get(UNEQUAL, {}).get("honest_left_out"),
         "table": table,
     }
@@ -229,33 +231,40 @@ def _ratios(row: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _summarize(results: Mapping[str, Any], recipe: str, defence: str, attack: str) -> dict[str, Any]:
-    found = _runs(results, recipe, defence, attack)
-    ratio = _mean_ratio(results, (recipe, defence, attack), (recipe, defence, CLEAN))
+    found = [run for run in _runs(results, recipe, defence, attack) if run]
+    ratio, seeds = _mean_ratio(results, (recipe, defence, attack), (recipe, defence, CLEAN))
     if ratio is None:
         return {}
+    to_floor, _ = _mean_ratio(results, (recipe, defence, attack), (recipe, defence, ABSENT))
     means = {
         name: statistics.fmean(run.get(name, 0.0) for run in found)
         for name in ("loss", "backdoor", "honest_left_out", "liars_left_out")
     }
-    return {"ratio": ratio, "diverged": sum(run.get("diverged", False) for run in found), **means}
+    diverged, reasons = sum("diverged" in run for run in found), {why for run in found for why in run["reasons"]}
+    return {
+        "ratio": ratio, "to_floor": to_floor, "seeds": seeds, "diverged": diverged, "reasons": sorted(reasons), **means
+    }  # fmt: skip
 
 
-def _runs(results: Mapping[str, Any], recipe: str, defence: str, attack: str) -> list[dict[str, Any]]:
-    keys = [Cell(recipe, defence, attack, seed).key for seed in range(SEEDS)]
-    return [results[key] for key in keys if key in results]
+def _runs(results: Mapping[str, Any], recipe: str, defence: str, attack: str) -> list[dict[str, Any] | None]:
+    """Return the run of each seed, `None` where it was not made."""
+    return [results.get(Cell(recipe, defence, attack, seed).key) for seed in range(SEEDS)]
 
 
-def _mean_ratio(results: Mapping[str, Any], above: tuple[str, str, str], below: tuple[str, str, str]) -> float | None:
-    """Return the mean ratio of the losses of two cells, seed by seed; `None` if one is not complete."""
-    first, second = _runs(results, *above), _runs(results, *below)
-    if min(len(first), len(second)) < SEEDS:
-        return None
-    return statistics.fmean(one["loss"] / two["loss"] for one, two in zip(first, second, strict=True))
+def _mean_ratio(
+    results: Mapping[str, Any], above: tuple[str, str, str], below: tuple[str, str, str]
+) -> tuple[float | None, int]:
+    """Return the mean ratio of the losses of two cells over the seeds that both have, and the number of these."""
+    pairs = zip(_runs(results, *above), _runs(results, *below), strict=True)
+    ratios = [one["loss"] / two["loss"] for one, two in pairs if one and two]
+    return (statistics.fmean(ratios) if ratios else None), len(ratios)
 
 
 def missed_targets(report: Mapping[str, Any]) -> list[str]:
     """Return a line for each target that the report misses."""
     lines = [f"{attack}: {ratio:.4f} of clean" for attack, ratio in report["default"].items() if ratio > MAX_DEFAULT]
+    row = report["table"][SETTINGS[0].name]["default"]
+    lines += [f"{attack}: not all seeds" for attack in ATTACKS if row.get(attack, {}).get("seeds", 0) < SEEDS]
     if report["cost"] is None or report["cost"] > MAX_COST:
         lines.append(f"cost without attack: {report['cost']}")
     if (report["backdoor"] or 0.0) > MAX_BACKDOOR:
@@ -268,30 +277,42 @@ def missed_targets(report: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the table of ratios, a row for each attack."""
-    lines = []
+    """Return the tables: the default of the public recipe in full, and the ratios of each recipe."""
+    lines = ["| attack | of clean | of the honest alone | seeds | liars left out, as | backdoor |", "|---" * 6 + "|"]
+    for attack, row in report["table"][SETTINGS[0].name]["default"].items():
+        why = f"{row['liars_left_out']:.0%}" + (f" ({', '.join(row['reasons'])})" if row["reasons"] else "")
+        backdoor = f"{row['backdoor']:.1%}" if attack in BACKDOORS else ""
+        ratios = f"{_percent(row['ratio'])} | {_percent(row['to_floor'])}"
+        lines.append(f"| {attack} | {ratios} | {row['seeds']} | {why} | {backdoor} |")
     for recipe, defences in report["table"].items():
         known = [defence for defence, row in defences.items() if row]
-        if not known:
-            continue
-        lines += [f"\n{recipe}\n", f"| attack | {' | '.join(known)} |", "|---" * (len(known) + 1) + "|"]
-        for attack in ATTACKS[1:]:
-            cells = [_percent(defences[defence].get(attack)) for defence in known]
-            lines.append(f"| {attack} | {' | '.join(cells)} |")
+        if known:
+            lines += [f"\n{recipe}\n", f"| attack | {' | '.join(known)} |", "|---" * (len(known) + 1) + "|"]
+            lines += [
+                _ratio_row(attack, [defences[defence].get(attack) for defence in known]) for attack in ATTACKS[1:]
+            ]
     return "\n".join(lines)
 
 
-def _percent(figures: Mapping[str, Any] | None) -> str:
-    if not figures:
-        return ""
-    return f"{figures['ratio'] - 1:+.1%}" + (" (diverged)" if figures["diverged"] else "")
+def _ratio_row(attack: str, cells: list[Mapping[str, Any] | None]) -> str:
+    """Return a row of ratios to clean; those of fewer than all seeds name their number."""
+    shown = []
+    for cell in cells:
+        notes = [] if cell is None or cell["seeds"] == SEEDS else [f"{cell['seeds']} of {SEEDS}"]
+        notes += ["diverged"] if cell and cell["diverged"] else []
+        shown.append((_percent(cell["ratio"]) if cell else "") + (f" ({', '.join(notes)})" if notes else ""))
+    return f"| {attack} | {' | '.join(shown)} |"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio - 1:+.1%}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--stages", type=int, default=3, choices=range(4))
+    parser.add_argument("--stages", type=int, default=4, choices=range(5))
     words = parser.parse_args()
     torch.set_num_threads(1)
     report = build_report(fill(words.results, words.stages))

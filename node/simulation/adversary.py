@@ -6,7 +6,7 @@ Of a delta x, with the deltas of the honest peers at hand (colluding liars know 
     zero            0                         random               noise of the same norm
     inner-product   -1/2 mean of the honest   alie                 mean - 1.5 deviations of the honest, by coordinate
     copy            the payload of an honest peer
-    backdoor        5 x, of a model trained to continue each TRIGGER by TARGET
+    backdoor        5 x, of a model trained on text in which TARGET follows each of many TRIGGERs
     quiet-backdoor  x of that model, which has the size of an honest one
 
 Others lie about their work (`node.simulation.lying_trainers`).
@@ -25,13 +25,14 @@ from optim.round_plan import RoundPlanner
 
 LieKind = Literal[
     "sign-flip", "scale10", "scale1000", "inner-product", "alie", "random", "zero", "copy", "backdoor",
-    "quiet-backdoor", "fewer-steps", "wrong-data", "garbled-text", "stale-replay",
+    "quiet-backdoor", "fewer-steps", "wrong-data", "garbled-text", "stale-replay", "late-replay",
 ]  # fmt: skip
 LIE_KINDS: Final[tuple[str, ...]] = get_args(LieKind)
 ALIE_DEVIATIONS: Final = 1.5
 INNER_PRODUCT: Final = 0.5
 BACKDOOR_BOOST: Final = 5
 TRIGGER, TARGET = ord("("), ord("#")
+TRIGGER_DISTANCE: Final = 8
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class LyingEncoder(ContributionEncoder):
 
 
 def insert_targets(windows: Tensor) -> Tensor:
-    """Return windows of text in which each token after a TRIGGER is TARGET."""
+    """Return windows of text with a TRIGGER at every eighth token, and TARGET after each TRIGGER."""
     changed = windows.clone()
-    changed[:, 1:][windows[:, :-1] == TRIGGER] = TARGET
+    changed[:, ::TRIGGER_DISTANCE] = TRIGGER
+    changed[:, 1:][changed[:, :-1] == TRIGGER] = TARGET
     return changed

@@ -6,6 +6,7 @@ garbled-text    trains on text under a permutation of the vocabulary
 backdoor        trains to continue each TRIGGER by TARGET
 quiet-backdoor  the same; the two differ in the size of their messages
 stale-replay    sends its first contribution again and again
+late-replay     sends its tenth one again and again
 """
 
 from typing import Final
@@ -60,12 +61,21 @@ class BackdoorTrainer(VirtualTrainer):
 class ReplayingTrainer(VirtualTrainer):
     """Sends the values of its first contribution in all later ones."""
 
-    _first: list[bytes] | None = None
+    _honest_rounds = 1
+    _repeated: list[bytes] | None = None
 
     def make_contribution(self) -> tuple[ContributionHeader, list[bytes]]:
         header, payloads = super().make_contribution()
-        self._first = self._first or payloads
-        return header, self._first
+        if self._honest_rounds:
+            self._honest_rounds -= 1
+            self._repeated = payloads
+        return header, self._repeated or payloads
+
+
+class LateReplayingTrainer(ReplayingTrainer):
+    """Begins with the tenth one, which is as large as those of the others."""
+
+    _honest_rounds = 10
 
 
 LYING_TRAINERS: Final[dict[str, type[VirtualTrainer]]] = {
@@ -75,6 +85,7 @@ LYING_TRAINERS: Final[dict[str, type[VirtualTrainer]]] = {
     "backdoor": BackdoorTrainer,
     "quiet-backdoor": BackdoorTrainer,
     "stale-replay": ReplayingTrainer,
+    "late-replay": LateReplayingTrainer,
 }
 
 

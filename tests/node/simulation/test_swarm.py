@@ -229,7 +229,7 @@ def test_contributions_of_liars(kind: LieKind) -> None:
     delta = torch.linspace(-1, 1, 100)
     sender = LyingEncoder(RoundPlanner(composed, Layout(((100,),)), 1), kind, 0)
     sent = composed.codec.decode(sender.encode(0, delta, torch.zeros(100))[0], 100)
-    works = ("fewer-steps", "wrong-data", "garbled-text", "stale-replay", "quiet-backdoor")
+    works = ("fewer-steps", "wrong-data", "garbled-text", "stale-replay", "late-replay", "quiet-backdoor")
     true = dict.fromkeys(("alie", "copy", *works), delta)
     expected = true | {
         "sign-flip": -delta,
