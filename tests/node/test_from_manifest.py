@@ -21,7 +21,6 @@ from protocol.errors import ManifestError
 from protocol.manifest import Manifest, TrainSection, parse_manifest
 from protocol.manifest_faults import ManifestText
 
-STAGES = "[pipeline]\nstages = 2\n"
 TOML = """
 [run]
 name = "small"
@@ -157,11 +156,6 @@ def test_without_warm_up_and_decay_it_is_constant() -> None:
             "run.toml: model (line 7): the embedding is in the first stage",
         ),
         ("[run]", "[pipeline]\nstages = 5\n[run]", "run.toml: pipeline.stages (line 3): 5 stages need as many layers"),
-        (
-            "[model]",
-            f"{STAGES}[model]\ntied = false",
-            "run.toml: pipeline.stages (line 6): pipelines run in `murmur sim`",
-        ),
     ],
 )
 def test_error_of_method_or_model_names_the_file_and_the_line(old: str, new: str, message: str) -> None:
