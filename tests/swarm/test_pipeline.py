@@ -1,0 +1,48 @@
+"""`murmur up` trains a model that no peer holds: stages, random routes, a peer that dies and comes back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.process import python_environment
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
+RUN = Path(__file__).parent / "pipeline.toml"
+PEERS, STAGES = 4, 2
+
+
+def run_up(folder: Path, *options: str) -> dict[str, Any]:
+    words = ["up", str(RUN), "--dir", str(folder), "--peers", str(PEERS), "--json", *options]
+    command = [sys.executable, "-m", "node.cli", *words]
+    ended = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr + _logs(folder)
+    return dict(json.loads(ended.stdout))
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("peer-*/log")))
+
+
+def final_status(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "status.json").read_text()))
+
+
+def test_pipeline_learns_over_a_death_and_exports_the_whole_model(tmp_path: Path) -> None:
+    folder = tmp_path / "swarm"
+    report = run_up(folder, "--drill")
+    assert report["validation_loss"] < report["initial_validation_loss"] - 1.0, report
+    assert (report["peers_lost"], report["peers_rejoined"]) == (1, 1)
+    assert report["agreed"] and sorted(report["stages"].values()) == sorted(range(STAGES)) * 2
+    digests = {(report["stages"][peer], digest) for peer, digest in report["digests"].items()}
+    assert len(digests) == STAGES, "one digest for each stage, and another for each"
+    statuses = [final_status(peer) for peer in sorted(folder.glob("peer-*"))]
+    assert all(status["microbatches"]["done"] > 0 for status in statuses), "each sends microbatches of its own text"
+    assert all(status["microbatches"]["served: computed"] > 0 for status in statuses)
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(report["export"])
+    assert model.num_parameters() == report["parameters"]
