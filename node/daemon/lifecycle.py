@@ -106,7 +106,7 @@ class Daemon:
             self._display.names.learn(node.peer_id, self._settings.name)
             node.directory.subscribe(self._display.names)
             with self._display.activity("preparing the run"):
-                manifest = choose_stage(self._settings.manifest, self._settings.stage, self._folder, node.peer_id)
+                manifest = await choose_stage(self._settings, self._folder, node.peer_id)
                 await node.add_replica(manifest, self._folder, workers)
             with self._display.activity("connecting to the network"):
                 await node.open()

@@ -1,34 +1,93 @@
-"""Choose the stage that a node serves: as the user says, else as before, else by its key."""
+"""Choose the stage that a node serves: as the user says, else as before, else the weakest, ties by key."""
 
 import hashlib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
 
+from node.daemon.run_contacts import find_records
+from node.options import NodeOptions
 from node.run_dir import RunDir
 from protocol.errors import UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import StageManifest
 
+logger = logging.getLogger(__name__)
 
-def choose_stage(manifest: Manifest, wanted: int | None, folder: RunDir, peer_id: PeerId) -> Manifest:
+
+@dataclass(frozen=True)
+class StageChoice:
+    """A stage, and why a node serves it."""
+
+    stage: int
+    reason: str
+
+
+async def choose_stage(options: NodeOptions, folder: RunDir, peer_id: PeerId) -> Manifest:
     """Return the manifest of the stage that this node serves; of a run with one stage, the manifest itself.
 
-    Raises UsageError if there is no such stage, or the folder holds the state of another one.
+    Asks the contacts who serves which stage unless the user or the folder names one. Nodes that join at the same moment
+    may take the same stage. Raises UsageError if there is no such stage, or the folder holds the state of another one.
     """
+    manifest = options.manifest
+    choice = pinned_stage(manifest, options.stage, folder)
+    if not manifest.pipeline.is_cut:
+        return manifest
+    if choice is None:
+        records = await find_records(manifest, options.contacts) if options.contacts else {}
+        choice = weakest_stage(records, manifest.pipeline.stages, peer_id)
+    logger.info("serving stage %d of %d: %s", choice.stage, manifest.pipeline.stages, choice.reason)
+    folder.write_stage(choice.stage)
+    return StageManifest.of(manifest, choice.stage)
+
+
+def pinned_stage(manifest: Manifest, wanted: int | None, folder: RunDir) -> StageChoice | None:
+    """Return the stage that the user or the folder names; None if neither does. Raises UsageError."""
     stages = manifest.pipeline.stages
     if not manifest.pipeline.is_cut:
         if wanted is not None:
             raise UsageError("--stage: every peer of this run trains the whole model; leave the option out")
-        return manifest
+        return None
     if wanted is not None and wanted >= stages:
         raise UsageError(f"--stage: this run has the stages 0 to {stages - 1}, not {wanted}")
     before = folder.read_stage()
     if before is not None and wanted not in (None, before):
         raise UsageError(f"--stage: {folder.path} holds stage {before}, not {wanted}; give the node another --dir")
-    chosen = next(stage for stage in (wanted, before, _stage_by_key(peer_id, stages)) if stage is not None)
-    folder.write_stage(chosen)
-    return StageManifest.of(manifest, chosen)
+    if before is not None:
+        return StageChoice(before, "its folder holds that one")
+    return None if wanted is None else StageChoice(wanted, "as --stage says")
 
 
-def _stage_by_key(peer_id: PeerId, stages: int) -> int:
-    """Return a stage that spreads keys evenly."""
-    return int.from_bytes(hashlib.sha256(f"murmur stage of {peer_id}".encode()).digest()[:8], "big") % stages
+def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId) -> StageChoice:
+    """Return a stage that nobody serves, else the one with the lowest sum of reported rates.
+
+    A trainer that has not reported a rate counts with the median of the known ones.
+    """
+    rates = _rates_by_stage((record for peer, record in records.items() if peer != me), stages)
+    empty = [stage for stage in range(stages) if not rates[stage]]
+    if len(empty) == stages:
+        return StageChoice(_by_key(me, empty), "no peer that serves a stage is known, so by the key of this node")
+    if empty:
+        return StageChoice(_by_key(me, empty), "nobody serves it")
+    usual = median([rate for served in rates for rate in served if rate] or [1.0])
+    sums = [sum(rate or usual for rate in served) for served in rates]
+    chosen = _by_key(me, [stage for stage in range(stages) if sums[stage] <= min(sums)])
+    return StageChoice(chosen, f"it is the weakest, {sums[chosen]:.3g} of {max(sums):.3g} microbatches/s")
+
+
+def _rates_by_stage(records: Iterable[PeerRecord], stages: int) -> list[list[float]]:
+    """Return the rates of the trainers of each stage; 0 for one that has not reported any."""
+    rates: list[list[float]] = [[] for _ in range(stages)]
+    for record in records:
+        if record.role == "trainer" and not record.leaving and 0 < record.stage <= stages:
+            rates[record.stage - 1].append(record.stage_rate)
+    return rates
+
+
+def _by_key(peer_id: PeerId, stages: list[int]) -> int:
+    """Return one of the stages; keys are spread evenly over them."""
+    draw = int.from_bytes(hashlib.sha256(f"murmur stage of {peer_id}".encode()).digest()[:8], "big")
+    return stages[draw % len(stages)]

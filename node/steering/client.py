@@ -2,28 +2,20 @@
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from node.daemon.peer_rpc import request_peer_table
+from node.daemon.run_contacts import MAX_PEERS_ASKED, connect_to_peers, read_peer_table, temporary_transport
 from node.steering.keeper import exchange_revisions
 from protocol.errors import PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
-from protocol.membership.peer_table import PeerTable
-from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revision_log import RevisionLog, SignedRevision, open_revision
 from protocol.steering.revisions import NO_REVISION, Digest
 from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
-
-DIAL_SECONDS = 10.0
-CALL_SECONDS = 10.0
-MAX_PEERS_ASKED = 8
 
 
 @dataclass
@@ -42,40 +34,17 @@ class RunContact:
 
     async def reach(self, addresses: Sequence[str]) -> None:
         """Connect to peers, learn of others from them, and ask all for their revisions. Raises UnreachableError."""
-        found = await self._dial(addresses[:MAX_PEERS_ASKED])
+        found = await connect_to_peers(self.transport, addresses[:MAX_PEERS_ASKED])
         if not found:
             raise UnreachableError("no peer of the run answers; start one, or name the run by the URL of its host")
-        tables = await asyncio.gather(*(self._read_table(peer) for peer in found))
+        tables = await asyncio.gather(*(read_peer_table(self.manifest, self.transport, peer) for peer in found))
         records = {peer: record for table in tables for peer, record in table.items()}
         further = [record.addresses[0] for peer, record in records.items() if peer not in found and record.addresses]
-        self.peers = [*found, *await self._dial(further[: MAX_PEERS_ASKED - len(found)])]
+        self.peers = [*found, *await connect_to_peers(self.transport, further[: MAX_PEERS_ASKED - len(found)])]
         self.round = max((record.round for record in records.values()), default=0)
         self.tokens = max((record.chain_tokens for record in records.values()), default=0)
         if not await self.publish(()):
             raise UnreachableError("no peer of the run answers the question for revisions; update murmur there")
-
-    async def _dial(self, addresses: Sequence[str]) -> list[PeerId]:
-        results = await asyncio.gather(*(self._connect(address) for address in addresses))
-        return list(dict.fromkeys(peer for peer in results if peer is not None))
-
-    async def _connect(self, address: str) -> PeerId | None:
-        try:
-            return await self.transport.connect(address, DIAL_SECONDS)
-        except UnreachableError as error:
-            logger.info("%s", error)
-            return None
-
-    async def _read_table(self, peer: PeerId) -> dict[PeerId, PeerRecord]:
-        """Return the records that a peer knows; none if it does not answer."""
-        try:
-            reply = await request_peer_table(self.manifest.run_id, self.transport.channel, peer, CALL_SECONDS)
-            table = PeerTable(self.manifest.run_id, self.manifest.membership.expiry)
-            for signed in reply.records:
-                table.merge(signed, reply.time)
-        except (UnreachableError, PeerFault) as error:
-            logger.info("%s does not send its peer table: %s", peer, error)
-            return {}
-        return dict(table.live(reply.time))
 
     @property
     def revisions(self) -> tuple[SignedRevision, ...]:
@@ -107,11 +76,7 @@ async def contact_run(manifest: Manifest, addresses: Sequence[str]) -> AsyncIter
     """Reach the peers of a run inside the context. Raises UsageError without addresses, UnreachableError."""
     if not addresses:
         raise UsageError("the manifest names no peer to ask; name the run by its host's URL or by a node's directory")
-    with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
-        transport = await Transport.start(Path(folder) / "key", Path(folder), [])
-        try:
-            contact = RunContact(manifest, transport)
-            await contact.reach(addresses)
-            yield contact
-        finally:
-            await transport.stop()
+    async with temporary_transport() as transport:
+        contact = RunContact(manifest, transport)
+        await contact.reach(addresses)
+        yield contact
