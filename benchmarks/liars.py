@@ -80,11 +80,13 @@ class Setting:
 
 
 GATHER: Final[OptionTables] = {"schedule": {"inner_steps": INNER_STEPS}, "topology": {"kind": "gather"}}
+# Rates are the best of a factor of 2 without liars. At 8e-3 `frugal` has a loss 1.5 % lower, but eight peers then train
+# better than ten, and seeds differ by more than a liar costs.
 SETTINGS: Final = (
     Setting("frugal", 4e-3, {"kind": "sender-mean"}, {"schedule": {"inner_steps": INNER_STEPS, "ahead": INNER_STEPS}}),
-    Setting("sparseloco", 8e-3, {"kind": "mean"}, GATHER),
-    Setting("diloco", 4e-3, {"kind": "mean"}, {**GATHER, "update": {"learning_rate": 0.7, "momentum": 0.5}}, True),
-    Setting("averaging", 8e-3, {"kind": "mean"}, GATHER, True),
+    Setting("sparseloco", 3.2e-2, {"kind": "mean"}, GATHER),
+    Setting("diloco", 1.6e-2, {"kind": "mean"}, {**GATHER, "update": {"learning_rate": 0.7, "momentum": 0.5}}, True),
+    Setting("averaging", 1.6e-2, {"kind": "mean"}, GATHER, True),
 )
 
 

@@ -5,6 +5,7 @@ vectors estimates their cosine, with a deviation of about (1 - cosine^2) / sqrt(
 memory as a part of the state, so that they come to the same verdict, also after a peer has taken over a state.
 """
 
+import statistics
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,6 +19,7 @@ Doubles = npt.NDArray[np.float64]
 
 SKETCH_BUCKETS: Final = 256
 REPLAY_COSINE: Final = 0.95  # of sketches; exact replays have 1
+REPLAY_DISTANCE: Final = 0.2  # in usual distances: dense contributions of the first rounds are all nearly parallel
 
 
 def sketch(vector: Vector) -> Floats:
@@ -44,10 +46,14 @@ class ContributionMemory:
         self._sketches = state
 
     def find_replays(self, sketches: Sequence[Floats]) -> list[int]:
-        """Return the indices of sketches that repeat a remembered one."""
+        """Return the indices of sketches that repeat a remembered one.
+
+        They are much nearer to one (1 - cosine) than the sketches of a round usually are.
+        """
         known = self._sketches.astype(np.float64)
-        cosines = [_largest_product(known, new.astype(np.float64)) for new in sketches]
-        return [index for index, cosine in enumerate(cosines) if cosine > REPLAY_COSINE]
+        distances = [1 - float(_largest_product(known, new.astype(np.float64))) for new in sketches]
+        limit = min(1 - REPLAY_COSINE, REPLAY_DISTANCE * statistics.median_high(distances))
+        return [index for index, distance in enumerate(distances) if distance < limit]
 
     def remember(self, sketches: Sequence[Floats]) -> None:
         """Add sketches in place of the oldest ones."""

@@ -142,8 +142,18 @@ def test_replay_of_an_earlier_round_is_left_out_by_name(codec: Uncompressed | Ch
 
 def test_memory_forgets_the_oldest_contributions_first() -> None:
     memory = ContributionMemory(np.zeros(3 * SKETCH_BUCKETS, np.float32))
-    sketches = [sketch(ArrayVector(random_values(i, NUMEL).numpy())) for i in range(5)]
+    sketches = [sketch(ArrayVector(random_values(i, NUMEL).numpy())) for i in range(7)]
     memory.remember(sketches[:2])
     assert memory.find_replays(sketches) == [0, 1]
     memory.remember(sketches[2:4])
     assert memory.find_replays(sketches) == [0, 2, 3]
+
+
+def test_nearly_parallel_contributions_of_honest_members_are_no_replays() -> None:
+    common = random_values(1000, NUMEL)
+    rounds = [[common + 0.1 * random_values(10 * age + i, NUMEL) for i in range(6)] for age in range(2)]
+    rule = Filtered(memory=16)
+    state = np.zeros(rule.state_size, np.float32)
+    first, second = (payloads(rows, Uncompressed()) for rows in rounds)
+    assert not rule.screen(first, state=state).left_out and not rule.screen(second, state=state).left_out
+    assert rule.screen([*second[:5], first[5]], state=state).left_out
