@@ -184,11 +184,16 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     yield _labelled_counter(
         "murmur_direct_refusals", "Rejected direct connections, by reason", "reason", status.direct_refusals
     )
+    yield _labelled_counter(
+        "murmur_microbatches", "Microbatches of a pipeline, own and served ones", "result", status.microbatches
+    )
     yield _labelled_counter("murmur_audits", "Audits of others' contributions", "verdict", status.audits)
+    stage_rate = "Microbatches a second that this node can compute at its stage of a pipeline"
     gauges: tuple[tuple[str, str, float | None], ...] = (
         ("murmur_paused", "1 while training pauses for other programs that use the device", float(bool(status.paused))),
         ("murmur_loss", "Recent training loss, nats a token", status.loss),
         ("murmur_validation_loss", "Loss on held-out text, nats a token", status.validation_loss),
+        ("murmur_stage_rate", stage_rate, None if status.stage is None else status.stage_rate),
         ("murmur_round", "Rounds committed and applied", status.round),
         ("murmur_step", "Inner steps taken", status.step),
         ("murmur_chain_tokens", "Tokens of all peers in all committed rounds", status.chain_tokens),

@@ -6,6 +6,7 @@ from typing import Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from node.monitoring.stage_table import StageEntry, describe_empty_stages, stage_lines
 from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
@@ -144,7 +145,8 @@ class NodeStatus(BaseModel):
         default={}, description="rows of the text that the trainer could not use, by reason"
     )
     microbatches: dict[str, int] = Field(default={}, description="of a pipeline: own and served ones, by result")
-    stage_rate: float = Field(default=0.0, description="microbatches a second that this stage can compute")
+    stage_rate: float = Field(default=0.0, description="microbatches a second that this node can compute")
+    stages: tuple[StageEntry, ...] = Field(default=(), description="of a pipeline: the peers of each stage")
     audits: dict[str, int] = Field(default={}, description="contributions that this node repeated, by verdict")
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
@@ -194,6 +196,7 @@ class NodeStatus(BaseModel):
         return " · ".join(
             (
                 self.describe_round(),
+                *([] if self.stage is None else [f"stage {self.stage} of {len(self.stages)}"]),
                 f"step {self.step}",
                 f"{format_count(self.tokens_per_second)} tok/s",
                 *pace,
@@ -202,6 +205,7 @@ class NodeStatus(BaseModel):
                 *self.describe_direct_paths(),
                 *self.describe_relayed(),
                 f"contributing: {self.describe_contributing()}",
+                *describe_empty_stages(self.stages),
                 *(["no vote yet"] if self.has_vote is False else []),
                 *([f"not saved: {self.unsaved}"] if self.unsaved else []),
                 *([self.key_conflict] if self.key_conflict else []),
@@ -209,8 +213,9 @@ class NodeStatus(BaseModel):
         )
 
     def reason_lines(self) -> tuple[str, ...]:
-        """Return a line for each kind of trouble since the start, with its counts by reason."""
+        """Return the lines below the summary: the stages of a pipeline, and each kind of trouble since the start."""
         tables = (
+            ("microbatches", {word: count for word, count in self.microbatches.items() if count}),
             ("missed rounds", self.absences),
             ("recovered errors", self.setbacks),
             ("refused", self.refusals),
@@ -219,13 +224,15 @@ class NodeStatus(BaseModel):
         )
         lines = tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)
         revisions = (f"revision {line}" for line in self.revisions[-MAX_SHOWN_REVISIONS:])
-        return (*revisions, *self.conduct[:MAX_SHOWN_CONDUCT], *lines)
+        stages = stage_lines(self.stages, self.stage)
+        return (*stages, *revisions, *self.conduct[:MAX_SHOWN_CONDUCT], *lines)
 
     def _watching_summary(self) -> str:
         peers = format_plural(self.peers, "peer")
         sent = f"sent {format_bytes(self.bytes_sent)}"
         conflict = [self.key_conflict] if self.key_conflict else []
-        return " · ".join((self.describe_round(), peers, sent, "watching", f"page {self.page}", *conflict))
+        empty = describe_empty_stages(self.stages)
+        return " · ".join((self.describe_round(), peers, sent, "watching", f"page {self.page}", *empty, *conflict))
 
     def describe_direct_paths(self) -> tuple[str, ...]:
         """Return `direct to 2 of 3`, or nothing before the first download."""

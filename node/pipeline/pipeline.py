@@ -21,9 +21,10 @@ from node.ipc.stage_messages import (
     StageStepped,
     TakeStageStep,
 )
+from node.monitoring.stage_table import StageEntry, build_stage_table
 from node.pipeline.activation_store import ActivationStore
 from node.pipeline.calls import StageCalls
-from node.pipeline.stage_peers import stage_peers
+from node.pipeline.stage_peers import served_stages, stage_peers
 from node.workers import BackgroundTasks
 from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
@@ -104,7 +105,12 @@ class Pipeline:
         counts = {name: getattr(own, name) for name in ("done", "torn", "lost", "duplicates", "replayed", "void")}
         counts |= {f"dropped: {reason}": count for reason, count in own.dropped.items()}
         counts |= {f"served: {name}": getattr(served, name) for name in SERVED_COUNTS}
-        return {"microbatches": counts, "stage_rate": self.server.rate if self.server else 0.0}
+        rate = self.server.rate if self.server else 0.0
+        return {"microbatches": counts, "stage_rate": rate, "stages": self._stage_table()}
+
+    def _stage_table(self) -> tuple[StageEntry, ...]:
+        served = served_stages(self._parts.directory.live().values(), self.settings.stages)
+        return build_stage_table(served, self.owner.waiting)
 
     def start(self, trainer: StageTrainer) -> None:
         """Begin to look at the clock and to pass commands to the trainer; call it on the network."""

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 
+from node.monitoring.stage_table import ServedStage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.routing import StagePeer
+
+MAX_STAGE_RATE = 1e9  # of one peer: sums over the peers' claims must stay finite
 
 
 def stage_peers(records: Mapping[PeerId, PeerRecord], stages: int) -> tuple[tuple[StagePeer, ...], ...]:
@@ -17,6 +20,20 @@ def stage_peers(records: Mapping[PeerId, PeerRecord], stages: int) -> tuple[tupl
         )
         for stage in range(stages)
     )
+
+
+def served_stages(records: Iterable[PeerRecord], stages: int) -> list[ServedStage]:
+    """Return the stage of each ready trainer; one that rests or leaves has no rate."""
+    found = (served_stage(record, stages) for record in records)
+    return [served for served in found if served is not None]
+
+
+def served_stage(record: PeerRecord, stages: int) -> ServedStage | None:
+    """Return the stage that a peer serves; None before its trainer is ready, and for a stage that does not exist."""
+    if record.role != "trainer" or not record.stage_life or not 0 < record.stage <= stages:
+        return None
+    rate = 0.0 if record.resting or record.leaving else min(record.stage_rate, MAX_STAGE_RATE)
+    return ServedStage(record.stage - 1, rate, record.round)
 
 
 def lowest_round(records: Iterable[PeerRecord], own_stage: int) -> int | None:

@@ -31,12 +31,10 @@ from protocol.pipeline.owner_events import (
 from protocol.pipeline.releases import Releases
 from protocol.pipeline.routing import Router
 
-ASK_SECONDS = 5.0  # deadline of the call
-RETRY_SECONDS = 0.5  # after a call without an answer
+ASK_SECONDS, RETRY_SECONDS = 5.0, 0.5  # the deadline of a call, and the pause after one without an answer
 MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request for it
 PATIENCE = 4.0  # times the expected time
-STALL_SECONDS = 600.0
-REPORT_SECONDS = 10.0
+STALL_SECONDS, REPORT_SECONDS = 600.0, 10.0
 REMEMBERED = 1024  # ended microbatches, to recognise late outcomes
 
 
@@ -72,6 +70,11 @@ class Owner:
     def room(self) -> int:
         """Return the number of microbatches that may begin now."""
         return self.settings.in_flight - len(self._courses)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Return the number of microbatches that wait for a peer, by stage."""
+        return tuple(map(len, self._waiting))
 
     @property
     def open_serials(self) -> frozenset[int]:
