@@ -241,6 +241,22 @@ def doctor(
     raise typer.Exit(examine(run, folder, tuple(listen or ()), insecure, as_json))
 
 
+@app.command(epilog="Example: murmur plan run.toml --peers peers.toml")
+def plan(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="as for `murmur join`")],
+    peers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file of the machines (default: typical volunteers)")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict the share of their compute that peers can use in a run, and show what limits it."""
+    with loading():
+        from node.plan.command import plan as show_plan
+
+    show_plan(run, peers, insecure, as_json)
+
+
 @app.command(epilog="Example: murmur runs --peer /ip4/203.0.113.7/tcp/4001/p2p/12D3...")
 def runs(
     peer: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="also ask this peer (repeatable)")] = None,

@@ -36,6 +36,7 @@ from node.monitoring.status import NodeStatus
 from node.options import NodeOptions, parse_node_options
 from node.own_ticket import require_admission
 from node.paths import host_dir
+from node.plan.command import warn_if_poor
 from node.process import handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically
 from node.run_dir import RunDir
@@ -150,6 +151,7 @@ def host(options: HostOptions) -> None:
             _check_text(settings, options.train)
         if not manifest.run.organiser_key:
             logger.info("nobody can steer this run: its manifest has no run.organiser_key, which `murmur init` writes")
+        warn_if_poor(manifest, settings.listen)
         if options.public and manifest.admission.mode == "open" and not manifest.admission.founders:
             logger.warning(OPEN_TO_ALL)
         if options.train:

@@ -56,6 +56,7 @@ def _join_run(
         from node.from_manifest import require_program
         from node.join.room import require_room
         from node.join.run_end import find_end
+        from node.plan.command import warn_if_poor
         from node.receipts.chain_recorder import record_chain
         from node.trainer.device import require_usable_device
 
@@ -65,6 +66,7 @@ def _join_run(
         require_data_consent(manifest.data, settings.base, allow_data)
     require_room(settings, invitation.is_downloaded)
     _verify_organiser(node_dir, invitation)
+    warn_if_poor(manifest, settings.listen)
     try:
         with display.activity("reading the text"):
             check_and_log_text(manifest, settings.base)  # before this peer is announced

@@ -81,3 +81,15 @@ def test_host_that_watches_downloads_no_text(
     assert not asked and served == ["_host_and_observe"]
     start(write_run(tmp_path, source="hf", path="somebody/set"), train=True)
     assert len(asked) == 1, "the negative control"
+
+
+def test_host_of_a_run_that_cannot_pay_says_so_in_one_line(
+    tmp_path: Path, served: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    start(write_run(tmp_path), train=False)
+    assert served and sum(message.startswith("typical volunteers can use 0.0") for message in caplog.messages) == 1
+    caplog.clear()
+    run = write_run(tmp_path)
+    run.write_text(run.read_text().replace("batch_tokens = 8\n", f"batch_tokens = {2**24}\n"))
+    start(run, train=False)
+    assert len(served) == 2 and not [message for message in caplog.messages if "typical volunteers" in message]

@@ -71,6 +71,20 @@ def test_paths_are_resolved_and_node_listens_on_all_interfaces(started: list[Nod
     assert started[1].folder.is_absolute()
 
 
+def test_run_that_cannot_pay_is_named_in_one_line(
+    started: list[NodeOptions], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.to_toml())
+    command.join_run(str(run), FLAGS, folder=tmp_path / "node")
+    assert sum(message.startswith("typical volunteers can use 0.0") for message in caplog.messages) == 1
+    caplog.clear()
+    paying = RUN.model_copy(update={"train": RUN.train.model_copy(update={"batch_tokens": 2**24})})
+    run.write_text(paying.to_toml())
+    command.join_run(str(run), FLAGS, folder=tmp_path / "other")
+    assert len(started) == 2 and not [message for message in caplog.messages if "typical volunteers" in message]
+
+
 def test_missing_manifest_is_refused(started: list[NodeOptions], tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         command.join_run(str(tmp_path / "none.toml"), FLAGS)

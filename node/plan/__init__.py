@@ -1,0 +1,1 @@
+"""`murmur plan`: predict the share of the peers' compute that a run can use."""

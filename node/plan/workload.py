@@ -1,0 +1,130 @@
+"""The work of a run in numbers: what a microbatch and a round cost each stage. Computed from the manifest alone."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from node.doctor.machine import DAEMON_BYTES_PER_PARAMETER
+from node.from_manifest import build_program
+from node.model import Cut, all_cuts, shape_table
+from node.model.families import model_family
+from node.model.memory_estimate import fixed_bytes, run_microbatch, sequence_bytes
+from optim.method import Method
+from optim.round_plan import RoundPlanner
+from protocol.manifest import Manifest
+from protocol.pipeline.memory import RESERVED_SHARE
+
+PASSES_OF_STAGE = 4  # forward, the same again in the backward pass, and a backward pass of twice a forward
+PASSES_OF_WHOLE = 3  # without the recomputation
+FORWARD_SHARE = 1 - RESERVED_SHARE
+MAX_PLANNED_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage. A microbatch of a run with one stage is one sequence.
+
+    Args:
+        flops: operations of a microbatch, both passes.
+        sent_bytes: activations and gradients that its peers upload for a microbatch; as many as they download.
+        message_bytes: mean size of a contribution.
+        held: microbatches between their two passes that fit into `pipeline.memory` of a peer; 0 without a pipeline.
+        memory: bytes that a machine needs, by kind of device.
+    """
+
+    stage: int
+    layers: int
+    parameters: int
+    flops: float
+    sent_bytes: float
+    message_bytes: float
+    held: int
+    memory: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run. `step_microbatches` make up an inner step of a peer, `steps` inner steps a round."""
+
+    manifest: Manifest
+    method: Method
+    stages: tuple[StageWork, ...]
+    step_microbatches: int
+    steps: float
+    activation_bytes: float
+
+    @property
+    def is_cut(self) -> bool:
+        return len(self.stages) > 1
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """Compute the work of a run. Raises ManifestError if its method does not fit the model."""
+    table, context, width = manifest.pipeline, manifest.model.context, manifest.model.width
+    sequences = table.microbatch if table.is_cut else 1
+    planners = [build_program(manifest, cut=cut) for cut in all_cuts(table.stages)]
+    activation = float(table.activation_bytes(context, width)) if table.is_cut else 0.0
+    stages = tuple(
+        _stage_work(manifest, cut, sequences, activation, planner)
+        for cut, planner in zip(all_cuts(table.stages), planners, strict=True)
+    )
+    rounds = _settled_rounds(planners[0])
+    return Workload(
+        manifest,
+        planners[0].method.at_round(rounds[0]),
+        stages,
+        manifest.train.batch_tokens // (sequences * context),
+        sum(planners[0].plan(number).steps for number in rounds) / len(rounds),
+        activation,
+    )
+
+
+def _stage_work(manifest: Manifest, cut: Cut, sequences: int, activation: float, planner: RoundPlanner) -> StageWork:
+    neighbours = (not cut.has_embedding) + (not cut.has_head)
+    passes = PASSES_OF_STAGE if cut.stages > 1 else PASSES_OF_WHOLE
+    numbers = model_family(manifest.model).block_range(manifest.model, cut)
+    rounds = _settled_rounds(planner)
+    return StageWork(
+        stage=cut.stage,
+        layers=len(numbers) - cut.has_embedding - cut.has_head,
+        parameters=shape_table(manifest.model, cut).numel,
+        flops=passes * sequences * forward_flops(manifest, cut),
+        sent_bytes=neighbours * activation,
+        message_bytes=sum(sum(planner.plan(number).max_sizes) for number in rounds) / len(rounds),
+        held=int(FORWARD_SHARE * manifest.pipeline.memory / (neighbours * activation)) if activation else 0,
+        memory=dict(_memory_by_device(manifest, cut)),
+    )
+
+
+def forward_flops(manifest: Manifest, cut: Cut) -> float:
+    """Return the operations of a forward pass of one sequence of T tokens through a stage.
+
+    A matrix takes 2 T operations an element, the attention of a layer 4 T^2 width (scores and values, as if without a
+    mask). Looking up an embedding, norms and gates are left out.
+    """
+    model = manifest.model
+    blocks = tuple(model_family(model).blocks(model))
+    numbers = model_family(model).block_range(model, cut)
+    elements = sum(_matrix_elements(blocks[number]) for number in numbers if number > 0)
+    if cut.has_head and model.tied:
+        elements += model.vocabulary * model.width
+    layers = len(numbers) - cut.has_embedding - cut.has_head
+    return 2.0 * model.context * elements + 4.0 * model.context**2 * model.width * layers
+
+
+def _matrix_elements(block: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    return sum(shape[0] * shape[1] for _, shape in block if len(shape) == 2)
+
+
+def _memory_by_device(manifest: Manifest, cut: Cut) -> Iterator[tuple[str, float]]:
+    """Yield what training needs of the device; on a CPU the daemon and the activations share its memory."""
+    sequences = run_microbatch(manifest)[1]
+    daemon = DAEMON_BYTES_PER_PARAMETER * shape_table(manifest.model, cut).numel
+    held = manifest.pipeline.memory if cut.stages > 1 else 0
+    for device, more in (("cuda", 0), ("cpu", daemon + held)):
+        needed = fixed_bytes(manifest, device, cut) + sequences * sequence_bytes(manifest, device, cut)
+        yield device, float(needed + more)
+
+
+def _settled_rounds(planner: RoundPlanner) -> list[int]:
+    return list(itertools.islice(planner.cycle, MAX_PLANNED_ROUNDS))
