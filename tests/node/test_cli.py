@@ -222,7 +222,7 @@ def test_commands_pass_on_their_arguments(
 def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json -v"
     options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB --direct off"
-    options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data"
+    options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data --stage 2"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     run_argument, flags, *keywords = called[0]
     assert run_argument == "run.toml" and isinstance(flags, NodeFlags)
@@ -247,4 +247,5 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
         "trust": "7:def",
         "accept_jump": True,
         "allow_data": True,
+        "stage": 2,
     }
