@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -80,7 +80,7 @@ class Setting:
 
 
 GATHER: Final[OptionTables] = {"schedule": {"inner_steps": INNER_STEPS}, "topology": {"kind": "gather"}}
-# Rates are the best of a factor of 2 without liars. At 8e-3 `frugal` has a loss 1.5 % lower, but eight peers then train
+# Rates are the best of a factor of 2 without liars. At 8e-3 `frugal` has a loss 2 % lower, but eight peers then train
 # better than ten, and seeds differ by more than a liar costs.
 SETTINGS: Final = (
     Setting("frugal", 4e-3, {"kind": "sender-mean"}, {"schedule": {"inner_steps": INNER_STEPS, "ahead": INNER_STEPS}}),
@@ -216,10 +216,9 @@ def build_report(results: Mapping[str, Any]) -> dict[str, Any]:
     }
     name = SETTINGS[0].name
     first = table[name]
-    cost, _ = _mean_ratio(results, (name, "default", CLEAN), (name, "undefended", CLEAN))
     return {
         "default": _ratios(first["default"]),
-        "cost": cost,
+        "cost": _mean(_seed_ratios(results, (name, "default", CLEAN), (name, "undefended", CLEAN))),
         "floor": first["default"].get(ABSENT, {}).get("ratio"),
         "undefended": _ratios(first["undefended"]),
         "backdoor": max((first["default"].get(kind, {}).get("backdoor", 0.0) for kind in BACKDOORS), default=None),
@@ -234,18 +233,19 @@ def _ratios(row: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 def _summarize(results: Mapping[str, Any], recipe: str, defence: str, attack: str) -> dict[str, Any]:
     found = [run for run in _runs(results, recipe, defence, attack) if run]
-    ratio, seeds = _mean_ratio(results, (recipe, defence, attack), (recipe, defence, CLEAN))
-    if ratio is None:
+    ratios = _seed_ratios(results, (recipe, defence, attack), (recipe, defence, CLEAN))
+    if not ratios:
         return {}
-    to_floor, _ = _mean_ratio(results, (recipe, defence, attack), (recipe, defence, ABSENT))
-    means = {
-        name: statistics.fmean(run.get(name, 0.0) for run in found)
-        for name in ("loss", "backdoor", "honest_left_out", "liars_left_out")
-    }
-    diverged, reasons = sum("diverged" in run for run in found), {why for run in found for why in run["reasons"]}
+    names = ("loss", "backdoor", "honest_left_out", "liars_left_out")
     return {
-        "ratio": ratio, "to_floor": to_floor, "seeds": seeds, "diverged": diverged, "reasons": sorted(reasons), **means
-    }  # fmt: skip
+        "ratio": _mean(ratios),
+        "worst": max(ratios),
+        "to_floor": _mean(_seed_ratios(results, (recipe, defence, attack), (recipe, defence, ABSENT))),
+        "seeds": len(ratios),
+        "diverged": sum("diverged" in run for run in found),
+        "reasons": sorted({why for run in found for why in run["reasons"]}),
+        **{name: statistics.fmean(run.get(name, 0.0) for run in found) for name in names},
+    }
 
 
 def _runs(results: Mapping[str, Any], recipe: str, defence: str, attack: str) -> list[dict[str, Any] | None]:
@@ -253,13 +253,14 @@ def _runs(results: Mapping[str, Any], recipe: str, defence: str, attack: str) ->
     return [results.get(Cell(recipe, defence, attack, seed).key) for seed in range(SEEDS)]
 
 
-def _mean_ratio(
-    results: Mapping[str, Any], above: tuple[str, str, str], below: tuple[str, str, str]
-) -> tuple[float | None, int]:
-    """Return the mean ratio of the losses of two cells over the seeds that both have, and the number of these."""
+def _seed_ratios(results: Mapping[str, Any], above: tuple[str, str, str], below: tuple[str, str, str]) -> list[float]:
+    """Return the ratios of the losses of two cells, for the seeds that both have."""
     pairs = zip(_runs(results, *above), _runs(results, *below), strict=True)
-    ratios = [one["loss"] / two["loss"] for one, two in pairs if one and two]
-    return (statistics.fmean(ratios) if ratios else None), len(ratios)
+    return [one["loss"] / two["loss"] for one, two in pairs if one and two]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def missed_targets(report: Mapping[str, Any]) -> list[str]:
@@ -280,12 +281,15 @@ def missed_targets(report: Mapping[str, Any]) -> list[str]:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the tables: the default of the public recipe in full, and the ratios of each recipe."""
-    lines = ["| attack | of clean | of the honest alone | seeds | liars left out, as | backdoor |", "|---" * 6 + "|"]
+    lines = [
+        "| attack | of clean | worst seed | of the honest alone | liars left out, as | backdoor |",
+        "|---" * 6 + "|",
+    ]
     for attack, row in report["table"][SETTINGS[0].name]["default"].items():
         why = f"{row['liars_left_out']:.0%}" + (f" ({', '.join(row['reasons'])})" if row["reasons"] else "")
         backdoor = f"{row['backdoor']:.1%}" if attack in BACKDOORS else ""
-        ratios = f"{_percent(row['ratio'])} | {_percent(row['to_floor'])}"
-        lines.append(f"| {attack} | {ratios} | {row['seeds']} | {why} | {backdoor} |")
+        ratios = " | ".join(_percent(row[name]) for name in ("ratio", "worst", "to_floor"))
+        lines.append(f"| {attack} | {ratios} | {why} | {backdoor} |")
     for recipe, defences in report["table"].items():
         known = [defence for defence, row in defences.items() if row]
         if known:
