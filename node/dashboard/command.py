@@ -47,6 +47,8 @@ from protocol.membership.rendezvous import Rendezvous
 from protocol.signing import load_signed_manifest, peer_id_of
 from protocol.tasks import cancel_and_wait
 
+KEEPS_NO_STAGE = "this host keeps no states: it does not follow the chains of stages yet"
+
 
 class ObserverStatus:
     """The answer of a host without a trainer to `murmur status`: the run as the host sees it."""
@@ -76,7 +78,8 @@ class ObserverStatus:
         last, own = state.rows.last, self._node.directory.live().get(self._node.peer_id)
         other = self._node.directory.other_node_with_our_key()
         seen = {
-            "round": last.round + 1 if last else 0,
+            "round": state.round,
+            "stages": state.stages,
             "chain_tokens": last.tokens if last else 0,
             "digest": last.digest if last else "",
             "loss": last.loss if last else None,
@@ -87,7 +90,7 @@ class ObserverStatus:
             "bytes_received": transport.bytes_received,
             "refusals": dict(self._metrics.refusals),
             "addresses": tuple(own.addresses) if own else (),
-            "reason": self._keeper.describe() if self._keeper else "",
+            "reason": self._keeper.describe() if self._keeper else KEEPS_NO_STAGE if state.stages else "",
             "trust": str(self._node.trust_point or ""),
         }
         return self._constant_fields.model_copy(update=seen)
@@ -208,6 +211,8 @@ async def _host_and_observe(
             opening = open_observer_node(settings, folder, keeps=options.keep)
             observer, keeper = await stack.enter_async_context(opening)
         observer.directory.subscribe(display.names)
+        if settings.manifest.pipeline.is_cut and options.keep:
+            logger.info(KEEPS_NO_STAGE)
         handle = node_handle(observer, has_model=options.keep)
         dashboard = await stack.enter_async_context(serve_dashboard(handle, folder, address))
         print_join_info(dashboard.page_url, handle.peer_id, address)

@@ -43,6 +43,7 @@ class RunFacts(EventModel):
     parameters: Count
     batch_tokens: Count = Field(description="tokens of one inner step of one peer")
     min_peers: Count
+    stages: Annotated[int, Field(ge=1)] = Field(default=1, description="stages of a pipeline; 1: the model is not cut")
     target_rounds: Count | None = None
     target_tokens: Count | None = None
     organiser: PeerId
@@ -95,6 +96,8 @@ class PeerReport(EventModel):
     device_memory: Count | None = None
     device_memory_total: Count | None = None
     resting: bool = Field(default=False, description="does not train at the moment")
+    stage: Count | None = Field(default=None, description="of a pipeline, from 0 on; None: it serves none")
+    stage_rate: Amount = Field(default=0.0, description="microbatches a second that it can compute")
     seen: float = 0.0
 
 

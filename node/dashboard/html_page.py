@@ -16,6 +16,7 @@ from node.dashboard.ending.end_section import EMPTY_SECTION
 from node.dashboard.log_text import short_id
 from node.dashboard.page.formats import UNKNOWN_TEXT, choose_unit, format_duration, format_number, format_si
 from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
+from node.dashboard.page.stages import render_stages
 from node.dashboard.page.steering import render_revisions
 
 ASSETS_DIR = Path(__file__).parent / "assets"
@@ -60,6 +61,8 @@ def render_page(values: Values, join_line: str | None, version: str, end: str = 
         warnings=_render_warnings(values["warnings"]),
         sample=_render_sample(values["sample"]),
         model=_render_model(values.get("model")),
+        cut="yes" if values["stages"] else "no",
+        stages=render_stages(values["stages"]),
         steering=render_revisions(values["revisions"]),
     )
 
@@ -95,8 +98,14 @@ def _tile_texts(values: Values) -> dict[str, object]:
         "sending_unit": f"{unit}B",
         "saved": f"{saved:,.0f}\u00d7 below all-reduce" if saved else "of all peers together",
         "pace": format_number(pace, 1),
-        "in_time": f"{values['in_time']} of {values['expected']} in time" if values["expected"] else "no round yet",
+        "in_time": _describe_in_time(values),
     }
+
+
+def _describe_in_time(values: Values) -> str:
+    if values["expected"]:
+        return f"{values['in_time']} of {values['expected']} in time"
+    return "each stage makes its own" if values["stages"] else "no round yet"
 
 
 def format_target(values: Values) -> str:

@@ -8,8 +8,10 @@ from node.dashboard.log_text import Tone, short_id
 from node.dashboard.run_state.log_groups import LogLine
 from node.dashboard.run_state.loss_trend import find_warnings
 from node.dashboard.run_state.round_history import RoundSummary
+from node.dashboard.run_state.stages import lowest_sum, mean_loss
 from node.dashboard.run_state.steering import revision_values
 from node.dashboard.state import UNSEEN_SINCE_RESTART, PeerHistory, RunState, timings_of_round
+from node.monitoring.stage_table import bar_share, describe_empty_stages
 from node.units import format_bytes
 from protocol.signing import fingerprint
 
@@ -62,14 +64,15 @@ def summary(state: RunState, now: float) -> Values:
         "tone": tone,
         "reason": reason,
         "warnings": () if state.is_over else find_warnings(state.trend),
-        "round": last.round + 1 if last else 0,
+        "round": state.round,
+        "stages": stage_values(state),
         "tokens": last.tokens if last else 0,
         "loss": last.loss if last else None,
         "validation": next((row.validation_loss for row in reversed(recent) if row.validation_loss is not None), None),
         "progress": state.progress,
         "end_version": str(state.index) if state.is_over else "",
         "seconds_left": _seconds_left(state, recent, pace),
-        "tokens_per_second": sum(peer.report.tokens_per_second for peer in trainers if not peer.report.resting),
+        "tokens_per_second": _speed(state),
         "active": len(trainers),
         "joining": sum(1 for peer in trainers if peer_status(state, peer)[0] == "joining"),
         "left_today": _count_left_since(state, now - DAY_SECONDS),
@@ -80,12 +83,39 @@ def summary(state: RunState, now: float) -> Values:
         "expected": last.contributors + last.late_count if last else None,
         "lost": state.lost_since,
         "missing": state.missing_rounds,
+        **_pipeline_values(state),
+    }
+
+
+def stage_values(state: RunState) -> list[Values]:
+    """Return the stages of a pipeline, each with its rate as a share of the fastest stage's."""
+    table = state.stages
+    return [{**entry.model_dump(exclude={"waiting"}), "share": bar_share(entry, table)} for entry in table]
+
+
+def _speed(state: RunState) -> float:
+    """Return the tokens a second of all trainers; of a pipeline, of its slowest stage."""
+    reports = [peer.report for peer in state.trainers]
+    speeds = [(report.stage, 0.0 if report.resting else report.tokens_per_second) for report in reports]
+    return lowest_sum(len(state.stages), speeds) if state.stages else sum(speed for _, speed in speeds)
+
+
+def _pipeline_values(state: RunState) -> Values:
+    """Return the figures of a pipeline that come from its peers' records; none for a model that is not cut."""
+    count, target = len(state.stages), state.facts.target_rounds if state.facts else None
+    if not count:
+        return {}
+    reports = [peer.report for peer in state.peers.values()]
+    return {
+        "tokens": int(lowest_sum(count, ((report.stage, report.tokens) for report in reports))),
+        "loss": mean_loss(count, [peer.report for peer in state.trainers]),
+        "progress": min(1.0, state.round / target) if target else None,
     }
 
 
 def run_status(state: RunState) -> tuple[str, Tone, str]:
     """Return the status word of the run, its colour, and one line that says why."""
-    facts, rows, present = state.facts, state.rows, len(state.trainers)
+    facts, present = state.facts, len(state.trainers)
     if state.is_over:
         stopped, reached = "the organiser has stopped the run", "the run has reached its target"
         return "done", "ok", stopped if state.was_stopped else reached
@@ -95,12 +125,15 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
         return "out of sight", "bad", "the host sees no peer of the run; training may continue without it"
     if not present:
         looking = "the host is looking for peers of the run"
-        return ("looking", "busy", looking) if len(rows) else ("waiting", "warn", "no peers yet")
-    if facts and not len(rows) and present < facts.min_peers:
+        return ("looking", "busy", looking) if state.has_begun else ("waiting", "warn", "no peers yet")
+    if facts and not state.has_begun and present < facts.min_peers:
         return "waiting", "warn", f"{present} of {facts.min_peers} peers are here"
     if state.steered is not None and state.steered.is_paused:
-        return "paused", "busy", f"paused by the organiser since round {rows.last.round + 1 if rows.last else 0}"
-    if not len(rows):
+        return "paused", "busy", f"paused by the organiser since round {state.round}"
+    empty = describe_empty_stages(state.stages) if state.has_begun else ()
+    if empty:
+        return "waiting", "warn", "; ".join(empty)
+    if not state.has_begun:
         return "warming up", "busy", "the first round is under way"
     return "training", "ok", ""
 
@@ -111,7 +144,7 @@ def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
         return ("left", "busy") if peer.has_left_politely or state.is_over else ("gone", "bad")
     if peer.report.role == "observer":
         return "watching", "busy"
-    head = state.rows.last.round + 1 if state.rows.last else 0
+    head = state.round
     if not peer.included_count and head > 1 and peer.report.round < head - 1:
         return "joining", "busy"
     if peer.report.round < head - 1:
@@ -128,7 +161,8 @@ def peer_values(state: RunState, peer: PeerHistory) -> Values:
     rounds, given = peer.included_count + peer.missed_count, state.contributors.of(peer.report.peer)
     total = state.rows.last.tokens if state.rows.last else 0
     return {
-        **peer.report.model_dump(),
+        **peer.report.model_dump(exclude={"stage_rate"}),
+        "stage": peer.report.stage if state.stages else None,
         "short": short_id(peer.report.peer),
         "link": _describe_link(state, peer.report),
         "state": word,

@@ -70,7 +70,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         node.directory,
         node.transport,
         is_trainer=bool(node.replicas),
-        has_model=has_model,
+        has_model=has_model and not node.options.manifest.pipeline.is_cut,
         revisions=node.revisions.log,
         own_chain=next((replica.replicated.chain for replica in node.replicas.values()), None),
         node=node,
@@ -86,7 +86,7 @@ async def open_observer_node(
     The caller holds the lock of `run_dir`. Raises TransportError, or an error of the kept state.
     """
     node = Node(options, run_dir, random.Random(os.urandom(16)))
-    keeper = build_keeper(node, run_dir) if keeps else None
+    keeper = build_keeper(node, run_dir) if keeps and not options.manifest.pipeline.is_cut else None
     try:
         await node.open()
         yield node, keeper

@@ -146,7 +146,7 @@ async def serve_dashboard(
     model = ModelArchive(folders, node.manifest, partial(is_final_round, event_log)) if node.has_model else None
     watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log, model).run(), name="swarm watcher")
     watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
-    sampler = Sampler(folders, node.base, event_log)
+    sampler = Sampler(folders if node.has_model else (), node.base, event_log)
     sampling = asyncio.create_task(_sample_while_possible(sampler), name="sampler")
     data = DashboardData(
         event_log,
@@ -211,7 +211,7 @@ async def build_announcement(node: NodeHandle, state: RunState, address: Dashboa
         recipe=manifest.method.recipe,
         parameters=shape_table(manifest.model).numel,
         peers=len(state.trainers),
-        round=last.round + 1 if last else 0,
+        round=state.round,
         target_rounds=(facts.target_rounds if facts else None) or 0,
         tokens=last.tokens if last else 0,
         target_tokens=(facts.target_tokens if facts else None) or 0,

@@ -39,6 +39,8 @@ from node.dashboard.run_state.log_groups import LogLine, append_line
 from node.dashboard.run_state.loss_trend import LossTrend, trend_of
 from node.dashboard.run_state.outcome import progress_to_target, was_stopped
 from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
+from node.dashboard.run_state.stages import lowest_round, served_stages
+from node.monitoring.stage_table import StageEntry
 from protocol.identity import PeerId
 
 MAX_TIMELINES = 50
@@ -72,7 +74,7 @@ class RunState:
     """The state after `index` durable events, the last of them at `newest_at`.
 
     `sent_bytes` and `all_reduce_bytes` are sums over the rounds for which both are known. `past_names` are those of
-    contributors that are no longer among `peers`.
+    contributors that are no longer among `peers`. `stage_round` is the lowest round of a pipeline's stages.
     """
 
     index: int = 0
@@ -92,6 +94,7 @@ class RunState:
     lost_since: float | None = None
     missing_rounds: int = 0
     past_names: Mapping[PeerId, str] = field(default_factory=dict)
+    stage_round: int = 0
 
     def name_of(self, peer: PeerId) -> str:
         """Return the name of a peer, also if it is gone and no longer among `peers`; empty if it has none."""
@@ -105,6 +108,20 @@ class RunState:
     @property
     def trainers(self) -> list[PeerHistory]:
         return [peer for peer in self.live.values() if peer.report.role == "trainer"]
+
+    @property
+    def stages(self) -> tuple[StageEntry, ...]:
+        """Return the stages of a pipeline with their live peers; empty if the model is not cut."""
+        return served_stages(self.facts, (peer.report for peer in self.live.values()))
+
+    @property
+    def round(self) -> int:
+        """Return the number of committed rounds; of a pipeline, of the stage that is behind, by all known peers."""
+        return self.rows.last.round + 1 if self.rows.last is not None else self.stage_round
+
+    @property
+    def has_begun(self) -> bool:
+        return self.round > 0
 
     @property
     def progress(self) -> float | None:
@@ -208,7 +225,12 @@ def _apply_updates(state: RunState, event: PeersUpdated) -> RunState:
         known = peers.get(now.peer)
         if known is not None and known.gone_at is None:
             peers[now.peer] = replace(known, report=now)
-    return replace(state, peers=peers)
+    return replace(state, peers=peers, stage_round=_stage_round(state, peers))
+
+
+def _stage_round(state: RunState, peers: Mapping[PeerId, PeerHistory]) -> int:
+    """Return the lowest round of a pipeline's stages, by the last reports of all known peers."""
+    return lowest_round(served_stages(state.facts, (peer.report for peer in peers.values())))
 
 
 def _apply_joined(state: RunState, event: PeerAppeared) -> RunState:
@@ -218,7 +240,8 @@ def _apply_joined(state: RunState, event: PeerAppeared) -> RunState:
     else:
         peer = replace(known, report=event.now, since=event.at, gone_at=None, reason="", speeds=())
     others = {name: other for name, other in state.peers.items() if name != event.now.peer}
-    return replace(state, peers={**others, event.now.peer: peer})
+    peers = {**others, event.now.peer: peer}
+    return replace(state, peers=peers, stage_round=_stage_round(state, peers))
 
 
 def _apply_left(state: RunState, event: PeerDeparted) -> RunState:

@@ -39,10 +39,12 @@ from node.dashboard.run_state.steering import (
 )
 from node.from_manifest import build_method, topology_class
 from node.keeper.model_archive import ModelArchive, model_values
+from node.pipeline.stage_peers import served_stage
 from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_log import CommitLog
 from protocol.consensus.certified import ChainLog
 from protocol.identity import PeerId
+from protocol.manifest_pipeline import MAX_STAGES
 from protocol.membership import peer_table
 from protocol.murmur_pb2 import PeerRecord
 from protocol.tasks import cancel_and_wait
@@ -80,6 +82,7 @@ class SwarmWatcher:
         own = {node.peer_id: node.own_chain} if node.own_chain else {}
         self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel, own, node.manifest.admission)
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
+        self._is_cut = node.manifest.pipeline.is_cut  # each stage has a chain of its own, and the run has none
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}
         self._parting_records: dict[PeerId, PeerRecord] = {}  # the last ones of the trainers that left last
@@ -95,7 +98,8 @@ class SwarmWatcher:
 
     async def run(self) -> None:
         """Watch until cancelled. Raises StorageError if the event log cannot be written."""
-        tasks = [asyncio.create_task(self._poll_forever()), asyncio.create_task(self._follow_chain_forever())]
+        loops = [self._poll_forever(), *([] if self._is_cut else [self._follow_chain_forever()])]
+        tasks = [asyncio.create_task(loop) for loop in loops]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -232,7 +236,7 @@ class SwarmWatcher:
         if state.have_all_left or state.is_over:
             return
         silence = self._node.manifest.membership.expiry
-        if state.lost_since is None and len(state.rows) and now - self._nobody_seen_since > silence:
+        if state.lost_since is None and state.has_begun and now - self._nobody_seen_since > silence:
             self._event_log.record(SwarmLost(at=now))
 
     def _broadcast_summary(self, updated: list[PeerReport], now: float) -> None:
@@ -285,6 +289,7 @@ def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, floa
 
     `rates` are the bytes per second that it sends and receives.
     """
+    served = served_stage(record, MAX_STAGES)
     return PeerReport(
         peer=peer,
         role="trainer" if record.role == "trainer" else "observer",
@@ -308,6 +313,8 @@ def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, floa
         device_memory=_clamp_count(record.device_memory) or None,
         device_memory_total=_clamp_count(record.device_memory_total) or None,
         resting=record.resting,
+        stage=served.stage if served else None,
+        stage_rate=served.rate if served else 0.0,
         seen=now,
     )
 

@@ -26,7 +26,7 @@ class StageEntry(BaseModel):
     stage: int = Field(description="from 0 on")
     peers: int = 0
     rate: float = Field(default=0.0, description="microbatches a second that its peers report, together")
-    round: int = Field(default=0, description="the highest of its peers")
+    round: int = Field(default=0, description="the highest that a peer, or two of three or more, report")
     waiting: int = Field(default=0, description="microbatches of this node that wait for a peer of the stage")
 
 
@@ -40,11 +40,17 @@ def build_stage_table(peers: Iterable[ServedStage], waiting: Sequence[int]) -> t
             stage=stage,
             peers=len(group),
             rate=sum(peer.rate for peer in group),
-            round=max((peer.round for peer in group), default=0),
+            round=_reported_round(group),
             waiting=waiting[stage],
         )
         for stage, group in enumerate(served)
     )
+
+
+def _reported_round(group: Sequence[ServedStage]) -> int:
+    """Return the highest round that a peer reports; where three or more serve, the highest that two of them report."""
+    rounds = sorted((peer.round for peer in group), reverse=True)
+    return rounds[0 if len(rounds) < 3 else 1] if rounds else 0
 
 
 def describe_empty_stages(table: Sequence[StageEntry]) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ PEER_COLUMNS = (
     PeerColumn("name", "Name"),
     PeerColumn("device", "Device"),
     PeerColumn("state", "State", "state"),
+    PeerColumn("stage", "Stage", "count", "now", "stage", optional=True),
     PeerColumn("round", "Round", "count", "now", "round"),
     PeerColumn("tokens_per_second", "tokens/s", "si", "now", "tokens/s"),
     PeerColumn("speeds", "Recent speed", "spark", "now"),

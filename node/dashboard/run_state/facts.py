@@ -18,6 +18,7 @@ def run_facts(base: Manifest, organiser: PeerId, revised: Manifest | None = None
         parameters=shape_table(manifest.model).numel,
         batch_tokens=manifest.train.batch_tokens,
         min_peers=manifest.run.min_peers,
+        stages=manifest.pipeline.stages,
         target_rounds=manifest.target.rounds,
         target_tokens=manifest.target.tokens,
         organiser=organiser,

@@ -1,0 +1,18 @@
+"use strict";
+// The stages of a pipeline: a bar of the rate, and the figures. The server writes the same.
+
+function describeStage(stage) {
+  if (!stage.peers) return "nobody serves it";
+  return `${stage.peers} peer${stage.peers === 1 ? "" : "s"} · ${stage.rate.toFixed(1)} microbatches/s · round ${stage.round}`;
+}
+function stageRow(stage) {
+  const row = make("div", stage.peers ? "lane" : "lane late"), bar = draw("svg", { "aria-hidden": "true" });
+  bar.append(draw("rect", { class: "compute", x: "0%", width: `${100 * stage.share}%`, height: "100%" }));
+  row.append(make("span", "id", `stage ${stage.stage}`), bar, make("span", "n", describeStage(stage)));
+  return row;
+}
+function showStages(stages) {
+  $("stages").hidden = !stages.length;
+  page.dataset.cut = stages.length ? "yes" : "no";
+  $("stage-rows").replaceChildren(...stages.map(stageRow));
+}
