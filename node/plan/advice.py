@@ -7,6 +7,7 @@ from node.plan.arithmetic import (
     AVAILABLE_FORMATS,
     GOOD_WINDOW,
     Prediction,
+    peer_rate,
     round_bytes,
     zip_stages,
 )
@@ -30,6 +31,7 @@ def warnings_of(work: Workload, kinds: Sequence[PeerKind], found: Prediction) ->
         *_about_memory(work, kinds),
         *_about_links(work, found),
         *_about_stages(found),
+        *_about_slow_peers(work, kinds, found),
         *_about_window(work, found),
         *_about_step(work, found),
         *_about_waiting(work),
@@ -79,6 +81,21 @@ def _about_stages(found: Prediction) -> Iterator[str]:
     if alone:
         stages = f"stage {alone[0]} has" if len(alone) == 1 else f"stages {format_stages(alone)} each have"
         yield f"{stages} one peer, and the run stands still while it is away; four at each stage are safe"
+
+
+def _about_slow_peers(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -> Iterator[str]:
+    """Name the peers that take longer for a microbatch than the fastest of their stage for a step."""
+    slow: dict[int, tuple[float, float]] = {}
+    for stage, placed in zip_stages(work, found.placement):
+        seconds = {number: 1 / peer_rate(stage, kinds[number]) for number in placed}
+        step_seconds = work.step_microbatches * min(seconds.values())
+        slow |= {number: (each, step_seconds) for number, each in seconds.items() if each > step_seconds}
+    for number, (each, step_seconds) in slow.items():
+        yield (
+            f"{kinds[number].name}: a microbatch takes {format_seconds(each)}, and a step of the fastest peer of the "
+            f"stage {format_seconds(step_seconds)}: its step waits for every microbatch that goes this way; larger "
+            "steps, or run these peers elsewhere"
+        )
 
 
 def _about_window(work: Workload, found: Prediction) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from node.doctor.machine import DAEMON_BYTES_PER_PARAMETER
 from node.from_manifest import build_program
 from node.model import Cut, all_cuts, shape_table
+from node.model.cut import deal_blocks
 from node.model.families import model_family
 from node.model.memory_estimate import fixed_bytes, run_microbatch, sequence_bytes
 from optim.method import Method
@@ -60,26 +61,41 @@ class Workload:
 
 def workload_of(manifest: Manifest) -> Workload:
     """Compute the work of a run. Raises ManifestError if its method does not fit the model."""
-    table, context, width = manifest.pipeline, manifest.model.context, manifest.model.width
+    table, context = manifest.pipeline, manifest.model.context
     sequences = table.microbatch if table.is_cut else 1
-    planners = [build_program(manifest, cut=cut) for cut in all_cuts(table.stages)]
-    activation = float(table.activation_bytes(context, width)) if table.is_cut else 0.0
-    stages = tuple(
-        _stage_work(manifest, cut, sequences, activation, planner)
-        for cut, planner in zip(all_cuts(table.stages), planners, strict=True)
-    )
-    rounds = _settled_rounds(planners[0])
+    planner = build_program(manifest, cut=all_cuts(table.stages)[0])
+    rounds = _settled_rounds(planner)
     return Workload(
         manifest,
-        planners[0].method.at_round(rounds[0]),
-        stages,
+        planner.method.at_round(rounds[0]),
+        tuple(_stages_of(manifest)),
         manifest.train.batch_tokens // (sequences * context),
-        sum(planners[0].plan(number).steps for number in rounds) / len(rounds),
-        activation,
+        sum(planner.plan(number).steps for number in rounds) / len(rounds),
+        _activation_bytes(manifest),
     )
 
 
-def _stage_work(manifest: Manifest, cut: Cut, sequences: int, activation: float, planner: RoundPlanner) -> StageWork:
+def _activation_bytes(manifest: Manifest) -> float:
+    if not manifest.pipeline.is_cut:
+        return 0.0
+    return float(manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.width))
+
+
+def _stages_of(manifest: Manifest) -> Iterator[StageWork]:
+    """Yield the work of all stages; those with equal blocks are computed once, as there may be many of them."""
+    stages = manifest.pipeline.stages
+    known: dict[tuple[int, bool, bool], StageWork] = {}
+    ranges = deal_blocks(tuple(model_family(manifest.model).blocks(manifest.model)), stages)
+    for cut, numbers in zip(all_cuts(stages), ranges, strict=True):
+        kind = (len(numbers), cut.has_embedding, cut.has_head)
+        if kind not in known:
+            known[kind] = _stage_work(manifest, cut)
+        yield replace(known[kind], stage=cut.stage)
+
+
+def _stage_work(manifest: Manifest, cut: Cut) -> StageWork:
+    planner, activation = build_program(manifest, cut=cut), _activation_bytes(manifest)
+    sequences = manifest.pipeline.microbatch if cut.stages > 1 else 1
     neighbours = (not cut.has_embedding) + (not cut.has_head)
     passes = PASSES_OF_STAGE if cut.stages > 1 else PASSES_OF_WHOLE
     numbers = model_family(manifest.model).block_range(manifest.model, cut)

@@ -52,6 +52,13 @@ def test_window_is_too_large_for_unequal_peers_only() -> None:
     assert not any("in_flight" in line for line in warnings([GOOD], in_flight=1024, memory=2**40))
 
 
+def test_peer_that_holds_up_the_steps_of_others_is_named() -> None:
+    tortoise = peer(name="tortoise", tflops=0.1, count=1, rtt=20, **FAST)
+    found = warnings([GOOD, tortoise])
+    assert sum("tortoise: a microbatch takes 38." in line for line in found) == 1
+    assert not any("tortoise" in line for line in warnings([GOOD, tortoise], batch_tokens=2048 * 512))
+
+
 def test_thin_links_and_lone_peers_are_named() -> None:
     found = warnings([peer(count=4)])
     assert any("links feed 0.19 of the compute" in line for line in found)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from node.model import all_cuts, shape_table
 from node.plan.advice import warnings_of
 from node.plan.arithmetic import (
     place_peers,
@@ -64,6 +65,7 @@ def test_step_fills_and_drains_the_pipeline(microbatches: int, expected: float) 
 def test_window_reaches_what_was_measured() -> None:
     """Four stages of peers of speeds 1:2:4:8, and 16, 32, 64 and 128 microbatches on their way."""
     assert [window_fraction(count / 16, False) for count in (16, 32, 64, 128)] == [0.65, 0.87, 0.97, 1.0]
+    assert window_fraction(8 * 64 / 16, True) == 0.55 and window_fraction(64 / 16, True) == 0.97
     assert window_fraction(0.5, False) == 0.325 and window_fraction(1000, False) == 1.0
 
 
@@ -128,6 +130,18 @@ def test_run_that_nobody_holds_or_that_lacks_a_stage_reaches_nothing(stages: int
         few = predict(work, [peer(count=3)])
         assert few.fraction == 0
         assert "stage 3 has no peer" in "".join(warnings_of(work, [peer(count=3)], few))
+
+
+def test_stages_are_those_of_the_model() -> None:
+    """Equal stages are computed once, and are equal."""
+    run = run_of(layers=7)
+    work = workload_of(run)
+    assert [stage.stage for stage in work.stages] == [0, 1, 2, 3]
+    assert [stage.layers for stage in work.stages] == [2, 2, 2, 1]
+    assert [stage.parameters for stage in work.stages] == [shape_table(run.model, cut).numel for cut in all_cuts(4)]
+    whole = workload_of(run_of(layers=7, stages=1)).stages[0]
+    assert sum(stage.flops for stage in work.stages) == pytest.approx(4 / 3 * whole.flops)
+    assert (whole.layers, whole.sent_bytes, whole.held) == (7, 0, 0)
 
 
 def test_typical_peers_suffice_to_start_a_run() -> None:
