@@ -16,6 +16,7 @@ from node.plan.arithmetic import (
 )
 from node.plan.peers import typical_peers
 from node.plan.workload import workload_of
+from protocol.manifest import MethodSection
 from tests.node.plan.plans import peer, peers, run_of
 
 FAST = {"up": "1000mbit", "down": "1000mbit"}
@@ -91,12 +92,20 @@ def test_whole_model_has_no_limit_but_its_rounds() -> None:
     assert predict(workload_of(whole), [peer(count=1)]).round == 1.0, "one peer sends nothing"
 
 
-def test_method_that_trains_on_hides_its_messages() -> None:
-    waiting, overlapped = (
-        workload_of(run_of(stages=1, layers=4, recipe=name)) for name in ("diloco", "streaming-diloco")
-    )
-    assert overlapped.method.schedule.ahead and not waiting.method.schedule.ahead
-    assert predict(overlapped, [peer(count=4)]).round > predict(waiting, [peer(count=4)]).round
+def test_steps_that_go_on_hide_the_exchange() -> None:
+    """With as many steps ahead as a round has, only the bytes of a full link count."""
+    run = run_of(stages=1, layers=4, recipe="diloco")
+    waits = workload_of(run)
+    method = MethodSection(recipe="diloco", schedule={"ahead": waits.method.schedule.inner_steps})
+    goes_on = workload_of(run.model_copy(update={"method": method}))
+    kinds = [peer(count=4, rtt=0, up="50mbit")]
+    seconds = predict(waits, kinds).by_stage[0].round_seconds
+    exchange = round_bytes(waits, waits.stages[0], 4) / 6.25e6
+    assert 0.01 * seconds < exchange < seconds
+    assert predict(waits, kinds).round == pytest.approx(seconds / (seconds + exchange))
+    assert predict(goes_on, kinds).round == 1.0
+    thin = [peer(count=4, rtt=0, up="2mbit")]
+    assert predict(goes_on, thin).round == pytest.approx(seconds / (25 * exchange))
 
 
 def test_each_topology_sends_its_own_bytes() -> None:
