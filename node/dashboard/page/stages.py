@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from node.dashboard.page.formats import format_number
 from node.units import format_plural
 
 Values = Mapping[str, Any]
@@ -30,5 +31,5 @@ def describe_stage(stage: Values) -> str:
     """Return the figures of a stage; the script writes the same."""
     if not stage["peers"]:
         return "nobody serves it"
-    rate = f"{stage['rate']:.1f} microbatches/s"
-    return f"{format_plural(stage['peers'], 'peer')} · {rate} · round {stage['round']}"
+    rate = f"{format_number(stage['rate'], 1)} microbatches/s"
+    return f"{format_plural(stage['peers'], 'peer')} · {rate} · round {stage['round']:,}"

@@ -158,6 +158,30 @@ async def test_facts_of_the_script_are_those_of_the_server() -> None:
         await page.close()
 
 
+def pipeline_log() -> EventLog:
+    opened, *_ = opening(peers=0)
+    assert isinstance(opened, LogOpened)
+    facts = opened.facts.model_copy(update={"stages": 3})
+    peers = [(NAMES[0], 0, 2.0), (NAMES[1], 0, 1_234.3), (NAMES[2], 2, 1.0)]
+    figures = [joined(peer, stage=stage, stage_rate=rate, round=4) for peer, stage, rate in peers]
+    return EventLog(None, [opened.model_copy(update={"facts": facts}), *figures])
+
+
+async def test_stages_of_the_script_are_those_of_the_server() -> None:
+    async with open_browser() as browser, served_page(pipeline_log(), now()) as url:
+        page = await browser.new_page(java_script_enabled=False)
+        await page.goto(url)
+        plain = await page.inner_text("#stages")
+        await page.close()
+        assert "2 peers · 1,236.3 microbatches/s · round 4" in plain and "nobody serves it" in plain
+        for scheme, width in WINDOWS:
+            async with open_window(browser, url, scheme, width) as window:
+                await keep_picture(window, f"pipeline-{scheme}-{width}")
+                await require_sound(window, width)
+                assert await window.text("#stages") == plain
+                assert not await is_any_visible(window, (".charts", ".timeline"))
+
+
 async def test_no_axes_and_no_slider_before_the_first_round() -> None:
     event_log = EventLog(None, opening())
     async with open_browser() as browser, served_page(event_log, now()) as url, open_window(browser, url) as window:

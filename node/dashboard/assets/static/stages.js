@@ -3,7 +3,7 @@
 
 function describeStage(stage) {
   if (!stage.peers) return "nobody serves it";
-  return `${stage.peers} peer${stage.peers === 1 ? "" : "s"} · ${stage.rate.toFixed(1)} microbatches/s · round ${stage.round}`;
+  return `${stage.peers} peer${stage.peers === 1 ? "" : "s"} · ${digits(stage.rate, 1)} microbatches/s · round ${digits(stage.round, 0)}`;
 }
 function stageRow(stage) {
   const row = make("div", stage.peers ? "lane" : "lane late"), bar = draw("svg", { "aria-hidden": "true" });
