@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket", "stage", "stage_life", "stage_rate")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket", "stage", "stage_life", "stage_rate", "microbatches_done", "microbatches_torn", "microbatches_lost", "microbatches_replayed", "microbatches_dropped")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,11 @@ class PeerRecord(_message.Message):
     STAGE_FIELD_NUMBER: _ClassVar[int]
     STAGE_LIFE_FIELD_NUMBER: _ClassVar[int]
     STAGE_RATE_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_DONE_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_TORN_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_LOST_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     expires: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -104,7 +109,12 @@ class PeerRecord(_message.Message):
     stage: int
     stage_life: int
     stage_rate: float
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ...) -> None: ...
+    microbatches_done: int
+    microbatches_torn: int
+    microbatches_lost: int
+    microbatches_replayed: int
+    microbatches_dropped: int
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ..., microbatches_done: _Optional[int] = ..., microbatches_torn: _Optional[int] = ..., microbatches_lost: _Optional[int] = ..., microbatches_replayed: _Optional[int] = ..., microbatches_dropped: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket")

@@ -98,6 +98,7 @@ class PeerReport(EventModel):
     resting: bool = Field(default=False, description="does not train at the moment")
     stage: Count | None = Field(default=None, description="of a pipeline, from 0 on; None: it serves none")
     stage_rate: Amount = Field(default=0.0, description="microbatches a second that it can compute")
+    microbatches: dict[str, Count] = Field(default={}, description="of this owner in a pipeline, by result")
     seen: float = 0.0
 
 

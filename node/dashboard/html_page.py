@@ -62,7 +62,7 @@ def render_page(values: Values, join_line: str | None, version: str, end: str = 
         sample=_render_sample(values["sample"]),
         model=_render_model(values.get("model")),
         cut="yes" if values["stages"] else "no",
-        stages=render_stages(values["stages"]),
+        stages=render_stages(values["stages"], values["microbatches"]),
         steering=render_revisions(values["revisions"]),
     )
 

@@ -1,5 +1,6 @@
 """JSON views of the run's state: the summary, the peers, the history. Pure functions."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -83,6 +84,7 @@ def summary(state: RunState, now: float) -> Values:
         "expected": last.contributors + last.late_count if last else None,
         "lost": state.lost_since,
         "missing": state.missing_rounds,
+        "microbatches": {},
         **_pipeline_values(state),
     }
 
@@ -110,6 +112,7 @@ def _pipeline_values(state: RunState) -> Values:
         "tokens": int(lowest_sum(count, ((report.stage, report.tokens) for report in reports))),
         "loss": mean_loss(count, [peer.report for peer in state.trainers]),
         "progress": min(1.0, state.round / target) if target else None,
+        "microbatches": dict(sum((Counter(report.microbatches) for report in reports), Counter[str]())),
     }
 
 
@@ -161,7 +164,7 @@ def peer_values(state: RunState, peer: PeerHistory) -> Values:
     rounds, given = peer.included_count + peer.missed_count, state.contributors.of(peer.report.peer)
     total = state.rows.last.tokens if state.rows.last else 0
     return {
-        **peer.report.model_dump(exclude={"stage_rate"}),
+        **peer.report.model_dump(exclude={"stage_rate", "microbatches"}),
         "stage": peer.report.stage if state.stages else None,
         "short": short_id(peer.report.peer),
         "link": _describe_link(state, peer.report),

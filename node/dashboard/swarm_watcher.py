@@ -39,6 +39,7 @@ from node.dashboard.run_state.steering import (
 )
 from node.from_manifest import build_method, topology_class
 from node.keeper.model_archive import ModelArchive, model_values
+from node.monitoring.stage_table import MICROBATCH_WORDS
 from node.pipeline.stage_peers import served_stage
 from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_log import CommitLog
@@ -315,8 +316,13 @@ def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, floa
         resting=record.resting,
         stage=served.stage if served else None,
         stage_rate=served.rate if served else 0.0,
+        microbatches=_microbatches(record) if served else {},
         seen=now,
     )
+
+
+def _microbatches(record: PeerRecord) -> dict[str, int]:
+    return {word: _clamp_count(getattr(record, f"microbatches_{word}")) for word in MICROBATCH_WORDS}
 
 
 def _reach(record: PeerRecord) -> Reach:

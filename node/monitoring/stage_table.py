@@ -1,13 +1,20 @@
 """The stages of a pipeline as `murmur status` and the page show them. Pure."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from node.units import format_plural
 
 BAR_CELLS = 10
+MICROBATCH_WORDS: Final = ("done", "torn", "lost", "replayed", "dropped")  # `microbatches_...` in the peer record
+
+
+def sum_microbatches(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return an owner's counts by the words that others see; `dropped` is the sum over its reasons."""
+    dropped = sum(count for word, count in counts.items() if word.startswith("dropped"))
+    return {word: dropped if word == "dropped" else counts.get(word, 0) for word in MICROBATCH_WORDS}
 
 
 class ServedStage(NamedTuple):

@@ -158,12 +158,15 @@ async def test_facts_of_the_script_are_those_of_the_server() -> None:
         await page.close()
 
 
+COUNTS = {"done": 1200, "torn": 0, "lost": 1, "replayed": 2, "dropped": 1}
+
+
 def pipeline_log() -> EventLog:
     opened, *_ = opening(peers=0)
     assert isinstance(opened, LogOpened)
     facts = opened.facts.model_copy(update={"stages": 3})
     peers = [(NAMES[0], 0, 2.0), (NAMES[1], 0, 1_234.3), (NAMES[2], 2, 1.0)]
-    figures = [joined(peer, stage=stage, stage_rate=rate, round=4) for peer, stage, rate in peers]
+    figures = [joined(peer, stage=stage, stage_rate=rate, round=4, microbatches=COUNTS) for peer, stage, rate in peers]
     return EventLog(None, [opened.model_copy(update={"facts": facts}), *figures])
 
 
@@ -173,6 +176,7 @@ async def test_stages_of_the_script_are_those_of_the_server() -> None:
         await page.goto(url)
         plain = await page.inner_text("#stages")
         await page.close()
+        assert "Microbatches: done 3,600, replayed 6, lost 3, dropped 3" in plain
         assert "2 peers · 1,236.3 microbatches/s · round 4" in plain and "nobody serves it" in plain
         for scheme, width in WINDOWS:
             async with open_window(browser, url, scheme, width) as window:

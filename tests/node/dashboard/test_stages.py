@@ -25,7 +25,7 @@ CUT = OPENED.model_copy(update={"facts": FACTS.model_copy(update={"stages": 3})}
 def run(*stages: int | None, opened: Any = CUT) -> RunState:
     """Return a run with a peer at each of the stages."""
     peers = [
-        joined(name, stage=stage, stage_rate=2.0, round=7, tokens=100, loss=3.0)
+        joined(name, stage=stage, stage_rate=2.0, round=7, tokens=100, loss=3.0, microbatches={"done": 500, "lost": 1})
         for name, stage in zip(NAMES, stages, strict=False)
     ]
     return apply_all([opened, *peers])
@@ -40,6 +40,7 @@ def test_page_shows_the_stages_with_peers_rate_round_and_bar() -> None:
     assert (values["round"], values["status"], values["progress"]) == (7, "training", 0.07)
     assert (values["tokens"], values["loss"], values["tokens_per_second"]) == (100, 3.0, 50.0)
     text = render_page(values, None, "0.1")
+    assert "Microbatches: done 2,000, lost 4" in text
     assert 'data-cut="yes"' in text and "2 peers · 4.0 microbatches/s · round 7" in text
     assert "no round yet" not in text and 'width="50.00%"' in text
 
@@ -71,9 +72,9 @@ def test_run_that_is_not_cut_shows_no_stages_whatever_a_peer_claims() -> None:
 
 
 def test_report_of_a_peer_has_its_stage_only_if_it_serves_one() -> None:
-    record = PeerRecord(role="trainer", stage=2, stage_rate=1e300, stage_life=5)
+    record = PeerRecord(role="trainer", stage=2, stage_rate=1e300, stage_life=5, microbatches_done=2**64 - 1)
     report = build_peer_report("peer", record, (0.0, 0.0), 1.0)
-    assert (report.stage, report.stage_rate) == (1, 1e9)
+    assert (report.stage, report.stage_rate, report.microbatches["done"]) == (1, 1e9, 2**53)
     record.stage_life = 0
     assert build_peer_report("peer", record, (0.0, 0.0), 1.0).stage is None
 

@@ -47,6 +47,14 @@ def test_status_line_names_the_own_stage_and_the_empty_one() -> None:
     assert NodeStatus.model_validate_json(STATUS.model_dump_json()) == STATUS
 
 
+def test_peer_record_has_the_own_counts_with_all_reasons_for_drops_together() -> None:
+    fields = STATUS.model_copy(update={"microbatches": {**STATUS.microbatches, "dropped: refused": 2}}).record_fields()
+    found = {name: value for name, value in fields.items() if name.startswith("microbatches_")}
+    assert PeerRecord(**found) == PeerRecord(  # type: ignore[arg-type]
+        microbatches_done=40, microbatches_lost=1, microbatches_replayed=2, microbatches_dropped=3
+    )
+
+
 def test_run_that_is_not_cut_shows_no_stages() -> None:
     whole = NodeStatus(peer_id="me", run="test", run_id="00", phase="training", round=12)
     assert "stage" not in whole.summary() and whole.reason_lines() == ()

@@ -15,7 +15,7 @@ function begin(snapshot) {
   showPeers();
   showLog();
   showScrub();
-  showStages(state.stages);
+  showStages(state.stages, state.microbatches);
   if (newest) showLanes(snapshot.timeline);
   showMine();
   showSample(snapshot.sample);
@@ -61,7 +61,7 @@ function moment(event) {
   skew = Date.now() / 1000 - figures.at;
   for (const peer of moved) state.peers.set(peer.peer, peer);
   showSummary();
-  showStages(state.stages);
+  showStages(state.stages, state.microbatches);
   showPeers();
   showEnd();
 }

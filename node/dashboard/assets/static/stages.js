@@ -11,7 +11,12 @@ function stageRow(stage) {
   row.append(make("span", "id", `stage ${stage.stage}`), bar, make("span", "n", describeStage(stage)));
   return row;
 }
-function showStages(stages) {
+function describeMicrobatches(counts) {
+  const shown = Object.entries(counts).filter(([, count]) => count).sort((one, other) => other[1] - one[1]);
+  return `Microbatches: ${shown.map(([word, count]) => `${word} ${digits(count, 0)}`).join(", ") || "none yet"}`;
+}
+function showStages(stages, microbatches) {
+  put("microbatches", describeMicrobatches(microbatches));
   $("stages").hidden = !stages.length;
   page.dataset.cut = stages.length ? "yes" : "no";
   $("stage-rows").replaceChildren(...stages.map(stageRow));
