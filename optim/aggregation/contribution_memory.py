@@ -19,7 +19,7 @@ Doubles = npt.NDArray[np.float64]
 
 SKETCH_BUCKETS: Final = 256
 REPLAY_COSINE: Final = 0.95  # of sketches; exact replays have 1
-REPLAY_DISTANCE: Final = 0.2  # in usual distances: dense contributions of the first rounds are all nearly parallel
+REPLAY_DISTANCE: Final = 0.1  # in usual distances: dense contributions of the first rounds are all nearly parallel
 
 
 def sketch(vector: Vector) -> Floats:
