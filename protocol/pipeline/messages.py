@@ -23,7 +23,7 @@ AnswerKind = Literal[
     "accepted",  # an outcome will follow; also for a task that is in progress
     "busy",  # no place in the open step, or no memory
     "other stage",  # this peer does not serve the stage
-    "other round",  # this peer's weights are more than one round away
+    "other round",  # this peer's weights are more than two rounds away
     "other life",  # this peer has restarted
     "sealed",  # this peer is leaving
     "refused",  # inputs of the wrong size or kind

@@ -37,7 +37,8 @@ from protocol.pipeline.server_events import (
 )
 from protocol.pipeline.stage_settings import StageSettings
 
-MAX_ROUND_DISTANCE = 1
+# Stages are at most one round apart, and a trainer in the middle of a step applies its stage's newest round later.
+MAX_ROUND_DISTANCE = 2
 MIN_PAUSE_MS, MAX_PAUSE_MS = 50, 2000
 SMOOTHING = 0.2
 REMEMBERED = 4096  # ended microbatches, to refuse late tasks
@@ -151,8 +152,8 @@ class StageServer:
             return "other stage"
         if task.life not in (0, self.life):
             return "other life"
-        if abs(task.round - self.round) > MAX_ROUND_DISTANCE:
-            return "other round"
+        if abs(task.round - self.round) > MAX_ROUND_DISTANCE and not self.gate.holds(task.key):
+            return "other round"  # a step that waits for the microbatch could not end, and its round neither
         sizes = {name: held.blob.size for name, held in task.inputs.named().items()}
         if sizes != self.settings.input_bytes(task.direction) or not self._has_ledger_room(task.key):
             return "refused"

@@ -95,8 +95,8 @@ def test_a_task_for_an_earlier_life_is_refused() -> None:
     ("task", "kind"),
     [
         (replace(make_task(0), run="cd" * 32), "other stage"),
-        (replace(make_task(0), round=2), "other round"),
-        (replace(make_task(0), round=1), "accepted"),
+        (replace(make_task(0), round=3), "other round"),
+        (replace(make_task(0), round=2), "accepted"),
         (replace(make_task(0), inputs=Inputs()), "refused"),
         (replace(make_task(0), inputs=Inputs(HeldBlob(Blob(bytes(32), 99), "before"))), "refused"),
         (replace(make_task(0), inputs=Inputs(X, tokens=X)), "refused"),
@@ -108,6 +108,16 @@ def test_tasks_of_another_kind_are_refused(task: Task, kind: str) -> None:
     server = make_server()
     assert ask(server, task)[0] == kind
     assert server.counts.answers == {kind: 1}
+
+
+def test_a_step_ends_although_its_owner_has_gone_on_by_several_rounds() -> None:
+    """A refused backward would hold up the step, and the step the round that its server applies after it."""
+    server = make_server()
+    for serial in (0, 1):
+        ask(server, make_task(serial))
+    later = [replace(make_task(serial, "backward"), round=9) for serial in (0, 1)]
+    assert [ask(server, task)[0] for task in later] == ["accepted", "accepted"] and len(server.gate.added) == 2
+    assert ask(server, replace(make_task(2), round=9))[0] == "other round"  # control: nothing waits for this one
 
 
 def test_memory_is_shared_between_owners_and_a_part_is_for_backwards() -> None:
