@@ -65,7 +65,8 @@ class NodeFlags(MachineFlags):
         str | None, typer.Option(metavar="POINT", help="the run passes through this point, which `murmur status` shows")
     ] = None
     stage: Annotated[
-        int | None, typer.Option(metavar="N", help="serve this stage of a run that is cut into stages, from 0 on")
+        int | None,
+        typer.Option(metavar="N", help="stage to serve in a run that is cut, from 0 on (default: the weakest)"),
     ] = None
     accept_jump: Annotated[
         bool, typer.Option("--accept-jump", help="follow a preferred chain although many rounds of ours get lost")

@@ -100,7 +100,9 @@ class NodeOptions(MachineOptions):
     )
     trust: TrustPoint | None = Field(default=None, description="the run's chain passes through this point")
     requires_trust: bool = Field(default=True, description="a chain must show that it passes through that point")
-    stage: int | None = Field(default=None, ge=0, description="of a pipeline; None: the one of the folder, else any")
+    stage: int | None = Field(
+        default=None, ge=0, description="of a pipeline; None: the one of the folder, else the weakest"
+    )
     accept_jump: bool = Field(default=False, description="follow a preferred chain that lacks many rounds of ours")
     verbose: bool = False
     log_json: bool = False

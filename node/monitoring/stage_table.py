@@ -63,7 +63,7 @@ def _reported_round(group: Sequence[ServedStage]) -> int:
 def describe_empty_stages(table: Sequence[StageEntry]) -> tuple[str, ...]:
     """Return a sentence for each stage that nobody serves."""
     return tuple(
-        f"nobody serves stage {entry.stage}" + (f", and {_describe_waiting(entry)}" if entry.waiting else "")
+        f"nobody serves stage {entry.stage}" + (f", and {describe_waiting(entry.waiting)}" if entry.waiting else "")
         for entry in table
         if not entry.peers
     )
@@ -83,7 +83,7 @@ def bar_share(entry: StageEntry, table: Sequence[StageEntry]) -> float:
 
 def _stage_line(entry: StageEntry, most: float, is_own: bool) -> str:
     own = " (this node's)" if is_own else ""
-    waiting = [_describe_waiting(entry)] if entry.waiting else []
+    waiting = [describe_waiting(entry.waiting)] if entry.waiting else []
     if not entry.peers:
         return " · ".join((f"stage {entry.stage}{own}: nobody serves it", *waiting))
     bar = "█" * max(1, round(BAR_CELLS * entry.rate / most)) if entry.rate else "-"
@@ -91,5 +91,5 @@ def _stage_line(entry: StageEntry, most: float, is_own: bool) -> str:
     return " · ".join((f"stage {entry.stage}{own}: {bar:<{BAR_CELLS}} {figures[0]}", *figures[1:], *waiting))
 
 
-def _describe_waiting(entry: StageEntry) -> str:
-    return f"{entry.waiting} microbatch{'' if entry.waiting == 1 else 'es'} wait{'s' if entry.waiting == 1 else ''}"
+def describe_waiting(count: int) -> str:
+    return "1 microbatch waits" if count == 1 else f"{count} microbatches wait"

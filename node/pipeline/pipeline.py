@@ -21,7 +21,7 @@ from node.ipc.stage_messages import (
     StageStepped,
     TakeStageStep,
 )
-from node.monitoring.stage_table import StageEntry, build_stage_table
+from node.monitoring.stage_table import StageEntry, build_stage_table, describe_waiting
 from node.pipeline.activation_store import ActivationStore
 from node.pipeline.calls import StageCalls
 from node.pipeline.stage_peers import served_stages, stage_peers
@@ -223,7 +223,7 @@ class Pipeline:
                     self._parts.activations.drop(Key(OWN, serial))
                     self._draw()
                 case owner_events.StageEmpty(stage, waiting):
-                    logger.info("%d microbatches wait for a peer that serves stage %d", waiting, stage)
+                    logger.info("nobody serves stage %d, and %s", stage, describe_waiting(waiting))
 
     async def _ask(self, peer: PeerId, task: Task) -> None:
         try:
