@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from node.daemon.outer_state import SignedContributions
-from node.loop import reports
+from node.loop import events, reports
 from node.loop.actions import (
     AdvanceState,
     ApplyCommit,
@@ -26,29 +26,6 @@ from node.loop.applying import Applying
 from node.loop.conduct_keeper import ConductKeeper
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
-from node.loop.events import (
-    ApplyFailed,
-    BlobFetched,
-    CommitApplied,
-    CommitComputed,
-    ContributionReady,
-    FetchFailed,
-    HeadPublished,
-    LoopEvent,
-    MessagesReceived,
-    PathFound,
-    RevisionsChanged,
-    Started,
-    StateFetched,
-    StateInstalled,
-    Stopped,
-    SumReady,
-    SwarmChanged,
-    SyncFailed,
-    TimePassed,
-    TrainerStarted,
-    VotePersisted,
-)
 from node.loop.holds import Holds
 from node.loop.options import LoopOptions
 from node.loop.round_session import RoundSession
@@ -103,12 +80,12 @@ class RoundLoop:
         """Return whether messages of a peer may count: a trainer's, or those of a voter that we have just lost."""
         return peer in self._snapshot.trainers or self.session.has_member(peer)
 
-    def handle(self, event: LoopEvent, now: float) -> list[LoopAction]:
+    def handle(self, event: events.LoopEvent, now: float) -> list[LoopAction]:
         return self.handle_all((event,), now)
 
-    def handle_all(self, events: Iterable[LoopEvent], now: float) -> list[LoopAction]:
+    def handle_all(self, given: Iterable[events.LoopEvent], now: float) -> list[LoopAction]:
         """Handle several events; the round machine gets its events together, which is cheaper."""
-        for event in events:
+        for event in given:
             self._take(event, now)
         self._actions += self.session.advance(now)
         while self._proceed(now):
@@ -131,59 +108,59 @@ class RoundLoop:
     def _is_free(self) -> bool:
         return self._applying is None and not self._syncing.is_active
 
-    def _take(self, event: LoopEvent, now: float) -> None:
+    def _take(self, event: events.LoopEvent, now: float) -> None:
         match event:
-            case MessagesReceived(sender, messages):
+            case events.MessagesReceived(sender, messages):
                 counted = self.conduct.receive(messages, self.chain.round)
                 self._drop_excluded(now)
                 self.session.receive(sender, counted, self._snapshot.trainers, now)
             case MisbehaviourSeen() if self.conduct.accuse(event, self.chain.round):
                 self.session.accuse(event)
                 self._update_swarm(self.conduct.unfiltered, now)
-            case BlobFetched(opening, part_blob):
+            case events.BlobFetched(opening, part_blob):
                 self.session.feed(BlobAvailable(part_blob), opening)
-            case FetchFailed(_, owners) if self.session.drop_contributions(event):
+            case events.FetchFailed(_, owners) if self.session.drop_contributions(event):
                 self.conduct.strike(owners, self.session.number)
                 self._update_swarm(self.conduct.unfiltered, now)
-            case SumReady(opening, result):
+            case events.SumReady(opening, result):
                 self.session.feed(result, opening)
-            case VotePersisted():
+            case events.VotePersisted():
                 self.session.vote_persisted()
-            case ContributionReady():
+            case events.ContributionReady():
                 self._submit(now)
-            case SwarmChanged(snapshot):
+            case events.SwarmChanged(snapshot):
                 self._update_swarm(snapshot, now)
-            case TimePassed() | RevisionsChanged():
+            case events.TimePassed() | events.RevisionsChanged():
                 self.session.tick()
-            case Started() if self._stage == "created":
+            case events.Started() if self._stage == "created":
                 self._stage = "joining"
-            case TrainerStarted() if self._stage == "starting":
+            case events.TrainerStarted() if self._stage == "starting":
                 self._stage = "assembling"
                 self._patience_ends = now + self._options.expiry
-            case Stopped():
+            case events.Stopped():
                 self._stop()
             case _ if self._stage != "done":
                 self._take_result(event, now)
 
-    def _take_result(self, event: LoopEvent, now: float) -> None:
+    def _take_result(self, event: events.LoopEvent, now: float) -> None:
         match event:
-            case CommitComputed():
+            case events.CommitComputed():
                 self._advance(event.contributions)
-            case CommitApplied(state):
+            case events.CommitApplied(state):
                 self._publish(state)
-            case ApplyFailed(reason):
+            case events.ApplyFailed(reason):
                 self._apply_failed(reason, now)
-            case PathFound(offer):
+            case events.PathFound(offer):
                 self.conduct.compare(self.chain.log, offer.chain.log)
                 self._drop_excluded(now)
                 self._syncing.receive(offer)
-            case StateFetched():
+            case events.StateFetched():
                 self._syncing.on_fetched(now)
-            case StateInstalled(state):
+            case events.StateInstalled(state):
                 self._adopt(state)
-            case SyncFailed(reason, has_vanished):
+            case events.SyncFailed(reason, has_vanished):
                 self._sync_failed(reason, has_vanished, now)
-            case HeadPublished():
+            case events.HeadPublished():
                 self._published(now)
 
     # The next step in the current state.

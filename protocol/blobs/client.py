@@ -209,3 +209,14 @@ def _append_bytes(data: bytearray, received: int, arrived: Bytes) -> int:
         raise LimitError("more bytes than were asked for")
     data[received:stop] = arrived
     return stop
+
+
+def failure_of(task: asyncio.Task[None]) -> RequestFailedError | None:
+    """Return the failure of a request's task, None if it succeeded. Raises any other error."""
+    # A request also ends as cancelled when its channel is closed.
+    if task.cancelled():
+        return RequestFailedError(RequestFailure.LOST, "the channel was closed")
+    error = task.exception()
+    if error is None or isinstance(error, RequestFailedError):
+        return error
+    raise error

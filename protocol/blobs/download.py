@@ -19,8 +19,8 @@ from protocol.blobs.blob import DIGEST_BYTES, MAX_BLOB_BYTES, Blob, digest_of
 from protocol.blobs.client import (
     BlobClient,
     ChannelPool,
-    RequestFailedError,
     UnattributedMismatchError,
+    failure_of,
     translate_errors,
 )
 from protocol.blobs.partial import Partial
@@ -189,7 +189,7 @@ class Download:
             # Another source was faster, so this outcome does not matter; retrieve it to avoid asyncio's warning.
             _ = task.cancelled() or task.exception()
             return
-        failure = _failure_from(task)
+        failure = failure_of(task)
         if failure is None:
             others = scheduler.record_success(request, now)
             self._update_absent()
@@ -380,16 +380,6 @@ class Downloader:
         if not download.waiters and not download.task.done():
             download.is_ending = True
             await cancel_and_wait([download.task])
-
-
-def _failure_from(task: asyncio.Task[None]) -> RequestFailedError | None:
-    # A request also ends as cancelled when its channel is closed.
-    if task.cancelled():
-        return RequestFailedError(RequestFailure.LOST, "the channel was closed")
-    error = task.exception()
-    if error is None or isinstance(error, RequestFailedError):
-        return error
-    raise error
 
 
 def _check_size(blob: Blob, reply: PiecesReply) -> None:

@@ -11,8 +11,9 @@ from typing import Self
 
 from protocol import murmur_pb2 as wire
 from protocol.admission.electorate import Electorate
+from protocol.consensus.message_checks import check_count
 from protocol.consensus.message_kinds import Acknowledgement, CommitCertificate
-from protocol.consensus.messages import Commit, ContributionLimits, OpenNested, SignedMessage, check_count
+from protocol.consensus.messages import Commit, ContributionLimits, OpenNested, SignedMessage
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import AdmissionSection

@@ -14,6 +14,7 @@ from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import open_ticket, read_ticket
 from protocol.blobs.blob import Blob, check_digest
 from protocol.conduct.proofs import Proof
+from protocol.consensus.message_checks import check_ascending, check_count, check_round
 from protocol.consensus.messages import (
     MAX_CONTRIBUTIONS,
     MAX_HELD_BLOBS,
@@ -25,9 +26,6 @@ from protocol.consensus.messages import (
     OpenNested,
     Roster,
     SignedMessage,
-    check_ascending,
-    check_count,
-    check_round,
 )
 from protocol.consensus.reduction_evidence import MAX_REDUCERS_PER_PART
 from protocol.errors import MalformedError, PeerFault

@@ -18,11 +18,11 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import TICKET_KIND, Ticket
 from protocol.blobs.blob import Blob, check_digest
+from protocol.consensus.message_checks import check_ascending, check_count, check_round, check_sizes
 from protocol.consensus.reduction_evidence import Evidence, digest_inputs
 from protocol.consensus.weights import count_tokens
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
-from protocol.signing import MAX_ROUND
 from protocol.steering.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 
 Digest = bytes  # 32 bytes, SHA-256
@@ -399,33 +399,7 @@ class AppliedContributions:
         return cls(tuple(entry.sender for entry in contributions), len(blobs), sum(blob.size for blob in blobs))
 
 
-def check_sizes(blobs: Iterable[Blob]) -> None:
-    """Check that no digest comes with two sizes, because inventories name blobs by digest alone."""
-    sizes: dict[Digest, int] = {}
-    if any(sizes.setdefault(blob.digest, blob.size) != blob.size for blob in blobs):
-        raise MalformedError("a blob with two different sizes")
-
-
-def check_round(number: int, digest: Digest) -> None:
-    """Check a round number, and a digest that comes with it."""
-    if number > MAX_ROUND:
-        raise MalformedError(f"round {number} is out of range")
-    check_digest(digest)
-
-
 def check_part_count(count: int, limits: ContributionLimits, name: str) -> None:
     """Check the number of parts of a contribution or commit."""
     if not 1 <= count <= min(limits.parts, MAX_PARTS):
         raise MalformedError(f"{name} of {count} parts, where there are at most {limits.parts}")
-
-
-def check_count(count: int, limit: int, name: str) -> None:
-    """Check the length of a list."""
-    if count > limit:
-        raise LimitError(f"{count} {name}, at most {limit} are allowed")
-
-
-def check_ascending(values: Sequence[bytes] | Sequence[str], name: str) -> None:
-    """Check that a list is in ascending order without duplicates."""
-    if any(first >= second for first, second in zip(values, values[1:], strict=False)):  # type: ignore[operator]
-        raise MalformedError(f"{name} are not in ascending order, or occur twice")
