@@ -590,6 +590,18 @@ class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class InviteRequest(_message.Message):
+    __slots__ = ("run", "places")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    places: int
+    def __init__(self, run: _Optional[bytes] = ..., places: _Optional[int] = ...) -> None: ...
+
+class InviteReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class OwnedSerials(_message.Message):
     __slots__ = ("owner", "blocks", "bits")
     OWNER_FIELD_NUMBER: _ClassVar[int]

@@ -351,6 +351,11 @@ class StagesStub:
                 request_serializer=protocol_dot_murmur__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protocol_dot_murmur__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Invite = channel.unary_unary(
+                '/murmur.v1.Stages/Invite',
+                request_serializer=protocol_dot_murmur__pb2.InviteRequest.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.InviteReply.FromString,
+                _registered_method=True)
 
 
 class StagesServicer:
@@ -376,6 +381,13 @@ class StagesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Invite(self, request, context):
+        """to an owner that was answered "busy"
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StagesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -393,6 +405,11 @@ def add_StagesServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protocol_dot_murmur__pb2.ReleaseRequest.FromString,
                     response_serializer=protocol_dot_murmur__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Invite': grpc.unary_unary_rpc_method_handler(
+                    servicer.Invite,
+                    request_deserializer=protocol_dot_murmur__pb2.InviteRequest.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.InviteReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -476,6 +493,33 @@ class Stages:
             '/murmur.v1.Stages/Release',
             protocol_dot_murmur__pb2.ReleaseRequest.SerializeToString,
             protocol_dot_murmur__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Invite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Stages/Invite',
+            protocol_dot_murmur__pb2.InviteRequest.SerializeToString,
+            protocol_dot_murmur__pb2.InviteReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -120,6 +120,8 @@ class StagesStub:
     Tell: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.StageOutcome, _murmur_pb2.TellReply]
     """to the owner"""
     Release: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.ReleaseRequest, _murmur_pb2.ReleaseReply]
+    Invite: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.InviteRequest, _murmur_pb2.InviteReply]
+    """to an owner that was answered "busy" """
 
 @_typing.type_check_only
 class StagesAsyncStub(StagesStub):
@@ -129,6 +131,8 @@ class StagesAsyncStub(StagesStub):
     Tell: _aio.UnaryUnaryMultiCallable[_murmur_pb2.StageOutcome, _murmur_pb2.TellReply]  # type: ignore[assignment]
     """to the owner"""
     Release: _aio.UnaryUnaryMultiCallable[_murmur_pb2.ReleaseRequest, _murmur_pb2.ReleaseReply]  # type: ignore[assignment]
+    Invite: _aio.UnaryUnaryMultiCallable[_murmur_pb2.InviteRequest, _murmur_pb2.InviteReply]  # type: ignore[assignment]
+    """to an owner that was answered "busy" """
 
 class StagesServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -153,6 +157,14 @@ class StagesServicer(metaclass=_abc_1.ABCMeta):
         request: _murmur_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_murmur_pb2.ReleaseReply, _abc.Awaitable[_murmur_pb2.ReleaseReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Invite(
+        self,
+        request: _murmur_pb2.InviteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.InviteReply, _abc.Awaitable[_murmur_pb2.InviteReply]]:
+        """to an owner that was answered "busy" """
 
 def add_StagesServicer_to_server(servicer: StagesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

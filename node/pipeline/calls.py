@@ -8,7 +8,7 @@ from node.daemon.peer_rpc import PeerChannels, await_reply, call_by_best_channel
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2_grpc import StagesStub
-from protocol.pipeline.messages import Answer, Outcome, Task, release_to_wire
+from protocol.pipeline.messages import Answer, Outcome, Task, invitation_to_wire, release_to_wire
 from protocol.pipeline.owner import ASK_SECONDS
 
 
@@ -26,6 +26,9 @@ class StageCalls:
 
     async def release(self, peer: PeerId, run: RunId, serials: Iterable[int]) -> None:
         await self._call(peer, "Release", release_to_wire(run, serials))
+
+    async def invite(self, peer: PeerId, run: RunId, places: int) -> None:
+        await self._call(peer, "Invite", invitation_to_wire(run, places))
 
     async def _call(self, peer: PeerId, method: str, request: Any) -> Any:
         clock = asyncio.get_running_loop().time

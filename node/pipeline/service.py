@@ -7,9 +7,18 @@ import grpc
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.murmur_pb2 import AskReply, ReleaseReply, ReleaseRequest, StageOutcome, StageTask, TellReply
+from protocol.murmur_pb2 import (
+    AskReply,
+    InviteReply,
+    InviteRequest,
+    ReleaseReply,
+    ReleaseRequest,
+    StageOutcome,
+    StageTask,
+    TellReply,
+)
 from protocol.murmur_pb2_grpc import StagesServicer
-from protocol.pipeline.messages import Answer, Outcome, Task, read_release
+from protocol.pipeline.messages import Answer, Outcome, Task, read_invitation, read_release
 from protocol.transport.transport import UNKNOWN_CALLER, caller
 
 Reply = TypeVar("Reply")
@@ -27,6 +36,9 @@ class StagePeer(Protocol):
     def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
         """Forget microbatches of a peer that have ended."""
 
+    def take_invitation(self, peer: PeerId, run: RunId, places: int) -> None:
+        """Use the places that a peer offers."""
+
 
 class RefusalRecorder(Protocol):
     def record_refusal(self, peer: PeerId, fault: PeerFault, /) -> None:
@@ -34,7 +46,7 @@ class RefusalRecorder(Protocol):
 
 
 class StagesService(StagesServicer):
-    """Serves tasks for our stage, outcomes of our own microbatches, and releases."""
+    """Serves tasks for our stage; outcomes of our own microbatches, and places for them; and releases."""
 
     def __init__(self, peer: StagePeer, recorder: RefusalRecorder) -> None:
         self._peer = peer
@@ -65,6 +77,15 @@ class StagesService(StagesServicer):
         except PeerFault as fault:
             raise await self._refuse(sender, fault, context) from fault
         return ReleaseReply()
+
+    async def Invite(self, request: InviteRequest, context: Any) -> InviteReply:  # noqa: N802
+        sender = UNKNOWN_CALLER
+        try:
+            sender = caller(context)
+            self._peer.take_invitation(sender, *read_invitation(request))
+        except PeerFault as fault:
+            raise await self._refuse(sender, fault, context) from fault
+        return InviteReply()
 
     async def _refuse(self, sender: PeerId, fault: PeerFault, context: Any) -> AssertionError:
         self._recorder.record_refusal(sender, fault)

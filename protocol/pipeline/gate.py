@@ -5,11 +5,16 @@ than their activations, which costs up to 14 % of the loss. So a server takes in
 when all of their backwards are back. Gradients whose forward was elsewhere join the open step.
 
 Forwards wait for the gate, backwards never do: a place in a step is held only while later stages work, so no two steps
-wait for each other.
+wait for each other. Owners whose forwards wait are invited once there are places again.
 """
 
+from collections.abc import Container
+
+from protocol.identity import PeerId
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Key
+
+MAX_WAITING = 1024  # owners
 
 
 class Gate:
@@ -23,10 +28,10 @@ class Gate:
         self._count = 0
 
     @property
-    def has_place(self) -> bool:
-        """Return whether one more forward belongs to the open step."""
+    def places(self) -> int:
+        """Return how many more forwards belong to the open step."""
         members = len(self._open) + self._count
-        return members < self.size and not (self.is_closing and members)
+        return 0 if self.is_closing and members else max(0, self.size - members)
 
     @property
     def is_complete(self) -> bool:
@@ -70,3 +75,27 @@ class Gate:
         """End the step and return its microbatches; open ones go over into the next."""
         added, self._added, self._count, self.is_closing = self._added, Ledger(), 0, False
         return added
+
+
+class WaitingOwners:
+    """Owners that found a server busy, in the order in which it invites them."""
+
+    def __init__(self) -> None:
+        self._owners: dict[PeerId, None] = {}
+
+    def add(self, owner: PeerId) -> None:
+        """Invite an owner later, if not too many wait already; the others ask again by themselves."""
+        if len(self._owners) < MAX_WAITING:
+            self._owners[owner] = None
+
+    def keep_only(self, owners: Container[PeerId]) -> None:
+        """Forget owners that are gone."""
+        self._owners = {owner: None for owner in self._owners if owner in owners}
+
+    def invite(self, places: int) -> dict[PeerId, int]:
+        """Return the owners to invite now, each with its equal part of the places; they wait no longer."""
+        count = min(places, len(self._owners))
+        invited = list(self._owners)[:count]
+        for owner in invited:
+            del self._owners[owner]
+        return {owner: places // count for owner in invited}

@@ -46,6 +46,10 @@ class Memory:
         share = max(size, limit // max(1, self.owners))
         return self._used + size <= limit and self._by_owner[key.owner] + size <= share
 
+    def forward_places(self, size: int) -> int:
+        """Return how many forwards fit, whoever owns them."""
+        return max(0, self.forward_capacity - self._used) // size
+
     def admits_replay(self, size: int) -> bool:
         return self._used + size + self.backward_bytes <= self.capacity
 

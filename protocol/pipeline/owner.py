@@ -20,6 +20,7 @@ from protocol.pipeline.owner_events import (
     AskFailed,
     Event,
     Finished,
+    Invited,
     OwnerCounts,
     OwnerSettings,
     PeersChanged,
@@ -29,12 +30,12 @@ from protocol.pipeline.owner_events import (
     Told,
 )
 from protocol.pipeline.releases import Releases
-from protocol.pipeline.routing import Router
+from protocol.pipeline.routing import REPORT_SECONDS, Router
 
 ASK_SECONDS, RETRY_SECONDS = 5.0, 0.5  # the deadline of a call, and the pause after one without an answer
 MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request for it
 PATIENCE = 4.0  # times the expected time
-STALL_SECONDS, REPORT_SECONDS = 600.0, 10.0
+STALL_SECONDS = 600.0
 REMEMBERED = 1024  # ended microbatches, to recognise late outcomes
 
 
@@ -56,7 +57,6 @@ class Owner:
         self._waiting: list[deque[int]] = [deque() for _ in self._runs]
         self._changed: set[int] = set()  # stages that may have room again
         self._wake_at: list[float | None] = [None for _ in self._runs]
-        self._empty_since: list[float | None] = [None for _ in self._runs]
         self._ended: OrderedDict[int, dict[int, Place]] = OrderedDict()
         self._releases = Releases()
         self._timers: list[tuple[float, int, int]] = []  # time, serial or -1 - stage, attempt
@@ -104,6 +104,9 @@ class Owner:
                 self._on_failure(event, now)
             case Told():
                 self._on_outcome(event.peer, event.outcome, now)
+            case Invited(peer, run, places) if (stage := self._stage_of.get(run)) is not None:
+                self._routers[stage].record_offer(peer, places, now)
+                self._changed.add(stage)
             case ReleaseFailed():
                 if event.peer in self._live[event.stage]:
                     self._releases.add(event.stage, event.peer, event.serials, now)
@@ -271,7 +274,7 @@ class Owner:
         if request.step.direction == "backward" and request.peer in self._live[request.step.stage]:
             self._schedule(course, request, until)
             return
-        router.record_busy(request.peer, until)
+        router.record_busy(request.peer, request.sent, until)
         router.refund(request.peer)
         self._go_elsewhere(course, request, now)
 
@@ -391,10 +394,6 @@ class Owner:
 
     def _note_emptiness(self, stage: int, now: float) -> None:
         """Report a stage that nobody serves while microbatches wait for it."""
-        since = self._empty_since[stage]
-        if not self._routers[stage].is_empty:
-            self._empty_since[stage] = None
-        elif self._waiting[stage] and (since is None or now - since >= REPORT_SECONDS):
-            self._empty_since[stage] = now
+        if self._waiting[stage] and self._routers[stage].reports_emptiness(now):
             self._actions.append(StageEmpty(stage, len(self._waiting[stage])))
             self._wake_later(stage, now + REPORT_SECONDS)

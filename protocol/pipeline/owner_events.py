@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from protocol.identity import PeerId
+from protocol.manifest import RunId
 from protocol.pipeline.course import DropReason
 from protocol.pipeline.messages import Answer, Outcome, Task
 from protocol.pipeline.routing import StagePeer
@@ -53,6 +54,15 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Invited:
+    """A peer that was busy has room for so many forwards of ours."""
+
+    peer: PeerId
+    run: RunId
+    places: int
+
+
+@dataclass(frozen=True)
 class ReleaseFailed:
     """A Release without an answer."""
 
@@ -66,7 +76,7 @@ class Tick:
     """The passing of time; see `Owner.next_deadline`."""
 
 
-Event = PeersChanged | Answered | AskFailed | Told | ReleaseFailed | Tick
+Event = PeersChanged | Answered | AskFailed | Told | Invited | ReleaseFailed | Tick
 
 
 @dataclass(frozen=True)

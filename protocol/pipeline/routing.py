@@ -6,8 +6,9 @@ weight from round trips would equalise the requests in flight instead of the use
 reaches 0.78 of the ideal where this one reaches 0.99).
 
 A peer has at most the work of one second and what is on its way: `ceil(2 rate (2 RTT + 1 s)) + 1` tasks, because a
-microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is passed over until it has room,
-without a ban; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned, bans do not count.
+microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is passed over, without a ban, until
+it offers places or its pause has passed; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned,
+bans do not count.
 """
 
 import math
@@ -20,6 +21,7 @@ from protocol.identity import PeerId
 
 FIRST_BAN_SECONDS, MAX_BAN_SECONDS = 5.0, 300.0
 AHEAD_SECONDS = 1.0  # of work that a peer holds beyond the round trip
+REPORT_SECONDS = 10.0  # between two reports that nobody serves the stage
 CREDIT_SECONDS = 2.0  # of work that a peer may catch up after it was busy or banned
 SMOOTHING = 0.25
 DEFAULT_RATE = 1.0  # microbatches a second, while nobody has reported one
@@ -47,6 +49,8 @@ class _Route:
     failures: int = 0
     banned_until: float = 0.0
     busy_until: float = 0.0
+    places: int = 0  # that the peer has offered since it was busy
+    offered: float = -math.inf  # when
 
     @property
     def limit(self) -> int:
@@ -62,11 +66,14 @@ class Router:
         self._routes: dict[PeerId, _Route] = {}
         self._away: dict[PeerId, _Route] = {}  # outstanding work at peers that take no new one
         self._now_virtual = 0.0
+        self._reported_at = -math.inf  # that nobody serves the stage
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether nobody serves the stage."""
-        return not self._routes
+    def reports_emptiness(self, now: float) -> bool:
+        """Return whether to report that nobody serves the stage: at first, and then once in `REPORT_SECONDS`."""
+        if self._routes or now - self._reported_at < REPORT_SECONDS:
+            return False
+        self._reported_at = now
+        return True
 
     def all_within(self, peers: Collection[PeerId]) -> bool:
         """Return whether somebody serves the stage, and all of those are among these peers."""
@@ -86,6 +93,7 @@ class Router:
         route = self._away.pop(peer, None) or _Route(self._seed_rate(rate), start, self._rng.random())
         route.virtual_time = max(route.virtual_time, start)
         self._routes[peer] = route
+        self._reported_at = -math.inf
 
     def _seed_rate(self, rate: float) -> float:
         if rate > 0:
@@ -110,6 +118,7 @@ class Router:
         chosen = open_routes[peer]
         self._now_virtual = max(floor, chosen.virtual_time)
         chosen.virtual_time += 1 / chosen.rate
+        chosen.places = max(0, chosen.places - 1)
         chosen.tie = self._rng.random()
         return peer
 
@@ -122,7 +131,7 @@ class Router:
         return {
             peer: route
             for peer, route in reachable.items()
-            if route.outstanding < route.limit and route.busy_until <= now
+            if route.outstanding < route.limit and (route.busy_until <= now or route.places)
         }
 
     def wake_time(self, now: float) -> float | None:
@@ -163,11 +172,17 @@ class Router:
             route.failures, route.banned_until = 0, 0.0
             route.round_trip += (SMOOTHING if route.round_trip else 1.0) * (round_trip - route.round_trip)
 
-    def record_busy(self, peer: PeerId, until: float) -> None:
-        """Pass over a peer until it may have room."""
+    def record_busy(self, peer: PeerId, sent: float, until: float) -> None:
+        """Pass over a peer until it may have room, unless it has offered places since the task was sent."""
+        route = self._routes.get(peer)
+        if route is not None and route.offered < sent:
+            route.busy_until, route.places = max(route.busy_until, until), 0
+
+    def record_offer(self, peer: PeerId, places: int, now: float) -> None:
+        """Take the places that a peer offers after it was busy."""
         route = self._routes.get(peer)
         if route is not None:
-            route.busy_until = max(route.busy_until, until)
+            route.places, route.offered = places, now
 
     def record_failure(self, peer: PeerId, now: float) -> float:
         """Ban a peer that cannot be reached; return when it may be asked again."""

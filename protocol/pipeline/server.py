@@ -4,13 +4,14 @@ A server never waits for another server, and holds nothing that only an owner's 
 of an owner free it too.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
 from protocol.identity import PeerId
 from protocol.pipeline.entry import Entry, Work
-from protocol.pipeline.gate import Gate
+from protocol.pipeline.gate import Gate, WaitingOwners
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.memory import Memory
 from protocol.pipeline.messages import Answer, AnswerKind, Direction, Key, Outcome, OutcomeStatus, Task
@@ -25,6 +26,7 @@ from protocol.pipeline.server_events import (
     Fetch,
     Fetched,
     FetchFailed,
+    Invite,
     OwnersChanged,
     ReleasedBy,
     RoundChanged,
@@ -40,6 +42,7 @@ from protocol.pipeline.stage_settings import StageSettings
 # Stages are at most one round apart, and a trainer in the middle of a step applies its stage's newest round later.
 MAX_ROUND_DISTANCE = 2
 MIN_PAUSE_MS, MAX_PAUSE_MS = 50, 2000
+QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # work that waits here before forwards are turned away; tasks at an unknown rate
 SMOOTHING = 0.2
 REMEMBERED = 4096  # ended microbatches, to refuse late tasks
 
@@ -62,6 +65,8 @@ class StageServer:
         self._ended: OrderedDict[Key, None] = OrderedDict()
         self._ready: deque[tuple[Key, Direction, int]] = deque()
         self._computing: Compute | TakeStep | None = None
+        self._unfinished: set[int] = set()  # tokens of the tasks without an outcome
+        self._waiting = WaitingOwners()
         self._tokens = 0
         self._milliseconds: dict[Direction, float] = {}
         self._actions: list[Action] = []
@@ -115,6 +120,7 @@ class StageServer:
             case Tick():
                 self._strike([key for key, entry in self._entries.items() if entry.deadline <= now])
         self._run()
+        self._actions += [Invite(*invited) for invited in self._waiting.invite(self._places()).items()]
         return self._take_actions()
 
     def _take_actions(self) -> list[Action]:
@@ -179,10 +185,19 @@ class StageServer:
             admitted = self.memory.admits_backward(size)
         elif task.replay:
             admitted = self.memory.admits_replay(size)
+        elif not self._places():
+            self._waiting.add(task.owner)
+            return MAX_PAUSE_MS  # unless it is invited before
         else:
-            admitted = self.gate.has_place and self.memory.admits_forward(task.key, size)
+            admitted = self.memory.admits_forward(task.key, size)
         waiting = len(self._ready) + 1
         return 0 if admitted else int(min(MAX_PAUSE_MS, max(MIN_PAUSE_MS, 500 * waiting / max(self.rate, 0.1))))
+
+    def _places(self) -> int:
+        """Return how many forwards may come in now; the queue has two tasks of each microbatch."""
+        limit = math.ceil(2 * self.rate * QUEUE_SECONDS) + 1 if self.rate else MAX_QUEUED
+        queue, memory = limit - len(self._unfinished), self.memory.forward_places(self.settings.task_bytes("forward"))
+        return 0 if self.is_draining else max(0, min(queue, memory, self.gate.places))
 
     def _needed_bytes(self, task: Task) -> int:
         """Return the bytes that a task needs beside those that the forward of its microbatch left here."""
@@ -204,6 +219,7 @@ class StageServer:
         self._extend(task, now)
         self._tokens += 1
         entry.work[task.direction] = Work(task, self._tokens, size)
+        self._unfinished.add(self._tokens)
         if task.direction == "forward" and not task.replay:
             self.gate.enter(key)
         if inputs:
@@ -271,6 +287,7 @@ class StageServer:
 
     def _finish(self, work: Work, event: Computed) -> None:
         task = work.task
+        self._unfinished.discard(work.token)
         self.counts.computed += 1
         self.counts.replayed += task.replay
         self._record_time(task.direction, event.compute_ms)
@@ -300,6 +317,7 @@ class StageServer:
         key, direction = work.task.key, work.task.direction
         entry = self._entries[key]
         del entry.work[direction]
+        self._unfinished.discard(work.token)
         if direction == "forward":
             self.gate.strike(key)
         self._keep_results(key)
@@ -328,7 +346,8 @@ class StageServer:
     # Ends
 
     def _forget(self, key: Key) -> None:
-        self._entries.pop(key, None)
+        entry = self._entries.pop(key, None)
+        self._unfinished -= {work.token for work in entry.work.values()} if entry is not None else set()
         self.memory.shrink(key, 0)
         self._actions.append(Drop(key))
 
@@ -346,6 +365,7 @@ class StageServer:
             self._ended.popitem(last=False)
 
     def _on_owners(self, owners: frozenset[PeerId]) -> None:
+        self._waiting.keep_only(owners)
         self.memory.owners = max(1, len(owners))
         gone = [key for key in self._entries if key.owner not in owners]
         self.counts.torn += sum(self._has_counted(key) for key in gone)

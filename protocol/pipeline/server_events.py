@@ -134,6 +134,14 @@ class Tell:
 
 
 @dataclass(frozen=True)
+class Invite:
+    """Tell an owner that found this server busy for how many forwards there is room; it may be lost."""
+
+    owner: PeerId
+    places: int
+
+
+@dataclass(frozen=True)
 class TakeStep:
     """Let the trainer make an inner step with the gradients of these microbatches; answer with Stepped."""
 
@@ -148,7 +156,7 @@ class Drop:
     kept: frozenset[Blob] = frozenset()
 
 
-Action = Fetch | Compute | Tell | TakeStep | Drop
+Action = Fetch | Compute | Tell | Invite | TakeStep | Drop
 
 
 @dataclass

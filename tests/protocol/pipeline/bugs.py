@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.pipeline import memory, server_events
+from protocol.pipeline import gate, memory, server, server_events
 from protocol.pipeline.course import Course, Request
 from protocol.pipeline.gate import Gate
 from protocol.pipeline.messages import Outcome
@@ -86,6 +86,13 @@ def weighs_peers_by_round_trips(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Router, "record_rate", lambda self, peer, rate: None)
     patch.setattr(Owner, "_on_expected_outcome", with_latency)
+
+
+def invites_nobody(patch: pytest.MonkeyPatch) -> None:
+    """Let owners that found a server busy ask again and again, and let any number of forwards queue at a server."""
+    patch.setattr(gate.WaitingOwners, "invite", lambda self, places: {})
+    patch.setattr(server, "MAX_PAUSE_MS", 200)
+    patch.setattr(server, "QUEUE_SECONDS", 1e6)
 
 
 BUGS: list[tuple[Bug, str]] = [

@@ -163,5 +163,7 @@ class SeededRun:
         for peer in self.swarm.peers.values():
             if peer.server is not None and peer.server.memory.used:
                 raise InvariantError(f"{peer.name} still holds {peer.server.memory.used} bytes")
+            if peer.server is not None and peer.server._unfinished:
+                raise InvariantError(f"{peer.name} still holds places of tasks that have ended")
             if peer.blobs:
                 raise InvariantError(f"{peer.name} still holds blobs of {list(peer.blobs)}")

@@ -13,6 +13,7 @@ from protocol.pipeline.messages import (
     MAX_ACTIVATION_BYTES,
     MAX_ATTEMPT,
     MAX_DEADLINE_MS,
+    MAX_PLACES,
     MAX_RATE,
     MAX_RELEASED,
     MAX_RETRY_MS,
@@ -22,6 +23,8 @@ from protocol.pipeline.messages import (
     Inputs,
     Outcome,
     Task,
+    invitation_to_wire,
+    read_invitation,
     read_release,
     release_to_wire,
 )
@@ -59,6 +62,15 @@ def test_a_release_survives_the_wire() -> None:
         read_release(wire.ReleaseRequest(run=bytes(31)))
     with pytest.raises(PeerFault):
         read_release(wire.ReleaseRequest(run=bytes(32), serials=[MAX_SERIAL + 1]))
+
+
+def test_an_invitation_survives_the_wire() -> None:
+    assert read_invitation(invitation_to_wire(RUN, 3)) == (RUN, 3)
+    assert read_invitation(invitation_to_wire(RUN, 2**40)) == (RUN, MAX_PLACES)
+    with pytest.raises(PeerFault):
+        read_invitation(wire.InviteRequest(run=bytes(31)))
+    with pytest.raises(PeerFault):
+        read_invitation(wire.InviteRequest(run=bytes(32), places=MAX_PLACES + 1))
 
 
 def _set(**fields: Any) -> Callable[[Any], None]:

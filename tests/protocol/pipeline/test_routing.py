@@ -48,7 +48,7 @@ def test_a_new_peer_enters_at_the_current_minimum() -> None:
 
 def test_a_peer_that_was_busy_for_long_catches_up_with_two_seconds_of_work_only() -> None:
     router = make_router({"a": 10.0, "b": 10.0})
-    router.record_busy("a", 100.0)
+    router.record_busy("a", 0.0, 100.0)
     assert Counter(router.choose(0.0) for _ in range(500)) == {"b": 500}
     chosen = Counter(router.choose(101.0) for _ in range(100))
     assert 55 <= chosen["a"] <= 62
@@ -78,8 +78,34 @@ def test_bans_do_not_count_if_nobody_else_is_left() -> None:
 def test_a_busy_peer_wakes_those_that_wait() -> None:
     router = make_router({"a": 1.0})
     assert router.wake_time(0.0) is None
-    router.record_busy("a", 3.0)
+    router.record_busy("a", 0.0, 3.0)
     assert router.choose(2.9) is None and router.wake_time(2.9) == 3.0 and router.choose(3.0) == "a"
+
+
+def test_a_busy_peer_gets_as_many_microbatches_as_it_has_places() -> None:
+    router = make_router({"a": 1.0})
+    router.record_busy("a", 0.0, 3.0)
+    router.record_offer("a", 2, 1.0)
+    assert [router.choose(1.0) for _ in range(3)] == ["a", "a", None]
+    assert router.choose(3.0) == "a", "the pause ends in any case"
+
+
+def test_an_answer_that_an_offer_has_overtaken_does_not_count() -> None:
+    router = make_router({"a": 1.0})
+    router.record_offer("a", 1, now=1.0)
+    router.record_busy("a", 0.5, 3.0)
+    assert router.choose(1.1) == "a"
+    router.record_busy("a", 1.1, 3.0)
+    assert router.choose(1.2) is None
+
+
+def test_a_stage_that_nobody_serves_is_reported_at_once_and_then_every_ten_seconds() -> None:
+    router = make_router({})
+    assert [time for time in range(25) if router.reports_emptiness(time)] == [0, 10, 20]
+    router.update([StagePeer("a", 1, 0)])
+    assert not router.reports_emptiness(40.0)
+    router.update([])
+    assert router.reports_emptiness(41.0)
 
 
 def test_a_peer_that_leaves_gets_nothing_and_keeps_its_count() -> None:
@@ -88,6 +114,6 @@ def test_a_peer_that_leaves_gets_nothing_and_keeps_its_count() -> None:
     router.update([StagePeer("a", 1, 0, draining=True), StagePeer("b", 1, 0)])
     assert {router.choose(0.0) for _ in range(5)} == {"b"} and router.outstanding("a") == 1
     router.update([])
-    assert router.is_empty and router.choose(0.0) is None
+    assert router.choose(0.0) is None
     router.end("a")
     assert router.outstanding("a") == 0

@@ -14,6 +14,7 @@ from protocol.pipeline.server_events import (
     Drain,
     Fetch,
     Fetched,
+    Invite,
     OwnersChanged,
     ReleasedBy,
     Stepped,
@@ -72,6 +73,41 @@ def test_a_step_takes_in_its_forwards_and_waits_for_their_backwards() -> None:
     server.handle(Stepped(), 0.0)
     assert ask(server, make_task(2))[0] == "accepted"
     assert server.take_ledger() == steps[0] and not server.ledger
+
+
+def test_owners_that_found_the_step_full_are_invited_once_when_it_ends() -> None:
+    server = make_server(step_size=3)
+    for serial in range(3):
+        ask(server, make_task(serial))
+    assert [ask(server, make_task(serial, owner=owner))[0] for owner in ("other", "owner") for serial in (3, 4)] == [
+        "busy"
+    ] * 4
+    later = [action for serial in range(3) for action in ask(server, make_task(serial, "backward"))[1]]
+    assert not [action for action in later if isinstance(action, Invite)], "the step has no place yet"
+    assert server.handle(Stepped(), 0.0) == [Invite("other", 1), Invite("owner", 1)]
+    assert server.handle(Tick(), 0.0) == []
+
+
+def test_an_owner_that_is_gone_is_not_invited() -> None:
+    server = make_server(step_size=1)
+    ask(server, make_task(0))
+    assert ask(server, make_task(1, owner="other"))[0] == "busy"
+    ask(server, make_task(0, "backward"))
+    server.handle(OwnersChanged(frozenset({"owner"})), 0.0)
+    assert server.handle(Stepped(), 0.0) == []
+
+
+def test_forwards_wait_at_their_owners_once_a_second_of_work_is_here() -> None:
+    server = make_server(step_size=1000, memory=10**6)
+    for serial in (0, 1):  # each pass takes 10 ms, so there is room for 126 tasks
+        ask(server, make_task(serial))
+        ask(server, make_task(serial, "backward"))
+    assert server.rate == 50.0
+    kinds = [server.ask(make_task(serial), 0.0)[0].kind for serial in range(2, 128)]
+    assert set(kinds) == {"accepted"}
+    backwards = [replace(make_task(serial, "backward"), owner="other") for serial in range(10)]
+    assert {server.ask(task, 0.0)[0].kind for task in backwards} == {"accepted"}, "they need no place"
+    assert server.ask(make_task(128), 0.0)[0].kind == "busy"
 
 
 def test_a_repeated_task_is_known_and_adds_nothing() -> None:

@@ -1,53 +1,75 @@
 """How much of the ideal a pipeline of unequal peers reaches in virtual time, and who computes how much."""
 
+from dataclasses import dataclass
+
 import pytest
 
-from tests.protocol.pipeline.bugs import weighs_peers_by_round_trips
+from tests.protocol.pipeline.bugs import invites_nobody, weighs_peers_by_round_trips
 from tests.protocol.pipeline.virtual_swarm import Scenario, VirtualSwarm
 
 SPEEDS = (1.0, 2.0, 4.0, 8.0)
 WARM, END = 15.0, 60.0
+ENDLESS = 10**6
 
 pytestmark = pytest.mark.slow
 
 
-def measure(in_flight: int) -> tuple[float, list[float]]:
-    """Return the fraction of the ideal, and for each peer its share over its share of the speed."""
-    endless = 10**6
+@dataclass(frozen=True)
+class Figures:
+    """`fraction` of the ideal; the `shares` of peers over those of their speed; answers `busy` for each microbatch."""
+
+    fraction: float
+    shares: list[float]
+    busy: float
+
+
+def measure(in_flight: int, owners: int = 1, step_size: int = ENDLESS) -> Figures:
     scenario = Scenario(
         speeds=(SPEEDS,) * 4,
         in_flight=in_flight,
-        owners=1,
-        quota=endless,
-        step_size=endless,
+        owners=owners,
+        quota=ENDLESS,
+        step_size=step_size,
         memory=10**9,
         bandwidth=1e9,
     )
     swarm = VirtualSwarm(scenario, 1)
     swarm.run(WARM)
-    done, served = count_done(swarm), {peer.name: peer.served for peer in swarm.peers.values()}
+    done, busy, served = count_done(swarm), count_busy(swarm), {peer.name: peer.served for peer in swarm.peers.values()}
     swarm.run(END)
     ratios = []
     for stage in range(len(scenario.speeds)):
         peers = [peer for peer in swarm.peers.values() if peer.stage == stage]
         total = sum(peer.served - served[peer.name] for peer in peers)
         ratios += [(peer.served - served[peer.name]) / total * sum(SPEEDS) / peer.speed for peer in peers]
-    return (count_done(swarm) - done) / (END - WARM) / sum(SPEEDS), ratios
+    done, busy = count_done(swarm) - done, count_busy(swarm) - busy
+    figures = Figures(done / (END - WARM) / sum(SPEEDS), ratios, busy / done)
+    print(f"fraction {figures.fraction:.3f}, shares {min(ratios):.2f} to {max(ratios):.2f}, {figures.busy:.1f} busy")
+    return figures
 
 
 def count_done(swarm: VirtualSwarm) -> int:
     return sum(peer.owner.counts.done for peer in swarm.peers.values() if peer.owner is not None)
 
 
+def count_busy(swarm: VirtualSwarm) -> int:
+    return sum(peer.server.counts.answers["busy"] for peer in swarm.peers.values() if peer.server is not None)
+
+
 def test_shares_follow_speed_and_the_pipeline_is_full() -> None:
-    fraction, ratios = measure(in_flight=64)
-    print(f"fraction {fraction:.3f}, shares {min(ratios):.2f} to {max(ratios):.2f} of speed")
-    assert fraction >= 0.95
-    assert all(0.85 <= ratio <= 1.15 for ratio in ratios)
+    figures = measure(in_flight=64)
+    assert figures.fraction >= 0.95
+    assert all(0.85 <= ratio <= 1.15 for ratio in figures.shares)
 
 
 def test_round_trips_as_weights_leave_fast_peers_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     weighs_peers_by_round_trips(monkeypatch)
-    fraction, ratios = measure(in_flight=64)
-    print(f"fraction {fraction:.3f}, shares {min(ratios):.2f} to {max(ratios):.2f} of speed")
-    assert fraction < 0.95
+    assert measure(in_flight=64).fraction < 0.95
+
+
+def test_many_owners_that_wait_for_steps_are_invited(monkeypatch: pytest.MonkeyPatch) -> None:
+    invited = measure(in_flight=8, owners=16, step_size=64)
+    invites_nobody(monkeypatch)
+    asking = measure(in_flight=8, owners=16, step_size=64)
+    assert invited.fraction > 1.3 * asking.fraction
+    assert invited.busy < asking.busy / 4

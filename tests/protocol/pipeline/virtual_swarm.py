@@ -289,6 +289,12 @@ class VirtualSwarm:
         event = server_events.ReleasedBy(peer.name, tuple(sorted(action.serials)))
         self.schedule(self.latency(), lambda: self.serve(server, event))
 
+    def _invite(self, server: Peer, action: server_events.Invite) -> None:
+        owner = self.peers[action.owner]
+        if not self.is_lost(server.name, owner.name) and server.stage is not None:
+            event = owner_events.Invited(server.name, run_id(server.stage), action.places)
+            self.schedule(self.latency(), lambda: self.own(owner, event))
+
     # Servers
 
     def serve(self, peer: Peer, event: server_events.Event) -> None:
@@ -306,6 +312,8 @@ class VirtualSwarm:
                     self._step(peer, action)
                 case server_events.Tell():
                     self._tell(peer, action)
+                case server_events.Invite():
+                    self._invite(peer, action)
                 case server_events.Drop():
                     peer.blobs[action.key] = peer.blobs.get(action.key, set()) & action.kept
                     if not peer.blobs[action.key]:
