@@ -1,0 +1,1 @@
+"""Peers of a pipeline as processes of their own, whose trainers sleep."""

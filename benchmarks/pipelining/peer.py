@@ -1,0 +1,198 @@
+"""One peer of a pipeline: everything of a daemon that a microbatch meets, without replica, rounds and torch.
+
+The transport, the directory, the services, the calls and the pipeline are the product's. The trainer sleeps.
+"""
+
+import asyncio
+import json
+import random
+import resource
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.merge.worker import OrderChannel, peer_parser
+from benchmarks.pipelining.sleeping_trainer import SleepingTrainer
+from node.ipc.channel import Ready
+from node.pipeline.build import build_pipeline
+from node.pipeline.pipeline import Pipeline
+from node.pipeline.service import StagesService
+from node.run_dir import RunDir
+from node.workers import BackgroundTasks
+from protocol.blobs.server import BlobService, register_blob_service
+from protocol.identity import Identity, PeerId
+from protocol.manifest import Manifest, RunId
+from protocol.membership.clock import SwarmClock
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.murmur_pb2_grpc import add_StagesServicer_to_server
+from protocol.pipeline.messages import Answer, Outcome, Task
+from protocol.pipeline.stage import StageManifest
+from protocol.transport.transport import AddServicer, Transport, caller
+
+HOP_SAMPLES = 100_000
+
+
+class Faults:
+    """Ends the process, because a task in the background failed."""
+
+    def fail(self, error: BaseException) -> None:
+        raise SystemExit(str(error))
+
+
+@dataclass(frozen=True)
+class Told:
+    """An outcome of a microbatch of ours, and when it came."""
+
+    serial: int
+    run: RunId
+    is_backward: bool
+    peer: PeerId
+    time: float
+
+
+class TimedPipeline:
+    """Passes calls to a pipeline, and records when outcomes come in."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.told: list[Told] = []
+
+    def answer(self, task: Task) -> Answer:
+        return self._pipeline.answer(task)
+
+    def take_outcome(self, peer: PeerId, outcome: Outcome) -> None:
+        if len(self.told) < HOP_SAMPLES:
+            is_backward = outcome.direction == "backward"
+            self.told.append(Told(outcome.serial, outcome.run, is_backward, peer, time.monotonic()))
+        self._pipeline.take_outcome(peer, outcome)
+
+    def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
+        self._pipeline.release(peer, run, serials)
+
+    def take_invitation(self, peer: PeerId, run: RunId, places: int) -> None:
+        self._pipeline.take_invitation(peer, run, places)
+
+
+class SleepingPeer:
+    """The parts of a node that a pipeline needs."""
+
+    def __init__(self, manifest: StageManifest, folder: Path, rate: float) -> None:
+        run_dir = RunDir(folder)
+        identity = Identity.load_or_create(run_dir.key)
+        self.transport = Transport.create(run_dir.key, folder)
+        membership = manifest.membership
+        options = DirectoryOptions(
+            run_id=manifest.whole_run_id, heartbeat=membership.heartbeat, expiry=membership.expiry
+        )
+        self.directory = PeerDirectory(options, identity, self.transport, SwarmClock(), random.Random(identity.peer_id))
+        self.background = BackgroundTasks(Faults())
+        pipeline = build_pipeline(manifest, run_dir, self.directory, self.transport, self.background)
+        assert pipeline is not None
+        self.pipeline = pipeline
+        self.timed = TimedPipeline(pipeline)
+        self.blobs = BlobService(pipeline.store, caller)
+        self.trainer = SleepingTrainer(pipeline.memory, rate)
+
+    async def open(self, owns: bool) -> dict[str, Any]:
+        """Go on the network; return this peer's id and addresses."""
+        service = StagesService(self.timed, self.directory)
+        services: list[AddServicer] = [
+            self.directory.register,
+            partial(register_blob_service, self.blobs),
+            partial(add_StagesServicer_to_server, service),
+        ]
+        await self.transport.open(services, direct=0)
+        self.directory.publish(role="trainer", direct_port=self.transport.direct_port)
+        self.pipeline.set_resting(not owns)
+        return {"peer": self.transport.peer_id, "addresses": await self.transport.addresses()}
+
+    def start(self) -> None:
+        """Let the trainer be ready, so that this peer serves its stage and begins its own microbatches."""
+        self.trainer.start(self.pipeline.on_trainer_message)
+        self.pipeline.start(self.trainer)
+        self.pipeline.on_trainer_message(Ready(round=0, device="none", step=0, outstanding=None))
+
+    def counts(self) -> dict[str, Any]:
+        """Return all counters, from the start on."""
+        server, owner = self.pipeline.server, self.pipeline.owner
+        assert server is not None
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "time": time.monotonic(),
+            "done": owner.counts.done,
+            "dropped": dict(owner.counts.dropped),
+            "computed": server.counts.computed,
+            "steps": server.counts.steps,
+            "rate": server.rate,
+            "answers": dict(server.counts.answers),
+            "sent": self.transport.bytes_sent,
+            "fetched_by_path": {str(path): size for path, size in Counter(self.transport.bulk.bytes_received).items()},
+            "cpu": usage.ru_utime + usage.ru_stime,
+        }
+
+    def hops(self) -> list[float]:
+        """Return the seconds of tasks whose input of one activation lay at another peer, while one is in flight.
+
+        Each of them begins when the outcome of the task before it comes in. The first stage and the last one are left
+        out, because their tasks have other inputs or no result.
+        """
+        inner = {self.pipeline.owner.run_of(stage) for stage in range(1, self.pipeline.settings.stages - 1)}
+        return [
+            told.time - before.time
+            for before, told in zip(self.timed.told, self.timed.told[1:], strict=False)
+            if told.serial == before.serial and told.run in inner
+        ]
+
+
+async def take_orders(peer: SleepingPeer, orders: OrderChannel, owns: bool) -> None:
+    orders.send(address=await peer.open(owns))
+    while True:
+        order = await asyncio.to_thread(orders.receive)
+        match order:
+            case {"addresses": addresses}:
+                for other in addresses:
+                    peer.directory.add_contact(other["peer"], other["addresses"])
+                peer.background.spawn(peer.directory.run())
+                orders.send()
+            case {"live": True}:
+                orders.send(live=len(peer.directory.live()))
+            case {"start": True}:
+                peer.start()
+                orders.send()
+            case {"rate": rate}:
+                peer.trainer.rate = rate
+                orders.send()
+            case {"hops": True}:
+                orders.send(hops=peer.hops())
+            case {"counts": True}:
+                orders.send(**peer.counts())
+
+
+def main() -> None:
+    parser = peer_parser()
+    parser.add_argument("--manifest", type=json.loads)
+    parser.add_argument("--stage", type=int)
+    parser.add_argument("--rate", type=float, help="microbatches a second")
+    parser.add_argument("--owns", type=int, help="whether it begins microbatches of its own")
+    words = parser.parse_args()
+    manifest = StageManifest.of(Manifest.model_validate(words.manifest), words.stage)
+    orders = OrderChannel()
+
+    async def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            peer = SleepingPeer(manifest, Path(folder), words.rate)
+            try:
+                await take_orders(peer, orders, bool(words.owns))
+            except EOFError:
+                await peer.transport.stop()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()
