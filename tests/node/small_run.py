@@ -99,11 +99,11 @@ def stated(identity: Identity, body: Any, run_id: str = RUN_ID) -> SignedMessage
 
 
 def commit_of(head: ChainHead, messages: Mapping[int, Blob | tuple[Blob, ...]]) -> SignedMessage[Commit]:
-    """Of the round after `head`, signed by the first peer. `messages`: by the number of the peer."""
+    """Return the commit of the round after `head`, led by its first contributor. `messages`: by number of the peer."""
     parts = {peer: (named,) if isinstance(named, Blob) else named for peer, named in messages.items()}
     statements = [stated(PEERS[peer], contribution_of(head, named)) for peer, named in parts.items()]
     ordered = tuple(sorted(statements, key=lambda statement: statement.sender))
-    return stated(PEERS[0], Commit(head.round, 0, head.digest, ordered, ()))
+    return stated(PEERS[next(iter(messages), 0)], Commit(head.round, 0, head.digest, ordered, ()))
 
 
 def certified(

@@ -29,7 +29,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[ProcessHarness]:
 
 @pytest.fixture
 def fake_trainer(harness: ProcessHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of a program that runs in place of the trainer, with the channel's descriptor in argv[3]."""
+    """Return the path of a program that runs in place of the trainer, with the channel's descriptor in argv[4]."""
     program = tmp_path / "program.py"
     launcher = tmp_path / "python"
     launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
@@ -42,7 +42,7 @@ def fake_trainer(harness: ProcessHarness, tmp_path: Path, monkeypatch: pytest.Mo
 
 SEND = """
 import json, os, socket, sys, time
-channel = socket.socket(fileno=int(sys.argv[3]))
+channel = socket.socket(fileno=int(sys.argv[4]))
 def send(**message):
     body = json.dumps(message).encode()
     channel.sendall(len(body).to_bytes(4, "big") + body)
