@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from node.daemon.peer_rpc import PeerChannels, await_reply, call_by_best_channel
 from protocol.identity import PeerId
@@ -12,10 +12,16 @@ from protocol.pipeline.messages import Answer, Outcome, Task, invitation_to_wire
 from protocol.pipeline.owner import ASK_SECONDS
 
 
-class StageCalls:
-    """Calls over the channels of a node."""
+class StageChannels(PeerChannels, Protocol):
+    """The channels to a peer, and a way to prepare for many small calls."""
 
-    def __init__(self, channels: PeerChannels) -> None:
+    def open_direct(self, peer: PeerId) -> None: ...
+
+
+class StageCalls:
+    """Calls over the channels of a node. They soon go over direct connections, which the downloads use too."""
+
+    def __init__(self, channels: StageChannels) -> None:
         self._channels = channels
 
     async def ask(self, peer: PeerId, task: Task) -> Answer:
@@ -33,6 +39,7 @@ class StageCalls:
     async def _call(self, peer: PeerId, method: str, request: Any) -> Any:
         clock = asyncio.get_running_loop().time
         deadline = clock() + ASK_SECONDS
+        self._channels.open_direct(peer)
 
         async def call(channel: Any, seconds: float) -> Any:
             stub = getattr(StagesStub(channel), method)

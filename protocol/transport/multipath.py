@@ -66,7 +66,7 @@ class PeerConnections:
     active: list[PooledConnection] = field(default_factory=list)
     draining: set[PooledConnection] = field(default_factory=set)  # no new calls; closed after the last one
     lost_packets: int = 0  # received packets so far that indicate losses on the link
-    is_probing: bool = False
+    is_probing: bool = False  # or opens a connection without a call
 
     @property
     def running_calls(self) -> int:
@@ -169,14 +169,39 @@ class BulkTransport:
     def lease_channel(self, peer: PeerId) -> BulkLease:
         """Return a lease for one call to `peer` on the best path and connection."""
         now, connections = _now(), self._connections_of(peer)
-        if connections.endpoint and not connections.is_probing and connections.path_selector.should_probe(now):
-            connections.is_probing = True
-            self._supervisor.spawn(self._probe_direct(peer, connections, connections.endpoint))
+        self._probe_if_due(peer, connections, now)
         path = connections.path_selector.next_path(now)
         if path is BulkPath.LIBP2P:
             return BulkLease(self, connections, path, self._libp2p_channel(peer), None)
         pooled = self._pick_connection(peer, connections)
         return BulkLease(self, connections, path, pooled.channel, pooled)
+
+    def open_direct(self, peer: PeerId) -> None:
+        """Open a direct connection in the background to a peer that gets many small calls.
+
+        It does nothing if one is open, or if as many peers as we remember have recent transfers.
+        """
+        if peer not in self._peers and len(self._peers) >= MAX_PEERS:
+            return
+        connections = self._connections_of(peer)
+        self._probe_if_due(peer, connections, _now())
+        is_open = any(pooled.channel.is_open for pooled in connections.active)
+        if connections.path_selector.best_path is BulkPath.DIRECT and not is_open and not connections.is_probing:
+            connections.is_probing = True
+            self._supervisor.spawn(self._open_connection(connections, self._pick_connection(peer, connections)))
+
+    async def _open_connection(self, connections: PeerConnections, pooled: PooledConnection) -> None:
+        try:
+            await pooled.channel.open()
+        except UnreachableError as error:
+            self.abandon_direct(connections, str(error))
+        finally:
+            connections.is_probing = False
+
+    def _probe_if_due(self, peer: PeerId, connections: PeerConnections, now: float) -> None:
+        if connections.endpoint and not connections.is_probing and connections.path_selector.should_probe(now):
+            connections.is_probing = True
+            self._supervisor.spawn(self._probe_direct(peer, connections, connections.endpoint))
 
     def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
         """Lend a connection for one call that does not count as bulk.

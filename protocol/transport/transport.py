@@ -333,6 +333,10 @@ class Transport:
         """
         return self.bulk.idle_channel(peer)
 
+    def open_direct(self, peer: PeerId) -> None:
+        """Open a direct connection in the background to a peer that gets many small calls."""
+        self.bulk.open_direct(peer)
+
     def fallback_channel(self, peer: PeerId) -> AbstractContextManager[RpcChannel | None]:
         """Lend a direct connection for one small call that failed by libp2p.
 

@@ -241,6 +241,12 @@ class RpcChannel:
 
         return call
 
+    async def open(self) -> None:
+        """Dial if there is no connection. Raises UnreachableError."""
+        async with self._send_lock:
+            if self._open_connection is None:
+                await self._connect()
+
     async def close(self) -> None:
         if self._connection:
             self._connection.cut()

@@ -151,6 +151,25 @@ async def test_idle_channel_borrows_an_open_idle_direct_connection(
         assert channel is None, "no connection is dialled for the call"
 
 
+async def test_direct_connection_is_opened_for_small_calls(start_transport: StartTransport) -> None:
+    callee, other = await start_transport("callee", [SampleBlobs().add], direct=0), await start_transport("other")
+    client = await start_transport("client")
+    await introduce_peers(client, callee)
+    await introduce_peers(client, other)
+    for _ in range(2):  # the first time finds out whether the peer takes direct connections
+        for peer in (callee.peer_id, other.peer_id):
+            client.open_direct(peer)
+        await until(lambda: not client.bulk._connections_of(callee.peer_id).is_probing)
+    with client.idle_channel(callee.peer_id) as channel:
+        reply: PiecesReply = await BlobsStub(channel).Pieces(PiecesRequest(), timeout=10)
+    assert reply.pieces.decode() == client.peer_id
+    (pooled,) = client.bulk._connections_of(callee.peer_id).active
+    client.open_direct(callee.peer_id)
+    assert client.bulk._connections_of(callee.peer_id).active == [pooled], "one is enough"
+    with client.idle_channel(other.peer_id) as channel:
+        assert channel is None, "it takes none"
+
+
 async def test_blob_is_fetched_directly_and_every_byte_is_counted(blobs: BlobTransferSetup) -> None:
     await blobs.fetch()
     by_path, taker, source = blobs.client.bulk.bytes_received, blobs.client, blobs.source
