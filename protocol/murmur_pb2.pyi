@@ -591,12 +591,10 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class InviteRequest(_message.Message):
-    __slots__ = ("run", "places")
+    __slots__ = ("run",)
     RUN_FIELD_NUMBER: _ClassVar[int]
-    PLACES_FIELD_NUMBER: _ClassVar[int]
     run: bytes
-    places: int
-    def __init__(self, run: _Optional[bytes] = ..., places: _Optional[int] = ...) -> None: ...
+    def __init__(self, run: _Optional[bytes] = ...) -> None: ...
 
 class InviteReply(_message.Message):
     __slots__ = ()

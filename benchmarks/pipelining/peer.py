@@ -74,8 +74,8 @@ class TimedPipeline:
     def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
         self._pipeline.release(peer, run, serials)
 
-    def take_invitation(self, peer: PeerId, run: RunId, places: int) -> None:
-        self._pipeline.take_invitation(peer, run, places)
+    def take_invitation(self, peer: PeerId, run: RunId) -> None:
+        self._pipeline.take_invitation(peer, run)
 
 
 class SleepingPeer:

@@ -33,8 +33,8 @@ class StageCalls:
     async def release(self, peer: PeerId, run: RunId, serials: Iterable[int]) -> None:
         await self._call(peer, "Release", release_to_wire(run, serials))
 
-    async def invite(self, peer: PeerId, run: RunId, places: int) -> None:
-        await self._call(peer, "Invite", invitation_to_wire(run, places))
+    async def invite(self, peer: PeerId, run: RunId) -> None:
+        await self._call(peer, "Invite", invitation_to_wire(run))
 
     async def _call(self, peer: PeerId, method: str, request: Any) -> Any:
         clock = asyncio.get_running_loop().time

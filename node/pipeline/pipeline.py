@@ -137,9 +137,9 @@ class Pipeline:
         if run == self.settings.run:
             self._feed(server_events.ReleasedBy(peer, serials))
 
-    def take_invitation(self, peer: PeerId, run: RunId, places: int) -> None:
-        """Use the places that a peer offers for our microbatches."""
-        self._own(owner_events.Invited(peer, run, places))
+    def take_invitation(self, peer: PeerId, run: RunId) -> None:
+        """Send forwards to a peer that has room again."""
+        self._own(owner_events.Invited(peer, run))
 
     # Events of this node.
 
@@ -283,8 +283,8 @@ class Pipeline:
                     self._commands.put_nowait(TakeStageStep())
                 case server_events.Tell(owner, outcome):
                     self._parts.background.spawn(self._tell(owner, outcome))
-                case server_events.Invite(owner, places):
-                    self._parts.background.spawn(self._invite(owner, places))
+                case server_events.Invite(owner):
+                    self._parts.background.spawn(self._invite(owner))
                 case server_events.Drop(key, kept):
                     self._parts.activations.drop(key, kept)
 
@@ -364,12 +364,12 @@ class Pipeline:
         except (UnreachableError, PeerFault) as error:
             logger.debug("%s has not been told an outcome, and will ask again: %s", owner, error)
 
-    async def _invite(self, owner: PeerId, places: int) -> None:
+    async def _invite(self, owner: PeerId) -> None:
         if owner == self._me:
-            self.take_invitation(self._me, self.settings.run, places)
+            self.take_invitation(self._me, self.settings.run)
             return
         try:
-            await self._parts.calls.invite(owner, self.settings.run, places)
+            await self._parts.calls.invite(owner, self.settings.run)
         except (UnreachableError, PeerFault) as error:
             logger.debug("%s has not been invited, and will ask again: %s", owner, error)
 

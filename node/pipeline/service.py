@@ -36,8 +36,8 @@ class StagePeer(Protocol):
     def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
         """Forget microbatches of a peer that have ended."""
 
-    def take_invitation(self, peer: PeerId, run: RunId, places: int) -> None:
-        """Use the places that a peer offers."""
+    def take_invitation(self, peer: PeerId, run: RunId) -> None:
+        """Send forwards to a peer that has room again."""
 
 
 class RefusalRecorder(Protocol):
@@ -46,7 +46,7 @@ class RefusalRecorder(Protocol):
 
 
 class StagesService(StagesServicer):
-    """Serves tasks for our stage; outcomes of our own microbatches, and places for them; and releases."""
+    """Serves tasks for our stage; outcomes of our own microbatches, and invitations to send them; and releases."""
 
     def __init__(self, peer: StagePeer, recorder: RefusalRecorder) -> None:
         self._peer = peer
@@ -82,7 +82,7 @@ class StagesService(StagesServicer):
         sender = UNKNOWN_CALLER
         try:
             sender = caller(context)
-            self._peer.take_invitation(sender, *read_invitation(request))
+            self._peer.take_invitation(sender, read_invitation(request))
         except PeerFault as fault:
             raise await self._refuse(sender, fault, context) from fault
         return InviteReply()

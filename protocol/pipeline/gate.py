@@ -92,10 +92,9 @@ class WaitingOwners:
         """Forget owners that are gone."""
         self._owners = {owner: None for owner in self._owners if owner in owners}
 
-    def invite(self, places: int) -> dict[PeerId, int]:
-        """Return the owners to invite now, each with its equal part of the places; they wait no longer."""
-        count = min(places, len(self._owners))
-        invited = list(self._owners)[:count]
+    def invite(self, places: int) -> list[PeerId]:
+        """Return the owners to invite now, one for each place; they wait no longer."""
+        invited = list(self._owners)[:places]
         for owner in invited:
             del self._owners[owner]
-        return {owner: places // count for owner in invited}
+        return invited

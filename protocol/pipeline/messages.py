@@ -45,7 +45,6 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_RETRY_MS = 60_000
 MAX_RATE = 1e6  # microbatches a second
 MAX_RELEASED = 4096
-MAX_PLACES = 2**20
 
 
 class Key(NamedTuple):
@@ -280,15 +279,14 @@ def read_release(body: wire.ReleaseRequest) -> tuple[RunId, tuple[int, ...]]:
     return body.run.hex(), tuple(body.serials)
 
 
-def invitation_to_wire(run: RunId, places: int) -> wire.InviteRequest:
-    return wire.InviteRequest(run=bytes.fromhex(run), places=min(places, MAX_PLACES))
+def invitation_to_wire(run: RunId) -> wire.InviteRequest:
+    return wire.InviteRequest(run=bytes.fromhex(run))
 
 
-def read_invitation(body: wire.InviteRequest) -> tuple[RunId, int]:
-    """Return the stage and the places for forwards there."""
+def read_invitation(body: wire.InviteRequest) -> RunId:
+    """Return the stage that has room for forwards."""
     _check_run(body.run)
-    _check_bound(body.places, MAX_PLACES, "number of places")
-    return body.run.hex(), body.places
+    return body.run.hex()
 
 
 def _direction(backward: bool) -> Direction:

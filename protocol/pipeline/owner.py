@@ -104,8 +104,8 @@ class Owner:
                 self._on_failure(event, now)
             case Told():
                 self._on_outcome(event.peer, event.outcome, now)
-            case Invited(peer, run, places) if (stage := self._stage_of.get(run)) is not None:
-                self._routers[stage].record_offer(peer, places, now)
+            case Invited(peer, run) if (stage := self._stage_of.get(run)) is not None:
+                self._routers[stage].record_invitation(peer, now)
                 self._changed.add(stage)
             case ReleaseFailed():
                 if event.peer in self._live[event.stage]:

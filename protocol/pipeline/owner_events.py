@@ -55,11 +55,10 @@ class Told:
 
 @dataclass(frozen=True)
 class Invited:
-    """A peer that was busy has room for so many forwards of ours."""
+    """A peer that was busy has room for forwards of ours."""
 
     peer: PeerId
     run: RunId
-    places: int
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ reaches 0.78 of the ideal where this one reaches 0.99).
 
 A peer has at most the work of one second and what is on its way: `ceil(2 rate (2 RTT + 1 s)) + 1` tasks, because a
 microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is passed over, without a ban, until
-it offers places or its pause has passed; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned,
-bans do not count.
+it invites us or its pause has passed; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned, bans
+do not count.
 """
 
 import math
@@ -49,8 +49,7 @@ class _Route:
     failures: int = 0
     banned_until: float = 0.0
     busy_until: float = 0.0
-    places: int = 0  # that the peer has offered since it was busy
-    offered: float = -math.inf  # when
+    invited: float = -math.inf  # when the peer last had room again
 
     @property
     def limit(self) -> int:
@@ -118,7 +117,6 @@ class Router:
         chosen = open_routes[peer]
         self._now_virtual = max(floor, chosen.virtual_time)
         chosen.virtual_time += 1 / chosen.rate
-        chosen.places = max(0, chosen.places - 1)
         chosen.tie = self._rng.random()
         return peer
 
@@ -131,7 +129,7 @@ class Router:
         return {
             peer: route
             for peer, route in reachable.items()
-            if route.outstanding < route.limit and (route.busy_until <= now or route.places)
+            if route.outstanding < route.limit and route.busy_until <= now
         }
 
     def wake_time(self, now: float) -> float | None:
@@ -173,16 +171,16 @@ class Router:
             route.round_trip += (SMOOTHING if route.round_trip else 1.0) * (round_trip - route.round_trip)
 
     def record_busy(self, peer: PeerId, sent: float, until: float) -> None:
-        """Pass over a peer until it may have room, unless it has offered places since the task was sent."""
+        """Pass over a peer until it may have room, unless it has invited us since the task was sent."""
         route = self._routes.get(peer)
-        if route is not None and route.offered < sent:
-            route.busy_until, route.places = max(route.busy_until, until), 0
+        if route is not None and route.invited < sent:
+            route.busy_until = max(route.busy_until, until)
 
-    def record_offer(self, peer: PeerId, places: int, now: float) -> None:
-        """Take the places that a peer offers after it was busy."""
+    def record_invitation(self, peer: PeerId, now: float) -> None:
+        """Pass over a peer no longer, because it has room again."""
         route = self._routes.get(peer)
         if route is not None:
-            route.places, route.offered = places, now
+            route.busy_until, route.invited = now, now
 
     def record_failure(self, peer: PeerId, now: float) -> float:
         """Ban a peer that cannot be reached; return when it may be asked again."""

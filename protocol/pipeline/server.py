@@ -41,7 +41,7 @@ from protocol.pipeline.stage_settings import StageSettings
 
 # Stages are at most one round apart, and a trainer in the middle of a step applies its stage's newest round later.
 MAX_ROUND_DISTANCE = 2
-MIN_PAUSE_MS, MAX_PAUSE_MS = 50, 2000
+MIN_PAUSE_MS, MAX_PAUSE_MS, UNINVITED_PAUSE_MS = 50, 2000, 10_000
 QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # work that waits here before forwards are turned away; tasks at an unknown rate
 SMOOTHING = 0.2
 REMEMBERED = 4096  # ended microbatches, to refuse late tasks
@@ -120,7 +120,7 @@ class StageServer:
             case Tick():
                 self._strike([key for key, entry in self._entries.items() if entry.deadline <= now])
         self._run()
-        self._actions += [Invite(*invited) for invited in self._waiting.invite(self._places()).items()]
+        self._actions += map(Invite, self._waiting.invite(self._places()))
         return self._take_actions()
 
     def _take_actions(self) -> list[Action]:
@@ -187,7 +187,7 @@ class StageServer:
             admitted = self.memory.admits_replay(size)
         elif not self._places():
             self._waiting.add(task.owner)
-            return MAX_PAUSE_MS  # unless it is invited before
+            return UNINVITED_PAUSE_MS
         else:
             admitted = self.memory.admits_forward(task.key, size)
         waiting = len(self._ready) + 1

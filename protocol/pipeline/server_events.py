@@ -135,10 +135,9 @@ class Tell:
 
 @dataclass(frozen=True)
 class Invite:
-    """Tell an owner that found this server busy for how many forwards there is room; it may be lost."""
+    """Tell an owner that found this server busy that there is room for a forward; it may be lost."""
 
     owner: PeerId
-    places: int
 
 
 @dataclass(frozen=True)

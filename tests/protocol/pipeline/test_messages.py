@@ -13,7 +13,6 @@ from protocol.pipeline.messages import (
     MAX_ACTIVATION_BYTES,
     MAX_ATTEMPT,
     MAX_DEADLINE_MS,
-    MAX_PLACES,
     MAX_RATE,
     MAX_RELEASED,
     MAX_RETRY_MS,
@@ -65,12 +64,9 @@ def test_a_release_survives_the_wire() -> None:
 
 
 def test_an_invitation_survives_the_wire() -> None:
-    assert read_invitation(invitation_to_wire(RUN, 3)) == (RUN, 3)
-    assert read_invitation(invitation_to_wire(RUN, 2**40)) == (RUN, MAX_PLACES)
+    assert read_invitation(invitation_to_wire(RUN)) == RUN
     with pytest.raises(PeerFault):
         read_invitation(wire.InviteRequest(run=bytes(31)))
-    with pytest.raises(PeerFault):
-        read_invitation(wire.InviteRequest(run=bytes(32), places=MAX_PLACES + 1))
 
 
 def _set(**fields: Any) -> Callable[[Any], None]:

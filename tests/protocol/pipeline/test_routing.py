@@ -82,17 +82,16 @@ def test_a_busy_peer_wakes_those_that_wait() -> None:
     assert router.choose(2.9) is None and router.wake_time(2.9) == 3.0 and router.choose(3.0) == "a"
 
 
-def test_a_busy_peer_gets_as_many_microbatches_as_it_has_places() -> None:
+def test_a_busy_peer_that_has_room_again_is_chosen_before_its_pause_ends() -> None:
     router = make_router({"a": 1.0})
     router.record_busy("a", 0.0, 3.0)
-    router.record_offer("a", 2, 1.0)
-    assert [router.choose(1.0) for _ in range(3)] == ["a", "a", None]
-    assert router.choose(3.0) == "a", "the pause ends in any case"
+    router.record_invitation("a", 1.0)
+    assert router.choose(1.0) == "a"
 
 
-def test_an_answer_that_an_offer_has_overtaken_does_not_count() -> None:
+def test_a_busy_answer_that_an_invitation_has_overtaken_does_not_count() -> None:
     router = make_router({"a": 1.0})
-    router.record_offer("a", 1, now=1.0)
+    router.record_invitation("a", 1.0)
     router.record_busy("a", 0.5, 3.0)
     assert router.choose(1.1) == "a"
     router.record_busy("a", 1.1, 3.0)

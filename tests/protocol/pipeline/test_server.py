@@ -84,7 +84,7 @@ def test_owners_that_found_the_step_full_are_invited_once_when_it_ends() -> None
     ] * 4
     later = [action for serial in range(3) for action in ask(server, make_task(serial, "backward"))[1]]
     assert not [action for action in later if isinstance(action, Invite)], "the step has no place yet"
-    assert server.handle(Stepped(), 0.0) == [Invite("other", 1), Invite("owner", 1)]
+    assert server.handle(Stepped(), 0.0) == [Invite("other"), Invite("owner")]
     assert server.handle(Tick(), 0.0) == []
 
 

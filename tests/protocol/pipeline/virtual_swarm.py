@@ -292,7 +292,7 @@ class VirtualSwarm:
     def _invite(self, server: Peer, action: server_events.Invite) -> None:
         owner = self.peers[action.owner]
         if not self.is_lost(server.name, owner.name) and server.stage is not None:
-            event = owner_events.Invited(server.name, run_id(server.stage), action.places)
+            event = owner_events.Invited(server.name, run_id(server.stage))
             self.schedule(self.latency(), lambda: self.own(owner, event))
 
     # Servers
