@@ -53,6 +53,7 @@ def costs(window: Window, idle: float) -> Figures:
     return {
         "cpu_seconds_per_microbatch": window.per_microbatch(busy),
         "daemon_cpu_seconds_per_microbatch": window.per_microbatch(busy) / STAGES,
+        "p2pd_share": window.p2pd_share,
         "cores": window.cpu_seconds / window.seconds,
         "bytes_per_microbatch": window.per_microbatch(window.bytes_sent),
         "direct_share": window.direct_share,
@@ -126,11 +127,10 @@ def measure_hop() -> Figures:
     settled = hops[len(hops) // 4 :]  # without those before direct connections
     tenths = statistics.quantiles(settled, n=10)
     return {
+        **costs(window, idle=0.0),
         "hop_ms": 1000 * statistics.median(settled),
         "hop_ms_tenths": [1000 * tenths[0], 1000 * tenths[-1]],
         "hops": len(settled),
-        "bytes_per_microbatch": window.per_microbatch(window.bytes_sent),
-        "direct_share": window.direct_share,
     }
 
 

@@ -48,7 +48,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Window:
-    """What a swarm did in `seconds`. `computed`: forward and backward passes of each peer."""
+    """What a swarm did in `seconds`.
+
+    Args:
+        computed: forward and backward passes of each peer.
+        direct_share: of the bytes of downloads, by direct connections.
+        cpu_seconds: of all peers, with their p2pd.
+        p2pd_share: of these, by p2pd.
+    """
 
     seconds: float
     done: int
@@ -59,6 +66,7 @@ class Window:
     bytes_sent: int
     direct_share: float
     cpu_seconds: float
+    p2pd_share: float
 
     @property
     def rate(self) -> float:
@@ -132,7 +140,7 @@ class Swarm:
 
 
 def _difference(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], cpu_seconds: float) -> Window:
-    def total(name: str) -> int:
+    def total(name: str) -> Any:
         return sum(new[name] - old[name] for old, new in zip(before, after, strict=True))
 
     answers = sum((Counter(new["answers"]) for new in after), Counter[str]())
@@ -150,4 +158,5 @@ def _difference(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]
         bytes_sent=total("sent"),
         direct_share=paths["direct"] / max(1, paths.total()),
         cpu_seconds=cpu_seconds,
+        p2pd_share=1 - total("cpu") / cpu_seconds,
     )
