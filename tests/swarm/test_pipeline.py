@@ -37,7 +37,7 @@ def test_pipeline_learns_over_a_death_and_exports_the_whole_model(tmp_path: Path
     report = run_up(folder, "--drill")
     assert report["validation_loss"] < report["initial_validation_loss"] - 1.0, report
     assert (report["peers_lost"], report["peers_rejoined"]) == (1, 1)
-    assert report["agreed"] and sorted(report["stages"].values()) == sorted(range(STAGES)) * 2
+    assert report["agreed"] and sorted(report["stages"].values()) == sorted([*range(STAGES)] * 2)
     digests = {(report["stages"][peer], digest) for peer, digest in report["digests"].items()}
     assert len(digests) == STAGES, "one digest for each stage, and another for each"
     statuses = [final_status(peer) for peer in sorted(folder.glob("peer-*"))]
