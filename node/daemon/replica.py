@@ -335,7 +335,7 @@ class Replica:
     async def _finish(self) -> None:
         self.effects.stop()
         if self.pipeline is not None:
-            self.pipeline.drain()
+            self.pipeline.stop()
         if self.auditor is not None:
             self.auditor.stop()
         await self.trainer.stop(self.replicated.chain.round, evaluates=self.effects.reached is not None)

@@ -46,6 +46,7 @@ FETCH_SECONDS = 60.0
 NOT_READY_MS = 500
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.02, 0.1  # between two looks at the clock
 SERIALS_BIT = 20  # serials begin at the milliseconds of the start, so a restarted peer repeats none
+MORE_COMMANDS = 4  # beside those that draw: one task or step at a time
 OWN = ""  # holder of the tokens of our own microbatches, beside their key at the server
 SERVED_COUNTS = ("computed", "steps", "struck", "torn", "lost", "duplicates", "replayed", "invalid")
 FETCH_ERRORS = (UnreachableError, PeerFault, MissingFileError, StorageError)
@@ -83,11 +84,11 @@ class Pipeline:
         self._me = parts.directory.peer_id
         self._round = 0
         self._life = 0
-        self._is_resting = False
+        self._is_resting = self._is_stopped = False
         self._next_serial = int(time.time() * 1000) << SERIALS_BIT
         self._drawing: dict[int, int] = {}  # slots by serial
         self._computing: tuple[server_events.Compute, int | None] | None = None  # with the slot of its result
-        self._commands: asyncio.Queue[ToTrainer] = asyncio.Queue()
+        self._commands: asyncio.Queue[ToTrainer] = asyncio.Queue(owner.settings.in_flight + MORE_COMMANDS)
 
     @property
     def memory(self) -> ActivationMemory:
@@ -167,9 +168,9 @@ class Pipeline:
         """End the open step early, because the round waits for our contribution."""
         self._feed(server_events.CloseStep())
 
-    def drain(self) -> None:
-        """Take no more work, because this peer leaves."""
-        self._is_resting = True
+    def stop(self) -> None:
+        """Take no more work, because this peer leaves; owners learn it by the answers to their requests."""
+        self._is_resting = self._is_stopped = True
         self._feed(server_events.Drain())
 
     def set_resting(self, is_resting: bool) -> None:
@@ -380,7 +381,7 @@ class Pipeline:
             await trainer.send(await self._commands.get())
 
     async def _watch_clock(self) -> None:
-        while True:
+        while not self._is_stopped:
             now = time.monotonic()
             self._send(self.owner.handle(owner_events.Tick(), now))
             self._feed(server_events.Tick())
