@@ -16,11 +16,13 @@ pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
 
 LONG = Link(up=20, down=20, delay=0.04)
 NOTICE = 0.5  # seconds
+ATTEMPTS = 4
 SOON = 3.0  # seconds; a call that failed is not tried again for longer
 
 
 def meet(laboratory: Laboratory, folder: Path, way: str) -> list[dict[str, Any]]:
     """What became of both calls."""
+    folder.mkdir()
     peers = []
     for name in "ab":
         node = laboratory.ordinary_node(LONG)
@@ -37,8 +39,13 @@ def meet(laboratory: Laboratory, folder: Path, way: str) -> list[dict[str, Any]]
     return outcomes
 
 
+def is_hindered(call: dict[str, Any]) -> bool:
+    return bool(call["trouble"]) or call["seconds"] > SOON
+
+
 def test_calls_that_cross_both_arrive(laboratory: Laboratory, tmp_path: Path) -> None:
+    """The control tries several times: on a busy machine one call may begin so late that they do not cross."""
     with isolated_processes():
-        ours, as_libp2p_does = (meet(laboratory, tmp_path, way) for way in ("ours", "reuse"))
-    assert all(not call["trouble"] and call["seconds"] < SOON for call in ours)
-    assert any(call["trouble"] or call["seconds"] > SOON for call in as_libp2p_does), "the control"
+        assert not any(map(is_hindered, meet(laboratory, tmp_path / "ours", "ours")))
+        naive = (meet(laboratory, tmp_path / str(attempt), "reuse") for attempt in range(ATTEMPTS))
+        assert any(any(map(is_hindered, calls)) for calls in naive), "the control"
