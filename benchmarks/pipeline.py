@@ -1,6 +1,6 @@
 """How much of its peers' compute a pipeline uses over real connections, and what a microbatch costs their daemons.
 
-    python benchmarks/pipeline.py [--unit 1.0] [--seconds 40] [--parts routing everybody gate hop] [--json]
+    python benchmarks/pipeline.py [--unit 1.0] [--seconds 40] [--parts routing everybody local uneven hop] [--json]
 
 Each peer is a process with the product's transport, directory, calls, activation memory and pipeline; its trainer
 sleeps for a quarter of 1 / rate in a forward pass and for three quarters in a backward pass, and writes a result of the
@@ -10,8 +10,9 @@ right size. Four stages; rates 1:2:4:8 times `--unit` microbatches a second in e
   `shares`, the work of each peer over its share of the speed. Then the fastest peer of stage 1 becomes ten times
   slower: `straggler_fraction` of the new ideal from the 10th second on.
 - `everybody`: the same with 16 owners, each with four microbatches in flight.
-- `gate`: `local.fraction` with steps of 64 microbatches, two equal peers at each stage that all own eight; `uneven` has
-  rates 1:2:4:8.
+- `local`: `fraction` of the ideal with steps of 64 microbatches, two equal peers at each stage, and 16 microbatches in
+  flight of each: as many together as the open steps of a stage take.
+- `uneven`: the same at rates 1:2:4:8, with four in flight of each of 16 peers.
 - `hop`: Ask, fetch of 1 MiB, compute slot and Tell of a task without compute, one microbatch in flight.
 
 Exit code 1 where a figure misses its target; the reason is printed with it.
@@ -39,6 +40,12 @@ HOP_SECONDS = 15.0
 STRAGGLER = STAGES * (len(SPEEDS) - 1) + 1  # the fastest peer of stage 1
 SLOWER = 10
 BUSY_CORES = 0.8  # above this share of all cores, the processor may be the limit
+
+NOT_MEASURED = {
+    "shaped": "no limited links here; `murmur plan` predicts them",
+    "exact": "the mode does not exist yet",
+    "local.ratio": "trainers that sleep have no loss; see benchmarks/pipeline_local.py",
+}
 
 Figures = dict[str, Any]
 
@@ -104,10 +111,10 @@ def measure_everybody(unit: float, seconds: float) -> Figures:
     return {"fraction_of_ideal": window.rate / setting.ideal, "shares": shares(swarm, window), **costs(window, idle)}
 
 
-def measure_gate(rates: tuple[tuple[float, ...], ...], seconds: float) -> Figures:
-    """Measure steps of 64 microbatches."""
+def measure_gate(rates: tuple[tuple[float, ...], ...], in_flight: int, seconds: float) -> Figures:
+    """Measure steps of 64 microbatches. `in_flight`: of each owner."""
     owners = len(rates) * len(rates[0])
-    setting = Setting(rates, owners=owners, in_flight=64 // owners, activation_bytes=ACTIVATION_BYTES, step=64)
+    setting = Setting(rates, owners=owners, in_flight=in_flight, activation_bytes=ACTIVATION_BYTES, step=64)
     with Swarm(setting) as swarm:
         idle = swarm.idle_cpu(IDLE_SECONDS)
         swarm.start()
@@ -137,8 +144,8 @@ def measure_hop() -> Figures:
 PARTS: Mapping[str, Callable[[float, float], Figures]] = {
     "routing": measure_routing,
     "everybody": measure_everybody,
-    "gate": lambda unit, seconds: measure_gate(((4 * unit, 4 * unit),) * STAGES, seconds),
-    "uneven": lambda unit, seconds: measure_gate(speeds(unit), seconds),
+    "local": lambda unit, seconds: measure_gate(((4 * unit, 4 * unit),) * STAGES, 16, seconds),
+    "uneven": lambda unit, seconds: measure_gate(speeds(unit), 4, seconds),
     "hop": lambda unit, seconds: measure_hop(),
 }
 
@@ -149,7 +156,7 @@ def missed(report: Mapping[str, Figures]) -> list[str]:
     targets = (
         ("routing", "fraction_of_ideal", 0.95),
         ("routing", "straggler_fraction", 0.8),
-        ("gate", "fraction", 0.85),
+        ("local", "fraction", 0.85),
     )
     for part, name, least in targets:
         figures = report.get(part)
@@ -200,7 +207,12 @@ def main() -> int:
         report[part] = PARTS[part](words.unit, words.seconds)
         sys.stderr.write(f"{part}: {json.dumps(report[part])}\n")
     misses = missed(report)
-    print(json.dumps({**report, "missed": misses}, indent=1) if words.json else table(report))
+    print(
+        json.dumps({**report, "missed": misses, "not_measured": NOT_MEASURED}, indent=1)
+        if words.json
+        else table(report)
+    )
+    sys.stderr.writelines(f"not measured: {name}: {why}\n" for name, why in NOT_MEASURED.items())
     sys.stderr.writelines(f"missed: {line}\n" for line in misses)
     return int(bool(misses))
 
