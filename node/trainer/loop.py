@@ -65,6 +65,7 @@ from protocol.manifest import Manifest, TrainSection
 SNAPSHOT_SECONDS = 10.0
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 1.0
+MAX_ANCHOR_WAIT_SECONDS = 5.0  # in mid-step; the gradients of a stage that it interrupts count in the step all the same
 USAGE_SECONDS = 2.0  # between two measurements of other programs' use
 MAX_SKIPPED_STEPS_IN_A_ROW = 20
 
@@ -119,6 +120,7 @@ class Trainer:
         self._reported_at = time.monotonic()
         self._saved_at = time.monotonic()
         self._pending_anchor: ApplyAnchor | None = None
+        self._anchor_since = 0.0
         self._step_target = StepTarget()
         self._contribution_timer = ContributionTimer()
         self._is_resting = False  # while the organiser has paused the run
@@ -147,7 +149,9 @@ class Trainer:
             self._update_pause()
             counters, plan = self._state.counters, self._state.plan
             is_between_steps = self._stage is None or self._stage.is_between_steps
-            may_adopt = is_between_steps or must_wait(counters, plan)  # the step waits for the anchor
+            # A step may wait for the anchor; or for microbatches that wait for this peer to arrive at the newer round.
+            is_late = time.monotonic() - self._anchor_since > MAX_ANCHOR_WAIT_SECONDS
+            may_adopt = is_between_steps or is_late or must_wait(counters, plan)
             if self._pending_anchor is not None and may_adopt and may_apply_anchor(counters, plan):
                 self._apply_anchor(self._pending_anchor)
             elif is_between_steps and self._is_contribution_due():
@@ -188,6 +192,8 @@ class Trainer:
             case None:
                 return
             case ApplyAnchor():
+                if self._pending_anchor is None:
+                    self._anchor_since = time.monotonic()
                 self._pending_anchor = _merge_pending(self._pending_anchor, command)
                 self._step_target.set(command.round, command.steps)
             case SetResting():

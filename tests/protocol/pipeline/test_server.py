@@ -131,8 +131,8 @@ def test_a_task_for_an_earlier_life_is_refused() -> None:
     ("task", "kind"),
     [
         (replace(make_task(0), run="cd" * 32), "other stage"),
-        (replace(make_task(0), round=3), "other round"),
-        (replace(make_task(0), round=2), "accepted"),
+        (replace(make_task(0), round=9), "other round"),
+        (replace(make_task(0), round=8), "accepted"),
         (replace(make_task(0), inputs=Inputs()), "refused"),
         (replace(make_task(0), inputs=Inputs(HeldBlob(Blob(bytes(32), 99), "before"))), "refused"),
         (replace(make_task(0), inputs=Inputs(X, tokens=X)), "refused"),
