@@ -1,9 +1,12 @@
 """Serve the calls about microbatches."""
 
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 import grpc
 
+from node.daemon.services import RefusalRecorder
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -20,8 +23,6 @@ from protocol.murmur_pb2 import (
 from protocol.murmur_pb2_grpc import StagesServicer
 from protocol.pipeline.messages import Answer, Outcome, Task, read_invitation, read_release
 from protocol.transport.transport import UNKNOWN_CALLER, caller
-
-Reply = TypeVar("Reply")
 
 
 class StagePeer(Protocol):
@@ -40,11 +41,6 @@ class StagePeer(Protocol):
         """Send forwards to a peer that has room again."""
 
 
-class RefusalRecorder(Protocol):
-    def record_refusal(self, peer: PeerId, fault: PeerFault, /) -> None:
-        """Count and log a refused call."""
-
-
 class StagesService(StagesServicer):
     """Serves tasks for our stage; outcomes of our own microbatches, and invitations to send them; and releases."""
 
@@ -53,41 +49,32 @@ class StagesService(StagesServicer):
         self._recorder = recorder
 
     async def Ask(self, request: StageTask, context: Any) -> AskReply:  # noqa: N802
-        sender = UNKNOWN_CALLER
-        try:
-            sender = caller(context)
+        async with self._refusing_faults(context) as sender:
             return self._peer.answer(Task.from_wire(request, sender)).to_wire()
-        except PeerFault as fault:
-            raise await self._refuse(sender, fault, context) from fault
 
     async def Tell(self, request: StageOutcome, context: Any) -> TellReply:  # noqa: N802
-        sender = UNKNOWN_CALLER
-        try:
-            sender = caller(context)
+        async with self._refusing_faults(context) as sender:
             self._peer.take_outcome(sender, Outcome.from_wire(request))
-        except PeerFault as fault:
-            raise await self._refuse(sender, fault, context) from fault
         return TellReply()
 
     async def Release(self, request: ReleaseRequest, context: Any) -> ReleaseReply:  # noqa: N802
-        sender = UNKNOWN_CALLER
-        try:
-            sender = caller(context)
+        async with self._refusing_faults(context) as sender:
             self._peer.release(sender, *read_release(request))
-        except PeerFault as fault:
-            raise await self._refuse(sender, fault, context) from fault
         return ReleaseReply()
 
     async def Invite(self, request: InviteRequest, context: Any) -> InviteReply:  # noqa: N802
+        async with self._refusing_faults(context) as sender:
+            self._peer.take_invitation(sender, read_invitation(request))
+        return InviteReply()
+
+    @asynccontextmanager
+    async def _refusing_faults(self, context: Any) -> AsyncIterator[PeerId]:
+        """Yield the caller; record its fault inside the context, and end the call."""
         sender = UNKNOWN_CALLER
         try:
             sender = caller(context)
-            self._peer.take_invitation(sender, read_invitation(request))
+            yield sender
         except PeerFault as fault:
-            raise await self._refuse(sender, fault, context) from fault
-        return InviteReply()
-
-    async def _refuse(self, sender: PeerId, fault: PeerFault, context: Any) -> AssertionError:
-        self._recorder.record_refusal(sender, fault)
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
-        return AssertionError("abort always raises")
+            self._recorder.record_refusal(sender, fault)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
+            raise AssertionError("abort always raises") from fault

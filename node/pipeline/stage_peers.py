@@ -12,14 +12,18 @@ MAX_STAGE_RATE = 1e9  # of one peer: sums over the peers' claims must stay finit
 
 def stage_peers(records: Mapping[PeerId, PeerRecord], stages: int) -> tuple[tuple[StagePeer, ...], ...]:
     """Return the live peers of each stage whose trainer is ready; one that rests or leaves takes no new work."""
-    return tuple(
-        tuple(
-            StagePeer(peer, record.stage_life, record.round, record.stage_rate, record.resting or record.leaving)
-            for peer, record in records.items()
-            if record.role == "trainer" and record.stage == stage + 1 and record.stage_life
-        )
-        for stage in range(stages)
-    )
+    found: list[list[StagePeer]] = [[] for _ in range(stages)]
+    for peer, record in records.items():
+        if is_ready(record, stages):
+            is_away = record.resting or record.leaving
+            entry = StagePeer(peer, record.stage_life, record.round, record.stage_rate, is_away)
+            found[record.stage - 1].append(entry)
+    return tuple(map(tuple, found))
+
+
+def is_ready(record: PeerRecord, stages: int) -> bool:
+    """Return whether the trainer of a peer serves one of these stages."""
+    return record.role == "trainer" and record.stage_life > 0 and 0 < record.stage <= stages
 
 
 def served_stages(records: Iterable[PeerRecord], stages: int) -> list[ServedStage]:
@@ -30,7 +34,7 @@ def served_stages(records: Iterable[PeerRecord], stages: int) -> list[ServedStag
 
 def served_stage(record: PeerRecord, stages: int) -> ServedStage | None:
     """Return the stage that a peer serves; None before its trainer is ready, and for a stage that does not exist."""
-    if record.role != "trainer" or not record.stage_life or not 0 < record.stage <= stages:
+    if not is_ready(record, stages):
         return None
     rate = 0.0 if record.resting or record.leaving else min(record.stage_rate, MAX_STAGE_RATE)
     return ServedStage(record.stage - 1, rate, record.round)

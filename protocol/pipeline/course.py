@@ -42,7 +42,7 @@ class Place:
 
 @dataclass
 class Request:
-    """The request of a course that has no outcome yet; `accepted`: its server has said that an outcome will follow."""
+    """The request of a course that has no outcome yet."""
 
     step: Step
     peer: PeerId
@@ -53,7 +53,6 @@ class Request:
     due: float  # when the same peer is asked again
     inputs: Inputs
     replay: bool
-    accepted: bool = False
 
     @property
     def is_bound(self) -> bool:

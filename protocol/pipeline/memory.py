@@ -32,10 +32,6 @@ class Memory:
         return self._used
 
     @property
-    def free(self) -> int:
-        return self.capacity - self._used
-
-    @property
     def forward_capacity(self) -> int:
         """Return the bytes that forwards may take."""
         return self.capacity - max(int(self.capacity * RESERVED_SHARE), self.backward_bytes)
@@ -69,7 +65,3 @@ class Memory:
             del self._held[key]
             if not self._by_owner[key.owner]:
                 del self._by_owner[key.owner]
-
-    def held(self, key: Key) -> int:
-        """Return the bytes of one microbatch."""
-        return self._held.get(key, 0)

@@ -47,7 +47,6 @@ class Owner:
         self.counts = OwnerCounts()
         self._runs = tuple(runs)
         self._stage_of = {run: stage for stage, run in enumerate(self._runs)}
-        self._rng = rng
         self._routers = [Router(rng) for _ in self._runs]
         self._live: list[frozenset[PeerId]] = [frozenset() for _ in self._runs]
         self._draining: list[frozenset[PeerId]] = [frozenset() for _ in self._runs]
@@ -252,7 +251,6 @@ class Owner:
         router = self._routers[request.step.stage]
         match answer.kind:
             case "accepted":
-                request.accepted = True
                 patience = PATIENCE * router.expected_seconds(request.peer)
                 self._schedule(course, request, now + min(MAX_PATIENCE, max(MIN_PATIENCE, patience)))
             case "busy":

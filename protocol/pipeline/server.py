@@ -39,7 +39,6 @@ from protocol.pipeline.server_events import (
 )
 from protocol.pipeline.stage_settings import StageSettings
 
-# Stages are at most one round apart, and a trainer in the middle of a step applies its stage's newest round later.
 MAX_ROUND_DISTANCE = 8  # stages keep one round apart themselves, but a trainer in mid-step may be behind its stage
 MIN_PAUSE_MS, MAX_PAUSE_MS, UNINVITED_PAUSE_MS = 50, 2000, 10_000
 QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # work that waits here before forwards are turned away; tasks at an unknown rate
