@@ -1,8 +1,9 @@
 """The run manifest: one TOML file that describes a whole run, parsed, checked and named by its hash.
 
 The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in. It leaves out the
-bootstrap addresses and the table [about], which inform people and may change while the run lives, those keys of
-`DEFAULTS_OUTSIDE_RUN_ID` that have their default, and [pipeline] in a run with one stage.
+bootstrap addresses and the table [about], which inform people and may change while the run lives, the place of the
+first weights (their hashes are in it), those keys of `DEFAULTS_OUTSIDE_RUN_ID` that have their default, and [pipeline]
+in a run with one stage.
 """
 
 import hashlib
@@ -14,7 +15,6 @@ from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import (
-    AfterValidator,
     Field,
     StringConstraints,
     ValidationError,
@@ -25,51 +25,51 @@ from pydantic import (
 from protocol.errors import MalformedError, ManifestError, MissingFileError
 from protocol.fault_words import shorten
 from protocol.identity import public_key
+from protocol.manifest_data import DataSection
 from protocol.manifest_faults import ManifestText, decode_text, describe_invalid_values, describe_toml_fault
+from protocol.manifest_model import DEFAULT_BALANCE_LOSS, DEFAULT_MODEL_KIND, DEFAULT_NORM_EPSILON, ModelSection
 from protocol.manifest_options import OptionTable
 from protocol.manifest_pipeline import PipelineSection
-from protocol.manifest_section import Section
+from protocol.manifest_section import Name, PeerIds, Section, check_peer_id
 
 RunId = str  # 64 hexadecimal digits
-NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
-Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # because the time to parse a dotted key grows with the square of its parts
-DEFAULT_MODEL_KIND = "llama"
 DEFAULT_KEEPERS = 1
-DEFAULTS_OUTSIDE_RUN_ID = (  # runs older than these keys keep their id
+DEFAULTS_OUTSIDE_RUN_ID: tuple[tuple[str, str, object], ...] = (  # runs older than these keys keep their id
     ("model", "kind", DEFAULT_MODEL_KIND),
+    ("model", "head_size", None),
+    ("model", "norm_epsilon", DEFAULT_NORM_EPSILON),
+    ("model", "experts", None),
+    ("model", "experts_per_token", None),
+    ("model", "normalize_experts", True),
+    ("model", "balance_loss", DEFAULT_BALANCE_LOSS),
+    ("model", "weights", []),
+    ("model", "subspace", None),
+    ("model", "rope_scaling", None),
+    ("model", "tensors", []),
+    ("model", "document_end", None),
+    ("data", "sources", []),
+    ("data", "phases", []),
+    ("data", "weights", None),
     ("run", "organiser_key", ""),
     ("target", "keepers", DEFAULT_KEEPERS),
     ("audits", "share", 0.0),
+    ("train", "memory", "normal"),
+    ("anneal", "share", 0.0),
+    ("anneal", "final_share", 0.0),
 )
+MemoryMode = Literal["normal", "small"]
 MAX_ROUNDS = 2**24  # a round every half minute for sixteen years; a message of a later one is refused
 MAX_TOKENS = 2**60
 MAX_STEPS = 2**40
+LEAST_RATE_FACTOR = 1e-6  # a learning rate is above zero
 MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.5, 3600.0
 Timeout = Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)]
 MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.2, 300.0
 HEARTBEATS_UNTIL_EXPIRY = 4  # at least, so that a lost message does not make a peer count as gone
 MAX_BATCH_TOKENS = 2**24  # of one inner step: hours on a small machine
 MAX_KEPT_CHECKPOINTS = 100
-
-
-def _check_peer_ids(keys: tuple[str, ...]) -> tuple[str, ...]:
-    for key in keys:
-        _check_peer_id(key, "write peer ids, of 52 characters that begin with 12D3KooW")
-    if len(set(keys)) < len(keys):
-        raise ValueError("name each peer id once")
-    return keys
-
-
-def _check_peer_id(key: str, advice: str) -> None:
-    try:
-        public_key(key)
-    except MalformedError as error:
-        raise ValueError(advice) from error
-
-
-PeerIds = Annotated[tuple[str, ...], Field(max_length=1024), AfterValidator(_check_peer_ids)]
 
 
 class RunSection(Section):
@@ -95,7 +95,7 @@ class RunSection(Section):
     @classmethod
     def _is_peer_id(cls, key: str) -> str:
         if key:
-            _check_peer_id(key, "write the organiser's peer id, 52 characters that begin with 12D3KooW")
+            check_peer_id(key, "write the organiser's peer id, 52 characters that begin with 12D3KooW")
         return key
 
 
@@ -126,44 +126,10 @@ class AboutSection(Section):
         return url
 
 
-class ModelSection(Section):
-    """The language model. Sizes in elements."""
-
-    kind: Name = Field(default=DEFAULT_MODEL_KIND, description="family of models; the node knows which exist")
-    vocabulary: int = Field(default=256, ge=2, le=2**20)
-    width: int = Field(ge=8, le=2**16)
-    layers: int = Field(ge=1, le=1024)
-    heads: int = Field(ge=1, le=1024)
-    kv_heads: int | None = Field(default=None, ge=1, description="heads of keys and values; absent: as many as heads")
-    hidden: int = Field(ge=8, le=2**18)
-    context: int = Field(ge=2, le=2**20)
-    tied: bool = Field(default=True, description="the output layer shares the embedding's weights")
-    rope_theta: float = Field(default=10_000.0, ge=1, le=1e12)
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError("width must be an even multiple of heads")
-        if self.heads % (self.kv_heads or self.heads):
-            raise ValueError("heads must be a multiple of kv_heads")
-        return self
-
-
-class DataSection(Section):
-    """The source of the tokens."""
-
-    source: Literal["python-stdlib", "text", "tokens", "hf"]
-    path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
-    split: str = Field(default="train", description="hf only")
-    column: str = Field(default="text", description="hf only: the column that holds the text")
-    tokenizer: str = Field(default="", description="tokenizer.json; empty: bytes")
-    validation_share: float = Field(default=0.02, gt=0, lt=0.5)
-
-
 class TrainSection(Section):
-    """The inner optimizer: AdamW with warm-up and cosine decay.
+    """The settings of the inner optimizer.
 
-    The learning rate decays to `final_share` of its peak.
+    After the warm-up the learning rate decays to `final_share` of its peak.
     """
 
     batch_tokens: int = Field(ge=1, le=MAX_BATCH_TOKENS, description="tokens of one inner step on one peer")
@@ -173,11 +139,18 @@ class TrainSection(Section):
     decay_steps: int = Field(
         default=0, ge=0, le=MAX_STEPS, description="inner steps until the end of the decay; 0: constant"
     )
+    schedule: Literal["cosine", "linear", "wsd"] = Field(
+        default="cosine", description="shape of the decay; wsd keeps the peak until the last `decay_share` of it"
+    )
+    decay_share: float = Field(default=0.2, gt=0, le=1, description="wsd only: share of the decay steps that fall")
     final_share: float = Field(default=0.1, ge=0, le=1)
     weight_decay: float = Field(default=0.1, ge=0, le=1e6)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     clip: float = Field(default=1.0, gt=0, description="largest norm of the gradient")
+    memory: MemoryMode = Field(
+        default="normal", description="small: 8-bit moments, and a file for vectors that only rounds use"
+    )
 
 
 class MethodSection(Section):
@@ -242,6 +215,11 @@ class MembershipSection(Section):
             raise ValueError(f"expiry must be at least {HEARTBEATS_UNTIL_EXPIRY} heartbeats")
         return self
 
+    @property
+    def vote_memory(self) -> float:
+        """Return the seconds for which a peer that vanished keeps its vote in a round."""
+        return 2 * self.expiry
+
 
 class CheckpointSection(Section):
     every_rounds: int = Field(default=1, ge=1, le=MAX_ROUNDS)
@@ -266,6 +244,24 @@ class TargetSection(Section):
         description="machines that must hold the final state before the last leaves",
     )
 
+    def progress(self, rounds: int, tokens: int) -> float:
+        """Return how far a run has come, from 0 to 1; 0 without a target."""
+        return max(tokens / self.tokens if self.tokens else 0.0, rounds / self.rounds if self.rounds else 0.0)
+
+
+class AnnealSection(Section):
+    """The final anneal: the last part of the run, in which the learning rate falls."""
+
+    share: float = Field(default=0.0, ge=0, le=1, description="of the run up to its target; 0: none")
+    final_share: float = Field(default=0.0, ge=0, le=1, description="of the learning rate, at the target")
+
+    def rate_factor(self, progress: float) -> float:
+        """Return the factor of the learning rate where the run has come so far, from 0 to 1; it is above zero."""
+        if not self.share:
+            return 1.0
+        left = min(1.0, max(0.0, 1 - progress) / self.share)
+        return max(LEAST_RATE_FACTOR, self.final_share + (1 - self.final_share) * left)
+
 
 class Manifest(Section):
     """A whole run."""
@@ -282,6 +278,7 @@ class Manifest(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     target: TargetSection = TargetSection()
     audits: AuditSection = AuditSection()
+    anneal: AnnealSection = AnnealSection()
     about: AboutSection = AboutSection()
 
     @model_validator(mode="after")
@@ -291,23 +288,45 @@ class Manifest(Section):
         return self
 
     @model_validator(mode="after")
+    def _own_models_have_own_data(self) -> Self:
+        if self.model.is_custom and self.data.source != "own":
+            raise ValueError('data.source must be "own" with model.kind = "custom": each training loop brings its data')
+        if self.model.is_custom and self.pipeline.is_cut:
+            raise ValueError('pipeline.stages must be 1 with model.kind = "custom"')
+        return self
+
+    @model_validator(mode="after")
     def _batch_holds_a_sequence(self) -> Self:
+        if self.model.is_custom:
+            return self
         if self.train.batch_tokens % self.model.context:
             raise ValueError("train.batch_tokens must be a multiple of model.context")
-        self.pipeline.require_fit(self.train.batch_tokens, self.model.context, self.model.width)
+        if self.model.document_end is not None and self.pipeline.is_cut:
+            raise ValueError("model.document_end needs pipeline.stages = 1, as middle stages do not see the tokens")
+        self.pipeline.require_fit(self.train.batch_tokens, self.model.context, self.model.stream_width)
+        self.pipeline.require_exact_fit(self.data.mixture, self.train.batch_tokens, self.model.context)
         return self
 
     def canonical(self) -> bytes:
         values = self.model_dump(mode="json")
-        del values["run"]["bootstrap"], values["about"]
+        del values["run"]["bootstrap"], values["about"], values["model"]["from"]
         for section, key, default in DEFAULTS_OUTSIDE_RUN_ID:
-            if values[section][key] == default:
-                del values[section][key]
-        if not values["audits"]:
-            del values["audits"]
+            if values[section].get(key) == default:
+                values[section].pop(key, None)
+        for section in ("audits", "anneal"):
+            if not values[section]:
+                del values[section]
         if not self.pipeline.is_cut:
             del values["pipeline"]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+    def source_weights(self, rounds: int, tokens: int) -> tuple[float, ...]:
+        """Return the weights of the sources of text after so many rounds and tokens."""
+        return self.data.weights_at(self.target.progress(rounds, tokens), tokens)
+
+    def rate_factor(self, rounds: int, tokens: int) -> float:
+        """Return the factor of the final anneal after so many rounds and tokens, which all peers know."""
+        return self.anneal.rate_factor(self.target.progress(rounds, tokens))
 
     @property
     def run_id(self) -> RunId:
@@ -318,6 +337,10 @@ class Manifest(Section):
     def whole_run_id(self) -> RunId:
         """Return the id of the run, which tickets and revisions name."""
         return hashlib.sha256(self.canonical()).hexdigest()
+
+    def published(self) -> Self:
+        """Return the manifest as others get it, without paths of this machine that they do not need."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"from_": ""})})
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
@@ -367,24 +390,52 @@ def read_manifest_bytes(path: Path, limit: int) -> bytes:
 
 def parse_manifest(text: bytes, origin: str) -> Manifest:
     """Parse and check a manifest; `origin` names the text in errors."""
+    return validate_manifest(*parse_manifest_values(text, origin))
+
+
+def parse_manifest_values(text: bytes, origin: str) -> tuple[dict[str, Any], ManifestText]:
+    """Parse a manifest's TOML without checking its values. Raises ManifestError."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{origin}: a manifest has at most {MAX_MANIFEST_BYTES} bytes; shorten it")
     decoded = decode_text(text, origin)
     try:
         if any(line.count(".") > MAX_DOTS_PER_LINE for line in decoded.text.splitlines()):
             raise ValueError(f"more than {MAX_DOTS_PER_LINE} dots on a line")
-        # JSON mode lets arrays become tuples while every scalar stays strict.
-        values = json.dumps(tomllib.loads(decoded.text), default=_refuse_date)
+        return tomllib.loads(decoded.text), decoded
     except RecursionError as error:
         raise decoded.fault("not valid TOML: nested too deeply") from error
-    except ValueError as error:  # not TOML, a number of thousands of digits, a date
+    except ValueError as error:  # not TOML, a number of thousands of digits
         raise decoded.fault(f"not valid TOML: {describe_toml_fault(error)}") from error
-    return _validate(values, decoded)
+
+
+def validate_manifest(values: dict[str, Any], text: ManifestText) -> Manifest:
+    """Check the values of a manifest; `text` names it, and the line of a key, in errors. Raises ManifestError."""
+    try:
+        # JSON mode lets arrays become tuples while every scalar stays strict.
+        manifest = _validate(json.dumps(values, default=_refuse_date), text)
+        _require_usable_weights(manifest, text)
+        return manifest
+    except RecursionError as error:
+        raise text.fault("not valid TOML: nested too deeply") from error
+    except ValueError as error:
+        raise text.fault(f"not valid TOML: {error}") from error
+
+
+def _require_usable_weights(manifest: Manifest, text: ManifestText) -> None:
+    """Raise ManifestError for weights of sources that would never hold. A revision of a running run may make such."""
+    data, target = manifest.data, manifest.target
+    names = [source.name for source in data.sources]
+    if data.weights is not None and sorted(data.weights) != sorted(names):
+        raise text.fault_at(("data", "weights"), f"must name each source: {', '.join(names) or 'there is only one'}")
+    for number, phase in enumerate(data.phases):
+        if phase.share is not None and target.tokens is target.rounds is None:
+            reason = "is a share of the target, which is missing; add target.tokens"
+            raise text.fault_at(("data", "phases", str(number), "share"), reason)
 
 
 def manifest_of_values(values: dict[str, Any], origin: str) -> Manifest:
     """Check the values of a manifest that a program has changed; `origin` names them in errors."""
-    return _validate(json.dumps(values), ManifestText(origin, ""))
+    return validate_manifest(values, ManifestText(origin, ""))
 
 
 def _validate(values: str, text: ManifestText) -> Manifest:

@@ -2,9 +2,10 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -25,9 +26,15 @@ HUGGING_FACE_NAMES: Final = {
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
     "intermediate_size": "hidden",
     "max_position_embeddings": "context",
     "tie_word_embeddings": "tied",
+    "rms_norm_eps": "norm_epsilon",
+    "num_experts": "experts",
+    "num_experts_per_tok": "experts_per_token",
+    "norm_topk_prob": "normalize_experts",
+    "router_aux_loss_coef": "balance_loss",
 }  # of a config.json, and the keys of [model] that mean the same
 TOML_PLACE = re.compile(r"\s*\(at (?:line (?P<line>\d+), column \d+|end of document)\)$")
 MAX_READ_CHARACTERS = 200
@@ -61,11 +68,15 @@ class ManifestText:
     def _line_of(self, keys: Sequence[str]) -> int | None:
         """Return the line of a key or, failing that, of its table: TOML's parser does not report lines."""
         wanted, table, found = ".".join(keys), "", None
+        counts: Counter[str] = Counter()  # of the tables of each array
         for number, full_line in enumerate(self.text.splitlines(), 1):
             line = full_line[:MAX_READ_CHARACTERS]  # the time to match a hostile line grows with its square
-            header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)
+            header = re.match(r"\s*(\[+)\s*([^\]]+?)\s*\]+", line)
             if header:
-                table = header[1]
+                table = header[2]
+                if header[1] == "[[":
+                    table = f"{header[2]}.{counts[header[2]]}"
+                    counts[header[2]] += 1
                 found = number if table == wanted else found
                 continue
             key = re.match(r"\s*([A-Za-z0-9_.\-\"]+)\s*=", line)
@@ -133,6 +144,8 @@ def _as_toml(value: object) -> str:
 
 
 def _hint(keys: tuple[str, ...], kind: type[BaseModel]) -> str:
+    if keys[:2] == ("data", "sources") and keys[-1] in ("tokenizer", "validation_share"):
+        return f"it is data.{keys[-1]}, for all sources"
     if keys[:-1] == ("model",) and keys[-1] in HUGGING_FACE_NAMES:
         return f"the key here is {HUGGING_FACE_NAMES[keys[-1]]}"
     known = _known_keys(keys[:-1], kind)
@@ -142,8 +155,17 @@ def _hint(keys: tuple[str, ...], kind: type[BaseModel]) -> str:
 
 def _known_keys(tables: tuple[str, ...], kind: type[BaseModel]) -> list[str]:
     for table in tables:
-        annotation = kind.model_fields[table].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        if table.isdecimal():  # of an array, whose tables are all alike
+            continue
+        field = kind.model_fields.get(table)
+        section = _section_of(field.annotation) if field else None
+        if section is None:
             return []
-        kind = annotation
-    return list(kind.model_fields)
+        kind = section
+    return [field.alias or key for key, field in kind.model_fields.items()]
+
+
+def _section_of(annotation: object) -> type[BaseModel] | None:
+    """Return the table that a key holds, also if it may be absent."""
+    options = (annotation, *get_args(annotation))
+    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

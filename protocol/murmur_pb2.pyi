@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket", "stage", "stage_life", "stage_rate", "microbatches_done", "microbatches_torn", "microbatches_lost", "microbatches_replayed", "microbatches_dropped")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket", "stage", "stage_life", "stage_rate", "microbatches_done", "microbatches_torn", "microbatches_lost", "microbatches_replayed", "microbatches_dropped", "kept", "step_decided", "step_verdicts", "step_round", "more_stages", "validation_by_source")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,12 @@ class PeerRecord(_message.Message):
     MICROBATCHES_LOST_FIELD_NUMBER: _ClassVar[int]
     MICROBATCHES_REPLAYED_FIELD_NUMBER: _ClassVar[int]
     MICROBATCHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    STEP_DECIDED_FIELD_NUMBER: _ClassVar[int]
+    STEP_VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_ROUND_FIELD_NUMBER: _ClassVar[int]
+    MORE_STAGES_FIELD_NUMBER: _ClassVar[int]
+    VALIDATION_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     expires: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
@@ -114,10 +120,60 @@ class PeerRecord(_message.Message):
     microbatches_lost: int
     microbatches_replayed: int
     microbatches_dropped: int
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ..., microbatches_done: _Optional[int] = ..., microbatches_torn: _Optional[int] = ..., microbatches_lost: _Optional[int] = ..., microbatches_replayed: _Optional[int] = ..., microbatches_dropped: _Optional[int] = ...) -> None: ...
+    kept: bytes
+    step_decided: int
+    step_verdicts: str
+    step_round: int
+    more_stages: bytes
+    validation_by_source: bytes
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ..., microbatches_done: _Optional[int] = ..., microbatches_torn: _Optional[int] = ..., microbatches_lost: _Optional[int] = ..., microbatches_replayed: _Optional[int] = ..., microbatches_dropped: _Optional[int] = ..., kept: _Optional[bytes] = ..., step_decided: _Optional[int] = ..., step_verdicts: _Optional[str] = ..., step_round: _Optional[int] = ..., more_stages: _Optional[bytes] = ..., validation_by_source: _Optional[bytes] = ...) -> None: ...
+
+class ServedStages(_message.Message):
+    __slots__ = ("stages",)
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    stages: _containers.RepeatedCompositeFieldContainer[ServedStage]
+    def __init__(self, stages: _Optional[_Iterable[_Union[ServedStage, _Mapping]]] = ...) -> None: ...
+
+class ServedStage(_message.Message):
+    __slots__ = ("stage", "stage_life", "stage_rate", "round", "digest", "chain_tokens", "state_digest")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_LIFE_FIELD_NUMBER: _ClassVar[int]
+    STAGE_RATE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    stage_life: int
+    stage_rate: float
+    round: int
+    digest: bytes
+    chain_tokens: int
+    state_digest: bytes
+    def __init__(self, stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
+
+class KeptStates(_message.Message):
+    __slots__ = ("states",)
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.RepeatedCompositeFieldContainer[KeptState]
+    def __init__(self, states: _Optional[_Iterable[_Union[KeptState, _Mapping]]] = ...) -> None: ...
+
+class KeptState(_message.Message):
+    __slots__ = ("stage", "round", "digest", "chain_tokens", "state_digest")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    round: int
+    digest: bytes
+    chain_tokens: int
+    state_digest: bytes
+    def __init__(self, stage: _Optional[int] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket")
+    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket", "ledger")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +185,7 @@ class Contribution(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
     round: int
     age: int
     base: bytes
@@ -140,7 +197,8 @@ class Contribution(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[BlobRef]
     work: BlobRef
     ticket: Signed
-    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., work: _Optional[_Union[BlobRef, _Mapping]] = ..., ticket: _Optional[_Union[Signed, _Mapping]] = ...) -> None: ...
+    ledger: bytes
+    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., work: _Optional[_Union[BlobRef, _Mapping]] = ..., ticket: _Optional[_Union[Signed, _Mapping]] = ..., ledger: _Optional[bytes] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("round", "view", "base", "contributions")
@@ -503,7 +561,7 @@ class HeldBlob(_message.Message):
     def __init__(self, blob: _Optional[_Union[BlobRef, _Mapping]] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class StageTask(_message.Message):
-    __slots__ = ("run", "serial", "backward", "attempt", "life", "round", "replay", "activation", "tokens", "gradient", "deadline_ms", "loss")
+    __slots__ = ("run", "serial", "backward", "attempt", "life", "round", "replay", "activation", "tokens", "gradient", "deadline_ms", "loss", "number")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SERIAL_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
@@ -516,6 +574,7 @@ class StageTask(_message.Message):
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     serial: int
     backward: bool
@@ -528,7 +587,8 @@ class StageTask(_message.Message):
     gradient: HeldBlob
     deadline_ms: int
     loss: float
-    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., round: _Optional[int] = ..., replay: _Optional[bool] = ..., activation: _Optional[_Union[HeldBlob, _Mapping]] = ..., tokens: _Optional[_Union[HeldBlob, _Mapping]] = ..., gradient: _Optional[_Union[HeldBlob, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
+    number: int
+    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., round: _Optional[int] = ..., replay: _Optional[bool] = ..., activation: _Optional[_Union[HeldBlob, _Mapping]] = ..., tokens: _Optional[_Union[HeldBlob, _Mapping]] = ..., gradient: _Optional[_Union[HeldBlob, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., loss: _Optional[float] = ..., number: _Optional[int] = ...) -> None: ...
 
 class StageOutcome(_message.Message):
     __slots__ = ("run", "serial", "backward", "attempt", "life", "status", "result", "added", "loss", "compute_ms", "rate", "missing")
@@ -597,6 +657,26 @@ class InviteRequest(_message.Message):
     def __init__(self, run: _Optional[bytes] = ...) -> None: ...
 
 class InviteReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StepStatement(_message.Message):
+    __slots__ = ("run", "round", "life", "version", "ledger", "phase")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    life: int
+    version: int
+    ledger: bytes
+    phase: int
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., life: _Optional[int] = ..., version: _Optional[int] = ..., ledger: _Optional[bytes] = ..., phase: _Optional[int] = ...) -> None: ...
+
+class StepReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -356,6 +356,11 @@ class StagesStub:
                 request_serializer=protocol_dot_murmur__pb2.InviteRequest.SerializeToString,
                 response_deserializer=protocol_dot_murmur__pb2.InviteReply.FromString,
                 _registered_method=True)
+        self.State = channel.unary_unary(
+                '/murmur.v1.Stages/State',
+                request_serializer=protocol_dot_murmur__pb2.StepStatement.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.StepReply.FromString,
+                _registered_method=True)
 
 
 class StagesServicer:
@@ -388,6 +393,13 @@ class StagesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def State(self, request, context):
+        """to all servers, of exact steps
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StagesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -410,6 +422,11 @@ def add_StagesServicer_to_server(servicer, server):
                     servicer.Invite,
                     request_deserializer=protocol_dot_murmur__pb2.InviteRequest.FromString,
                     response_serializer=protocol_dot_murmur__pb2.InviteReply.SerializeToString,
+            ),
+            'State': grpc.unary_unary_rpc_method_handler(
+                    servicer.State,
+                    request_deserializer=protocol_dot_murmur__pb2.StepStatement.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.StepReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -520,6 +537,33 @@ class Stages:
             '/murmur.v1.Stages/Invite',
             protocol_dot_murmur__pb2.InviteRequest.SerializeToString,
             protocol_dot_murmur__pb2.InviteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def State(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Stages/State',
+            protocol_dot_murmur__pb2.StepStatement.SerializeToString,
+            protocol_dot_murmur__pb2.StepReply.FromString,
             options,
             channel_credentials,
             insecure,

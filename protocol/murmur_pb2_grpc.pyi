@@ -122,6 +122,8 @@ class StagesStub:
     Release: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.ReleaseRequest, _murmur_pb2.ReleaseReply]
     Invite: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.InviteRequest, _murmur_pb2.InviteReply]
     """to an owner that was answered "busy" """
+    State: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.StepStatement, _murmur_pb2.StepReply]
+    """to all servers, of exact steps"""
 
 @_typing.type_check_only
 class StagesAsyncStub(StagesStub):
@@ -133,6 +135,8 @@ class StagesAsyncStub(StagesStub):
     Release: _aio.UnaryUnaryMultiCallable[_murmur_pb2.ReleaseRequest, _murmur_pb2.ReleaseReply]  # type: ignore[assignment]
     Invite: _aio.UnaryUnaryMultiCallable[_murmur_pb2.InviteRequest, _murmur_pb2.InviteReply]  # type: ignore[assignment]
     """to an owner that was answered "busy" """
+    State: _aio.UnaryUnaryMultiCallable[_murmur_pb2.StepStatement, _murmur_pb2.StepReply]  # type: ignore[assignment]
+    """to all servers, of exact steps"""
 
 class StagesServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -165,6 +169,14 @@ class StagesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_murmur_pb2.InviteReply, _abc.Awaitable[_murmur_pb2.InviteReply]]:
         """to an owner that was answered "busy" """
+
+    @_abc_1.abstractmethod
+    def State(
+        self,
+        request: _murmur_pb2.StepStatement,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.StepReply, _abc.Awaitable[_murmur_pb2.StepReply]]:
+        """to all servers, of exact steps"""
 
 def add_StagesServicer_to_server(servicer: StagesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -12,11 +12,11 @@ An organiser publishes a manifest as TOML text followed by two comments that nam
     # organiser 12D3KooW...
     # signature BASE64
 
-A host may add `# trust POINT` above them: the newest round that it holds (`protocol.consensus.trust`). The signature
-covers "murmur/1" NUL "manifest" NUL and every byte above the two comments, bootstrap addresses and trust included.
-TOML parsers ignore comments, so the file is a manifest like any other. A line that begins like one of the two comments
-anywhere else, or a comment in another form, is an error: a signature that an editor or a mailer has damaged must not
-count as absent.
+A host may add `# trust POINT` above them: the newest round that it holds (`protocol.consensus.history.trust`). The
+signature covers "murmur/1" NUL "manifest" NUL and every byte above the two comments, bootstrap addresses and trust
+included. TOML parsers ignore comments, so the file is a manifest like any other. A line that begins like one of the two
+comments anywhere else, or a comment in another form, is an error: a signature that an editor or a mailer has damaged
+must not count as absent.
 """
 
 import base64
@@ -32,7 +32,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protocol import murmur_pb2
-from protocol.consensus.trust import TRUST_PATTERN, TrustPoint
+from protocol.consensus.history.trust import TRUST_PATTERN, TrustPoint
 from protocol.errors import MalformedError, OrganiserError, PeerFault
 from protocol.identity import Identity, PeerId, public_key, verify
 from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, RunId, parse_manifest, read_manifest_bytes
@@ -166,7 +166,7 @@ class SignedManifest:
 
 def sign_manifest(manifest: Manifest, identity: Identity, trust: TrustPoint | None = None) -> bytes:
     """Return the manifest's text with its signature, and with a trust point if there is one."""
-    text = manifest.to_toml().encode() + (f"# trust {trust}\n".encode() if trust else b"")
+    text = manifest.published().to_toml().encode() + (f"# trust {trust}\n".encode() if trust else b"")
     signature = base64.b64encode(identity.sign(_signed_manifest_bytes(text))).decode()
     return text + f"# organiser {identity.peer_id}\n# signature {signature}\n".encode()
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
-from protocol.consensus.message_kinds import KINDS
+from protocol.consensus.messages.kinds import KINDS
 from protocol.murmur_pb2 import Brief, DeliverReply, DeliverRequest, Signed
 
 UNKNOWN_KIND = "unknown"  # a label is never a word of a peer

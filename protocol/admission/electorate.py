@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
-from protocol.consensus.messages import MAX_CONTRIBUTIONS, Commit, Digest
+from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS, Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import MAX_ROUNDS, AdmissionSection

@@ -18,8 +18,8 @@ from typing import Final, Literal
 from protocol.audits.draw import Audit, AuditKey, draw_audits
 from protocol.audits.findings import SignedFinding, Verdict
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain
-from protocol.consensus.messages import Commit
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.contributions import Commit
 from protocol.errors import StaleError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed

@@ -9,7 +9,8 @@ import hashlib
 from collections.abc import Collection
 from typing import NamedTuple
 
-from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 
 PANEL = 3  # auditors of one contribution, the majority of whom decides

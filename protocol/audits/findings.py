@@ -5,8 +5,8 @@ from typing import Final, Literal, Self, get_args
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import check_digest
-from protocol.consensus.message_checks import check_round
-from protocol.consensus.messages import Digest
+from protocol.consensus.messages.checks import check_round
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError
 from protocol.identity import Identity, PeerId, public_key
 from protocol.manifest import RunId

@@ -12,15 +12,16 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from protocol.blobs.blob import MAX_BLOB_BYTES, Blob
-from protocol.consensus.messages import MAX_WORK_RECORD_BYTES
+from protocol.consensus.messages.contributions import MAX_WORK_RECORD_BYTES
 from protocol.errors import LimitError, MalformedError
 from protocol.fault_words import describe_faults
+from protocol.manifest_data import MAX_SOURCES, NUMBER_BITS, PLACE_BITS
 from protocol.signing import MAX_ROUND
 
 Outcome = Literal["included", "excluded", "lost", "none"]  # of the contribution before, as its trainer learns it
 MAX_TRACED_ANCHORS = 8
 MAX_STEPS = 2**24
-MAX_POSITION = 2**128
+MAX_POSITION = 2 ** (NUMBER_BITS + PLACE_BITS * MAX_SOURCES) - 1
 MAX_OBSTACLE_CHARACTERS = 64
 MAX_THREADS = 256
 HexDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

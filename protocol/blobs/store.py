@@ -16,6 +16,7 @@ to disk. Every method may be called from any thread.
 
 import contextlib
 import logging
+import mmap
 import os
 import re
 import tempfile
@@ -32,7 +33,7 @@ from protocol.errors import MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MEMORY_BYTES = 1 << 28  # for all fetched blobs that a node keeps in memory
+DEFAULT_MEMORY_BYTES = 1 << 28  # at most, for all fetched blobs that a node keeps in memory
 MAX_IN_MEMORY_BLOB_BYTES = 8 * PIECE_BYTES  # a larger blob is worth resuming after a restart
 MAX_PIECES_WITHOUT_FILE = 8
 TRUSTED_SECONDS = 60.0  # for this long after writing, a blob's file is trusted without hashing it
@@ -111,11 +112,18 @@ class BlobStore:
         return blob
 
     def lend(self, *data: Bytes) -> Blob:
-        """Serve data from memory that must not change until the blob is discarded."""
+        """Serve data from memory that must not change until the blob is discarded.
+
+        A piece that is read is a copy, because it may be sent long after that.
+        """
         blob, hashes = _hash_data(*data)
         if not self.has(blob.digest):
             self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, data)
         return blob
+
+    def is_lent(self, digest: bytes) -> bool:
+        """Return whether a blob is served from memory of its owner."""
+        return digest in self._in_memory and digest not in self._memory_sizes
 
     def persist(self, digest: bytes) -> None:
         """Write a blob that is in memory to disk as well, so that it survives a kill."""
@@ -155,14 +163,31 @@ class BlobStore:
         return data
 
     def view(self, digest: bytes) -> Bytes:
-        """Return a read-only view, uncopied if contiguous; raise as `read` does."""
+        """Return a view, uncopied if contiguous; raise as `read` does.
+
+        A large blob on disk is mapped: the system drops its pages from memory when it needs room.
+        """
         held = self._in_memory.get(digest)
+        if held is None and self.blob(digest).size >= PIECE_BYTES:
+            return self._map(digest)
         return held.views[0] if held and len(held.views) == 1 else self.read(digest)
+
+    def _map(self, digest: bytes) -> memoryview:
+        """Map the file of a blob and check it. A change of the map, which is private, does not change the file."""
+        blob = self.blob(digest)
+        with self._open_blob(digest) as descriptor:
+            if os.fstat(descriptor).st_size < blob.size:
+                raise self._discard_damaged(digest)
+            data = memoryview(mmap.mmap(descriptor, blob.size, access=mmap.ACCESS_COPY))
+            is_trusted = self._is_trusted(digest, descriptor)
+        if not is_trusted and Blob.of(data) != blob:
+            raise self._discard_damaged(digest)
+        return data
 
     def read_piece(self, digest: bytes, piece: int) -> Bytes:
         """Read one piece and check it; raise MissingFileError as `read` does."""
         if held := self._in_memory.get(digest):
-            return held.piece(piece)
+            return bytes(held.piece(piece)) if self.is_lent(digest) else held.piece(piece)
         length = self.blob(digest).piece_length(piece)
         with self._open_blob(digest) as descriptor:
             data = read_at(descriptor, length, piece * PIECE_BYTES)

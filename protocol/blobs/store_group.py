@@ -29,6 +29,10 @@ class StoreGroup:
     def add(self, store: OwnedStore) -> None:
         self._stores.append(store)
 
+    def remove(self, store: OwnedStore) -> None:
+        """Serve the blobs of a store no longer."""
+        self._stores.remove(store)
+
     def blob(self, digest: bytes) -> Blob:
         return self._find(digest).blob(digest)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from protocol.conduct.proofs import MAX_PROOF_BYTES, Place, Proof, place_of
 from protocol.conduct.strikes import Strikes
-from protocol.consensus.messages import Commit, Roster, SignedMessage
+from protocol.consensus.messages.contributions import Commit, Roster
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 
 MAX_STATEMENTS_PER_PEER = 64

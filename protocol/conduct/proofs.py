@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.messages import ContributionLimits, OpenNested, SignedMessage
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.signed import OpenNested, SignedMessage
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 

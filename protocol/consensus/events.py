@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages import Commit, Contribution, Digest, PartBlob, SignedMessage
+from protocol.consensus.messages.contributions import Commit, Contribution, PartBlob
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 
 
@@ -33,8 +34,8 @@ class MembershipChanged:
     moment; they vote and hold blobs like all others, but no peer waits for their contribution. `ahead`: peers on the
     chain that this peer should move to. They may have decided this round, and so keep their votes in it. `trainers`:
     all live trainers of the run, wherever their chains end: their contributions may be on a roster. `excluded`: keys
-    whose misdeeds are proved. `set_aside`: peers that neither reduce nor delay a roster. `not_leading`: peers that lead
-    no early view.
+    whose misdeeds are proved. `missed`: peers that vanished for most of the run, not for us alone. `set_aside`: peers
+    that neither reduce nor delay a roster. `not_leading`: peers that lead no early view.
     """
 
     peers: frozenset[PeerId]
@@ -43,6 +44,7 @@ class MembershipChanged:
     ahead: frozenset[PeerId] = frozenset()
     trainers: frozenset[PeerId] = frozenset()
     excluded: frozenset[PeerId] = frozenset()
+    missed: frozenset[PeerId] = frozenset()
     set_aside: frozenset[PeerId] = frozenset()
     not_leading: frozenset[PeerId] = frozenset()
 

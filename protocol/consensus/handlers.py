@@ -3,14 +3,15 @@
 from typing import Any
 
 from protocol.consensus.events import RejectReason
-from protocol.consensus.message_kinds import (
+from protocol.consensus.messages.contributions import Commit, Contribution, Roster
+from protocol.consensus.messages.kinds import (
     Acknowledgement,
     CommitCertificate,
     Inventory,
     ReducedPart,
     ReducerAssignment,
 )
-from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.rules import view_change
 from protocol.consensus.rules.acceptance import unknown_contributors
 from protocol.consensus.state import Rejection, RoundState

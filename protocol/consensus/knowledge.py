@@ -10,18 +10,17 @@ from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.message_kinds import Acknowledgement, CommitCertificate, Inventory
-from protocol.consensus.messages import (
+from protocol.consensus.messages.contributions import (
     MAX_CONTRIBUTIONS,
     NO_ROSTER,
     Commit,
     Contribution,
     ContributionList,
-    Digest,
     PartBlob,
-    SignedMessage,
 )
-from protocol.consensus.quorum import VoterSet
+from protocol.consensus.messages.kinds import Acknowledgement, CommitCertificate, Inventory
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.views.quorum import VoterSet
 from protocol.identity import PeerId
 
 MAX_PROPOSALS = 256

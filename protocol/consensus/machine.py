@@ -20,7 +20,6 @@ from google.protobuf import message
 
 from protocol import murmur_pb2 as wire
 from protocol.conduct.conduct import RoundConduct
-from protocol.consensus.certified import CertifiedCommit, build_certificate
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
@@ -43,9 +42,11 @@ from protocol.consensus.events import (
     VoteRecord,
 )
 from protocol.consensus.handlers import handle_message
-from protocol.consensus.message_kinds import Acknowledgement, Basis, Body, CommitCertificate, kind_of
-from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, PartBlob, SignedMessage, blobs_of
-from protocol.consensus.reduction import next_assignment, reduce_parts
+from protocol.consensus.history.certified import CertifiedCommit, build_certificate
+from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, PartBlob, blobs_of
+from protocol.consensus.messages.kinds import Acknowledgement, Basis, Body, CommitCertificate, kind_of
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.reduction.statements import next_assignment, reduce_parts
 from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
 from protocol.consensus.rules import view_change
 from protocol.consensus.rules.acceptance import lacks_assignment, proposal_fault, proposals_to_show

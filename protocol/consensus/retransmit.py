@@ -6,11 +6,11 @@ So a lost message costs only time.
 from collections.abc import Collection
 from typing import Any
 
-from protocol.consensus.message_kinds import Inventory
-from protocol.consensus.messages import SignedMessage
+from protocol.consensus.messages.kinds import Inventory
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.rules.acceptance import proposals_to_show
 from protocol.consensus.state import RoundState
-from protocol.consensus.view import View
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 
 OutgoingMessage = tuple[Collection[PeerId], SignedMessage[Any]]

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.message_kinds import Basis
-from protocol.consensus.messages import Adoption, Digest, SignedMessage
+from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.kinds import Basis
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.topology import Topology
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -21,6 +22,7 @@ class RoundSettings:
     only one side of a split network can commit; after it, each side continues alone, and the chains decide when they
     meet. `roster_quorum`: the share of the awaited members whose contributions close the roster at once (1.0: all; less
     as with backup workers and buffered aggregation, arXiv 2106.06639). Later contributions join the next round.
+    `awaits_all`: members without a vote are awaited too, because the round needs what they have (exact steps).
     """
 
     topology: Topology
@@ -29,6 +31,7 @@ class RoundSettings:
     exchange_timeout: float
     vote_memory: float = 30.0
     roster_quorum: float = 1.0
+    awaits_all: bool = False
 
     @property
     def run_id(self) -> RunId:

@@ -7,24 +7,16 @@ from typing import NamedTuple
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import EarlySubmitPolicy, MembershipChanged, RejectReason, VoteRecord
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.leader import Leader
-from protocol.consensus.leader_roles import MAX_ATTEMPTS, new_leader
-from protocol.consensus.message_kinds import Acknowledgement, Inventory
-from protocol.consensus.messages import (
-    MAX_HELD_BLOBS,
-    NO_ROSTER,
-    Commit,
-    Digest,
-    PartBlob,
-    Roster,
-    SignedMessage,
-    part_blobs_of,
-)
-from protocol.consensus.quorum import Election, VoteMemory, VoterSet
+from protocol.consensus.messages.contributions import MAX_HELD_BLOBS, NO_ROSTER, Commit, PartBlob, Roster, part_blobs_of
+from protocol.consensus.messages.kinds import Acknowledgement, Inventory
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.reduction.sums import Sums
 from protocol.consensus.settings import RoundSettings, RoundStart
-from protocol.consensus.sums import Sums
 from protocol.consensus.topology import NeededPart, Topology
-from protocol.consensus.view import View
+from protocol.consensus.views.leader import Leader
+from protocol.consensus.views.leader_roles import MAX_ATTEMPTS, new_leader
+from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 
 # A leader sends three signs of life in one timeout, so a single lost message does not depose it.
@@ -77,7 +69,11 @@ class RoundState:
         self.adoption = start.adoption  # of a commit that this peer proposes
         self.election = Election(start.base)
         self.voter_set = VoterSet(
-            start.electorate, VoteMemory(settings.vote_memory, settings.leader_timeout), start.last_seen, now
+            start.electorate,
+            VoteMemory(settings.vote_memory, settings.leader_timeout),
+            start.last_seen,
+            now,
+            settings.awaits_all,
         )
         self.knowledge = RoundKnowledge(me)
         self.sums = Sums()

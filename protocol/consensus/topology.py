@@ -27,18 +27,17 @@ from functools import lru_cache
 from typing import Any, ClassVar, Final, Literal
 
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.messages import (
+from protocol.consensus.messages.contributions import (
     Commit,
     Contribution,
-    Digest,
     PartBlob,
-    SignedMessage,
     blobs_of,
     enumerate_parts,
     part_blobs_of,
 )
-from protocol.consensus.quorum import VoterSet
-from protocol.consensus.view import View
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.views.quorum import VoterSet
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 

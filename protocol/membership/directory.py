@@ -109,6 +109,11 @@ class PeerDirectory(MembershipServicer):
         self._clock.count_only(frozenset(), frozenset(self._contacts.bootstrap()))
         self._known.renew()
 
+    @property
+    def start(self) -> int:
+        """Return the id of this process, which our record has too."""
+        return self._known.own.start
+
     def register(self, server: grpc.aio.Server) -> None:
         add_MembershipServicer_to_server(self, server)
 

@@ -24,7 +24,7 @@ from protocol.signing import read_unverified, sign, verify_signed
 
 KIND = "peer"
 MAX_PEERS = 4096
-MAX_RECORD_BYTES = 2048
+MAX_RECORD_BYTES = 2560
 KEPT_VERSIONS = 3  # of a record before the newest one
 CLOCK_TOLERANCE_SECONDS = 60.0  # by which two honest swarm times may differ
 
@@ -341,6 +341,11 @@ class OwnRecord:
         self._sequence = -1
         self._signed_offset = clock.offset
         self._signed_at = float("-inf")
+
+    @property
+    def start(self) -> int:
+        """Return the id of this process."""
+        return self._fields.start
 
     def update_fields(self, fields: Mapping[str, FieldValue]) -> None:
         """Set all of the fields, or none and raise MalformedError.

@@ -11,6 +11,9 @@ from typing import Any
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest_pipeline import MAX_STAGES
+from protocol.membership.kept_states import parse_kept_states
+from protocol.membership.served_stages import parse_served_stages
+from protocol.membership.source_losses import parse_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND, peer_id_of
 
@@ -21,6 +24,7 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARACTERS = 256
 DIGEST_BYTES = (0, 32)
 MAX_TICKET_BYTES = 512
+MAX_VERDICTS = 64  # rounds
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,18 @@ SHARE = Bound(lambda share: 0 <= share <= 1, "a share that is not between 0 and 
 ROUND = Bound(lambda number: number <= MAX_ROUND, "a round above the maximum")
 DIGEST = Bound(lambda digest: len(digest) in DIGEST_BYTES, "a digest of the wrong length")
 
+
+def _parses(parse: Callable[[bytes], object]) -> Callable[[bytes], bool]:
+    def accepts(data: bytes) -> bool:
+        try:
+            parse(data)
+        except MalformedError:
+            return False
+        return True
+
+    return accepts
+
+
 FIELD_BOUNDS: dict[str, Bound] = {
     "role": Bound(lambda role: role in ROLES, "an unknown role"),
     "device": TEXT,
@@ -56,6 +72,8 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "revision": DIGEST,
     "ticket": Bound(lambda ticket: len(ticket) <= MAX_TICKET_BYTES, "a ticket that is too long"),
     "stage": Bound(lambda stage: stage <= MAX_STAGES, "a stage above the maximum"),
+    "kept": Bound(_parses(parse_kept_states), "kept states that are not valid"),
+    "more_stages": Bound(_parses(parse_served_stages), "served stages that are not valid"),
     "stage_life": ANYTHING,
     "stage_rate": AMOUNT,
     "microbatches_done": ANYTHING,
@@ -63,6 +81,11 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "microbatches_lost": ANYTHING,
     "microbatches_replayed": ANYTHING,
     "microbatches_dropped": ANYTHING,
+    "step_decided": Bound(lambda decided: decided <= 2 * MAX_ROUND + 2, "a round above the maximum"),
+    "step_round": ROUND,
+    "step_verdicts": Bound(
+        lambda verdicts: len(verdicts) <= MAX_VERDICTS and set(verdicts) <= {"a", "v"}, "unknown verdicts on steps"
+    ),
     "chain_tokens": Bound(lambda tokens: tokens <= MAX_CHAIN_TOKENS, "a token count above the maximum"),
     "tokens": ANYTHING,
     "loss": NUMBER,
@@ -71,6 +94,7 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "leaving": ANYTHING,
     "validation_loss": AMOUNT,
     "validation_round": ROUND,
+    "validation_by_source": Bound(_parses(parse_source_losses), "losses of sources that are not valid"),
     "compute_seconds": AMOUNT,
     "exchange_seconds": AMOUNT,
     "wait_seconds": AMOUNT,

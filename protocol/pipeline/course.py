@@ -7,11 +7,12 @@ a step and adds no gradient, so a microbatch counts at most once at each stage.
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from protocol.identity import PeerId
-from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Outcome
+from protocol.manifest import RunId
+from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Outcome, Task
 
 MAX_REFUSALS = 3  # peers
 MAX_MISSES = 2  # failed downloads of one result, before its maker counts as gone
@@ -21,8 +22,30 @@ DropReason = Literal[
     "refused",  # three peers found a wrong input, or a value that is not finite
     "replayed too often",
     "expired",  # a server counts it and has forgotten it since
+    "left",  # the owner leaves, and no stage counts it
     "stalled",  # one peer had it for too long and did not leave
+    "round over",  # of an exact step, which counts what it has, or is made again
 ]
+
+
+@dataclass(frozen=True)
+class OwnerSettings:
+    """The settings of an owner.
+
+    Args:
+        in_flight: microbatches at a time.
+        deadline_ms: until servers may forget one.
+        needs_tokens: each stage needs the tokens, not only the first and the last.
+        round_pause: seconds until a server at another round is asked again.
+        activation_bytes: the size of each result; 0 allows any.
+    """
+
+    me: PeerId
+    in_flight: int
+    deadline_ms: int = 600_000
+    needs_tokens: bool = False
+    round_pause: float = 1.0
+    activation_bytes: int = 0
 
 
 class Step(NamedTuple):
@@ -60,13 +83,31 @@ class Request:
         return self.step.direction == "backward" and not self.replay
 
 
-class Course:
-    """One microbatch of `stages` stages; `tokens`: the blob of its tokens, which the owner holds."""
+class ExactPart(NamedTuple):
+    """The id of a microbatch in the exact step of a round; stages that count it already only compute it again."""
 
-    def __init__(self, serial: int, tokens: HeldBlob, stages: int) -> None:
+    round: int
+    number: int
+    counted_at: frozenset[int]
+
+
+class Course:
+    """One microbatch of `stages` stages.
+
+    Args:
+        tokens: the blob of its tokens, which the owner holds.
+        needs_tokens: each stage needs them, not only the first and the last.
+        exact: its part in an exact step.
+    """
+
+    def __init__(
+        self, serial: int, tokens: HeldBlob, stages: int, needs_tokens: bool = False, exact: ExactPart | None = None
+    ) -> None:
         self.serial = serial
+        self.exact = exact
         self.tokens = tokens
         self.stages = stages
+        self.needs_tokens = needs_tokens
         self.reached = 0  # computations that have been made once
         self.request: Request | None = None
         self.attempt = 0
@@ -77,6 +118,7 @@ class Course:
         self.lost: set[int] = set()  # stages whose gradient died with its server
         self.replays = 0
         self.visited: set[tuple[int, PeerId]] = set()
+        self.left: set[tuple[int, PeerId]] = set()  # visited ones that went; if they live after all, they hold it still
         self._servers: dict[int, Place] = {}  # where forward was
         self._results: dict[Step, HeldBlob] = {}
         self._makers: dict[Step, PeerId] = {}
@@ -92,6 +134,14 @@ class Course:
         """Return whether, if it ended now, some stages may count this microbatch and others do not."""
         return bool(self.added) or (self.request is not None and self.request.is_bound)
 
+    @property
+    def is_refused(self) -> bool:
+        return self.refusals >= MAX_REFUSALS
+
+    @property
+    def is_replayed_too_often(self) -> bool:
+        return self.replays > MAX_REPLAYS
+
     def goal(self) -> Step:
         """Return the next computation: that of the course, or one that makes a lost input of it again."""
         step = self._step(self.reached)
@@ -100,8 +150,8 @@ class Course:
         return step
 
     def is_replay(self, step: Step) -> bool:
-        """Return whether a computation has been made before."""
-        return self._index(step) < self.reached
+        """Return whether a computation has been made before, or its stage counts the microbatch already."""
+        return self._index(step) < self.reached or (self.exact is not None and step.stage in self.exact.counted_at)
 
     def preferred(self, step: Step, live: Collection[PeerId]) -> PeerId | None:
         """Return the live peer that made a result before, or where the forward was; None if any peer will do."""
@@ -109,20 +159,49 @@ class Course:
         maker = self._makers.get(step) or (place.peer if place is not None else None)
         return maker if maker in live else None
 
+    def neighbours(self, stage: int) -> frozenset[PeerId]:
+        """Return the peers with which a peer of this stage exchanges activations."""
+        beside = (self._servers.get(stage - 1), self._servers.get(stage + 1))
+        sources = (Step("forward", stage - 1), Step("backward", stage + 1))
+        holders = (self._results[source].holder for source in sources if source in self._results)
+        return frozenset([*(place.peer for place in beside if place is not None), *holders])
+
     def inputs_for(self, step: Step) -> Inputs:
         """Return the inputs of a computation."""
         last = self.stages - 1
         is_middle_backward = step.direction == "backward" and step.stage < last
         return Inputs(
             activation=self._results[Step("forward", step.stage - 1)] if step.stage else None,
-            tokens=self.tokens if step.stage in (0, last) else None,
+            tokens=self.tokens if self.needs_tokens or step.stage in (0, last) else None,
             gradient=self._results[Step("backward", step.stage + 1)] if is_middle_backward else None,
         )
 
-    def fits(self, step: Step, outcome: Outcome) -> bool:
-        """Return whether a finished computation has a result exactly where another stage needs it."""
-        is_end = step in (Step("forward", self.stages - 1), Step("backward", 0))
-        return outcome.status != "done" or (outcome.result is None) == is_end
+    def task(self, request: Request, run: RunId, settings: OwnerSettings, round_number: int) -> Task:
+        """Return the message of a request to the server of a stage, whose id is `run`."""
+        return Task(
+            run=run,
+            owner=settings.me,
+            serial=self.serial,
+            direction=request.step.direction,
+            attempt=request.attempt,
+            life=request.life,
+            round=round_number if self.exact is None else self.exact.round,
+            inputs=request.inputs,
+            deadline_ms=settings.deadline_ms,
+            replay=request.replay,
+            loss=self.loss,
+            number=None if self.exact is None else self.exact.number,
+        )
+
+    def fits(self, step: Step, outcome: Outcome, size: int) -> bool:
+        """Return whether a finished computation has a result where another stage needs it, of `size` bytes if not 0."""
+        if outcome.status != "done" or step in (Step("forward", self.stages - 1), Step("backward", 0)):
+            return True
+        return outcome.result is not None and size in (0, outcome.result.size)
+
+    def record_gradient(self, request: Request, outcome: Outcome) -> None:
+        """Count a gradient whose result cannot be used; another peer makes the result again."""
+        self._complete(request, replace(outcome, result=None))
 
     def record(self, request: Request, outcome: Outcome) -> bool:
         """Take over an outcome; return whether it made a lost result again."""
@@ -136,14 +215,14 @@ class Course:
         """Take over the result of a finished computation."""
         step, place = request.step, Place(request.peer, outcome.life)
         self.refused_by.clear()
-        if request.replay:
-            self.replays += 1
-        elif outcome.loss is not None:
+        self.replays += self._index(step) < self.reached
+        if outcome.loss is not None and self.loss is None:
             self.loss = outcome.loss
         if step.direction == "forward":
             self._servers[step.stage] = place
         elif outcome.added:
-            self.added.setdefault(step.stage, place)
+            known = self.added.setdefault(step.stage, place)
+            known.life = max(known.life, place.life) if known.peer == place.peer else known.life
             self.lost.discard(step.stage)
         if outcome.result is not None:
             self._results[step] = HeldBlob(outcome.result, request.peer)
@@ -179,9 +258,11 @@ class Course:
             del self._servers[stage]
         self.lost |= {stage for stage, place in self.added.items() if place.peer == peer}
 
-    def record_life(self, peer: PeerId, life: int) -> None:
-        """Count the gradients that an earlier life of a peer may have lost."""
-        self.lost |= {stage for stage, place in self.added.items() if place.peer == peer and place.life < life}
+    def record_life(self, stage: int, peer: PeerId, life: int) -> None:
+        """Count the gradient that an earlier life of the server of a stage may have lost."""
+        place = self.added.get(stage)
+        if place is not None and place.peer == peer and place.life < life:
+            self.lost.add(stage)
 
     def _source(self, step: Step, name: str) -> Step | None:
         if name == "activation":

@@ -4,6 +4,8 @@ A ledger is a set of (owner, serial). Serials are kept as bits in blocks of 256,
 random half of an owner's microbatches takes two bits for each. It travels inside snapshots and contributions.
 """
 
+import base64
+import binascii
 from collections.abc import Callable, Iterable, Iterator
 from typing import Self
 
@@ -129,6 +131,18 @@ class Ledger:
                 for owner, blocks in sorted(self._owners.items())
             ]
         ).SerializeToString(deterministic=True)
+
+    def to_text(self) -> str:
+        """Return the encoding as it stands in JSON; empty for an empty ledger."""
+        return base64.b64encode(self.to_bytes()).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Parse what `to_text` returns. Raises MalformedError or LimitError."""
+        try:
+            return cls.from_bytes(base64.b64decode(text, validate=True))
+        except binascii.Error as error:
+            raise MalformedError("a ledger that is not base64") from error
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Self:

@@ -15,6 +15,7 @@ from protocol.blobs.blob import DIGEST_BYTES, Blob
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
+from protocol.membership.key_conflict import RANDOM_BITS
 from protocol.signing import MAX_ROUND
 
 Direction = Literal["forward", "backward"]
@@ -23,7 +24,7 @@ AnswerKind = Literal[
     "accepted",  # an outcome will follow; also for a task that is in progress
     "busy",  # no place in the open step, or no memory
     "other stage",  # this peer does not serve the stage
-    "other round",  # this peer's weights are more than two rounds away
+    "other round",  # this peer's weights are more than eight rounds away
     "other life",  # this peer has restarted
     "sealed",  # this peer is leaving
     "refused",  # inputs of the wrong size or kind
@@ -39,6 +40,7 @@ OutcomeStatus = Literal[
 
 MAX_ACTIVATION_BYTES = 1 << 30
 MAX_SERIAL = 2**63 - 1
+SERIAL_BITS = 20  # serials begin at the milliseconds of the start, so a restarted peer repeats none
 MAX_ATTEMPT = 2**20
 MAX_LIFE = 2**63 - 1
 MAX_DEADLINE_MS = 24 * 3600 * 1000
@@ -52,6 +54,11 @@ class Key(NamedTuple):
 
     owner: PeerId
     serial: int
+
+
+def first_serial(start: int) -> int:
+    """Return the first serial of an owner's process, which the owner's record names by this start id."""
+    return start >> RANDOM_BITS << SERIAL_BITS
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class Task:
         loss: of the microbatch, in nats a token, once the last stage has computed it.
         replay: makes a result again that was lost. It takes no place in a step and adds no gradient.
         deadline_ms: time after which the server may forget the microbatch.
+        number: id of the microbatch in its exact step; None if steps are not exact.
     """
 
     run: RunId
@@ -112,6 +120,7 @@ class Task:
     deadline_ms: int
     replay: bool = False
     loss: float | None = None
+    number: int | None = None
 
     @property
     def key(self) -> Key:
@@ -128,6 +137,7 @@ class Task:
             replay=self.replay,
             deadline_ms=self.deadline_ms,
             loss=self.loss,
+            number=self.number,
             **{name: held.to_wire() for name, held in self.inputs.named().items()},
         )
 
@@ -138,8 +148,8 @@ class Task:
         Raises MalformedError or LimitError if a field is out of its bounds.
         """
         _check_ids(body.run, body.serial, body.attempt, body.life)
-        _check_bound(body.round, MAX_ROUND, "round")
-        _check_bound(body.deadline_ms, MAX_DEADLINE_MS, "deadline")
+        check_bound(body.round, MAX_ROUND, "round")
+        check_bound(body.deadline_ms, MAX_DEADLINE_MS, "deadline")
         if body.HasField("loss"):
             _check_amount(body.loss, math.inf, "loss")
         inputs = Inputs(
@@ -157,6 +167,7 @@ class Task:
             deadline_ms=body.deadline_ms,
             replay=body.replay,
             loss=body.loss if body.HasField("loss") else None,
+            number=body.number if body.HasField("number") else None,
         )
 
 
@@ -254,9 +265,9 @@ class Answer:
     def from_wire(cls, body: wire.AskReply) -> Self:
         """Return a checked answer; raise MalformedError or LimitError if a field is out of its bounds."""
         _check_word(body.kind, get_args(AnswerKind), "answer")
-        _check_bound(body.life, MAX_LIFE, "life")
-        _check_bound(body.round, MAX_ROUND, "round")
-        _check_bound(body.retry_ms, MAX_RETRY_MS, "pause")
+        check_bound(body.life, MAX_LIFE, "life")
+        check_bound(body.round, MAX_ROUND, "round")
+        check_bound(body.retry_ms, MAX_RETRY_MS, "pause")
         _check_amount(body.rate, MAX_RATE, "rate")
         if (body.kind == "known") != body.HasField("outcome"):
             raise MalformedError("only the answer 'known' has an outcome")
@@ -274,8 +285,8 @@ def read_release(body: wire.ReleaseRequest) -> tuple[RunId, tuple[int, ...]]:
     if len(body.serials) > MAX_RELEASED:
         raise LimitError(f"{len(body.serials)} released microbatches, at most {MAX_RELEASED} are allowed")
     for serial in body.serials:
-        _check_bound(serial, MAX_SERIAL, "serial")
-    _check_run(body.run)
+        check_bound(serial, MAX_SERIAL, "serial")
+    check_run(body.run)
     return body.run.hex(), tuple(body.serials)
 
 
@@ -285,7 +296,7 @@ def invitation_to_wire(run: RunId) -> wire.InviteRequest:
 
 def read_invitation(body: wire.InviteRequest) -> RunId:
     """Return the stage that has room for forwards."""
-    _check_run(body.run)
+    check_run(body.run)
     return body.run.hex()
 
 
@@ -300,18 +311,18 @@ def _read_blob(reference: wire.BlobRef) -> Blob:
 
 
 def _check_ids(run: bytes, serial: int, attempt: int, life: int) -> None:
-    _check_run(run)
-    _check_bound(serial, MAX_SERIAL, "serial")
-    _check_bound(attempt, MAX_ATTEMPT, "attempt")
-    _check_bound(life, MAX_LIFE, "life")
+    check_run(run)
+    check_bound(serial, MAX_SERIAL, "serial")
+    check_bound(attempt, MAX_ATTEMPT, "attempt")
+    check_bound(life, MAX_LIFE, "life")
 
 
-def _check_run(run: bytes) -> None:
+def check_run(run: bytes) -> None:
     if len(run) != DIGEST_BYTES:
         raise MalformedError("the id of a stage has 32 bytes")
 
 
-def _check_bound(value: int, limit: int, name: str) -> None:
+def check_bound(value: int, limit: int, name: str) -> None:
     if value > limit:
         raise MalformedError(f"a {name} of {value}, at most {limit} is allowed")
 

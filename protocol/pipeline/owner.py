@@ -4,14 +4,13 @@ The same peer is asked again after a timeout, because it knows the microbatch an
 asked for a gradient only once the first is gone, is leaving or has refused.
 """
 
-import heapq
 import random
-from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.pipeline.course import MAX_REFUSALS, MAX_REPLAYS, Course, DropReason, Place, Request, Step
+from protocol.pipeline.course import Course, DropReason, ExactPart, OwnerSettings, Request, Step
+from protocol.pipeline.ended import EndedMicrobatches
 from protocol.pipeline.messages import Answer, HeldBlob, Outcome, Task
 from protocol.pipeline.owner_events import (
     Action,
@@ -22,21 +21,21 @@ from protocol.pipeline.owner_events import (
     Finished,
     Invited,
     OwnerCounts,
-    OwnerSettings,
     PeersChanged,
     ReleaseFailed,
     StageEmpty,
     Tick,
     Told,
+    WrongResult,
 )
 from protocol.pipeline.releases import Releases
-from protocol.pipeline.routing import REPORT_SECONDS, Router
+from protocol.pipeline.routing import REPORT_SECONDS, Router, task_round
+from protocol.pipeline.timers import Timers, Wake
 
 ASK_SECONDS, RETRY_SECONDS = 5.0, 0.5  # the deadline of a call, and the pause after one without an answer
 MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request for it
-PATIENCE = 4.0  # times the expected time
-STALL_SECONDS = 600.0
-REMEMBERED = 1024  # ended microbatches, to recognise late outcomes
+PATIENCE, STALL_SECONDS = 4.0, 600.0  # times the expected time; until a peer that has a task counts as stuck
+SEALED_SECONDS = 0.5  # until a server that has sealed its exact step is asked again
 
 
 class Owner:
@@ -50,15 +49,15 @@ class Owner:
         self._routers = [Router(rng) for _ in self._runs]
         self._live: list[frozenset[PeerId]] = [frozenset() for _ in self._runs]
         self._draining: list[frozenset[PeerId]] = [frozenset() for _ in self._runs]
-        self._lives: dict[PeerId, int] = {}
-        self._round = 0
+        self._hidden: frozenset[PeerId] = frozenset()
+        self._lives: dict[tuple[int, PeerId], int] = {}  # by stage and peer
+        self._rounds = [0 for _ in self._runs]
         self._courses: dict[int, Course] = {}
-        self._waiting: list[deque[int]] = [deque() for _ in self._runs]
+        self._waiting: list[list[int]] = [[] for _ in self._runs]
         self._changed: set[int] = set()  # stages that may have room again
-        self._wake_at: list[float | None] = [None for _ in self._runs]
-        self._ended: OrderedDict[int, dict[int, Place]] = OrderedDict()
+        self._ended = EndedMicrobatches()
         self._releases = Releases()
-        self._timers: list[tuple[float, int, int]] = []  # time, serial or -1 - stage, attempt
+        self._timers = Timers(len(self._runs))
         self._actions: list[Action] = []
 
     def run_of(self, stage: int) -> RunId:
@@ -82,14 +81,25 @@ class Owner:
 
     def next_deadline(self) -> float | None:
         """Return the time of the next Tick that does something."""
-        times = [self._timers[0][0] if self._timers else None, self._releases.due]
-        return min((time for time in times if time is not None), default=None)
+        return min((time for time in (self._timers.due, self._releases.due) if time is not None), default=None)
 
-    def begin(self, serial: int, tokens: HeldBlob, now: float) -> list[Action]:
+    def begin(self, serial: int, tokens: HeldBlob, now: float, exact: ExactPart | None = None) -> list[Action]:
         """Start a microbatch; its serial must be new, and `room` above 0."""
         assert self.room > 0 and serial not in self._courses
-        course = self._courses[serial] = Course(serial, tokens, len(self._runs))
+        course = self._courses[serial] = Course(serial, tokens, len(self._runs), self.settings.needs_tokens, exact)
         self._advance(course, now)
+        return self._take_actions()
+
+    def leave(self, now: float) -> list[Action]:
+        """Give up the microbatches that no stage can have counted; the others may still end."""
+        for serial in [serial for serial, course in self._courses.items() if not course.is_torn]:
+            self._end(self._courses[serial], "left", now)
+        return self._take_actions()
+
+    def end_round(self, now: float) -> list[Action]:
+        """End all microbatches of an exact step whose round is over."""
+        for course in list(self._courses.values()):
+            self._end(course, "round over", now)
         return self._take_actions()
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -107,8 +117,7 @@ class Owner:
                 self._routers[stage].record_invitation(peer, now)
                 self._changed.add(stage)
             case ReleaseFailed():
-                if event.peer in self._live[event.stage]:
-                    self._releases.add(event.stage, event.peer, event.serials, now)
+                self._releases.add(event.stage, event.peer, event.serials, now)
             case Tick():
                 self._on_tick(now)
         while self._changed:
@@ -120,17 +129,17 @@ class Owner:
         return actions
 
     def _change_peers(self, event: PeersChanged, now: float) -> None:
-        self._round = event.round
-        before = frozenset[PeerId]().union(*self._live)
+        self.counts.lost += self._ended.update(event.stages)
         for stage, peers in enumerate(event.stages):
             self._routers[stage].update(peers)
+            self._rounds[stage] = task_round(event.round, peers)
             self._live[stage] = frozenset(entry.peer for entry in peers)
             self._draining[stage] = frozenset(entry.peer for entry in peers if entry.draining)
-        for peer in before - frozenset[PeerId]().union(*self._live):
-            self._lives.pop(peer, None)
-        for entry in [entry for peers in event.stages for entry in peers]:
-            self._record_life(entry.peer, entry.life, now)
-        self._releases.keep_only(self._live)
+        self._lives = {place: life for place, life in self._lives.items() if place[1] in self._live[place[0]]}
+        self._hidden = frozenset(entry.peer for peers in event.stages for entry in peers if entry.hidden)
+        for stage, entry in [(stage, entry) for stage, peers in enumerate(event.stages) for entry in peers]:
+            self._record_life(stage, entry.peer, entry.life, now)
+        self._releases.set_live(self._live, now)
         for course in list(self._courses.values()):
             self._leave_gone_peers(course, now)
         self._changed.update(range(len(self._runs)))
@@ -143,17 +152,18 @@ class Owner:
         if request is not None and request.peer in gone:
             self._abandon(course, request)
             self._advance(course, now)
-        course.visited = {(stage, peer) for stage, peer in course.visited if peer not in gone}
+        course.left |= {place for place in course.visited if place[1] in gone}
+        course.visited -= course.left
 
-    def _record_life(self, peer: PeerId, life: int, now: float) -> None:
-        known = self._lives.get(peer, 0)
-        self._lives[peer] = max(known, life)
+    def _record_life(self, stage: int, peer: PeerId, life: int, now: float) -> None:
+        known = self._lives.get((stage, peer), 0)
+        self._lives[stage, peer] = max(known, life)
         if life <= known or not known:
             return
         for course in list(self._courses.values()):
-            course.record_life(peer, life)
+            course.record_life(stage, peer, life)
             request = course.request
-            if request is not None and request.peer == peer and request.life < life:
+            if request is not None and (request.step.stage, request.peer) == (stage, peer) and request.life < life:
                 self._ask(course, request, now)
 
     def _advance(self, course: Course, now: float) -> None:
@@ -170,19 +180,21 @@ class Owner:
 
     def _serve(self, stage: int, now: float) -> None:
         """Give waiting microbatches of a stage to peers that have room."""
-        waiting, router = self._waiting[stage], self._routers[stage]
         self._note_emptiness(stage, now)
-        while waiting:
-            course = self._courses.get(waiting[0])
-            peer = router.choose(now, course.refused_by) if course is not None else None
-            if course is not None and peer is None and not router.all_within(course.refused_by):
-                self._wake_later(stage, router.wake_time(now))
-                return
-            waiting.popleft()
-            if course is not None and peer is not None:
+        router, left = self._routers[stage], list[int]()
+        full = set[tuple[frozenset[PeerId], bool]]()  # demands that no peer can meet now
+        for course in [self._courses[serial] for serial in self._waiting[stage] if serial in self._courses]:
+            demand = frozenset(course.refused_by), not self._hidden.isdisjoint(course.neighbours(stage))
+            peer = router.choose(now, *demand) if demand not in full else None
+            if peer is not None:
                 self._open_request(course, course.goal(), peer, now)
-            elif course is not None:
+            elif router.all_within(course.refused_by):
                 self._end(course, "refused", now)
+            else:
+                full.add(demand)
+                left.append(course.serial)
+        self._waiting[stage] = left
+        self._timers.wake(stage, router.wake_time(now) if left else None)
 
     def _open_request(self, course: Course, step: Step, peer: PeerId, now: float) -> None:
         course.attempt += 1
@@ -195,24 +207,11 @@ class Owner:
 
     def _ask(self, course: Course, request: Request, now: float) -> None:
         """Send the request of a course, again if it has been sent."""
-        request.life, request.sent = self._lives.get(request.peer, 0), now
+        request.life, request.sent = self._lives.get((request.step.stage, request.peer), 0), now
         self._schedule(course, request, now + 2 * ASK_SECONDS)
-        self._actions.append(Ask(request.peer, self._task_of(course, request)))
-
-    def _task_of(self, course: Course, request: Request) -> Task:
-        return Task(
-            run=self._runs[request.step.stage],
-            owner=self.settings.me,
-            serial=course.serial,
-            direction=request.step.direction,
-            attempt=request.attempt,
-            life=request.life,
-            round=self._round,
-            inputs=request.inputs,
-            deadline_ms=self.settings.deadline_ms,
-            replay=request.replay,
-            loss=course.loss,
-        )
+        stage = request.step.stage
+        task = course.task(request, self._runs[stage], self.settings, self._rounds[stage])
+        self._actions.append(Ask(request.peer, task))
 
     def _abandon(self, course: Course, request: Request) -> None:
         course.request = None
@@ -221,7 +220,7 @@ class Owner:
 
     def _schedule(self, course: Course, request: Request, due: float) -> None:
         request.due = due
-        heapq.heappush(self._timers, (due, course.serial, request.attempt))
+        self._timers.ask_again(due, course.serial, request.attempt)
 
     def _find(self, peer: PeerId, task: Task) -> tuple[Course, Request] | None:
         course = self._courses.get(task.serial)
@@ -238,8 +237,8 @@ class Owner:
         if found is not None:
             self._routers[stage].record_answer(peer, max(0.0, now - found[1].sent))
         self._routers[stage].record_rate(peer, answer.rate)
-        self._record_life(peer, answer.life, now)
-        if found is None or answer.life < self._lives[peer]:
+        self._record_life(stage, peer, answer.life, now)
+        if found is None or answer.life < self._lives[stage, peer]:
             return
         course, request = found
         if answer.kind == "known" and answer.outcome is not None:
@@ -259,11 +258,14 @@ class Owner:
                 if request.life < answer.life:
                     self._ask(course, request, now)
             case "other round":
-                self._on_busy(course, request, now + 1.0, now)
+                self._on_busy(course, request, now + self.settings.round_pause, now)
             case "refused":
                 self._on_refusal(course, request, now)
             case _:
-                router.remove(request.peer)
+                if answer.kind == "sealed" and course.exact is not None:
+                    router.record_busy(request.peer, request.sent, now + SEALED_SECONDS)
+                else:
+                    router.remove(request.peer)
                 course.forget_place(request.step, request.peer)
                 self._go_elsewhere(course, request, now)
 
@@ -280,7 +282,7 @@ class Owner:
         course.refused_by.add(request.peer)
         course.refusals += 1
         self._routers[request.step.stage].record_failure(request.peer, now)
-        if course.refusals >= MAX_REFUSALS:
+        if course.is_refused:
             self._end(course, "refused", now)
         else:
             self._go_elsewhere(course, request, now)
@@ -307,8 +309,8 @@ class Owner:
         if stage is None:
             return
         self._routers[stage].record_rate(peer, outcome.rate)
-        self._record_life(peer, outcome.life, now)
-        if outcome.life < self._lives.get(peer, 0):
+        self._record_life(stage, peer, outcome.life, now)
+        if outcome.life < self._lives[stage, peer]:
             self.counts.void += 1
             return
         course = self._courses.get(outcome.serial)
@@ -324,17 +326,26 @@ class Owner:
             self._ask(course, request, now)
         elif outcome.status == "ended":
             self._end(course, "expired", now)
-        elif outcome.status == "invalid" or not course.fits(request.step, outcome):
+        elif not course.fits(request.step, outcome, self.settings.activation_bytes):
+            self._on_wrong_result(course, request, outcome, now)
+        elif outcome.status == "invalid":
             self._on_refusal(course, request, now)
         else:
             self._abandon(course, request)
             self.counts.replayed += course.record(request, outcome)
             self._continue(course, now)
 
+    def _on_wrong_result(self, course: Course, request: Request, outcome: Outcome, now: float) -> None:
+        """Let another peer make the result again; the gradient counts, because no other peer may add it."""
+        if outcome.added:
+            course.record_gradient(request, outcome)
+        self._actions.append(WrongResult(request.peer))
+        self._on_refusal(course, request, now)
+
     def _continue(self, course: Course, now: float) -> None:
         if course.is_done:
             self._end(course, None, now)
-        elif course.replays > MAX_REPLAYS:
+        elif course.is_replayed_too_often:
             self._end(course, "replayed too often", now)
         else:
             self._advance(course, now)
@@ -342,7 +353,7 @@ class Owner:
     def _on_late_outcome(self, peer: PeerId, step: Step, outcome: Outcome) -> None:
         """Count a gradient that another server of the stage counts too."""
         course = self._courses.get(outcome.serial)
-        added = course.added if course is not None else self._ended.get(outcome.serial, {})
+        added = course.added if course is not None else self._ended.places(outcome.serial)
         place = added.get(step.stage)
         if outcome.added and place is not None and place.peer != peer:
             self.counts.duplicates += 1
@@ -352,27 +363,23 @@ class Owner:
         if course.request is not None:
             self._abandon(course, course.request)
         del self._courses[course.serial]
-        self._ended[course.serial] = course.added
-        if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
-        for stage, peer in sorted(course.visited):
+        self._ended.add(course.serial, course.added, course.lost)
+        for stage, peer in sorted(course.visited | course.left):
             self._releases.add(stage, peer, [course.serial], now)
         self.counts.lost += len(course.lost)
         if reason is None:
             self.counts.done += 1
         else:
             self.counts.dropped[reason] += 1
-            self.counts.torn += is_torn
-        self._actions.append(Finished(course.serial, course.loss, reason))
+            self.counts.torn += is_torn and reason != "round over"
+        self._actions.append(Finished(course.serial, course.loss, reason, course.added))
 
     def _on_tick(self, now: float) -> None:
-        while self._timers and self._timers[0][0] <= now:
-            _, number, attempt = heapq.heappop(self._timers)
-            if number < 0:
-                self._wake_at[-1 - number] = None
-                self._serve(-1 - number, now)
-            elif (course := self._courses.get(number)) is not None:
-                self._on_due(course, attempt, now)
+        for timer in self._timers.take(now):
+            if isinstance(timer, Wake):
+                self._serve(timer.stage, now)
+            elif (course := self._courses.get(timer.serial)) is not None:
+                self._on_due(course, timer.attempt, now)
         self._actions += self._releases.take(now)
 
     def _on_due(self, course: Course, attempt: int, now: float) -> None:
@@ -384,14 +391,8 @@ class Owner:
         else:
             self._ask(course, request, now)
 
-    def _wake_later(self, stage: int, time: float | None) -> None:
-        planned = self._wake_at[stage]
-        if time is not None and (planned is None or time < planned):
-            self._wake_at[stage] = time
-            heapq.heappush(self._timers, (time, -1 - stage, 0))
-
     def _note_emptiness(self, stage: int, now: float) -> None:
         """Report a stage that nobody serves while microbatches wait for it."""
         if self._waiting[stage] and self._routers[stage].reports_emptiness(now):
             self._actions.append(StageEmpty(stage, len(self._waiting[stage])))
-            self._wake_later(stage, now + REPORT_SECONDS)
+            self._timers.wake(stage, now + REPORT_SECONDS)

@@ -1,22 +1,14 @@
 """Settings and events of the owner of microbatches, the actions that it returns, and its counters."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.pipeline.course import DropReason
+from protocol.pipeline.course import DropReason, Place
 from protocol.pipeline.messages import Answer, Outcome, Task
 from protocol.pipeline.routing import StagePeer
-
-
-@dataclass(frozen=True)
-class OwnerSettings:
-    """`in_flight`: microbatches at a time; `deadline_ms`: until servers may forget one."""
-
-    me: PeerId
-    in_flight: int
-    deadline_ms: int = 600_000
 
 
 @dataclass(frozen=True)
@@ -97,11 +89,15 @@ class Release:
 
 @dataclass(frozen=True)
 class Finished:
-    """A microbatch that has ended: done with its loss, or dropped for a reason. The owner may drop its tokens."""
+    """A microbatch that has ended: done with its loss, or dropped for a reason. The owner may drop its tokens.
+
+    `added`: the servers that have said that they count it, by stage.
+    """
 
     serial: int
     loss: float | None
     reason: DropReason | None = None
+    added: Mapping[int, Place] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,14 @@ class StageEmpty:
     waiting: int
 
 
-Action = Ask | Release | Finished | StageEmpty
+@dataclass(frozen=True)
+class WrongResult:
+    """Report a peer whose result is missing or has another size than all results."""
+
+    peer: PeerId
+
+
+Action = Ask | Release | Finished | StageEmpty | WrongResult
 
 
 @dataclass
@@ -121,7 +124,7 @@ class OwnerCounts:
 
     Args:
         torn: dropped microbatches that some stages may count and others do not; an upper bound.
-        lost: gradients whose server died, or restarted, before the microbatch was done; an upper bound.
+        lost: gradients whose server died, or restarted, before they were in a contribution; an upper bound.
         duplicates: gradients that two servers of a stage count.
         replayed: computations that were made again.
         void: outcomes of an earlier life.

@@ -9,6 +9,10 @@ A peer has at most the work of one second and what is on its way: `ceil(2 rate (
 microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is passed over, without a ban, until
 it invites us or its pause has passed; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned, bans
 do not count.
+
+Between two peers that are both hidden behind NAT an activation does not pass (see `protocol.transport.nat`). So a
+microbatch that comes from a hidden peer, or returns to one, goes to a peer that others can call, and waits for it while
+it is busy. Only a stage without such a peer gets it all the same.
 """
 
 import math
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from protocol.identity import PeerId
+from protocol.pipeline.server import MAX_ROUND_DISTANCE
 
 FIRST_BAN_SECONDS, MAX_BAN_SECONDS = 5.0, 300.0
 AHEAD_SECONDS = 1.0  # of work that a peer holds beyond the round trip
@@ -30,13 +35,14 @@ MIN_RATE = 1e-4
 
 @dataclass(frozen=True)
 class StagePeer:
-    """A live peer of a stage, as its record says; a rate of 0 is unknown."""
+    """A live peer of a stage, as its record says; a rate of 0 is unknown, and a hidden peer cannot be called."""
 
     peer: PeerId
     life: int
     round: int
     rate: float = 0.0
     draining: bool = False
+    hidden: bool = False
 
 
 @dataclass
@@ -57,6 +63,16 @@ class _Route:
         return math.ceil(2 * self.rate * (2 * self.round_trip + AHEAD_SECONDS)) + 1
 
 
+def task_round(own: int, peers: Iterable[StagePeer]) -> int:
+    """Return the round of the tasks for a stage: our own, or that of the stage if all of it is far from us.
+
+    A stage that began again from a kept state is behind for a while, and its trainers are not.
+    """
+    rounds = [entry.round for entry in peers]
+    is_far = all(abs(number - own) > MAX_ROUND_DISTANCE for number in rounds)
+    return max(rounds) if rounds and is_far else own
+
+
 class Router:
     """The peers of one stage, as one owner sees them; times are in seconds of the caller's clock."""
 
@@ -64,6 +80,7 @@ class Router:
         self._rng = rng
         self._routes: dict[PeerId, _Route] = {}
         self._away: dict[PeerId, _Route] = {}  # outstanding work at peers that take no new one
+        self._hidden: frozenset[PeerId] = frozenset()
         self._now_virtual = 0.0
         self._reported_at = -math.inf  # that nobody serves the stage
 
@@ -81,6 +98,7 @@ class Router:
     def update(self, peers: Iterable[StagePeer]) -> None:
         """Take over the live peers of the stage that take new microbatches."""
         listed = {entry.peer: entry for entry in peers if not entry.draining}
+        self._hidden = frozenset(peer for peer, entry in listed.items() if entry.hidden)
         for peer in self._routes.keys() - listed.keys():
             self.remove(peer)
         start = min((route.virtual_time for route in self._routes.values()), default=self._now_virtual)
@@ -92,7 +110,6 @@ class Router:
         route = self._away.pop(peer, None) or _Route(self._seed_rate(rate), start, self._rng.random())
         route.virtual_time = max(route.virtual_time, start)
         self._routes[peer] = route
-        self._reported_at = -math.inf
 
     def _seed_rate(self, rate: float) -> float:
         if rate > 0:
@@ -105,9 +122,12 @@ class Router:
         if route is not None and route.outstanding:
             self._away[peer] = route
 
-    def choose(self, now: float, excluded: Collection[PeerId] = ()) -> PeerId | None:
-        """Return the peer for the next microbatch and charge it, or None if none has room now."""
-        open_routes = self._open_routes(now, excluded)
+    def choose(self, now: float, excluded: Collection[PeerId] = (), beside_hidden: bool = False) -> PeerId | None:
+        """Return the peer for the next microbatch and charge it, or None if none has room now.
+
+        `beside_hidden`: whether the peer exchanges activations with a hidden one.
+        """
+        open_routes = self._open_routes(now, excluded, beside_hidden)
         if not open_routes:
             return None
         floor = self._now_virtual
@@ -123,8 +143,10 @@ class Router:
     def _rank(self, route: _Route) -> tuple[float, float]:
         return route.virtual_time, route.tie
 
-    def _open_routes(self, now: float, excluded: Collection[PeerId]) -> Mapping[PeerId, _Route]:
+    def _open_routes(self, now: float, excluded: Collection[PeerId], beside_hidden: bool) -> Mapping[PeerId, _Route]:
         wanted = {peer: route for peer, route in self._routes.items() if peer not in excluded}
+        if beside_hidden:
+            wanted = {peer: route for peer, route in wanted.items() if peer not in self._hidden} or wanted
         reachable = {peer: route for peer, route in wanted.items() if route.banned_until <= now} or wanted
         return {
             peer: route
@@ -191,11 +213,6 @@ class Router:
             pause = min(MAX_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(route.failures, 16))
             route.failures, route.banned_until = route.failures + 1, now + pause
         return route.banned_until
-
-    def outstanding(self, peer: PeerId) -> int:
-        """Return the number of tasks that a peer has."""
-        route = self._find(peer)
-        return route.outstanding if route is not None else 0
 
     def expected_seconds(self, peer: PeerId) -> float:
         """Return the time in which a peer should finish all that it has from this owner."""

@@ -6,11 +6,11 @@ of an owner free it too.
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from protocol.identity import PeerId
-from protocol.pipeline.entry import Entry, Work
+from protocol.pipeline.entry import ComputeTimes, Entry, Work
 from protocol.pipeline.gate import Gate, WaitingOwners
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.memory import Memory
@@ -42,7 +42,6 @@ from protocol.pipeline.stage_settings import StageSettings
 MAX_ROUND_DISTANCE = 8  # stages keep one round apart themselves, but a trainer in mid-step may be behind its stage
 MIN_PAUSE_MS, MAX_PAUSE_MS, UNINVITED_PAUSE_MS = 50, 2000, 10_000
 QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # work that waits here before forwards are turned away; tasks at an unknown rate
-SMOOTHING = 0.2
 REMEMBERED = 4096  # ended microbatches, to refuse late tasks
 
 
@@ -66,19 +65,20 @@ class StageServer:
         self._computing: Compute | TakeStep | None = None
         self._unfinished: set[int] = set()  # tokens of the tasks without an outcome
         self._waiting = WaitingOwners()
+        self._owners: Mapping[PeerId, int] = {}  # the live ones, with their first serials
         self._tokens = 0
-        self._milliseconds: dict[Direction, float] = {}
+        self._times = ComputeTimes()
         self._actions: list[Action] = []
 
     @property
     def rate(self) -> float:
         """Return the microbatches a second that this peer computes, 0 while it is unknown."""
-        return 1000 / max(1e-3, sum(self._milliseconds.values())) if len(self._milliseconds) == 2 else 0.0
+        return self._times.rate
 
     @property
     def is_idle(self) -> bool:
-        """Return whether a draining server may leave."""
-        return self._computing is None and not self.gate.open_count and not self.gate.added
+        """Return whether a draining server may leave: its step is made, and nobody needs a result of it."""
+        return self._computing is None and not self.gate.added and not self._entries
 
     def next_deadline(self) -> float | None:
         """Return the time of the next Tick that does something."""
@@ -106,7 +106,7 @@ class StageServer:
             case ReleasedBy():
                 self._on_release(event)
             case OwnersChanged():
-                self._on_owners(event.owners)
+                self._on_owners(event)
             case TrainerRestarted():
                 self._on_restart(event)
             case CloseStep():
@@ -160,14 +160,10 @@ class StageServer:
         if abs(task.round - self.round) > MAX_ROUND_DISTANCE and not self.gate.holds(task.key):
             return "other round"  # a step that waits for the microbatch could not end, and its round neither
         sizes = {name: held.blob.size for name, held in task.inputs.named().items()}
-        if sizes != self.settings.input_bytes(task.direction) or not self._has_ledger_room(task.key):
+        has_room = self.ledger.has_room_for(task.key) and self.gate.added.has_room_for(task.key)
+        if sizes != self.settings.input_bytes(task.direction) or not has_room:
             return "refused"
-        if self.is_draining and not self._belongs_here(task):
-            return "sealed"
-        return None
-
-    def _has_ledger_room(self, key: Key) -> bool:
-        return self.ledger.has_room_for(key) and self.gate.added.has_room_for(key)
+        return "sealed" if self.is_draining and not self._belongs_here(task) else None
 
     def _belongs_here(self, task: Task) -> bool:
         is_known = task.key in self._entries or task.key in self._ended
@@ -180,6 +176,8 @@ class StageServer:
     def _busy_ms(self, task: Task) -> int:
         """Return after how many milliseconds to ask again; 0 if the task is admitted."""
         size = self._needed_bytes(task)
+        if task.serial < self._owners.get(task.owner, 0):  # of an earlier process; or we know an earlier process only
+            return MAX_PAUSE_MS
         if task.direction == "backward":
             admitted = self.memory.admits_backward(size)
         elif task.replay:
@@ -214,7 +212,7 @@ class StageServer:
         inputs = task.inputs.named()
         if task.direction == "backward" and self._holds_forward(key):
             inputs = {name: held for name, held in inputs.items() if name == "gradient"}
-        entry = self._entries.setdefault(key, Entry(now))
+        entry = self._entries.setdefault(key, Entry(now, task.number))
         self._extend(task, now)
         self._tokens += 1
         entry.work[task.direction] = Work(task, self._tokens, size)
@@ -234,7 +232,7 @@ class StageServer:
             self._on_computed(event)
         work = self._work(event.key, event.direction)
         if work is None or work.token != event.token or work.outcome is not None:
-            self._drop_unknown(event.key)
+            self._free(event.key)  # what came in for a task that was given up meanwhile
             return
         if isinstance(event, Fetched):
             self._ready.append((event.key, event.direction, event.token))
@@ -246,19 +244,15 @@ class StageServer:
         else:
             self._finish(work, event)
 
-    def _drop_unknown(self, key: Key) -> None:
-        """Free what came in for a task that was given up meanwhile."""
-        entry = self._entries.get(key)
-        self._actions.append(Drop(key, entry.blobs() if entry is not None else frozenset()))
-
     def _on_computed(self, event: Computed) -> None:
         """Let the trainer go on; its sum has the gradient, also if the microbatch was struck meanwhile."""
         computing = self._computing
-        if not isinstance(computing, Compute) or computing.token != event.token:
-            return
-        self._computing = None
-        if computing.adds and event.valid:
-            self.gate.add(event.key)
+        if isinstance(computing, Compute) and computing.token == event.token:
+            self._computing = None
+            if computing.adds and event.valid:
+                self.gate.add(event.key)
+                if event.key not in self._entries:
+                    self._end(event.key)  # its owner may live after all
 
     def _run(self) -> None:
         """Let the trainer begin its next piece of work: a complete step, or the task that is ready for longest."""
@@ -289,7 +283,7 @@ class StageServer:
         self._unfinished.discard(work.token)
         self.counts.computed += 1
         self.counts.replayed += task.replay
-        self._record_time(task.direction, event.compute_ms)
+        self._times.record(task.direction, event.compute_ms)
         work.outcome = replace(
             self._outcome(task, "done"),
             result=event.result,
@@ -299,14 +293,14 @@ class StageServer:
             rate=self.rate,
         )
         if task.direction == "backward":
-            work.size = self.settings.result_bytes("backward")
+            work.size = self._size_after(work)
             self._entries[task.key].work.pop("forward", None)
             self._keep_results(task.key)
         self._actions.append(Tell(task.owner, work.outcome))
 
-    def _record_time(self, direction: Direction, milliseconds: float) -> None:
-        mean = self._milliseconds.get(direction, milliseconds)
-        self._milliseconds[direction] = mean + SMOOTHING * (milliseconds - mean)
+    def _size_after(self, work: Work) -> int:
+        """Return the bytes that a finished backward still holds: those of its result."""
+        return self.settings.result_bytes("backward")
 
     def _outcome(self, task: Task, status: OutcomeStatus) -> Outcome:
         return Outcome(task.run, task.serial, task.direction, task.attempt, self.life, status)
@@ -328,27 +322,30 @@ class StageServer:
 
     def _keep_results(self, key: Key) -> None:
         """Free the blobs of a microbatch that nobody needs any more."""
-        entry = self._entries[key]
-        self.memory.shrink(key, entry.size)
-        if entry.work:
-            self._actions.append(Drop(key, entry.blobs()))
-        else:
-            self._forget(key)
+        (self._free if self._entries[key].work else self._forget)(key)
+
+    def _free(self, key: Key) -> None:
+        """Free all of a microbatch but what its entry needs, and what the trainer reads at this moment."""
+        entry, running = self._entries.get(key, Entry(0.0)), self._computing
+        size, kept = entry.size, entry.blobs()
+        if isinstance(running, Compute) and running.task.key == key:
+            size = max(size, self.settings.task_bytes(running.task.direction))
+            kept |= {held.blob for held in running.task.inputs.named().values()}
+        self.memory.shrink(key, size)
+        self._actions.append(Drop(key, kept))
 
     def _on_step(self) -> None:
-        if not isinstance(self._computing, TakeStep):
-            return
-        self._computing = None
-        self.counts.steps += 1
-        self.ledger = self.ledger | self.gate.take()
+        if isinstance(self._computing, TakeStep):
+            self._computing = None
+            self.counts.steps += 1
+            self.ledger = self.ledger | self.gate.take()
 
     # Ends
 
     def _forget(self, key: Key) -> None:
         entry = self._entries.pop(key, None)
         self._unfinished -= {work.token for work in entry.work.values()} if entry is not None else set()
-        self.memory.shrink(key, 0)
-        self._actions.append(Drop(key))
+        self._free(key)
 
     def _on_release(self, event: ReleasedBy) -> None:
         for serial in event.serials:
@@ -363,15 +360,16 @@ class StageServer:
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
-    def _on_owners(self, owners: frozenset[PeerId]) -> None:
-        self._waiting.keep_only(owners)
-        self.memory.owners = max(1, len(owners))
-        gone = [key for key in self._entries if key.owner not in owners]
-        self.counts.torn += sum(self._has_counted(key) for key in gone)
+    def _on_owners(self, event: OwnersChanged) -> None:
+        self._owners = event.owners
+        self._waiting.keep_only(event.owners)
+        self.memory.owners = max(1, len(event.owners))
+        gone = [key for key in self._entries if key.serial < event.owners.get(key.owner, math.inf)]
+        self.counts.torn += sum(map(self._has_counted, gone))
         self._strike(gone)
 
     def _strike(self, keys: Iterable[Key]) -> None:
-        """Give up microbatches whose owner is gone or too late."""
+        """Give up microbatches whose owner is gone, has restarted, or is too late."""
         for key in keys:
             self.counts.struck += self.gate.strike(key)
             if self._has_counted(key):
@@ -382,10 +380,13 @@ class StageServer:
     def _on_restart(self, event: TrainerRestarted) -> None:
         """Begin a new life: what the snapshot does not contain was never added."""
         acknowledged = self.ledger | self.gate.added
-        self.counts.lost += len(acknowledged - event.ledger)
+        self._contributed = self._contributed | event.contributed
+        self.counts.lost += len(acknowledged - event.ledger - self._contributed)
         self.life, self.ledger = event.life, event.ledger
         self.gate.take()
-        self._computing = None
+        interrupted, self._computing = self._computing, None
+        if isinstance(interrupted, Compute):
+            self._free(interrupted.task.key)
         self._ready.clear()
         self._failed.clear()
         for work in [work for entry in self._entries.values() for work in entry.work.values()]:

@@ -1,7 +1,8 @@
 """Events of the server of a stage, the actions that it returns, and its counters."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
@@ -11,9 +12,12 @@ from protocol.pipeline.messages import Direction, HeldBlob, Input, Key, Outcome,
 
 @dataclass(frozen=True)
 class OwnersChanged:
-    """The live peers that may own microbatches; the microbatches of all others are struck."""
+    """The live peers that may own microbatches, with the first serial of each; all other microbatches are struck.
 
-    owners: frozenset[PeerId]
+    An owner that has restarted knows nothing of those that its earlier process began.
+    """
+
+    owners: Mapping[PeerId, int]
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,11 @@ class ReleasedBy:
 
 @dataclass(frozen=True)
 class TrainerRestarted:
-    """The trainer has come back from its snapshot, with the ledger that is in it."""
+    """The trainer has come back from its snapshot, with its ledger and that of its last contribution."""
 
     life: int
     ledger: Ledger
+    contributed: Ledger = field(default_factory=Ledger)
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,15 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Compute:
-    """Let the trainer compute a task; `adds`: its gradient joins the sum of the open step."""
+    """Let the trainer compute a task; `adds`: its gradient joins the sum of the open step.
+
+    `takes_away`: its gradient leaves the sum of an exact step, because another server counts it too.
+    """
 
     task: Task
     token: int
     adds: bool
+    takes_away: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,9 +151,17 @@ class Invite:
 
 @dataclass(frozen=True)
 class TakeStep:
-    """Let the trainer make an inner step with the gradients of these microbatches; answer with Stepped."""
+    """Let the trainer make an inner step with the gradients of these microbatches; answer with Stepped.
+
+    An exact step is a contribution, with a ledger of its own.
+    """
 
     ledger: Ledger
+
+
+@dataclass(frozen=True)
+class DropSum:
+    """Let the trainer begin the sum of the exact step again."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +172,7 @@ class Drop:
     kept: frozenset[Blob] = frozenset()
 
 
-Action = Fetch | Compute | Tell | Invite | TakeStep | Drop
+Action = Fetch | Compute | Tell | Invite | TakeStep | DropSum | Drop
 
 
 @dataclass
@@ -167,6 +184,7 @@ class ServerCounts:
         torn: microbatches of dead owners that this stage counts and that may not have reached the first stage.
         lost: acknowledged gradients that died with the trainer.
         duplicates: repeated tasks, to which nothing was added.
+        subtracted: gradients taken out of an exact step, because another server counts them too.
     """
 
     computed: int = 0
@@ -177,6 +195,7 @@ class ServerCounts:
     duplicates: int = 0
     replayed: int = 0
     invalid: int = 0
+    subtracted: int = 0
 
     def __post_init__(self) -> None:
         self.answers = Counter[str]()

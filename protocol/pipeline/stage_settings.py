@@ -14,6 +14,7 @@ class StageSettings:
         stage: position among `stages`.
         step_size: microbatches in an inner step.
         memory: bytes of activations that the server may hold.
+        needs_tokens: each stage needs the tokens, not only the first and the last.
     """
 
     run: RunId
@@ -23,6 +24,7 @@ class StageSettings:
     token_bytes: int
     step_size: int
     memory: int
+    needs_tokens: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -35,7 +37,7 @@ class StageSettings:
     def input_bytes(self, direction: Direction) -> dict[Input, int]:
         """Return the sizes of the inputs that a task must have, by name."""
         sizes: dict[Input, int] = {} if self.is_first else {"activation": self.activation_bytes}
-        if self.is_first or self.is_last:
+        if self.is_first or self.is_last or self.needs_tokens:
             sizes["tokens"] = self.token_bytes
         if direction == "backward" and not self.is_last:
             sizes["gradient"] = self.activation_bytes

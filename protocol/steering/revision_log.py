@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.messages import Digest, SignedMessage
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.errors import ForgedError, LimitError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId

@@ -26,14 +26,16 @@ from protocol.manifest import Manifest
 from protocol.signing import MAX_ROUND
 
 Digest = bytes
-Value = bool | int | float | str | list[str] | None
+Value = bool | int | float | str | list[str] | dict[str, float] | None
 
 REVISION_KIND = "revision"
 PAUSED_KEY = "paused"  # not a key of the manifest: no rounds are made while it is true
-NULLABLE_KEYS = ("target.rounds", "target.tokens")
+NULLABLE_KEYS = ("target.rounds", "target.tokens", "data.weights")
 STEERABLE: Final[Mapping[str, tuple[str, ...]]] = {
     "target": ("rounds", "tokens", "keepers"),
     "train": ("learning_rate", "warmup_steps", "decay_steps", "final_share", "weight_decay", "clip"),
+    "anneal": ("share", "final_share"),
+    "data": ("weights",),
     "round": ("grace", "leader_timeout", "exchange_timeout"),
     "checkpoint": ("every_rounds", "keep"),
     "admission": ("revoked",),

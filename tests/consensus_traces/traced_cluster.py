@@ -36,7 +36,8 @@ from protocol.consensus.events import (
     VoteRecord,
 )
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.message_kinds import (
+from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, Roster
+from protocol.consensus.messages.kinds import (
     Acknowledgement,
     Body,
     CommitCertificate,
@@ -44,9 +45,9 @@ from protocol.consensus.message_kinds import (
     ReducedPart,
     ReducerAssignment,
 )
-from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Digest, Roster, SignedMessage
-from protocol.consensus.quorum import Election
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.settings import RoundStart
+from protocol.consensus.views.quorum import Election
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import NAMES, make_contribution, make_signer

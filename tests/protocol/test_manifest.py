@@ -124,6 +124,9 @@ def test_run_id_ignores_layout_defaults_and_bootstrap_and_nothing_else() -> None
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 5"), "").run_id != plain
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'llama'"), "").run_id == plain
     assert parse_manifest(GOOD.replace(b"layers = 4", b"layers = 4\nkind = 'other'"), "").run_id != plain
+    untied = GOOD.replace(b"layers = 4", b"layers = 4\ntied = false")
+    squeezed = untied.replace(b"layers = 4", b"layers = 4\nsubspace = 16")
+    assert parse_manifest(squeezed, "").run_id != parse_manifest(untied, "").run_id
     assert parse_manifest(GOOD.replace(b"block = 256", b"block = 128"), "").run_id != plain
     key = Identity.create().peer_id.encode()
     assert parse_manifest(GOOD.replace(b'"demo"', b'"demo"\norganiser_key = ""'), "").run_id == plain
@@ -172,7 +175,7 @@ def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> N
         (b"layers = 4", b"layers = 4.0", "model.layers (line 7): must be a whole number, got 4.0"),
         (b"layers = 4", b"layers = true", "model.layers (line 7): must be a whole number, got true"),
         (b"layers = 4", b"layers = 0", "model.layers (line 7): must be at least 1, got 0"),
-        (b"heads = 4", b"heads = 3", "model.width (line 6): must be an even multiple of heads"),
+        (b"heads = 4", b"heads = 3", "model.width (line 6): must be an even multiple of heads; or give head_size"),
         (b"2048", b"2000", "train.batch_tokens (line 16): must be a multiple of model.context"),
         (b'"python-stdlib"', b'"wiki"', "data.source (line 13): must be 'python-stdlib', 'text'"),
         (b'"demo"', b'"Demo run"', "run.name (line 3): must have 1 to 64 characters of a-z"),
@@ -189,6 +192,13 @@ def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> N
             b"block = 256",
             b"block = { " + b", ".join(b"key%d = 1" % number for number in range(9)) + b" }",
             "method.codec.block (line 23): the table of an option has at most 8 keys",
+        ),
+        (b"layers = 4", b"layers = 4\nsubspace = 128", "model.subspace (line 8): must be below width"),
+        (b"layers = 4", b"layers = 4\nsubspace = 64", "model.subspace (line 8): needs tied = false"),
+        (
+            b"layers = 4",
+            b"layers = 1\ntied = false\nsubspace = 16\nweights = [" + b", ".join([b'"%s"' % (b"ab" * 32)] * 3) + b"]",
+            "model.subspace (line 9): excludes model.from",
         ),
         (b"[method.codec]", b"[method.kodec]", "unknown table method.kodec (line 22); did you mean codec?"),
         (b"[run]", b"[run", "not valid TOML: "),
@@ -329,7 +339,7 @@ def test_reference_names_every_key_and_no_other() -> None:
     for table, field in Manifest.model_fields.items():
         section = field.annotation
         assert section is not None
-        known |= {f"{table}.{key}" for key in section.model_fields}
+        known |= {f"{table}.{value.alias or key}" for key, value in section.model_fields.items()}
     rows = re.findall(r"^\| \*?\*?`(\w+\.\w+)`", DOCUMENT.read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows))
     assert set(rows) == known
@@ -341,7 +351,8 @@ def test_reference_gives_the_defaults() -> None:
         section = field.annotation
         assert section is not None
         for key, value in section.model_fields.items():
-            row = next(line for line in text.splitlines() if f"`{table}.{key}`" in line and line.startswith("|"))
+            name = f"`{table}.{value.alias or key}`"
+            row = next(line for line in text.splitlines() if name in line and line.startswith("|"))
             shown = row.split("|")[3].strip()
             assert value.is_required() == row.startswith("| **"), row
             if isinstance(value.default, int | float) and not isinstance(value.default, bool):
@@ -377,9 +388,8 @@ def test_only_a_pipeline_of_several_stages_enters_the_run_id() -> None:
     [
         (b"stages = 0", "pipeline.stages (line 25): must be at least 1"),
         (b"stages = 129", "pipeline.stages (line 25): must be at most 128"),
-        (b'stages = 2\nmode = "exact"', 'pipeline.mode (line 26): exact is not available yet; write "local"'),
         (b"stages = 2\nstaleness = 1", "pipeline.staleness (line 26): steps while microbatches are on their way are"),
-        (b'stages = 2\nactivations = "int8"', "pipeline.activations (line 26): must be 'fp32' or 'bf16'"),
+        (b'stages = 2\nactivations = "int4"', "pipeline.activations (line 26): must be 'fp32', 'bf16' or 'int8'"),
         (b"stages = 2\nmicrobatch = 3", "train.batch_tokens (line 16): must be a multiple of pipeline.microbatch"),
         (b"stages = 2\nmemory = 1000", "pipeline.memory (line 26): must be at least 1048576"),
         (

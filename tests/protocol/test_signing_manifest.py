@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.consensus.trust import TrustPoint
+from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import ManifestError, OrganiserError
 from protocol.identity import Identity
 from protocol.manifest import parse_manifest

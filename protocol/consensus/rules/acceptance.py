@@ -7,10 +7,11 @@ A commit lists nothing that is not on the roster of its view, unless it repeats 
 from collections.abc import Set
 
 from protocol.consensus.events import RejectReason
-from protocol.consensus.messages import Commit, ContributionList, SignedMessage
-from protocol.consensus.reduction_evidence import Evidence
+from protocol.consensus.messages.contributions import Commit, ContributionList
+from protocol.consensus.messages.signed import SignedMessage
+from protocol.consensus.reduction.evidence import Evidence
 from protocol.consensus.state import RoundState
-from protocol.consensus.view import View
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 
 

@@ -12,10 +12,11 @@ with the probability (1 - 1/parts)^others, and otherwise they are found, though 
 
 import hashlib
 
-from protocol.consensus.message_kinds import ReducedPart
-from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
+from protocol.consensus.messages.contributions import Commit, PartBlob
+from protocol.consensus.messages.kinds import ReducedPart
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.state import MissingPart, RoundState
-from protocol.consensus.view import View
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 
 

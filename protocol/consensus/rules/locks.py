@@ -8,8 +8,9 @@ that knows the decision answers with the certificate. It does not wait for ever,
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
-from protocol.consensus.messages import Commit, SignedMessage
-from protocol.consensus.quorum import Ballot, VoterSet
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.signed import SignedMessage
+from protocol.consensus.views.quorum import Ballot, VoterSet
 from protocol.identity import PeerId
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from protocol.conduct.conduct import RoundConduct
-from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.state import RoundState
 from protocol.identity import PeerId
 

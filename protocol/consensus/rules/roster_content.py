@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.messages import MAX_CONTRIBUTIONS, Contribution, Roster, SignedMessage
+from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS, Contribution, Roster
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.rules.acceptance import binding_proposals
 from protocol.consensus.state import RoundState
 from protocol.identity import PeerId

@@ -3,8 +3,8 @@
 from protocol.audits.draw import Audit, draw_audits
 from protocol.audits.findings import Finding, SignedFinding, Verdict, sign_finding
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead, genesis_head
-from protocol.consensus.messages import Commit
+from protocol.consensus.history.chain import ChainHead, genesis_head
+from protocol.consensus.messages.contributions import Commit
 from protocol.identity import Identity
 from tests.node.small_run import PEERS, RUN_ID, commit_of
 

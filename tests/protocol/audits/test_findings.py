@@ -5,9 +5,9 @@ import json
 import pytest
 
 from protocol.audits.findings import VERDICTS, open_finding
-from protocol.audits.work import AppliedAnchor, BlobName, Conditions, WorkRecord, WorkTrace
+from protocol.audits.work import MAX_POSITION, AppliedAnchor, BlobName, Conditions, WorkRecord, WorkTrace
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages import MAX_WORK_RECORD_BYTES
+from protocol.consensus.messages.contributions import MAX_WORK_RECORD_BYTES
 from protocol.errors import ForgedError, LimitError, MalformedError
 from tests.node.small_run import PEERS, RUN_ID
 from tests.protocol.audits.panel import audits_of, finding_of
@@ -39,7 +39,9 @@ def test_finding_in_anothers_name_is_refused() -> None:
 
 
 def test_record_survives_the_wire() -> None:
-    assert WorkRecord.from_bytes(RECORD.to_bytes()) == RECORD
+    far = RECORD.model_copy(update={"position": MAX_POSITION})  # in the last of the most sources
+    for record in (RECORD, far):
+        assert WorkRecord.from_bytes(record.to_bytes()) == record
     assert RECORD.anchor_rounds == (3,)
     assert RECORD.find_obstacle() == ""
 
@@ -54,7 +56,7 @@ ANCHOR = {"steps": 0, "round": 3, "outcome": "included"}
         ("round", 2**60),
         ("round", "3"),
         ("position", -1),
-        ("position", 2**200),
+        ("position", MAX_POSITION + 1),
         ("before", {"digest": "00", "size": 1}),
         ("after", {"digest": "0" * 64, "size": 2**40}),
         ("after", {"digest": "0" * 64, "size": 0}),

@@ -1,6 +1,7 @@
 """The store never shows an incomplete blob, never exceeds its size limit, and detects rot."""
 
 import errno
+import mmap
 import os
 import random
 import threading
@@ -155,6 +156,30 @@ def test_damaged_or_truncated_blob_is_never_read(store: BlobStore, tmp_path: Pat
     os.truncate(store.path(digest), 10)
     with pytest.raises(MissingFileError, match="damaged"):
         BlobStore(tmp_path / "blobs", ROOM).hashes(digest)
+
+
+def test_view_of_a_large_blob_is_its_file_and_survives_its_removal(store: BlobStore) -> None:
+    data = some_bytes(2 * PIECE_BYTES)
+    digest = store.put(data).digest
+    view = memoryview(store.view(digest))
+    assert isinstance(view.obj, mmap.mmap) and not isinstance(
+        memoryview(store.view(store.put(b"x").digest)).obj, mmap.mmap
+    )
+    store.discard(digest)
+    assert view == data and not store.has(digest)
+
+
+@pytest.mark.parametrize("size", [PIECE_BYTES - 1, 2 * PIECE_BYTES])
+def test_view_of_a_damaged_or_truncated_blob_is_refused(tmp_path: Path, size: int) -> None:
+    data = some_bytes(size)
+    for damaged in (data[:-1] + b"x", data[:-1], b""):
+        store = BlobStore(tmp_path / "blobs", ROOM)
+        digest = store.put(data).digest
+        assert bytes(store.view(digest)) == data, "the control"
+        store.path(digest).write_bytes(damaged)
+        with pytest.raises(MissingFileError, match="damaged"):
+            store.view(digest)
+        assert not store.has(digest)
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 64, b"x" * 1000, None])

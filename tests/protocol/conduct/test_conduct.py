@@ -7,8 +7,9 @@ import pytest
 from protocol.conduct.conduct import LEFT_OUT_STRIKE, MAX_STATEMENTS_PER_PEER, Conduct, RoundConduct
 from protocol.conduct.proofs import Proof, excludes
 from protocol.conduct.strikes import GOOD_ROUNDS, MAX_LEVEL, Strikes
-from protocol.consensus.message_kinds import Acknowledgement, Body, ReducedPart, kind_of
-from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
+from protocol.consensus.messages.contributions import Commit, Contribution, Roster
+from protocol.consensus.messages.kinds import Acknowledgement, Body, ReducedPart, kind_of
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ForgedError, MalformedError
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from protocol import murmur_pb2 as wire
 from protocol.admission.electorate import NOBODY, Electorate
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
@@ -21,8 +20,10 @@ from protocol.consensus.events import (
     Send,
     Tick,
 )
+from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages import Commit, Digest, PartBlob, SignedMessage
+from protocol.consensus.messages.contributions import Commit, PartBlob
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.manifest import AdmissionSection

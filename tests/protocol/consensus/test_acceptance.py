@@ -9,7 +9,8 @@ import pytest
 from protocol.consensus import handlers
 from protocol.consensus import machine as machine_module
 from protocol.consensus.events import MembershipChanged, MessageReceived
-from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
+from protocol.consensus.messages.contributions import Commit, Contribution, Roster
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.rules import view_change
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster

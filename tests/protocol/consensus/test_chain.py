@@ -7,9 +7,10 @@ import pytest
 from node.checkpoints.chain_file import SavedChain
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
-from protocol.consensus.chain import Chain, ChainHead, extend_head, genesis_head
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits, SignedMessage
+from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
+from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import CheckpointError, StaleError
 from protocol.identity import Identity
 from protocol.signing import MAX_CHAIN_TOKENS, sign

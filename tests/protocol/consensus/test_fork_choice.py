@@ -7,10 +7,10 @@ import pytest
 
 from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import ChainLog, build_certificate
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.fork_choice import FOUNDING_ROUNDS, MAX_LOST_ROUNDS, ChainOffer, Witnesses, judge
-from protocol.consensus.trust import TrustPoint
+from protocol.consensus.history.certified import ChainLog, build_certificate
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.history.fork_choice import FOUNDING_ROUNDS, MAX_LOST_ROUNDS, ChainOffer, Witnesses, judge
+from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import AdmissionSection
@@ -100,6 +100,19 @@ def test_peers_that_come_back_follow_those_that_went_on() -> None:
     assert judge(ours, offer(grow(ours, 5, (1,))), seen(1)).relation == "ahead", "more than half of those that we see"
     assert judge(ours, offer(grow(ours, 5, (1, 2))), seen(1, 2, 3)).relation == "ahead", "more than a third checked it"
     assert judge(ours, offer(grow(ours, 5, (1,))), seen(1, 2, 3)).relation == "refused"
+
+
+def test_only_voter_follows_those_that_went_on_without_it() -> None:
+    """A first commit of one contributor founds an electorate of one; when that one dies, the others go on.
+
+    Control: keys that never contributed do not count while one that did is alive.
+    """
+    ours = grow(Chain.from_genesis(RUN_ID), 1, (0, 1), given=[0])
+    ours = grow(ours, 3, (0, 1))
+    assert ours.electorate.voters == {NAMES[0]} and NAMES[1] in ours.electorate.attendance
+    assert judge(ours, offer(grow(ours, 5, (1,))), seen(1)).relation == "ahead"
+    assert judge(ours, offer(grow(ours, 5, (1,))), seen(1, *LIARS)).relation == "ahead"
+    assert judge(ours, offer(grow(ours, 5, LIARS)), seen(1, *LIARS)).relation == "refused"
 
 
 def test_branches_of_single_peers_meet() -> None:

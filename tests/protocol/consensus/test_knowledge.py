@@ -8,8 +8,9 @@ import pytest
 from protocol.consensus import knowledge as evidence_module
 from protocol.consensus.events import Fetch, MembershipChanged, MessageReceived
 from protocol.consensus.knowledge import MAX_PROPOSALS_PER_PEER, RoundKnowledge
-from protocol.consensus.message_kinds import Inventory, kind_of
-from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, Roster, SignedMessage
+from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, Roster
+from protocol.consensus.messages.kinds import Inventory, kind_of
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.rules import roster_content
 from protocol.consensus.state import MIN_HELD_BLOBS
 from protocol.identity import PeerId

@@ -11,8 +11,9 @@ from protocol.consensus.events import (
     MessageReceived,
     Reduce,
 )
-from protocol.consensus.message_kinds import Body, ReducedPart, ReducerAssignment, kind_of
-from protocol.consensus.messages import NO_ROSTER, Commit, Roster, SignedMessage
+from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Roster
+from protocol.consensus.messages.kinds import Body, ReducedPart, ReducerAssignment, kind_of
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import NAMES, make_contribution, make_signer

@@ -3,7 +3,8 @@
 import pytest
 
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages import Adoption, SignedMessage
+from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.steering.revision_log import SignedRevision

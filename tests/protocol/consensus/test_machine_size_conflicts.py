@@ -6,7 +6,7 @@ import pytest
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Fetch, LocalContribution, Reduce
-from protocol.consensus.messages import PartBlob
+from protocol.consensus.messages.contributions import PartBlob
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.bugs import counts_as_held_by_the_digest_alone

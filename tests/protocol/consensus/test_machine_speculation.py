@@ -2,7 +2,7 @@
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Finish, Reduce, Speculate
-from protocol.consensus.messages import Digest
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import make_contribution

@@ -8,13 +8,14 @@ import pytest
 
 from protocol.consensus import retransmit
 from protocol.consensus.events import MembershipChanged, MessageReceived, RejectReason
-from protocol.consensus.leader import Leader
-from protocol.consensus.message_kinds import Inventory, kind_of
-from protocol.consensus.messages import Roster, SignedMessage
-from protocol.consensus.quorum import Election
+from protocol.consensus.messages.contributions import Roster
+from protocol.consensus.messages.kinds import Inventory, kind_of
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.rules import view_change
 from protocol.consensus.state import RoundState
-from protocol.consensus.view import View
+from protocol.consensus.views.leader import Leader
+from protocol.consensus.views.quorum import Election
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.network import make_contribution, make_signer

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protocol.consensus.events import Action, MembershipChanged, Send, VoteRecord
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.message_kinds import Inventory
+from protocol.consensus.messages.kinds import Inventory
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, TRUSTED, Cluster

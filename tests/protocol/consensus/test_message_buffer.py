@@ -1,9 +1,10 @@
 import pytest
 
-from protocol.consensus import message_buffer as attendance_module
-from protocol.consensus.message_buffer import MAX_KEPT_DECISIONS, MessageBuffer
-from protocol.consensus.message_kinds import Acknowledgement, Body, CommitCertificate, Inventory, ReducedPart, kind_of
-from protocol.consensus.messages import NO_ROSTER, Commit, SignedMessage
+from protocol.consensus.messages import buffer as attendance_module
+from protocol.consensus.messages.buffer import MAX_KEPT_DECISIONS, MessageBuffer
+from protocol.consensus.messages.contributions import NO_ROSTER, Commit
+from protocol.consensus.messages.kinds import Acknowledgement, Body, CommitCertificate, Inventory, ReducedPart, kind_of
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE
 from tests.simulation.network import NAMES, Scenario, make_contribution, make_signer

@@ -7,7 +7,17 @@ import pytest
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.message_kinds import (
+from protocol.consensus.messages.contributions import (
+    MAX_AGE,
+    MAX_HELD_BLOBS,
+    MAX_TOKENS,
+    NO_ROSTER,
+    Commit,
+    Contribution,
+    ContributionLimits,
+    Roster,
+)
+from protocol.consensus.messages.kinds import (
     Acknowledgement,
     Body,
     CommitCertificate,
@@ -17,17 +27,7 @@ from protocol.consensus.message_kinds import (
     kind_of,
     parse,
 )
-from protocol.consensus.messages import (
-    MAX_AGE,
-    MAX_HELD_BLOBS,
-    MAX_TOKENS,
-    NO_ROSTER,
-    Commit,
-    Contribution,
-    ContributionLimits,
-    Roster,
-    SignedMessage,
-)
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault
 from protocol.identity import Identity
 from protocol.signing import sign

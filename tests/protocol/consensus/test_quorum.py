@@ -6,8 +6,8 @@ import pytest
 
 from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.messages import Commit
-from protocol.consensus.quorum import Election, VoteMemory, VoterSet
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
 from protocol.manifest import AdmissionSection
 from tests.protocol.admission.electorates import after_rounds, commit
 from tests.protocol.consensus.cluster import TRUSTED, Cluster
@@ -42,6 +42,33 @@ def voter_set(present: Iterable[str], gone: Iterable[str], electorate: Electorat
 
 def test_nobody_decides_nothing() -> None:
     assert not new_voter_set().is_quorum([])
+
+
+def lose_one(names: str, missed: str, electorate: Electorate) -> VoterSet:
+    members = new_voter_set(electorate)
+    members.update(MembershipChanged(frozenset(names)), 0.0)
+    members.update(MembershipChanged(frozenset(names[1:]), missed=frozenset(missed)), 1.0)
+    return members
+
+
+def test_survivor_of_two_goes_on_when_most_of_the_run_misses_the_other() -> None:
+    members = lose_one("ab", "a", founded_by("ab"))
+    assert members.is_quorum("b") and members.voters == frozenset("ab")
+    members.update(MembershipChanged(frozenset("ab")), 2.0)
+    assert not members.is_quorum("b"), "the other is back"
+
+
+def test_survivor_of_two_waits_for_the_vote_memory_when_it_alone_misses_the_other() -> None:
+    members = lose_one("ab", "", founded_by("ab"))
+    members.advance(MEMORY)
+    assert not members.is_quorum("b")
+    members.advance(MEMORY + 1.1)
+    assert members.is_quorum("b")
+
+
+def test_absent_voters_are_remembered_where_a_liar_is_tolerated() -> None:
+    members = lose_one("abcd", "a", founded_by("abcd"))
+    assert members.members == frozenset("abcd")
 
 
 def test_a_few_deaths_let_no_straggler_hold_up_a_round() -> None:

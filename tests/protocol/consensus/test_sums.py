@@ -8,7 +8,7 @@ import pytest
 from protocol.blobs.blob import Blob
 from protocol.consensus import machine as machine_module
 from protocol.consensus.events import Fetch, Reduce
-from protocol.consensus.messages import Commit
+from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.rules import audits, view_change
 from protocol.errors import ForgedError
 from protocol.identity import PeerId

@@ -10,9 +10,10 @@ import pytest
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import MessageReceived, Send
-from protocol.consensus.message_kinds import ReducedPart, ReducerAssignment, kind_of
-from protocol.consensus.messages import Commit, SignedMessage
-from protocol.consensus.reduction_evidence import Evidence
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.kinds import ReducedPart, ReducerAssignment, kind_of
+from protocol.consensus.messages.signed import SignedMessage
+from protocol.consensus.reduction.evidence import Evidence
 from protocol.consensus.topology import (
     TOPOLOGIES,
     AllGather,

@@ -6,9 +6,10 @@ import random
 import pytest
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import extend_head, genesis_head
-from protocol.consensus.messages import Commit, Contribution, SignedMessage
-from protocol.consensus.weights import MAX_MULTIPLE, count_tokens
+from protocol.consensus.history.chain import extend_head, genesis_head
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.signed import SignedMessage
+from protocol.consensus.messages.weights import MAX_MULTIPLE, count_tokens
 from protocol.identity import Identity
 from protocol.signing import sign
 

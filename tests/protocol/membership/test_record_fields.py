@@ -1,17 +1,32 @@
 """The table of bounds covers every field of a peer record."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from protocol.errors import MalformedError
+from protocol.membership.kept_states import MAX_KEPT_STATES, KeptState, encode_kept_states, parse_kept_states
 from protocol.membership.record_fields import ANYTHING, FIELD_BOUNDS, MAX_TEXT_CHARACTERS, check_fields
-from protocol.murmur_pb2 import PeerRecord
+from protocol.membership.source_losses import encode_source_losses, parse_source_losses
+from protocol.murmur_pb2 import KeptStates, PeerRecord
 
 CHECKED_WITH_THE_CLOCK = {"sequence", "expires"}
 CHECKED_WITH_THE_PEER = {"addresses"}
+
+
+def kept_at(stage: int) -> KeptState:
+    return KeptState(stage, 7, bytes(32), 100, bytes([1]) * 32)
+
+
+BROKEN_STATE = KeptStates(states=[replace(kept_at(3), digest=b"short").to_wire()]).SerializeToString()
+UNORDERED = KeptStates(states=[kept_at(stage).to_wire() for stage in (3, 1)]).SerializeToString()
+TOO_MANY = encode_kept_states(kept_at(stage) for stage in range(MAX_KEPT_STATES + 1))
 OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
+    "step_decided": (2 * 2**24 + 3,),
+    "step_round": (2**24 + 1,),
+    "step_verdicts": ("a" * 65, "ax"),
     "role": ("king", ""),
     "device": ("a\nb",),
     "name": ("\x1b[2J", "n" * (MAX_TEXT_CHARACTERS + 1)),
@@ -20,9 +35,17 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "digest": (b"short",),
     "state_digest": (bytes(33),),
     "ticket": (bytes(513),),
+    "validation_by_source": (
+        bytes(7),
+        encode_source_losses([-1.0]),
+        encode_source_losses([math.nan]),
+        encode_source_losses([1.0] * 17),
+    ),
     "revision": (bytes(31),),
     "chain_tokens": (2**60 + 1,),
     "stage": (129,),
+    "kept": (b"\xff", BROKEN_STATE, UNORDERED, TOO_MANY),
+    "more_stages": (b"\xff", bytes(2048)),
     "loss": (math.nan, -math.inf),
     "validation_round": (2**64 - 1,),
     "direct_port": (65536,),
@@ -53,3 +76,13 @@ def test_value_out_of_bounds_is_refused(name: str) -> None:
         setattr(record, name, value)
         with pytest.raises(MalformedError):
             check_fields("a peer", record)
+
+
+def test_kept_states_survive_the_record_in_the_order_of_their_stages() -> None:
+    states = [replace(kept_at(5), state=b""), kept_at(0)]
+    assert parse_kept_states(encode_kept_states(states)) == tuple(sorted(states))
+    assert parse_kept_states(b"") == ()
+
+
+def test_losses_of_sources_survive_the_record() -> None:
+    assert parse_source_losses(encode_source_losses([1.25, 3.5])) == (1.25, 3.5) and parse_source_losses(b"") == ()

@@ -6,8 +6,9 @@ import pytest
 
 from protocol.pipeline import gate, memory, server, server_events
 from protocol.pipeline.course import Course, Request
+from protocol.pipeline.entry import Entry
 from protocol.pipeline.gate import Gate
-from protocol.pipeline.messages import Outcome
+from protocol.pipeline.messages import Key, Outcome
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.owner_events import AskFailed
 from protocol.pipeline.releases import Releases
@@ -39,9 +40,29 @@ def waits_for_dead_owners(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StageServer, "next_deadline", lambda self: None)
 
 
+def waits_for_earlier_processes_of_owners(patch: pytest.MonkeyPatch) -> None:
+    """What an owner began before it restarted stays until its deadline."""
+    on_owners = StageServer._on_owners
+
+    def forget_starts(self: StageServer, event: server_events.OwnersChanged) -> None:
+        on_owners(self, server_events.OwnersChanged(dict.fromkeys(event.owners, 0)))
+
+    patch.setattr(StageServer, "_on_owners", forget_starts)
+
+
 def forgets_to_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Releases, "add", lambda self, stage, peer, serials, now: None)
     patch.setattr(StageServer, "next_deadline", lambda self: None)
+
+
+def forgets_to_release_at_servers_that_seem_gone(patch: pytest.MonkeyPatch) -> None:
+    leave = Owner._leave_gone_peers
+
+    def forget(self: Owner, course: Course, now: float) -> None:
+        leave(self, course, now)
+        course.left.clear()
+
+    patch.setattr(Owner, "_leave_gone_peers", forget)
 
 
 def loses_gradients_of_struck_microbatches(patch: pytest.MonkeyPatch) -> None:
@@ -95,13 +116,27 @@ def invites_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(server, "QUEUE_SECONDS", 1e6)
 
 
-BUGS: list[tuple[Bug, str]] = [
-    (asks_another_peer_after_a_timeout, "twice"),
-    (reserves_nothing_for_backwards, "deadlock"),
-    (waits_for_dead_owners, "still holds"),
-    (forgets_to_release, "deadlock"),
-    (loses_gradients_of_struck_microbatches, "differs"),
-    (keeps_outcomes_of_an_earlier_life, "deadlock"),
-    (never_gives_up_a_bad_microbatch, "deadlock"),
-    (believes_that_a_lost_input_comes_back, "deadlock"),
+def frees_what_a_trainer_reads(patch: pytest.MonkeyPatch) -> None:
+    """A slot of a microbatch that is given up while the trainer computes gets other bytes at once."""
+
+    def free(self: StageServer, key: Key) -> None:
+        entry = self._entries.get(key, Entry(0.0))
+        self.memory.shrink(key, entry.size)
+        self._actions.append(server_events.Drop(key, entry.blobs()))
+
+    patch.setattr(StageServer, "_free", free)
+
+
+BUGS: list[tuple[Bug, str, int]] = [  # with the seed from which to search
+    (asks_another_peer_after_a_timeout, "twice", 0),
+    (reserves_nothing_for_backwards, "deadlock", 0),
+    (waits_for_dead_owners, "still holds", 0),
+    (waits_for_earlier_processes_of_owners, "earlier process", 155),
+    (forgets_to_release, "deadlock", 0),
+    (forgets_to_release_at_servers_that_seem_gone, "after its end", 91),
+    (loses_gradients_of_struck_microbatches, "differs", 0),
+    (keeps_outcomes_of_an_earlier_life, "deadlock", 0),
+    (never_gives_up_a_bad_microbatch, "deadlock", 0),
+    (believes_that_a_lost_input_comes_back, "deadlock", 0),
+    (frees_what_a_trainer_reads, "without its inputs", 218),
 ]

@@ -1,7 +1,7 @@
 import random
 from collections import Counter
 
-from protocol.pipeline.routing import MAX_BAN_SECONDS, Router, StagePeer
+from protocol.pipeline.routing import MAX_BAN_SECONDS, Router, StagePeer, task_round
 
 SPEEDS = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
 
@@ -75,6 +75,17 @@ def test_bans_do_not_count_if_nobody_else_is_left() -> None:
     assert router.choose(0.0) in SPEEDS
 
 
+def test_tasks_are_of_our_round_unless_all_of_the_stage_is_far_from_it() -> None:
+    """Servers refuse tasks of a round far from their own, and so would those of a stage that lost some rounds."""
+
+    def asked(*rounds: int) -> int:
+        return task_round(30, [StagePeer(str(number), 1, number) for number in rounds])
+
+    assert (asked(), asked(31), asked(29, 10)) == (30, 30, 30)
+    assert (asked(10), asked(10, 12), asked(60)) == (10, 12, 60)
+    assert asked(29, 2**24) == 30, "one that lies changes nothing while another one is near"
+
+
 def test_a_busy_peer_wakes_those_that_wait() -> None:
     router = make_router({"a": 1.0})
     assert router.wake_time(0.0) is None
@@ -105,14 +116,29 @@ def test_a_stage_that_nobody_serves_is_reported_at_once_and_then_every_ten_secon
     assert not router.reports_emptiness(40.0)
     router.update([])
     assert router.reports_emptiness(41.0)
+    router.update([StagePeer("a", 1, 0)])
+    router.remove("a")
+    assert not router.reports_emptiness(42.0), "a peer that takes no work enters with each of its records"
 
 
 def test_a_peer_that_leaves_gets_nothing_and_keeps_its_count() -> None:
     router = make_router({"a": 1.0, "b": 1.0})
     router.begin("a")
     router.update([StagePeer("a", 1, 0, draining=True), StagePeer("b", 1, 0)])
-    assert {router.choose(0.0) for _ in range(5)} == {"b"} and router.outstanding("a") == 1
+    assert {router.choose(0.0) for _ in range(5)} == {"b"} and router.expected_seconds("a") == 2.0
     router.update([])
     assert router.choose(0.0) is None
     router.end("a")
-    assert router.outstanding("a") == 0
+    assert router.expected_seconds("a") == 0.0
+
+
+def test_a_hidden_peer_is_chosen_beside_another_only_where_there_is_no_other() -> None:
+    router = Router(random.Random(1))
+    hidden, open_one = StagePeer("a", 1, 0, 9.0, hidden=True), StagePeer("b", 1, 0, 1.0)
+    router.update([hidden, open_one])
+    assert router.choose(0.0) == "a"
+    assert [router.choose(0.0, (), beside_hidden=True) for _ in range(3)] == ["b", "b", "b"]
+    router.record_busy("b", 0.0, 1.0)
+    assert router.choose(0.0, (), beside_hidden=True) is None, "it is worth waiting for"
+    router.update([hidden])
+    assert router.choose(0.0, (), beside_hidden=True) == "a"

@@ -4,7 +4,7 @@ import pytest
 
 from tests.protocol.pipeline.bugs import BUGS, Bug
 from tests.protocol.pipeline.seeded_run import SeededRun
-from tests.protocol.pipeline.virtual_swarm import InvariantError
+from tests.protocol.pipeline.virtual_swarm import InvariantError, Scenario
 
 SEEDS, LONG_SEEDS, BATCH = 100, 2000, 100
 SEARCHED = 60
@@ -36,10 +36,19 @@ def test_without_faults_everything_is_done() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bug", "word"), BUGS, ids=lambda value: getattr(value, "__name__", None))
-def test_each_bug_is_found(bug: Bug, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sends", [True, False])
+def test_stages_that_need_tokens_refuse_tasks_without_them(sends: bool) -> None:
+    scenario = Scenario(((4.0, 4.0),) * 3, stages_need_tokens=True, owners_send_tokens=sends)
+    run = SeededRun(1, (), scenario)
+    run.run()
+    assert set(run.swarm.begun.values()) == {"done" if sends else "refused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "word", "first"), BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_each_bug_is_found(bug: Bug, word: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    found = next((seed for seed in range(SEARCHED) if word in outcome(seed)), None)
+    found = next((seed for seed in range(first, first + SEARCHED) if word in outcome(seed)), None)
     assert found is not None, f"no seed shows {word!r}"
     print(f"seed {found}: {word}")
     monkeypatch.undo()

@@ -12,6 +12,8 @@ from protocol.pipeline.server_events import (
     Compute,
     Computed,
     Drain,
+    Drop,
+    Event,
     Fetch,
     Fetched,
     Invite,
@@ -39,7 +41,7 @@ def make_task(serial: int, direction: Direction = "forward", owner: str = "owner
 
 def make_server(**changes: int) -> StageServer:
     server = StageServer(replace(SETTINGS, **changes), life=7, round_number=0, ledger=Ledger())  # type: ignore[arg-type]
-    server.handle(OwnersChanged(frozenset({"owner", "other"})), 0.0)
+    server.handle(OwnersChanged({"owner": 0, "other": 0}), 0.0)
     return server
 
 
@@ -93,7 +95,7 @@ def test_an_owner_that_is_gone_is_not_invited() -> None:
     ask(server, make_task(0))
     assert ask(server, make_task(1, owner="other"))[0] == "busy"
     ask(server, make_task(0, "backward"))
-    server.handle(OwnersChanged(frozenset({"owner"})), 0.0)
+    server.handle(OwnersChanged({"owner": 0}), 0.0)
     assert server.handle(Stepped(), 0.0) == []
 
 
@@ -172,9 +174,40 @@ def test_microbatches_of_dead_owners_are_struck_and_torn_ones_counted() -> None:
     for serial in (0, 1):
         ask(server, make_task(serial, owner="other"))
     ask(server, make_task(0, "backward", owner="other"))
-    server.handle(OwnersChanged(frozenset({"owner"})), 0.0)
-    assert (server.counts.struck, server.counts.torn, server.gate.open_count) == (1, 1, 0)
+    server.handle(OwnersChanged({"owner": 0}), 0.0)
+    assert (server.counts.struck, server.counts.torn, server.gate.holds(Key("other", 1))) == (1, 1, False)
     assert server.memory.used == 0 and len(server.gate.added) == 1
+
+
+def test_microbatches_that_an_owner_began_before_it_restarted_are_struck() -> None:
+    server = make_server(step_size=3)
+    for serial in (0, 1):
+        ask(server, make_task(serial, owner="other"))
+    ask(server, make_task(0, "backward", owner="other"))
+    ask(server, make_task(0))
+    server.handle(OwnersChanged({"owner": 0, "other": 0}), 0.0)
+    assert server.counts.struck == 0, "the control: it has not restarted"
+    server.handle(OwnersChanged({"owner": 0, "other": 7}), 0.0)
+    assert (server.counts.struck, server.counts.torn, server.gate.open_count) == (1, 1, 1)
+    assert {key.owner for key in server._entries} == {"owner"}
+    assert ask(server, make_task(1, owner="other"))[0] == "busy", "a late copy"
+    assert ask(server, make_task(7, owner="other"))[0] == "accepted"
+
+
+def test_a_gradient_that_is_computed_while_its_owner_seems_gone_counts_once() -> None:
+    server = make_server(step_size=1)
+    ask(server, make_task(0, owner="other"))
+    _, (fetch, *_) = server.ask(make_task(0, "backward", owner="other"), 0.0)
+    assert isinstance(fetch, Fetch)
+    (compute,) = server.handle(Fetched(fetch.key, "backward", fetch.token), 0.0)
+    assert isinstance(compute, Compute) and compute.adds
+    server.handle(OwnersChanged({"owner": 0}), 0.0)
+    server.handle(Computed(fetch.key, "backward", compute.token, True, Y, None, 10.0), 0.0)
+    server.handle(Stepped(), 0.0)
+    assert list(server.take_ledger()) == [Key("other", 0)]
+    server.handle(OwnersChanged({"owner": 0, "other": 0}), 0.0)
+    answer, actions = server.ask(make_task(0, "backward", owner="other"), 0.0)
+    assert answer.outcome is not None and answer.outcome.status == "ended" and not actions
 
 
 def test_a_microbatch_past_its_deadline_is_struck() -> None:
@@ -201,7 +234,7 @@ def test_a_restarted_trainer_loses_what_its_snapshot_lacks() -> None:
 
 def test_what_the_ledger_of_a_snapshot_contains_is_not_added_again() -> None:
     server = StageServer(SETTINGS, 8, 0, Ledger([Key("owner", 0)]))
-    server.handle(OwnersChanged(frozenset({"owner"})), 0.0)
+    server.handle(OwnersChanged({"owner": 0}), 0.0)
     _, actions = ask(server, make_task(0, "backward", life=8))
     outcomes = [each.outcome for each in actions if isinstance(each, Tell)]
     assert [(each.status, each.added) for each in outcomes] == [("done", True)]
@@ -220,10 +253,12 @@ def test_a_draining_server_finishes_its_step_and_accepts_nothing_else() -> None:
     server = make_server()
     ask(server, make_task(0))
     server.handle(Drain(), 0.0)
-    assert ask(server, make_task(1))[0] == "sealed" and not server.is_idle
+    assert ask(server, make_task(1))[0] == "sealed"
     kind, actions = ask(server, make_task(0, "backward"))
     assert kind == "accepted" and any(isinstance(each, TakeStep) for each in actions)
     server.handle(Stepped(), 0.0)
+    assert not server.is_idle, "the gradient of its input is still needed"
+    server.handle(ReleasedBy("owner", (0,)), 0.0)
     assert server.is_idle
 
 
@@ -253,3 +288,27 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_counted() -> None:
     answer, actions = server.ask(make_task(0, "backward"), 0.0)
     assert answer.kind == "known" and not actions, "a late copy: its owner may have asked another peer since"
     assert server.ask(replace(make_task(0, "backward"), attempt=2), 0.0)[0].kind == "accepted"
+
+
+@pytest.mark.parametrize("event", [ReleasedBy("owner", (0,)), OwnersChanged({"other": 0}), Tick()], ids=repr)
+def test_inputs_of_a_microbatch_that_is_given_up_stay_until_the_trainer_has_read_them(event: Event) -> None:
+    server = make_server()
+    ask(server, make_task(0))
+    _, actions = server.ask(make_task(0, "backward"), 0.0)
+    fetch = next(each for each in actions if isinstance(each, Fetch))
+    compute = next(iter(server.handle(Fetched(fetch.key, fetch.direction, fetch.token), 0.0)))
+    assert isinstance(compute, Compute)
+    drops = [each for each in server.handle(event, 100.0) if isinstance(each, Drop)]
+    assert all(each.kept == {X.blob, G.blob} for each in drops) and drops and server.memory.used
+    done = server.handle(Computed(compute.task.key, "backward", compute.token, True, Y, None, 10.0), 100.0)
+    assert Drop(compute.task.key) in done and not server.memory.used
+
+
+def test_inputs_that_a_dead_trainer_read_are_freed() -> None:
+    server = make_server()
+    _, actions = server.ask(make_task(0), 0.0)
+    fetch = next(each for each in actions if isinstance(each, Fetch))
+    server.handle(Fetched(fetch.key, fetch.direction, fetch.token), 0.0)
+    server.handle(ReleasedBy("owner", (0,)), 0.0)
+    assert server.memory.used
+    assert Drop(fetch.key) in server.handle(TrainerRestarted(8, Ledger()), 0.0) and not server.memory.used

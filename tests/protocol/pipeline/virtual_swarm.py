@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.pipeline import owner_events, server_events
+from protocol.pipeline.course import OwnerSettings
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Direction, HeldBlob, Input, Key, Task
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.owner_events import OwnerSettings
 from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.server import StageServer
 from protocol.pipeline.stage_settings import StageSettings
@@ -24,7 +24,10 @@ FORWARD_SHARE = 0.25  # of the time of a microbatch
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a swarm is like. `speeds`: of the servers of each stage, in microbatches a second."""
+    """What a swarm is like. `speeds`: of the servers of each stage, in microbatches a second.
+
+    `hidden`: peers behind routers; an activation from one to another is given up after a minute.
+    """
 
     speeds: tuple[tuple[float, ...], ...]
     in_flight: int = 8
@@ -39,6 +42,9 @@ class Scenario:
     expiry: float = 3.0  # until the dead are no longer listed
     deadline: float = 600.0
     steps_per_contribution: int = 2
+    hidden: frozenset[PeerId] = frozenset()
+    owners_send_tokens: bool = False  # to all stages
+    stages_need_tokens: bool = False
 
 
 @dataclass
@@ -71,7 +77,7 @@ class Peer:
         self.blobs: dict[Key, set[Blob]] = {}
         self.steps_since_contribution = 0
         self.contributed: list[Ledger] = []
-        self.next_serial = 0
+        self.first_serial = self.next_serial = 0  # of its process
         self.served = 0
         self.timer: float | None = None
 
@@ -95,6 +101,8 @@ class VirtualSwarm:
         self._sequence = 0
         self.peers: dict[PeerId, Peer] = {}
         self.cuts: set[frozenset[PeerId]] = set()
+        self.doubts: set[tuple[PeerId, PeerId]] = set()  # a peer, and one that it takes for dead
+        self.doubters: set[PeerId] = set()  # so far
         self.poisoned: set[Key] = set()
         self.begun: dict[Key, str] = {}  # how each microbatch ended
         self.dead_additions: set[tuple[int, Key]] = set()
@@ -144,7 +152,12 @@ class VirtualSwarm:
     def start(self, peer: Peer) -> None:
         peer.timer = None
         if peer.stage is None:
-            settings = OwnerSettings(peer.name, self.scenario.in_flight, int(self.scenario.deadline * 1000))
+            settings = OwnerSettings(
+                peer.name,
+                self.scenario.in_flight,
+                int(self.scenario.deadline * 1000),
+                needs_tokens=self.scenario.owners_send_tokens,
+            )
             runs = [run_id(stage) for stage in range(len(self.scenario.speeds))]
             peer.owner = Owner(settings, runs, random.Random(self.chance.random()))
         else:
@@ -154,7 +167,14 @@ class VirtualSwarm:
     def stage_settings(self, stage: int) -> StageSettings:
         scenario = self.scenario
         return StageSettings(
-            run_id(stage), stage, len(scenario.speeds), ACTIVATION, TOKENS, scenario.step_size, scenario.memory
+            run_id(stage),
+            stage,
+            len(scenario.speeds),
+            ACTIVATION,
+            TOKENS,
+            scenario.step_size,
+            scenario.memory,
+            scenario.stages_need_tokens,
         )
 
     def kill(self, peer: Peer) -> None:
@@ -174,6 +194,7 @@ class VirtualSwarm:
         if peer.is_alive:
             return
         peer.is_alive, peer.life = True, peer.life + 1
+        peer.first_serial = peer.next_serial
         peer.steps_since_contribution = 0
         self.start(peer)
         self.publish()
@@ -201,17 +222,34 @@ class VirtualSwarm:
         if not peer.is_alive:
             return
         if peer.owner is not None:
-            self.own(peer, owner_events.PeersChanged(self.listing(), 0))
+            self.own(peer, owner_events.PeersChanged(self.listing(peer.name), 0))
         if peer.server is not None:
-            owners = frozenset(each.name for each in self.peers.values() if each.stage is None and each.is_alive)
-            self.serve(peer, server_events.OwnersChanged(owners))
+            owners = [each for each in self.peers.values() if each.stage is None and self.is_seen(peer.name, each)]
+            self.serve(peer, server_events.OwnersChanged({each.name: each.first_serial for each in owners}))
 
-    def listing(self) -> tuple[tuple[StagePeer, ...], ...]:
+    def is_seen(self, name: PeerId, other: Peer) -> bool:
+        """Return whether a peer takes another one for live."""
+        return other.is_alive and (name, other.name) not in self.doubts
+
+    def doubt(self, name: PeerId, other: PeerId) -> None:
+        """Let a peer take a live one for dead, as it does if calls to that one last too long."""
+        self.doubts.add((name, other))
+        self.doubters.add(name)
+        self.publish()
+
+    def trust(self, name: PeerId, other: PeerId) -> None:
+        """Let a peer see again that another one lives."""
+        self.doubts.discard((name, other))
+        self.publish()
+
+    def listing(self, name: PeerId) -> tuple[tuple[StagePeer, ...], ...]:
+        """Return the servers of each stage, as a peer sees them."""
         stages: list[list[StagePeer]] = [[] for _ in self.scenario.speeds]
         for peer in self.peers.values():
-            if peer.is_alive and peer.server is not None and peer.stage is not None:
+            if self.is_seen(name, peer) and peer.server is not None and peer.stage is not None:
                 rate = peer.server.rate
-                stages[peer.stage].append(StagePeer(peer.name, peer.life, 0, rate, peer.server.is_draining))
+                is_hidden = peer.name in self.scenario.hidden
+                stages[peer.stage].append(StagePeer(peer.name, peer.life, 0, rate, peer.server.is_draining, is_hidden))
         return tuple(tuple(entries) for entries in stages)
 
     # Owners
@@ -343,14 +381,15 @@ class VirtualSwarm:
     def _fetch(self, peer: Peer, action: server_events.Fetch) -> None:
         server = peer.server
         size = sum(held.blob.size for _, held in action.inputs)
-        delay = 2 * self.latency() + size / self.scenario.bandwidth
+        cut_off = [held for _, held in action.inputs if self._is_cut_off(peer.name, held)]
+        delay = 60.0 if cut_off else 2 * self.latency() + size / self.scenario.bandwidth
 
         def arrive() -> None:
             if peer.server is not server:
                 return
             for _, held in action.inputs:
                 source = self.peers[held.holder]
-                is_there = held.blob in source.blobs.get(action.key, set())
+                is_there = held not in cut_off and held.blob in source.blobs.get(action.key, set())
                 if not is_there or self.is_lost(peer.name, source.name):
                     missing = self._name_of(held)
                     self.serve(peer, server_events.FetchFailed(action.key, action.direction, action.token, missing))
@@ -360,6 +399,10 @@ class VirtualSwarm:
 
         self.schedule(delay, arrive)
 
+    def _is_cut_off(self, name: PeerId, held: HeldBlob) -> bool:
+        """Return whether only small messages pass between a peer and the holder of an activation."""
+        return held.blob.size >= ACTIVATION and {name, held.holder} <= self.scenario.hidden and name != held.holder
+
     def _name_of(self, held: HeldBlob) -> Input:
         return self._names[held.blob.digest]
 
@@ -367,14 +410,12 @@ class VirtualSwarm:
         trainer, task, server = peer.trainer, action.task, peer.server
         share = FORWARD_SHARE if task.direction == "forward" else 1 - FORWARD_SHARE
         seconds = share / peer.speed
-        held = peer.blobs.get(task.key, set())
-        needed = {each.blob for each in task.inputs.named().values()}
-        if not needed <= held:
-            raise InvariantError(f"{peer.name} computes {task.key} without its inputs")
+        self.check_inputs(peer, task)
 
         def end() -> None:
             if peer.server is not server or peer.trainer is not trainer:
                 return
+            self.check_inputs(peer, task)
             valid = not peer.is_broken and task.key not in self.poisoned
             if action.adds and valid:
                 trainer.gradient.append(task.key)
@@ -393,6 +434,12 @@ class VirtualSwarm:
 
         self.schedule(seconds, end)
 
+    def check_inputs(self, peer: Peer, task: Task) -> None:
+        """Check that nothing else is written where a trainer reads, from the beginning to the end of a task."""
+        needed = {each.blob for each in task.inputs.named().values()}
+        if not needed <= peer.blobs.get(task.key, set()):
+            raise InvariantError(f"{peer.name} computes {task.key} without its inputs")
+
     def _result(self, peer: Peer, key: Key, direction: Direction) -> Blob | None:
         assert peer.stage is not None
         if not self.stage_settings(peer.stage).result_bytes(direction):
@@ -407,8 +454,11 @@ class VirtualSwarm:
         return sum(trainer.weights[key] + trainer.gradient.count(key) for trainer in trainers)
 
     def check_added(self, peer: Peer, key: Key) -> None:
-        """Check that no live server of the stage contains a microbatch twice, and no two contain it."""
-        if peer.stage is not None and self.copies(peer.stage, key) > 1:
+        """Check that no live server of the stage contains a microbatch twice, and no two contain it.
+
+        An owner that took a live server for dead has the work done again.
+        """
+        if peer.stage is not None and key.owner not in self.doubters and self.copies(peer.stage, key) > 1:
             raise InvariantError(f"stage {peer.stage} counts {key} twice")
 
     def _step(self, peer: Peer, action: server_events.TakeStep) -> None:

@@ -25,6 +25,8 @@ NEW_VALUES: dict[str, Any] = {
     "about.description": "a run", "about.organiser": "Ada", "about.data": "text", "about.licence": "MIT",
     "about.url": "https://example.org/run",
     "admission.revoked": ["12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"],
+    "anneal.share": 0.1, "anneal.final_share": 0.05,
+    "data.weights": {"books": 2.5, "code": 0.0},
     "paused": True,
 }  # fmt: skip
 
@@ -69,6 +71,9 @@ def test_keys_that_decide_what_the_weights_mean_cannot_be_changed(key: str) -> N
         ("paused", 1), ("paused", None), ("about.url", "javascript:1"), ("about.description", "a\nb"),
         ("about.description", "x" * 1001), ("train.final_share", 1.1), ("target.rounds", [1]),
         ("admission.revoked", ["me"]), ("admission.revoked", "12D3"), ("admission.revoked", None),
+        ("data.weights", {"a": -1.0}), ("data.weights", {"a": 0.0}), ("data.weights", {}),
+        ("data.weights", {"A b": 1.0}), ("data.weights", 1.0),
+        ("data.weights", {f"s{number}": 1.0 for number in range(17)}),
     ],
 )  # fmt: skip
 def test_values_keep_the_bounds_of_the_manifest(key: str, value: Any) -> None:

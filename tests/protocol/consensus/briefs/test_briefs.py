@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.briefs import seen as seen_module
-from protocol.consensus.briefs.codec import Abridger, abridge, restore
-from protocol.consensus.briefs.seen import SeenMessages, reference_to
-from protocol.consensus.message_kinds import Inventory, ReducedPart, kind_of
-from protocol.consensus.messages import Adoption, Commit, Roster, SignedMessage
+from protocol.consensus.messages.briefs import seen as seen_module
+from protocol.consensus.messages.briefs.codec import Abridger, abridge, restore
+from protocol.consensus.messages.briefs.seen import SeenMessages, reference_to
+from protocol.consensus.messages.contributions import Adoption, Commit, Roster
+from protocol.consensus.messages.kinds import Inventory, ReducedPart, kind_of
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, MalformedError
 from tests.simulation.network import NAMES, Scenario, make_contribution, make_signer
 
@@ -126,7 +127,7 @@ def test_malformed_briefs_are_refused(brief: wire.Brief, fault: type[Exception])
 
 
 def test_brief_cannot_grow_beyond_the_largest_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.consensus.briefs.codec.MAX_MESSAGE_BYTES", 10_000)
+    monkeypatch.setattr("protocol.consensus.messages.briefs.codec.MAX_MESSAGE_BYTES", 10_000)
     brief = wire.Brief(kind="roster", references=reference_to(CONTRIBUTIONS[0].signed) * 100)
     with pytest.raises(LimitError):
         restore(brief, everything_seen())
@@ -146,7 +147,7 @@ def test_altered_briefs_never_crash(message: wire.Signed, place: int, value: int
     except Exception as error:  # protobuf's DecodeError is of the altered frame, before our code
         assert type(error).__name__ == "DecodeError"
         return
-    assert restored is None or restored.signature  # the signature is verified afterwards
+    assert restored is None or isinstance(restored, wire.Signed)  # the signature is verified afterwards
 
 
 def test_flood_of_contributions_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from protocol.admission.electorate import OPEN, Electorate
-from protocol.consensus.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
-from protocol.consensus.messages import Commit, Digest
+from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import CheckpointError, StaleError
 from protocol.manifest import AdmissionSection, RunId
 from protocol.signing import MAX_CHAIN_TOKENS

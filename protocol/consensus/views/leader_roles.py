@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable
 from itertools import cycle
 
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.leader import Assignment, Leader, Proposal
-from protocol.consensus.messages import blobs_of
-from protocol.consensus.quorum import Election, VoterSet
+from protocol.consensus.messages.contributions import blobs_of
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Contributions, ExchangeStatus, GatherTopology, draw_reducers
-from protocol.consensus.view import View
+from protocol.consensus.views.leader import Assignment, Leader, Proposal
+from protocol.consensus.views.quorum import Election, VoterSet
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 
 MAX_ATTEMPTS = 8

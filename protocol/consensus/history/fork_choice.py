@@ -4,7 +4,8 @@ Only certificates count, from the last common commit on. A commit is certified
 
     strongly, if a quorum of all voters of the electorate before it acknowledged it;
     weakly,   if more than a third of them did, so that one honest voter checked it, or more than half of those that we
-              see: then the others are gone, or come back like us.
+              see: then the others are gone, or come back like us. If we alone had a vote, those that contributed lately
+              count, because they decide while their only voter is away.
 
 A chain that goes on from our head is followed if each further commit is certified. Between two chains, the one whose
 weakest commit has more of the votes that counted at the fork wins; then the one with more tokens; then the one with the
@@ -21,10 +22,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.admission.electorate import Electorate
-from protocol.consensus.certified import CertifiedCommit, ChainLog, count_weakest
-from protocol.consensus.chain import Chain, ChainHead, extend_head
-from protocol.consensus.messages import Digest
-from protocol.consensus.trust import TrustPoint
+from protocol.consensus.history.certified import CertifiedCommit, ChainLog, count_weakest
+from protocol.consensus.history.chain import Chain, ChainHead, extend_head
+from protocol.consensus.history.trust import TrustPoint
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import PeerId
 
@@ -197,6 +198,8 @@ def is_certified(signers: frozenset[PeerId], electorate: Electorate, witnesses: 
     seen = electorate.voters & witnesses.live
     if not seen and witnesses.peer_id not in electorate.voters:
         seen = witnesses.live
+    elif electorate.voters == {witnesses.peer_id}:  # the others went on without their only voter (`counted`)
+        seen = electorate.counted(witnesses.live, witnesses.live)
     return 2 * len(signers & seen) > len(seen)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.messages import MAX_CONTRIBUTIONS, Digest, digest_of
+from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS
+from protocol.consensus.messages.signed import Digest, digest_of
 from protocol.identity import PeerId
 
 REFERENCE_BYTES = 8

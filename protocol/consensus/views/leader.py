@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.messages import Adoption, Commit, Digest, SignedMessage
-from protocol.consensus.quorum import Ballot, Election, VoterSet
-from protocol.consensus.reduction_evidence import Evidence
+from protocol.consensus.messages.contributions import Adoption, Commit
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.reduction.evidence import Evidence
 from protocol.consensus.rules.locks import BoundProposal, Repetition, choose_repetition
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Contributions
-from protocol.consensus.view import View
+from protocol.consensus.views.quorum import Ballot, Election, VoterSet
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 
 Assignment = tuple[Contributions, tuple[PeerId, ...]]  # contributions to sum, and the reducer of each part

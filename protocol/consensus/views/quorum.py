@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from protocol.admission.electorate import Electorate
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.messages import Digest
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 
@@ -88,13 +88,23 @@ class VoterSet:
     is a liar that is alive and silent, the round goes on once the dead no longer count. In a list whose members trust
     one another there is none, and the dead count until the round ends.
 
+    A member that most of the run misses (`missed`) is forgotten at once, where no liar is tolerated anyway: so the
+    survivor of two goes on. Peers on the smaller side of a split wait for `vote_memory`, so a shorter one never makes
+    two decisions.
+
     A member that is known to be ahead is not forgotten: peers that were cut off for nearly `vote_memory` and meet the
     others again must not decide alone a round that the others have passed.
     """
 
     def __init__(
-        self, electorate: Electorate, memory: VoteMemory, last_seen: Mapping[PeerId, float], now: float
+        self,
+        electorate: Electorate,
+        memory: VoteMemory,
+        last_seen: Mapping[PeerId, float],
+        now: float,
+        awaits_all: bool = False,
     ) -> None:
+        self._awaits_all = awaits_all
         away = now - max(last_seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
         self._electorate = electorate
@@ -119,7 +129,9 @@ class VoterSet:
         expected = self.live | self._not_yet_seen if self._not_yet_seen else self.live
         present = expected - self._resting if self._resting else expected
         is_regular = self._electorate.is_regular
-        self.awaited: frozenset[PeerId] = frozenset(peer for peer in present if peer in self.voters or is_regular(peer))
+        self.awaited: frozenset[PeerId] = frozenset(
+            peer for peer in present if self._awaits_all or peer in self.voters or is_regular(peer)
+        )
 
     def update(self, membership: MembershipChanged, now: float) -> None:
         """Take over a new set of live members."""
@@ -133,7 +145,15 @@ class VoterSet:
         gone = live | departed | ahead
         self._not_yet_seen -= gone
         self._forgotten = {peer: since for peer, since in self._forgotten.items() if peer not in gone}
+        if membership.missed and not self._electorate.tolerated_liars(len(self.voters)):
+            self._forget(membership.missed & self._vanished.keys(), now)
         self._recount()
+
+    def _forget(self, peers: Iterable[PeerId], now: float) -> None:
+        for peer in peers:
+            del self._vanished[peer]
+            self._not_yet_seen.discard(peer)
+            self._forgotten[peer] = now
 
     def advance(self, now: float) -> None:
         """Forget the members that vanished too long ago, and their votes as long after that."""

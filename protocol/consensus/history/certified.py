@@ -11,9 +11,10 @@ from typing import Self
 
 from protocol import murmur_pb2 as wire
 from protocol.admission.electorate import Electorate
-from protocol.consensus.message_checks import check_count
-from protocol.consensus.message_kinds import Acknowledgement, CommitCertificate
-from protocol.consensus.messages import Commit, ContributionLimits, OpenNested, SignedMessage
+from protocol.consensus.messages.checks import check_count
+from protocol.consensus.messages.contributions import Commit, ContributionLimits
+from protocol.consensus.messages.kinds import Acknowledgement, CommitCertificate
+from protocol.consensus.messages.signed import OpenNested, SignedMessage
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import AdmissionSection

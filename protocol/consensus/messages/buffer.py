@@ -9,8 +9,9 @@ each of them with the decision, and again if they still ask some time later.
 from collections.abc import Iterable
 from typing import Any
 
-from protocol.consensus.message_kinds import CommitCertificate
-from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.kinds import CommitCertificate
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 

@@ -6,7 +6,7 @@ Nothing here sends a message: the round machine signs and sends the bodies that 
 from collections.abc import Iterator
 
 from protocol.consensus.events import Reduce
-from protocol.consensus.message_kinds import ReducedPart, ReducerAssignment
+from protocol.consensus.messages.kinds import ReducedPart, ReducerAssignment
 from protocol.consensus.rules.audits import audited_parts, false_announcements
 from protocol.consensus.state import Rejection, RoundState
 

@@ -16,8 +16,8 @@ from typing import Literal, TypeVar
 from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.briefs.seen import REFERENCE_BYTES, RecentTable, SeenMessages, reference_to
-from protocol.consensus.messages import MAX_CONTRIBUTIONS, MAX_HELD_BLOBS, MAX_MESSAGE_BYTES
+from protocol.consensus.messages.briefs.seen import REFERENCE_BYTES, RecentTable, SeenMessages, reference_to
+from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS, MAX_HELD_BLOBS, MAX_MESSAGE_BYTES
 from protocol.errors import LimitError, MalformedError
 
 MAX_KEPT_BRIEFS = 64

@@ -3,8 +3,9 @@
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Reduce
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.messages import Contribution, Digest, SignedMessage
-from protocol.consensus.reduction_evidence import digest_inputs
+from protocol.consensus.messages.contributions import Contribution
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.reduction.evidence import digest_inputs
 
 PartSum = tuple[int, Digest]  # a part, and the digest of its inputs
 

@@ -14,20 +14,18 @@ from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import open_ticket, read_ticket
 from protocol.blobs.blob import Blob, check_digest
 from protocol.conduct.proofs import Proof
-from protocol.consensus.message_checks import check_ascending, check_count, check_round
-from protocol.consensus.messages import (
+from protocol.consensus.messages.checks import check_ascending, check_count, check_round
+from protocol.consensus.messages.contributions import (
     MAX_CONTRIBUTIONS,
     MAX_HELD_BLOBS,
     MAX_MESSAGE_BYTES,
     Commit,
     Contribution,
     ContributionLimits,
-    Digest,
-    OpenNested,
     Roster,
-    SignedMessage,
 )
-from protocol.consensus.reduction_evidence import MAX_REDUCERS_PER_PART
+from protocol.consensus.messages.signed import Digest, OpenNested, SignedMessage
+from protocol.consensus.reduction.evidence import MAX_REDUCERS_PER_PART
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId, public_key
 from protocol.manifest import RunId
@@ -308,14 +306,18 @@ def signed_round(signed: wire.Signed, run_id: RunId) -> int | None:
 
 
 def nested_parser(run_id: RunId, limits: ContributionLimits) -> OpenNested:
-    """Return the function that checks a message inside another: its body and its signature."""
+    """Return the function that checks a message inside another: its body and its signature.
+
+    The organiser signs for the whole run, also if `run_id` is that of a stage.
+    """
+    whole_run = limits.whole_run or run_id
 
     def open_nested(nested: wire.Signed) -> SignedMessage[Any]:
         match nested.kind:
             case "revision":
-                return open_revision(nested, run_id, limits.organiser)
+                return open_revision(nested, whole_run, limits.organiser)
             case "ticket":
-                return SignedMessage.of(nested, open_ticket(nested, run_id, limits.organiser))
+                return SignedMessage.of(nested, open_ticket(nested, whole_run, limits.organiser))
         return parse(nested, run_id, limits)
 
     return open_nested

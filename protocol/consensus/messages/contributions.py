@@ -1,32 +1,30 @@
-"""Signed messages, and those with which a round begins and ends: contributions, rosters, commits.
+"""The messages with which a round begins and ends: contributions, and the rosters and commits that list them.
 
-Every body is checked in full before any other code sees it.
-
-A `SignedMessage` is a signed envelope with its parsed body and its sender. Its digest covers kind, sender and body, so
-the same proposal of two leaders makes two different messages. Lists that are sets (contributions by sender, blobs by
+Every body is checked in full before any other code sees it. Lists that are sets (contributions by sender, blobs by
 digest, included peers) are in ascending order without duplicates: so each content has one encoding.
 """
 
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import TICKET_KIND, Ticket
 from protocol.blobs.blob import Blob, check_digest
-from protocol.consensus.message_checks import check_ascending, check_count, check_round, check_sizes
-from protocol.consensus.reduction_evidence import Evidence, digest_inputs
-from protocol.consensus.weights import count_tokens
+from protocol.consensus.messages.checks import check_ascending, check_count, check_round, check_sizes
+from protocol.consensus.messages.signed import Digest, OpenNested, SignedMessage
+from protocol.consensus.messages.weights import count_tokens
+from protocol.consensus.reduction.evidence import Evidence, digest_inputs
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
+from protocol.manifest import RunId
+from protocol.manifest_pipeline import MAX_STEP_MICROBATCHES
+from protocol.pipeline.exact.ledger import StepLedger
 from protocol.steering.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
-
-Digest = bytes  # 32 bytes, SHA-256
-OpenNested = Callable[[wire.Signed], "SignedMessage[Any]"]  # checks a message inside another, of any kind
 
 MAX_CONTRIBUTIONS = 1024
 MAX_PARTS = 4096
@@ -46,6 +44,9 @@ class ContributionLimits:
 
     `max_tokens`: the most that a contribution may claim.
     `organiser`: the key whose revisions a commit may adopt; empty if there is none.
+    `whole_run`: the run whose revisions and tickets count in a stage of it; empty if that is the run itself.
+    `microbatches`: those of an exact step, which a contribution's ledger names; 0 without exact steps, `None` if any
+    ledger will do.
     """
 
     codec: str
@@ -54,6 +55,19 @@ class ContributionLimits:
     max_tokens: int
     max_blob_bytes: int
     organiser: PeerId = ""
+    whole_run: RunId = ""
+    microbatches: int | None = 0
+
+    def check_ledger(self, ledger: bytes, tokens: int) -> None:
+        """Raise MalformedError unless a contribution has a ledger exactly where steps are exact, and its tokens."""
+        if self.microbatches is None and 8 * len(ledger) > MAX_STEP_MICROBATCHES:
+            raise LimitError(f"a ledger of {len(ledger)} bytes")
+        if self.microbatches == 0 and ledger:
+            raise MalformedError("a contribution with a ledger, where steps are not exact")
+        if self.microbatches:
+            count = len(StepLedger.from_bytes(ledger, self.microbatches))
+            if tokens > max(1, count * self.max_tokens // self.microbatches):
+                raise MalformedError("a contribution with more tokens than its ledger has microbatches")
 
     def read_blob(self, reference: wire.BlobRef) -> Blob:
         """Return a blob from the wire, if its size is within the limits."""
@@ -80,6 +94,7 @@ class Contribution:
     `age`: the number of rounds since the one that it was made for. The right number of parts may differ from round to
     round, so the round machine checks it. `work` names the record of how it was made (`protocol.audits.work`).
     `ticket`: that of a sender without a vote, in a run of tickets; the commit that includes it gives the sender one.
+    `ledger`: the microbatches of an exact step that it contains (`protocol.pipeline.exact.ledger`); else empty.
     """
 
     round: int
@@ -92,7 +107,8 @@ class Contribution:
     parts: tuple[Blob, ...]
     age: int = 0
     work: Blob | None = None
-    ticket: "SignedMessage[Ticket] | None" = None
+    ticket: SignedMessage[Ticket] | None = None
+    ledger: bytes = b""
 
     @cached_property
     def part_blobs(self) -> tuple[PartBlob, ...]:
@@ -112,6 +128,7 @@ class Contribution:
             parts=[blob.to_wire() for blob in self.parts],
             work=None if self.work is None else self.work.to_wire(),
             ticket=None if self.ticket is None else self.ticket.signed,
+            ledger=self.ledger,
         )
 
     @classmethod
@@ -133,8 +150,9 @@ class Contribution:
         if body.HasField("ticket") and body.ticket.kind != TICKET_KIND:
             raise MalformedError("a message of another kind in the place of a ticket")
         ticket = open_nested(body.ticket) if body.HasField("ticket") else None
+        limits.check_ledger(body.ledger, body.tokens)
         counts = (body.tokens, body.steps, body.loss)
-        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work, ticket)
+        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work, ticket, body.ledger)
 
 
 def read_work_name(reference: wire.BlobRef) -> Blob:
@@ -147,10 +165,10 @@ def read_work_name(reference: wire.BlobRef) -> Blob:
 class ContributionList:
     """The lookups that rosters and commits share, computed once."""
 
-    contributions: tuple["SignedMessage[Contribution]", ...]
+    contributions: tuple[SignedMessage[Contribution], ...]
 
     @cached_property
-    def by_sender(self) -> dict[PeerId, "SignedMessage[Contribution]"]:
+    def by_sender(self) -> dict[PeerId, SignedMessage[Contribution]]:
         """Map each sender to its contribution."""
         return {entry.sender: entry for entry in self.contributions}
 
@@ -172,7 +190,7 @@ class Roster(ContributionList):
     round: int
     view: int
     base: Digest
-    contributions: tuple["SignedMessage[Contribution]", ...]
+    contributions: tuple[SignedMessage[Contribution], ...]
 
     def to_wire(self) -> wire.Roster:
         return wire.Roster(
@@ -210,7 +228,7 @@ class Adoption:
     """
 
     newest: Digest = NO_REVISION
-    added: tuple["SignedMessage[Revision]", ...] = ()
+    added: tuple[SignedMessage[Revision], ...] = ()
 
     def continues(self, adopted: Digest) -> bool:
         """Return whether the revisions continue the list whose newest one is `adopted`."""
@@ -235,7 +253,7 @@ class Commit(ContributionList):
     round: int
     view: int
     base: Digest
-    contributions: tuple["SignedMessage[Contribution]", ...]
+    contributions: tuple[SignedMessage[Contribution], ...]
     parts: tuple[Blob, ...]
     left_out: tuple[PeerId, ...] = ()
     adoption: Adoption = NOTHING_ADOPTED
@@ -281,8 +299,12 @@ class Commit(ContributionList):
 
     @cached_property
     def counted_tokens(self) -> dict[PeerId, int]:
-        """Map each contributor to the tokens that its contribution counts for (`protocol.consensus.weights`)."""
-        counts = count_tokens([entry.body.tokens for entry in self.contributions])
+        """Map each contributor to the tokens that its contribution counts for (`messages.weights`).
+
+        Ledgers of exact steps bound the claims.
+        """
+        claims = [entry.body.tokens for entry in self.contributions]
+        counts = claims if all(entry.body.ledger for entry in self.contributions) else count_tokens(claims)
         return dict(zip(self.by_sender, counts, strict=True))
 
     @property
@@ -301,30 +323,6 @@ class Commit(ContributionList):
         return hashlib.sha256(
             replace(self, view=0, evidence=None).to_wire().SerializeToString(deterministic=True)
         ).digest()
-
-
-BodyT_co = TypeVar("BodyT_co", covariant=True)
-
-
-@dataclass(frozen=True)
-class SignedMessage(Generic[BodyT_co]):
-    """A checked message; `signed` is its envelope, which is forwarded byte for byte."""
-
-    signed: wire.Signed = field(compare=False, repr=False)
-    body: BodyT_co
-    sender: PeerId
-    digest: Digest
-
-    @classmethod
-    def of(cls, signed: wire.Signed, body: BodyT_co) -> Self:  # type: ignore[misc]  # the class never changes its body
-        """Wrap a checked body."""
-        return cls(signed, body, signed.peer, digest_of(signed))
-
-
-def digest_of(signed: wire.Signed) -> Digest:
-    """Return the digest of a message; it covers kind, sender and body."""
-    content = b"\0".join((signed.kind.encode(), signed.peer.encode(), signed.body))
-    return hashlib.sha256(content).digest()
 
 
 def _open_contributions(

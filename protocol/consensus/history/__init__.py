@@ -1,0 +1,1 @@
+"""The decided commits: the chain, its certificates, and the choice between two chains."""

@@ -1,0 +1,1 @@
+"""The signed messages of a round, and their checks."""

@@ -1,0 +1,1 @@
+"""Parts that reducers sum for all members, and the evidence that they summed them."""

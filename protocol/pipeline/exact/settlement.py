@@ -1,0 +1,257 @@
+"""The settlement of exact steps: which peer owns which microbatch, when a server seals, and what it offers. No I/O.
+
+A round is one step of the microbatches 0 .. count - 1. Each server says to all others what its sum contains. A server
+seals once, as far as it knows, every microbatch counts at every stage; it opens again if a death has taken some away.
+When all servers of its stage that have spoken have sealed, it offers its sum without those microbatches that another
+one counts too: the lower peer id keeps them, unless the other has offered already.
+
+This only makes void rounds rare. Whether a round counts is decided by its commit alone (`step_ledger.covers_step`).
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from protocol.identity import PeerId
+from protocol.manifest import RunId
+from protocol.pipeline.course import Place
+from protocol.pipeline.exact.ledger import StepLedger
+from protocol.pipeline.exact.reports import StepReports
+from protocol.pipeline.exact.statements import Phase, Statement
+
+SAY_SECONDS, REPEAT_SECONDS = 0.1, 2.0  # from a change to the statement about it; between two equal ones
+RETRY_SECONDS = 1.0  # from a microbatch that no route could bring through to the next try
+OVERTAKEN_SECONDS = 1.0  # in which an acknowledgement may overtake a statement
+MAX_STATEMENTS = 4096  # peers
+
+
+@dataclass(frozen=True)
+class SayStatement:
+    """Send a statement to all servers; it may be lost."""
+
+    statement: Statement
+
+
+@dataclass(frozen=True)
+class OfferStep:
+    """Take the gradients of `doubles` out of the sum and offer the rest; answer by `offered` or `drop`."""
+
+    doubles: StepLedger
+
+
+Action = SayStatement | OfferStep
+
+
+class Settlement:
+    """The open step, as one server sees it. `runs`: the ids of the stages; `stage`: its own."""
+
+    def __init__(self, me: PeerId, runs: Sequence[RunId], stage: int, count: int) -> None:
+        self.count = count
+        self.round = self.life = self.version = 0
+        self.phase: Phase = "open"
+        self.ledger = StepLedger(count)
+        self._is_doomed = False  # a stage has decided the round without the whole step
+        self._decided: frozenset[int] = frozenset()  # stages whose commit has the whole step, whatever dies now
+        self.is_offering = False  # while doubles are taken out, and the contribution is made
+        self.is_adding = False  # while the trainer computes a gradient for the sum
+        self._me = me
+        self._runs = tuple(runs)
+        self._stage = stage
+        self._live: tuple[Mapping[PeerId, int], ...] = tuple({} for _ in runs)  # life by peer
+        self._owners: tuple[PeerId, ...] = ()
+        self._statements: dict[PeerId, Statement] = {}
+        self._acknowledged: dict[tuple[int, int], tuple[Place, float]] = {}  # by stage and id; and when we heard of it
+        self._retry_at: dict[int, float] = {}
+        self._say_at: float | None = 0.0
+        self._coverage: list[StepLedger] | None = None  # by stage, until something changes
+        self._mine: tuple[int, ...] | None = None  # the microbatches that we own, until something changes
+
+    def begin(self, round_number: int, life: int, now: float) -> None:
+        """Begin the step of a round with nothing."""
+        self.round, self.life = round_number, life
+        self._is_doomed, self._decided = False, frozenset()
+        self._clear()
+        self._acknowledged.clear()
+        self._retry_at.clear()
+        self._coverage = self._mine = None
+        self._change(now)
+
+    def restart(self, life: int, now: float) -> None:
+        """Begin a new life of the trainer, which has lost the sum, but not what it has offered."""
+        self.life, self.is_adding = life, False
+        if self.phase != "offered":
+            self._clear()
+        self._change(now)
+
+    def drop(self, now: float) -> None:
+        """Begin our sum anew in the same round."""
+        self._clear()
+        self._change(now, at_once=True)
+
+    def offered(self, ledger: StepLedger, now: float) -> None:
+        """Take over the ledger of our contribution, after which our sum does not change any more."""
+        self.phase, self.is_offering, self.ledger = "offered", False, ledger
+        self._change(now, at_once=True)
+
+    def _clear(self) -> None:
+        self.phase, self.is_offering, self.ledger = "open", False, StepLedger(self.count)
+
+    def add(self, number: int, now: float) -> None:
+        """Count a microbatch in our sum; a restarted trainer may repeat its contribution meanwhile."""
+        if self.phase == "offered":
+            return
+        self.ledger |= StepLedger.of(self.count, (number,))
+        self._change(now)
+
+    def set_peers(self, stages: Sequence[Mapping[PeerId, int]], owners: Collection[PeerId]) -> None:
+        """Take over the live servers of each stage with their lives, and the peers that own microbatches."""
+        self._live = tuple(stages)
+        self._owners = tuple(sorted(owners))
+        self._coverage = self._mine = None
+        known = {peer for stage in stages for peer in stage}
+        self._statements = {peer: each for peer, each in self._statements.items() if peer in known}
+
+    def take_reports(self, reports: StepReports) -> None:
+        """Take over how the stages have decided the round."""
+        self._is_doomed = reports.is_doomed(self.round)
+        self._decided = reports.covered_stages(self.round)
+        self._coverage = None
+
+    def record(self, peer: PeerId, statement: Statement, now: float) -> None:
+        """Take a statement of another server; an older one than we know changes nothing.
+
+        A server that has dropped its sum says so, which ends its acknowledgements. The newest ones are believed until
+        the statement is repeated, because they may have overtaken it.
+        """
+        known = self._statements.get(peer)
+        is_news = known.age <= statement.age if known is not None else len(self._statements) < MAX_STATEMENTS
+        if is_news and statement.run in self._runs:
+            self._statements[peer] = statement
+            self._coverage = None
+            lacking = [
+                (stage, number)
+                for (stage, number), (place, since) in self._acknowledged.items()
+                if place.peer == peer and since < now - OVERTAKEN_SECONDS and number not in statement.ledger
+            ]
+            for key in lacking:
+                del self._acknowledged[key]
+
+    def acknowledge(self, number: int, added: Mapping[int, Place], now: float) -> None:
+        """Take over which lives of which servers count a microbatch of ours."""
+        self._acknowledged |= {(stage, number): (place, now) for stage, place in added.items()}
+
+    def postpone(self, number: int, now: float) -> None:
+        """Try a microbatch that no route could bring through again after a while."""
+        self._retry_at[number] = now + RETRY_SECONDS
+
+    @property
+    def listeners(self) -> frozenset[PeerId]:
+        """Return the peers that hear our statements: all live servers but us."""
+        return frozenset(peer for stage in self._live for peer in stage) - {self._me}
+
+    # Owners
+
+    def counted_at(self, number: int) -> frozenset[int]:
+        """Return the stages at which a live server counts a microbatch, as far as we know."""
+        return frozenset(stage for stage in range(len(self._runs)) if self._is_counted(stage, number))
+
+    def wanted(self, started: Collection[int], now: float) -> list[int]:
+        """Return our microbatches that some stage lacks, without those that are on their way."""
+        if self._mine is None:
+            numbers = range(self.count)
+            self._mine = tuple(each for each in numbers if owner_of(self.round, each, self._owners) == self._me)
+        return [
+            number
+            for number in self._mine
+            if number not in started
+            and self._retry_at.get(number, now) <= now
+            and not all(self._is_counted(stage, number) for stage in range(len(self._runs)))
+        ]
+
+    def _is_counted(self, stage: int, number: int) -> bool:
+        return number in self._covered()[stage] or self._has_acknowledgement(stage, number)
+
+    def _has_acknowledgement(self, stage: int, number: int) -> bool:
+        """Return whether a server that still lives said that it counts a microbatch of ours."""
+        place, _ = self._acknowledged.get((stage, number), (None, 0.0))
+        is_elsewhere = place is not None and place.peer != self._me
+        return place is not None and is_elsewhere and self._live[stage].get(place.peer) == place.life
+
+    # Servers
+
+    def advance(self, now: float) -> list[Action]:
+        """Return what follows from all that we know now."""
+        actions: list[Action] = []
+        if self.phase != "offered" and not self.is_adding and not self.is_offering:
+            self._seal_or_open(now)
+            if (self.phase == "sealed" and self._may_offer()) or self._is_doomed:
+                self.is_offering = True
+                actions.append(OfferStep(self._doubles()))
+        if self._say_at is not None and self._say_at <= now:
+            self._say_at = now + REPEAT_SECONDS
+            actions.append(SayStatement(self.statement))
+        return actions
+
+    @property
+    def statement(self) -> Statement:
+        """Return our newest statement."""
+        return Statement(self._runs[self._stage], self.round, self.life, self.version, self.ledger, self.phase)
+
+    def _seal_or_open(self, now: float) -> None:
+        is_complete = all(covered.is_complete for covered in self._covered())
+        if is_complete != (self.phase == "sealed"):
+            self.phase = "sealed" if is_complete else "open"
+            self._change(now, at_once=True)
+
+    def _may_offer(self) -> bool:
+        return all(each.phase != "open" for each in self._said(self._stage).values())
+
+    def _doubles(self) -> StepLedger:
+        """Return what others count too, and we do not keep."""
+        theirs = StepLedger(self.count)
+        for peer, statement in self._said(self._stage).items():
+            if peer < self._me or statement.phase == "offered":
+                theirs |= statement.ledger
+        return self.ledger & theirs
+
+    def _said(self, stage: int) -> dict[PeerId, Statement]:
+        """Return what the live servers of a stage say about this round, without ourselves."""
+        found = ((peer, self._statements.get(peer), life) for peer, life in self._live[stage].items())
+        return {
+            peer: statement
+            for peer, statement, life in found
+            if statement is not None and peer != self._me and self._counts(statement, stage, life)
+        }
+
+    def _counts(self, statement: Statement, stage: int, life: int) -> bool:
+        """Return whether a statement is about this round and of a sum that still exists."""
+        is_here = (statement.run, statement.round) == (self._runs[stage], self.round)
+        return is_here and (statement.life >= life or statement.phase == "offered")
+
+    def _covered(self) -> list[StepLedger]:
+        """Return what each stage counts, as far as we know."""
+        if self._coverage is None:
+            self._coverage = [self._covered_at(stage) for stage in range(len(self._runs))]
+        return self._coverage
+
+    def _covered_at(self, stage: int) -> StepLedger:
+        if stage in self._decided:
+            return StepLedger.full(self.count)
+        covered = self.ledger if stage == self._stage else StepLedger(self.count)
+        for statement in self._said(stage).values():
+            covered |= statement.ledger
+        return covered
+
+    def _change(self, now: float, at_once: bool = False) -> None:
+        self.version += 1
+        self._coverage = None
+        due = now if at_once else now + SAY_SECONDS
+        self._say_at = due if self._say_at is None else min(self._say_at, due)
+
+
+@lru_cache(maxsize=8192)
+def owner_of(round_number: int, number: int, peers: tuple[PeerId, ...]) -> PeerId | None:
+    """Return the owner of a microbatch among the live peers: the one with the lowest hash."""
+    rank: Callable[[PeerId], bytes] = lambda peer: hashlib.sha256(f"{round_number} {number} {peer}".encode()).digest()  # noqa: E731
+    return min(peers, key=rank, default=None)

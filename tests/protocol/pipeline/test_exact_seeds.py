@@ -1,0 +1,228 @@
+"""Seeded swarms with exact steps: whatever dies, each microbatch of an applied step counts once at each stage."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from protocol.pipeline.exact import ledger as ledgers
+from protocol.pipeline.exact.ledger import StepLedger
+from protocol.pipeline.exact.reports import StepReports
+from protocol.pipeline.exact.server import ExactServer
+from protocol.pipeline.exact.settlement import Settlement
+from tests.protocol.pipeline.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
+from tests.protocol.pipeline.exact_swarm import ExactSwarm
+from tests.protocol.pipeline.virtual_swarm import ACTIVATION, InvariantError, Scenario
+
+SEEDS, LONG_SEEDS, BATCH = 12, 2000, 100
+STEPS, STEPS_IN_PEACE = 4, 2
+FAULTS_END, END, STILL = 8.0, 1000.0, 150.0  # seconds; a step may take 50 where messages are lost
+FAULTS = ("kill", "kill", "die", "kill trainer", "kill trainer", "cut", "slow", "break", "doubt")
+Bug = Callable[[pytest.MonkeyPatch], None]
+
+
+def scenario_of(seed: int) -> tuple[Scenario, int]:
+    chance = random.Random(f"exact scenario {seed}")
+    stages = chance.choice([2, 2, 3])
+    speeds = tuple(tuple(chance.choice([4.0, 8.0, 16.0]) for _ in range(chance.randint(2, 3))) for _ in range(stages))
+    scenario = Scenario(
+        speeds=speeds,
+        in_flight=chance.choice([2, 4]),
+        memory=chance.choice([8, 20, 40]) * ACTIVATION + 100,
+        delay=chance.choice([0.01, 0.1]),
+        loss=chance.choice([0.0, 0.0, 0.05, 0.1]),
+        duplication=chance.choice([0.0, 0.2]),
+        bandwidth=chance.choice([1e4, 1e6]),
+    )
+    return scenario, chance.choice([4, 9, 16])
+
+
+class ExactRun:
+    """One swarm under one seed."""
+
+    def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS) -> None:
+        self.seed = seed
+        scenario, count = scenario_of(seed)
+        self.swarm = ExactSwarm(scenario, seed, count)
+        self._chance = random.Random(f"exact faults {seed}")
+        self.fault_count = self._open_faults = self._chance.choice([0, 1, 2, 4, 8]) if faults else 0
+        self._steps_at_peace = 0  # when the last fault had ended
+        for _ in range(self.fault_count):
+            kind = self._chance.choice(faults)
+            self.swarm.schedule(self._chance.uniform(0.1, FAULTS_END), lambda kind=kind: self._strike(kind))  # type: ignore[misc]
+
+    def run(self) -> None:
+        """Raise InvariantError if something is wrong under this seed."""
+        try:
+            self.swarm.run(END, lambda: self._is_over() or self._is_still or self._has_many_void_rounds)
+            if self._has_many_void_rounds:
+                raise InvariantError(f"{self.swarm.void_rounds} void rounds after {self.fault_count} faults")
+            if not self._is_over():
+                raise InvariantError(f"deadlock: {self.swarm.steps} steps in {self.swarm.now:g} s")
+        except InvariantError as error:
+            raise InvariantError(f"seed {self.seed}: {error}") from error
+
+    def _is_over(self) -> bool:
+        """Return whether there was a number of steps, some of them after all faults."""
+        return not self._open_faults and self.swarm.steps >= max(STEPS, self._steps_at_peace + STEPS_IN_PEACE)
+
+    @property
+    def _is_still(self) -> bool:
+        return self.swarm.now > self.swarm.round_ended + STILL
+
+    @property
+    def _has_many_void_rounds(self) -> bool:
+        return self.swarm.void_rounds > MAX_VOID * (self.fault_count + self.swarm.scenario.loss * LOSSES)
+
+    def _strike(self, kind: str) -> None:
+        swarm, chance = self.swarm, self._chance
+        node, other = chance.sample(swarm.every_node(), 2)
+        seconds = chance.uniform(0.5, 12.0)
+        match kind:
+            case "kill":
+                swarm.kill_node(node)
+                self._end_later(seconds, lambda: swarm.revive_node(node))
+            case "die":
+                swarm.remove_node(node)
+                self._end_later(0.0, lambda: None)
+            case "kill trainer":
+                swarm.kill_trainer(node.server)
+                self._end_later(0.0, lambda: None)
+            case "cut":
+                link = frozenset((node.name, other.name))
+                swarm.cuts.add(link)
+                self._end_later(seconds, lambda: swarm.cuts.discard(link))
+            case "doubt":
+                swarm.doubt(node.name, other.name)
+                self._end_later(seconds, lambda: swarm.trust(node.name, other.name))
+            case "slow":
+                node.server.speed /= 10
+                self._end_later(seconds, lambda: setattr(node.server, "speed", node.server.speed * 10))
+            case "break":
+                node.server.is_broken = True
+                self._end_later(seconds, lambda: setattr(node.server, "is_broken", False))
+
+    def _end_later(self, seconds: float, undo: Callable[[], object]) -> None:
+        """End a fault after a while."""
+
+        def end() -> None:
+            undo()
+            self._open_faults -= 1
+            self._steps_at_peace = self.swarm.steps
+
+        self.swarm.schedule(seconds, end)
+
+
+MAX_VOID, LOSSES = 3, 40
+
+
+# Bugs.
+
+
+def no_void_rule(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ledgers, "covers_step", lambda found, count: True)
+
+
+def each_stage_judges_alone(patch: pytest.MonkeyPatch) -> None:
+    def hear(self: ExactSwarm, node: object, number: int) -> None:
+        stage, here = node.stage, node.round == number and node.server.is_alive  # type: ignore[attr-defined]
+        decided = self._decided.get(number, {})
+        if here and stage in decided:
+            self._apply(node, number, decided[stage])  # type: ignore[arg-type]
+
+    patch.setattr(ExactSwarm, "_hear_decision", hear)
+
+
+def dead_lives_count(patch: pytest.MonkeyPatch) -> None:
+    """An acknowledgement of a process that has died since is honoured."""
+    patch.setattr(Settlement, "_has_acknowledgement", lambda self, stage, number: (stage, number) in self._acknowledged)
+
+
+def repeated_tasks_add_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExactServer, "_has_counted", lambda self, key: False)
+
+
+def sums_outlive_their_round(patch: pytest.MonkeyPatch) -> None:
+    begin = Settlement.begin
+
+    def carry(self: Settlement, round_number: int, life: int, now: float) -> None:
+        kept = self.ledger
+        begin(self, round_number, life, now)
+        self.ledger = kept
+
+    patch.setattr(Settlement, "begin", carry)
+
+
+def nothing_is_subtracted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Settlement, "_doubles", lambda self: StepLedger(self.count))
+
+
+def sealed_servers_never_open(patch: pytest.MonkeyPatch) -> None:
+    change = Settlement._seal_or_open
+    patch.setattr(Settlement, "_seal_or_open", lambda self, now: None if self.phase == "sealed" else change(self, now))
+
+
+def doomed_rounds_go_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepReports, "is_doomed", lambda self, number: False)
+
+
+def owners_never_change(patch: pytest.MonkeyPatch) -> None:
+    set_peers_truly = Settlement.set_peers
+
+    def set_peers(self: Settlement, stages: object, owners: object) -> None:
+        set_peers_truly(self, stages, self._owners or owners)  # type: ignore[arg-type]
+
+    patch.setattr(Settlement, "set_peers", set_peers)
+
+
+def decided_stages_lose_what_their_dead_had(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepReports, "covered_stages", lambda self, number: frozenset())
+
+
+BUGS: list[tuple[Bug, int, str]] = [  # with a seed that shows it, and the word by which it does
+    (no_void_rule, 5, "otherwise than once"),
+    (each_stage_judges_alone, 5, "apart"),
+    (dead_lives_count, 25, "deadlock"),
+    (repeated_tasks_add_again, 0, "otherwise than once"),
+    (sums_outlive_their_round, 1, "void rounds"),
+    (doomed_rounds_go_on, 31, "deadlock"),
+    (owners_never_change, 0, "deadlock"),
+    (waits_for_earlier_processes_of_owners, 519, "deadlock"),
+    (decided_stages_lose_what_their_dead_had, 0, "deadlock"),
+    (frees_what_a_trainer_reads, 0, "without its inputs"),
+]
+
+
+@pytest.mark.slow
+def test_every_microbatch_counts_once_at_each_stage_whatever_dies() -> None:
+    voids = 0
+    for seed in range(SEEDS):
+        run = ExactRun(seed)
+        run.run()
+        voids += run.swarm.void_rounds
+    assert voids, "no seed made a round void, so nothing was tried"
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("first", range(SEEDS, LONG_SEEDS, BATCH))
+def test_thousands_of_seeds(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        ExactRun(seed).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bug", "seed", "word"), BUGS, ids=lambda value: getattr(value, "__name__", None))
+def test_each_bug_is_found(bug: Bug, seed: int, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    print(f"seed {seed}")
+    bug(monkeypatch)
+    assert word in outcome(seed)
+    monkeypatch.undo()
+    assert outcome(seed) == "", "the same seed without the bug"
+
+
+def outcome(seed: int) -> str:
+    try:
+        ExactRun(seed).run()
+    except InvariantError as broken:
+        return str(broken)
+    return ""

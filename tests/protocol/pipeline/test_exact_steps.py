@@ -1,0 +1,167 @@
+"""Ledgers of exact steps, the void rule, and the settlement of one server."""
+
+from itertools import combinations
+
+import pytest
+
+from protocol.errors import MalformedError
+from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.course import Place
+from protocol.pipeline.exact.ledger import StepLedger, covers_step
+from protocol.pipeline.exact.reports import StepHistory, StepReports, read_step_reports
+from protocol.pipeline.exact.settlement import OVERTAKEN_SECONDS, OfferStep, SayStatement, Settlement, owner_of
+from protocol.pipeline.exact.statements import Phase, Statement
+
+RUNS = ("aa" * 32, "bb" * 32)
+COUNT = 4
+
+
+def ledger(*ids: int) -> StepLedger:
+    return StepLedger.of(COUNT, ids)
+
+
+def test_ledger_has_one_encoding_of_its_size_only() -> None:
+    assert StepLedger.from_bytes(ledger(0, 3).to_bytes(), COUNT) == ledger(0, 3) and list(ledger(0, 3)) == [0, 3]
+    for wrong in (b"", b"\x00\x00", b"\x10"):  # too short, too long, an id that the step does not have
+        with pytest.raises(MalformedError):
+            StepLedger.from_bytes(wrong, COUNT)
+
+
+def test_commit_covers_a_step_only_with_each_id_exactly_once() -> None:
+    sets = [frozenset(ids) for size in range(COUNT + 1) for ids in combinations(range(COUNT), size)]
+    for first in sets:
+        for second in sets:
+            expected = sorted([*first, *second]) == list(range(COUNT))
+            found = [StepLedger.of(COUNT, ids).to_bytes() for ids in (first, second)]
+            assert covers_step(found, COUNT) == expected
+    assert not covers_step([], COUNT)
+
+
+def settlement(count: int = COUNT) -> Settlement:
+    made = Settlement("b", RUNS, 0, count)
+    made.begin(0, 1, 0.0)
+    made.set_peers([{"a": 1, "b": 1, "c": 1}, {"z": 1}], ["a", "b", "c", "z"])
+    return made
+
+
+def say(run: str, ids: StepLedger, phase: Phase = "open", life: int = 1, version: int = 1) -> Statement:
+    return Statement(run, 0, life, version, ids, phase)
+
+
+def offers(made: Settlement, now: float = 10.0) -> list[OfferStep]:
+    return [action for action in made.advance(now) if isinstance(action, OfferStep)]
+
+
+def test_server_offers_once_all_have_sealed_and_leaves_doubles_to_lower_ids() -> None:
+    made = settlement()
+    for number in (1, 2, 3):
+        made.add(number, 0.0)
+    made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
+    made.record("a", say(RUNS[0], ledger(0, 1)), 1.0)
+    made.record("c", say(RUNS[0], ledger(3)), 1.0)
+    assert not offers(made) and made.phase == "sealed", "others may still add"
+    made.record("a", say(RUNS[0], ledger(0, 1), "sealed", version=2), 2.0)
+    made.record("c", say(RUNS[0], ledger(3), "sealed", version=2), 2.0)
+    assert offers(made) == [OfferStep(ledger(1))], "a keeps 1, and c leaves 3 to us"
+    made.offered(ledger(2, 3), 3.0)
+    assert made.statement.phase == "offered" and not offers(made)
+
+
+def test_what_has_been_offered_stays_with_a_higher_id() -> None:
+    made = settlement()
+    for number in range(COUNT):
+        made.add(number, 0.0)
+    made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
+    made.record("c", say(RUNS[0], ledger(3), "offered"), 1.0)
+    assert offers(made) == [OfferStep(ledger(3))]
+
+
+def test_sealed_server_opens_again_when_a_death_takes_a_sum_away() -> None:
+    made = settlement()
+    made.add(0, 0.0)
+    made.record("a", say(RUNS[0], ledger(1, 2, 3)), 1.0)
+    made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
+    made.advance(2.0)
+    phases = [made.phase]
+    made.set_peers([{"a": 2, "b": 1}, {"z": 1}], ["a", "b", "z"])  # a's trainer has a new life
+    made.advance(3.0)
+    assert [*phases, made.phase] == ["sealed", "open"]
+
+
+def test_stage_that_has_decided_counts_what_its_dead_had() -> None:
+    made = settlement()
+    for number in range(COUNT):
+        made.add(number, 0.0)
+    made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
+    made.set_peers([{"a": 1, "b": 1}, {}], ["a", "b"])
+    made.advance(2.0)
+    phases = [made.phase]
+    made.take_reports(StepReports(2, {0: {1: True}}))
+    made.advance(3.0)
+    assert [*phases, made.phase] == ["open", "sealed"]
+
+
+def test_doomed_round_ends_with_what_there_is() -> None:
+    made = settlement()
+    made.add(0, 0.0)
+    assert not offers(made)
+    made.take_reports(StepReports(2, {0: {1: False}}))
+    assert offers(made) == [OfferStep(ledger())]
+
+
+def test_microbatches_of_the_dead_pass_on_to_the_living() -> None:
+    peers = ("a", "b", "c", "z")
+    for number in range(64):
+        owner = owner_of(0, number, peers)
+        left = tuple(peer for peer in peers if peer != owner)
+        assert owner in peers and owner_of(0, number, left) in left
+        other = next(peer for peer in peers if peer != owner)
+        assert owner_of(0, number, tuple(peer for peer in peers if peer != other)) == owner, "others keep theirs"
+
+
+def test_acknowledgements_end_with_their_process_or_its_sum() -> None:
+    made, nothing = settlement(count=32), StepLedger(32)
+    mine = made.wanted((), 0.0)
+    assert mine, "some microbatches are ours"
+    number = mine[0]
+    made.acknowledge(number, {0: Place("a", 1), 1: Place("z", 1)}, 0.0)
+    assert number not in made.wanted((), 0.0) and made.counted_at(number) == {0, 1}
+    made.record("a", say(RUNS[0], nothing), 0.1)
+    assert number not in made.wanted((), 0.1), "the statement may be older than the acknowledgement"
+    made.record("a", say(RUNS[0], nothing, version=2), OVERTAKEN_SECONDS + 0.1)
+    assert made.counted_at(number) == {1} and number in made.wanted((), 2.0), "a has begun its sum again"
+    made.acknowledge(number, {0: Place("a", 1)}, 1.2)
+    made.record("a", say(RUNS[0], nothing, version=2), 1.3)
+    assert number not in made.wanted((), 1.3), "it may be older"
+    made.record("a", say(RUNS[0], nothing, version=2), 3.3)
+    assert number in made.wanted((), 3.3), "a says so again"
+    made.acknowledge(number, {0: Place("a", 1)}, 2.0)
+    made.set_peers([{"a": 2, "b": 1}, {"z": 1}], ["a", "b", "c", "z"])
+    assert number in made.wanted((), 2.0), "that life of a is over"
+
+
+def test_statements_are_repeated_and_the_newest_counts() -> None:
+    made = settlement()
+    assert [type(action) for action in made.advance(1.0)] == [SayStatement] and made.advance(1.5) == []
+    assert made.advance(9.0)
+    made.record("a", say(RUNS[0], ledger(1), version=2), 1.0)
+    made.record("a", say(RUNS[0], ledger(2), version=1), 1.0)
+    assert list(made._covered()[0]) == [1]
+
+
+def test_round_counts_only_if_all_stages_cover_its_step() -> None:
+    reports = StepReports(2, {5: {0: True}})
+    assert reports.verdict(5, {}) is None and reports.verdict(5, {1: True}) is True
+    assert reports.verdict(5, {1: False}) is False and not reports.is_doomed(5)
+    assert StepReports(3, {5: {0: False}}).is_doomed(5), "one stage is enough"
+
+
+def test_records_say_how_rounds_ended() -> None:
+    history = StepHistory()
+    history.decide(0, True)
+    history.apply(0, True)
+    history.decide(1, False)
+    record = PeerRecord(role="trainer", stage=1, **history.record_fields())  # type: ignore[arg-type]
+    reports = read_step_reports([record], 2)
+    assert reports.verdicts == {0: True} and reports.decided == {1: {0: False}}
+    assert read_step_reports([PeerRecord(role="trainer", stage=9, step_decided=3)], 2).decided == {}
