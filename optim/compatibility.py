@@ -47,10 +47,14 @@ def check_compatibility(method: Method, round_number: int) -> None:
             f"error feedback would let the residual of codec {method.codec.kind!r} grow without bound; "
             "set feedback.kind = 'none'"
         )
-    if method.aggregate.keeps_block_statistics and (method.topology.reduces_parts or method.schedule.fragments > 1):
+    if method.aggregate.keeps_block_statistics and (method.topology.reduces_parts or not method.schedule.is_whole):
         raise UnknownOption(
             f"aggregate {method.aggregate.kind!r} keeps statistics of every block: set topology.kind = 'gather' and "
-            "schedule.fragments = 1, or aggregate.statistics = 'round'"
+            "schedule.fragments = 1 and experts_every = 1, or aggregate.statistics = 'round'"
+        )
+    if update.counts_steps and method.schedule.experts_every > 1:
+        raise UnknownOption(
+            f"schedule.experts_every: update {update.kind!r} counts its steps, and experts have fewer; set it to 1"
         )
     if isinstance(method.aggregate, Filtered) and method.aggregate.memory and method.topology.reduces_parts:
         raise UnknownOption(

@@ -32,8 +32,10 @@ from optim.feedback import ErrorFeedback, Feedback, NoFeedback
 from optim.inner.adamw import AccumulatingAdamW, AdamW, QuasiHyperbolic
 from optim.inner.base import InnerUpdateRule
 from optim.inner.delay_compensation import AdaptiveBraking, SpikeCompensation, WeightPrediction
+from optim.inner.eight_bit import EightBitAdamW
 from optim.inner.gradient_accumulation import GradientAccumulator, LookaheadAccumulator
 from optim.inner.growing_batch import GrowingBatch
+from optim.inner.muon import Muon
 from optim.merge_policy import Interpolate, MergePolicy, RebaseOnAnchor
 from optim.method import Method
 from optim.option_schedules import OptionSchedule, read_option
@@ -68,7 +70,8 @@ Component = TypeVar("Component")
 ReadOptions = Mapping[str, Scalar | OptionSchedule]  # of one component
 
 _INNER_RULES: Final[tuple[type[InnerUpdateRule], ...]] = (
-    *(AdamW, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch, GradientAccumulator, LookaheadAccumulator),
+    *(AdamW, EightBitAdamW, Muon, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch),
+    *(GradientAccumulator, LookaheadAccumulator),
     *(AdaptiveBraking, SpikeCompensation, WeightPrediction),
 )
 INNER_RULES: Final[Mapping[str, type[InnerUpdateRule]]] = {inner.kind: inner for inner in _INNER_RULES}

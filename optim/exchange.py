@@ -23,31 +23,36 @@ Payloads = Sequence[Payload | Vector]  # encoded, or decoded by `Aggregator.deco
 
 
 class ContributionEncoder:
-    """Encodes local progress, and keeps in the residual what the other peers will not receive."""
+    """Encodes local progress, and keeps for the residual what the other peers will not receive."""
 
     def __init__(self, planner: RoundPlanner) -> None:
         self._planner = planner
 
     def encode(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
-        """Encode a contribution, one payload per part, and update the residual in place.
+        """Encode a contribution, one payload per part; leave in `delta` what `keep_remainder` makes the new residual.
 
         Of `delta` and `residual`, whole vectors of the signal, only the spans that the round sends are read. There
 
-            decay * residual_before + delta == share * decoded + residual_after
+            decay * residual + delta_before == share * decoded + delta_after
 
-        and residual_after = 0 without feedback.
+        and delta_after = 0 without feedback. The residual does not change: so a crash in between tears nothing.
 
         Raises:
-            CodecError: a value of `delta` is not finite. The residual is invalid afterwards.
+            CodecError: a value of `delta` is not finite. `delta` is invalid afterwards.
         """
         plan = self._planner.plan(round_number)
-        total, progress = plan.gather(residual), as_array(plan.gather(delta))
+        left, total = as_array(plan.gather(residual)), plan.gather(delta)
         payloads = [
-            _encode_part(plan.method.feedback, codec, total[start:stop], progress[start:stop])
+            _encode_part(plan.method.feedback, codec, total[start:stop], left[start:stop])
             for codec, (start, stop) in plan.parts
         ]
-        plan.scatter(total, residual)
+        plan.scatter(total, delta)
         return payloads
+
+    def keep_remainder(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> None:
+        """Store in the residual what `encode` has left in `delta`; doing it twice is doing it once."""
+        for start, stop in self._planner.plan(round_number).spans:
+            residual[start:stop] = delta[start:stop]
 
     def restore_to_residual(
         self, round_number: int, payloads: Sequence[Payload], residual: torch.Tensor, weight: float = 1.0
@@ -75,9 +80,9 @@ def nonzero_mask(plan: RoundPlan, payloads: Sequence[Payload], numel: int) -> to
     return whole != 0
 
 
-def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, delta: Floats) -> Payload:
-    """Return the payload of a part, and leave in `total` what it does not carry."""
-    update = ResidualUpdate(feedback.decay, delta)
+def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, residual: Floats) -> Payload:
+    """Return the payload of a part, and leave in `total`, its progress before, what the payload does not carry."""
+    update = ResidualUpdate(feedback.decay, residual)
     if not feedback.keeps_error:
         update.apply(as_array(total))
         payload = codec.encode(total)

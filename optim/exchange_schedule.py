@@ -30,6 +30,10 @@ class EverySteps:
 
         K_i = min(inner_steps, max(least_steps, ceil(seconds / seconds of a step)))
 
+    `experts_every` = k above 1 sends each expert of a mixture of experts only in every k-th contribution that could
+    carry it, a k-th of them in each, because an expert changes by fewer tokens than the rest (SPES, arXiv 2602.11543).
+    The movement of an expert is kept until its turn.
+
     `quorum` is the fraction of the living peers whose contributions close the roster of a round (1: all, within the
     grace period).
     """
@@ -41,6 +45,7 @@ class EverySteps:
     delay: int = Field(default=0, ge=0, le=100_000)
     fragments: int = Field(default=1, ge=1, le=1024)
     pattern: Pattern = "strided"
+    experts_every: int = Field(default=1, ge=1, le=64)
     quorum: float = Field(default=1.0, gt=0, le=1)
     seconds: float = Field(default=0.0, ge=0, le=86_400)
     least_steps: int = Field(default=1, ge=1, le=100_000)
@@ -52,6 +57,16 @@ class EverySteps:
         if self.fragments > self.inner_steps:
             raise ValueError("fragments must not be above inner_steps: each takes at least one step")
         return self
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether each contribution carries all values."""
+        return self.fragments == self.experts_every == 1
+
+    @property
+    def period(self) -> int:
+        """Return the number of rounds after which the same values are sent again."""
+        return self.fragments * self.experts_every
 
     def steps(self, round_number: int) -> int:
         """Return the local steps of that round: floor((r + 1) H / P) - floor(r H / P), so that P rounds make H."""
@@ -70,15 +85,28 @@ class EverySteps:
         Raises:
             UnknownOption: the model has fewer blocks than fragments.
         """
-        blocks, count = layout.block_spans, self.fragments
-        if count == 1:
+        if self.is_whole:
             return ((0, layout.numel),)
-        if count > len(blocks):
-            raise UnknownOption(f"schedule.fragments = {count}: the model has {len(blocks)} blocks; use fewer")
-        fragment = round_number % count
+        if self.fragments > len(layout.block_spans):
+            raise UnknownOption(
+                f"schedule.fragments = {self.fragments}: the model has {len(layout.block_spans)} blocks; use fewer"
+            )
+        sent = self._blocks(round_number, len(layout.block_spans))
+        if self.experts_every == 1:
+            return merge_adjacent([layout.block_spans[number] for number in sent])
+        if not layout.experts:
+            raise UnknownOption(f"schedule.experts_every = {self.experts_every}: the model has no experts; set it to 1")
+        turn, blocks = round_number // self.fragments % self.experts_every, layout.block_numbers
+        places = zip(layout.spans, blocks, layout.experts, strict=True)
+        is_due = [expert < 0 or expert % self.experts_every == turn for expert in range(-1, max(layout.experts) + 1)]
+        return merge_adjacent([span for span, block, expert in places if block in sent and is_due[expert + 1]])
+
+    def _blocks(self, round_number: int, count: int) -> range:
+        """Return the numbers of the blocks of a round's fragment."""
+        fragment, fragments = round_number % self.fragments, self.fragments
         if self.pattern == "strided":
-            return merge_adjacent(blocks[fragment::count])
-        return merge_adjacent(blocks[len(blocks) * fragment // count : len(blocks) * (fragment + 1) // count])
+            return range(fragment, count, fragments)
+        return range(count * fragment // fragments, count * (fragment + 1) // fragments)
 
 
 Schedule = EverySteps

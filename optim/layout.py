@@ -15,11 +15,13 @@ class Layout:
     """The shapes of tensors that follow one another without a gap, in row-major order.
 
     `blocks` gives the block of the model (a layer, the embedding) that each tensor belongs to, ascending from 0; by
-    default each tensor is a block.
+    default each tensor is a block. `experts` gives the number of the expert that each tensor belongs to, -1 for none;
+    it is empty for a model without experts.
     """
 
     shapes: tuple[Shape, ...]
     blocks: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
 
     @cached_property
     def numel(self) -> int:
@@ -32,11 +34,15 @@ class Layout:
         return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
     @cached_property
+    def block_numbers(self) -> tuple[int, ...]:
+        """Return the block of each tensor, ascending from 0."""
+        return self.blocks or tuple(range(len(self.shapes)))
+
+    @cached_property
     def block_spans(self) -> tuple[Span, ...]:
         """Return the span of each block."""
-        blocks = self.blocks or tuple(range(len(self.shapes)))
         spans: dict[int, Span] = {}
-        for block, (start, stop) in zip(blocks, self.spans, strict=True):
+        for block, (start, stop) in zip(self.block_numbers, self.spans, strict=True):
             spans[block] = (spans[block][0] if block in spans else start, stop)
         return tuple(spans.values())
 
@@ -49,9 +55,7 @@ class Layout:
         """Return the layout of the tensors within these spans, which start and stop at tensors."""
         selected = [
             (shape, block)
-            for shape, block, (start, stop) in zip(
-                self.shapes, self.blocks or range(len(self.shapes)), self.spans, strict=True
-            )
+            for shape, block, (start, stop) in zip(self.shapes, self.block_numbers, self.spans, strict=True)
             if any(first <= start and stop <= last for first, last in spans)
         ]
         return Layout(tuple(shape for shape, _ in selected), tuple(block for _, block in selected))

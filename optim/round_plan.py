@@ -15,7 +15,8 @@ from optim.aggregation.edit_penalty import MAX_BLOCKS
 from optim.aggregation.step_scaling import compute_step_scale, update_reference_weight
 from optim.codecs.base import Codec
 from optim.errors import UnknownOption
-from optim.kernels.buffer_pool import clone, empty
+from optim.inner.base import WEIGHTS
+from optim.kernels.buffer_pool import empty
 from optim.kernels.parallel import parallel_for, thread_buffer
 from optim.kernels.vectors import ArrayVector, Vector, wide_slabs
 from optim.layout import Layout, Span, clip_spans
@@ -23,6 +24,7 @@ from optim.method import REFERENCE_WEIGHT, SMALL_SLOTS, Method
 from optim.outer import OuterStep
 
 MAX_CACHED_PLANS = 64
+NO_ROOMS: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -189,70 +191,75 @@ class RoundPlanner:
         merged: Vector,
         decay: float,
         weights: Sequence[float],
+        rooms: Mapping[str, torch.Tensor] = NO_ROOMS,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a new anchor and new slots, moved by the merged vector of a round.
 
         The anchor and the slots are flat fp32 on the CPU and are not changed; `merged` is laid out as in the plan.
-        `decay` is the remaining fraction of the run's learning rate, `weights` those of the round's members.
+        `decay` is the remaining fraction of the run's learning rate, `weights` those of the round's members. `rooms`
+        is memory for new vectors by name, "weights" for the anchor; the others are in new memory.
         """
         small_slots = {name: slots[name] for name in SMALL_SLOTS if name in slots}
         scale = 1.0
         if REFERENCE_WEIGHT in small_slots:
             small_slots[REFERENCE_WEIGHT] = update_reference_weight(weights, small_slots[REFERENCE_WEIGHT])
             scale = compute_step_scale(weights, small_slots[REFERENCE_WEIGHT])
-        vectors = {name: slot for name, slot in slots.items() if name not in small_slots}
-        anchor, vectors = self._step(plan, anchor, vectors, merged, decay, scale)
-        return anchor, vectors | small_slots
+        old = {WEIGHTS: anchor, **{name: slot for name, slot in slots.items() if name not in small_slots}}
+        new = {name: rooms[name] if name in rooms else torch.from_numpy(empty(self.numel)) for name in old}
+        new = self._step(plan, old, new, merged, decay, scale)
+        return new.pop(WEIGHTS), new | small_slots
 
     def _step(
         self,
         plan: RoundPlan,
-        anchor: torch.Tensor,
-        slots: Mapping[str, torch.Tensor],
+        old: Mapping[str, torch.Tensor],
+        new: dict[str, torch.Tensor],
         merged: Vector,
         decay: float,
         scale: float,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Take an outer step whose length is scaled by `scale`."""
+    ) -> dict[str, torch.Tensor]:
+        """Take an outer step from the vectors `old`, whose length is scaled by `scale`; return those after it.
+
+        They are in the memory `new`, except those that the step leaves as they are.
+        """
         signal, update = plan.method.signal, plan.method.update
         is_whole = plan.numel == self.numel * signal.vector_count and not signal.averaged_names
         if is_whole and update.linear_rate is not None:
-            moved = empty(self.numel)
-            merged.write_sum(anchor.numpy(), -update.linear_rate * scale, moved)
-            return torch.from_numpy(moved), dict(slots)
+            merged.write_sum(old[WEIGHTS].numpy(), -update.linear_rate * scale, new[WEIGHTS].numpy())
+            return {**old, WEIGHTS: new[WEIGHTS]}
         if is_whole and update.is_elementwise:
-            return self._step_in_slabs(plan, anchor, slots, merged, decay, scale)
-        anchor, slots = clone(anchor), {name: clone(slot) for name, slot in slots.items()}
+            self._step_in_slabs(plan, old, new, merged, decay, scale)
+            return new
+        for name, vector in new.items():
+            vector.copy_(old[name])
+        anchor, slots = new[WEIGHTS], {name: vector for name, vector in new.items() if name != WEIGHTS}
         if is_whole:
             update.apply(anchor, slots, _scaled(_to_tensor(merged), scale), self.outer_step(plan.round, decay))
         else:
             self._step_spans(plan, anchor, slots, _to_tensor(merged), decay, scale)
-        return anchor, slots
+        return new
 
     def _step_in_slabs(
         self,
         plan: RoundPlan,
-        anchor: torch.Tensor,
-        slots: Mapping[str, torch.Tensor],
+        old: Mapping[str, torch.Tensor],
+        new: Mapping[str, torch.Tensor],
         merged: Vector,
         decay: float,
         scale: float,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> None:
         """Take an elementwise outer step, slab by slab, so that all operations on a slab find it in the cache."""
         update, outer_step = plan.method.update, self.outer_step(plan.round, decay)
-        moved = torch.from_numpy(empty(self.numel))
-        new = {name: torch.from_numpy(empty(self.numel)) for name in slots}
 
         def move(part: slice) -> None:
             delta = thread_buffer("delta", np.float32, part.stop - part.start)
             merged.decode_into(part, delta)
             if scale != 1:
                 delta *= np.float32(scale)
-            slot_slabs = {name: vector[part].copy_(slots[name][part]) for name, vector in new.items()}
-            update.apply(moved[part].copy_(anchor[part]), slot_slabs, torch.from_numpy(delta), outer_step)
+            slabs = {name: vector[part].copy_(old[name][part]) for name, vector in new.items()}
+            update.apply(slabs.pop(WEIGHTS), slabs, torch.from_numpy(delta), outer_step)
 
         parallel_for(move, wide_slabs(self.numel))
-        return moved, new
 
     def _step_spans(
         self,
@@ -321,8 +328,9 @@ def _check_method(method: Method) -> None:
     first = method.at_round(0).schedule
     for number in method.breakpoints:
         schedule = method.at_round(number).schedule
-        if (schedule.fragments, schedule.pattern) != (first.fragments, first.pattern):
-            raise UnknownOption("schedule.fragments and schedule.pattern must not change over the rounds")
+        for key in ("fragments", "pattern", "experts_every"):
+            if getattr(schedule, key) != getattr(first, key):
+                raise UnknownOption(f"schedule.{key} must not change over the rounds")
         if method.at_round(number).aggregate.state_size != method.at_round(0).aggregate.state_size:
             raise UnknownOption("aggregate.statistics and aggregate.memory must not change over the rounds")
 

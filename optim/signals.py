@@ -48,6 +48,7 @@ class Signal(ABC):
     consumed_names: ClassVar[tuple[str, ...]] = ()  # inner optimizer's vectors, reset after each contribution
     is_delta: ClassVar[bool] = True  # a contribution that missed its round may be sent later
     requires_whole: ClassVar[bool] = False  # cannot be sent in fragments
+    counts_steps: ClassVar[bool] = False  # a round may change nothing, so the shared state counts the others
     vector_count: ClassVar[int] = 1
 
     @property
@@ -65,8 +66,9 @@ class Signal(ABC):
         Raises:
             UnknownOption: the signal cannot be sent in fragments.
         """
-        if self.requires_whole and schedule.fragments > 1:
-            raise UnknownOption(f"signal {self.kind!r} is sent whole; set schedule.fragments = 1")
+        if self.requires_whole and not schedule.is_whole:
+            key = "fragments" if schedule.fragments > 1 else "experts_every"
+            raise UnknownOption(f"signal {self.kind!r} is sent whole; set schedule.{key} = 1")
         return schedule.spans(round_number, layout.repeat(self.vector_count))
 
 

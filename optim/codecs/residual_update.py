@@ -12,20 +12,20 @@ from optim.kernels.vectors import Floats, wide_slabs
 
 @dataclass(frozen=True)
 class ResidualUpdate:
-    """total <- decay * total + delta, each operation rounded."""
+    """delta <- decay * residual + delta, each operation rounded; the residual does not change."""
 
     decay: float
-    delta: Floats
+    residual: Floats
 
-    def apply(self, total: Floats) -> None:
-        """Update `total` in place.
+    def apply(self, delta: Floats) -> None:
+        """Update `delta` in place.
 
         Raises:
             CodecError: a value of `delta` is not finite or too large.
         """
-        decay, delta = np.float32(self.decay), self.delta
+        decay, residual = np.float32(self.decay), self.residual
         parallel_for(
-            lambda part: check_magnitude(decay_and_add(total[part], decay, delta[part])), wide_slabs(total.size)
+            lambda part: check_magnitude(add_decayed(delta[part], decay, residual[part])), wide_slabs(delta.size)
         )
 
 
@@ -33,10 +33,10 @@ NO_UPDATE = ResidualUpdate(1.0, np.empty(0, np.float32))
 
 
 @kernel
-def decay_and_add(total: Floats, decay: np.float32, delta: Floats) -> int:
-    """Update `total` and return the bits of the largest magnitude of `delta`, as `max_magnitude_bits` does."""
+def add_decayed(delta: Floats, decay: np.float32, residual: Floats) -> int:
+    """Update `delta`; return the bits of its largest magnitude before, as `max_magnitude_bits` does."""
     bits, top = delta.view(np.uint32), np.uint32(0)
-    for i in range(total.size):
-        total[i] = total[i] * decay + delta[i]
+    for i in range(delta.size):
         top = max(top, np.uint32(bits[i] & MAGNITUDE_MASK))
+        delta[i] = residual[i] * decay + delta[i]
     return int(top)

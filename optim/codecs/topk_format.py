@@ -19,7 +19,7 @@ from optim.codecs.bits.levels import fit_levels
 from optim.codecs.bits.rans import Symbols
 from optim.codecs.bits.selection import Bits, select_largest
 from optim.codecs.blocks import ROUND_NEAREST, Halves, round_scale
-from optim.codecs.residual_update import NO_UPDATE, ResidualUpdate, decay_and_add
+from optim.codecs.residual_update import NO_UPDATE, ResidualUpdate, add_decayed
 from optim.errors import CodecError
 from optim.kernels.buffer_pool import empty, empty_array
 from optim.kernels.jit import bits_to_float, float_to_bits, kernel, subroutine
@@ -116,9 +116,9 @@ def select_codes(
             slice(chunks.start * layout.chunk_size, chunks.stop * layout.chunk_size),
             (chunks.stop - chunks.start, -1),
         )
-        decay, delta = np.float32(update.decay), update.delta[run].reshape(shape)
+        decay, residual = np.float32(update.decay), update.residual[run].reshape(shape)
         rows = bits[run].reshape(shape), codes[part].reshape(-1, keep), halves[chunks]
-        if not _select_rows(decay, delta, *rows, subtract):
+        if not _select_rows(decay, residual, *rows, subtract):
             raise CodecError("a value is not finite or too large")
 
     parallel_for(choose, layout.chunk_runs())
@@ -126,10 +126,12 @@ def select_codes(
 
 
 @kernel
-def _select_rows(decay: np.float32, delta: Floats, chunks: Bits, codes: Codes, halves: Halves, subtract: bool) -> bool:
+def _select_rows(
+    decay: np.float32, residual: Floats, chunks: Bits, codes: Codes, halves: Halves, subtract: bool
+) -> bool:
     """Encode (rows, span) values to (rows, keep) codes and (rows, count) upper halves of levels.
 
-    Updates the values to decay * values + delta before, if there is a `delta`, and subtracts the decoded values
+    Updates the values to decay * residual + values before, if there is a `residual`, and subtracts the decoded values
     afterwards, if `subtract`. Returns False if a value is not finite or too large.
     """
     rows, span = chunks.shape
@@ -142,8 +144,8 @@ def _select_rows(decay: np.float32, delta: Floats, chunks: Bits, codes: Codes, h
     levels = np.empty(halves.shape[1], np.float32)
     for row in range(rows):
         chunk, values = chunks[row], chunks[row].view(np.float32)
-        if delta.size:
-            decay_and_add(values, decay, delta[row])
+        if residual.size:
+            add_decayed(values, decay, residual[row])
         if not select_largest(chunk, keep, positions, magnitudes):
             return False
         fit_levels(magnitudes[:keep], level_numbers, levels)

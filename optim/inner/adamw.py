@@ -40,6 +40,7 @@ class AdamW(InnerUpdateRule):
     """
 
     kind: ClassVar[str] = "adamw"
+    is_elementwise: ClassVar[bool] = True
     vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
 
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
@@ -62,6 +63,7 @@ class QuasiHyperbolic(InnerUpdateRule):
     """
 
     kind: ClassVar[str] = "quasi-hyperbolic"
+    is_elementwise: ClassVar[bool] = True
     vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT)
 
     beta: float = Field(default=0.999, ge=0, lt=1, description="of the slow momentum, instead of train.beta1")
@@ -90,6 +92,7 @@ class AccumulatingAdamW(InnerUpdateRule):
     """
 
     kind: ClassVar[str] = "accumulating-adamw"
+    is_elementwise: ClassVar[bool] = True
     vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT, ACCUMULATED)
 
     every: int = Field(default=4, ge=1, le=1000, description="steps between two changes of the moments")

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from optim.layout import Span
+from optim.layout import Layout, Shape, Span, clip_spans
 
 WEIGHTS = "weights"
 EPSILON = 1e-8
@@ -22,7 +23,8 @@ class InnerStep:
     """The position and the settings of one local step.
 
     `count` is the number of steps applied before, `rate` the learning rate of this one. Only `matrix_spans` are subject
-    to weight decay. `tensor_spans` locates every tensor; empty means that the vector is one tensor.
+    to weight decay. `tensor_spans` locates every tensor; empty means that the vector is one tensor. `layer_matrices`
+    gives place and shape (..., rows, columns) of the matrices of the layers, without embedding and output.
     """
 
     count: int
@@ -32,10 +34,27 @@ class InnerStep:
     weight_decay: float
     matrix_spans: Sequence[Span]
     tensor_spans: Sequence[Span] = ()
+    layer_matrices: Sequence[tuple[Span, Shape]] = ()
 
     def with_count(self, count: int) -> "InnerStep":
         """Return this step with the count of an optimizer that counts its own steps."""
         return replace(self, count=count)
+
+    def within(self, start: int, stop: int) -> "InnerStep":
+        """Return this step for a slab of the vectors, of which an elementwise rule needs no more."""
+        return replace(
+            self, matrix_spans=clip_spans(self.matrix_spans, start, stop), tensor_spans=(), layer_matrices=()
+        )
+
+    def of_tensor(self, start: int, stop: int) -> "InnerStep":
+        """Return this step for one tensor, of which a rule that goes from tensor to tensor needs no more."""
+        matrices = ((clip_spans((span,), start, stop), shape) for span, shape in self.layer_matrices)
+        return replace(
+            self,
+            matrix_spans=clip_spans(self.matrix_spans, start, stop),
+            tensor_spans=((0, stop - start),),
+            layer_matrices=[(spans[0], shape) for spans, shape in matrices if spans],
+        )
 
     def decay_weights(self, weights: Tensor) -> None:
         """Apply theta <- theta * (1 - rate * weight_decay) to matrices only."""
@@ -53,19 +72,29 @@ def update_second_moment(second: Tensor, gradient: Tensor, step: InnerStep) -> T
 class InnerUpdateRule(ABC):
     """The rule of a local step.
 
-    `vectors` names its state: flat fp32, zero at the start, saved in the trainer's snapshot.
+    `vectors` names its state: flat vectors, zero at the start, saved in the trainer's snapshot.
     """
 
     kind: ClassVar[str]
     vectors: ClassVar[tuple[str, ...]] = ()
+    is_elementwise: ClassVar[bool] = False  # True: a step may be made slab by slab
+    is_per_tensor: ClassVar[bool] = False  # True: it may be made tensor by tensor
 
     @abstractmethod
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         """Update `weights` and `vectors` in place; `gradient` is finite, clipped, and may be overwritten."""
 
-    def vector_numel(self, name: str, numel: int) -> int:
-        """Return the size of a state vector for a model of `numel` parameters, by default `numel`."""
-        return numel
+    def needs_whole(self, tensor: InnerStep) -> bool:
+        """Return whether the step of one tensor needs all of it, and not only one part after the other."""
+        return not self.is_elementwise
+
+    def vector_numel(self, name: str, layout: Layout) -> int:
+        """Return the size of a state vector for a model of this layout, by default a value for each parameter."""
+        return layout.numel
+
+    def vector_dtype(self, name: str) -> torch.dtype:
+        """Return the type of a state vector's values."""
+        return torch.float32
 
     def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
         """Return the weights at which to compute this step's gradient, as a new vector; None means the current ones."""

@@ -25,6 +25,7 @@ TINY = 1e-30
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _MomentumRule(InnerUpdateRule):
     vectors: ClassVar[tuple[str, ...]] = (VELOCITY,)
+    is_elementwise: ClassVar[bool] = True
 
     momentum: float = Field(default=0.9, ge=0, lt=1)
     boost: float = Field(default=10.0, gt=0, le=1000, description="factor on the run's learning rate")
@@ -55,6 +56,8 @@ class AdaptiveBraking(_MomentumRule):
     """
 
     kind: ClassVar[str] = "adaptive-braking"
+    is_elementwise: ClassVar[bool] = False
+    is_per_tensor: ClassVar[bool] = True
 
     rho: float = Field(default=2.0, ge=0, le=10)
 

@@ -18,6 +18,7 @@ class GradientAccumulator(InnerUpdateRule):
     """G <- G + g;  theta does not change."""
 
     kind: ClassVar[str] = "gathering"
+    is_elementwise: ClassVar[bool] = True
     vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM,)
 
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
@@ -35,6 +36,7 @@ class LookaheadAccumulator(InnerUpdateRule):
     """
 
     kind: ClassVar[str] = "gathering-ahead"
+    is_elementwise: ClassVar[bool] = True
     vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM, MOMENTUM)
 
     beta: float = Field(default=0.999, ge=0, lt=1)

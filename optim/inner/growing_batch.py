@@ -24,6 +24,7 @@ from torch import Tensor
 
 from optim.inner.adamw import AdamW
 from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT, InnerStep, InnerUpdateRule
+from optim.layout import Layout
 from optim.options import STRICT
 
 ACCUMULATED = "accumulated"
@@ -52,8 +53,8 @@ class GrowingBatch(InnerUpdateRule):
             raise ValueError("start must not be above most")
         return self
 
-    def vector_numel(self, name: str, numel: int) -> int:
-        return 4 if name == TALLY else numel
+    def vector_numel(self, name: str, layout: Layout) -> int:
+        return 4 if name == TALLY else layout.numel
 
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         accumulated, tally = vectors[ACCUMULATED], vectors[TALLY]

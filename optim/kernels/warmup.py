@@ -1,4 +1,4 @@
-"""Compile and load kernels before a round needs them, by rounds of few values.
+"""Compile and load kernels before a round or an inner step needs them, by rounds and steps of few values.
 
     python -m optim.kernels.warmup
 
@@ -15,20 +15,31 @@ import torch
 from optim.codecs.base import Codec
 from optim.compose import CODECS, compose
 from optim.exchange import Aggregator, ContributionEncoder
+from optim.inner.base import InnerStep
+from optim.inner.eight_bit import EightBitAdamW
 from optim.layout import Layout
 from optim.method import Method
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
+from optim.small_memory import with_small_memory
 
 MATRIX_SHAPE: Final = (40, 130)  # more than a block, and not a whole number of them
 MEMBER_WEIGHTS: Final = (1.0, 0.9, 0.8)
 
 
 def warm_up(method: Method) -> None:
-    """Run a round of this method for each change of its options, with two members and one matrix a fragment."""
-    planner = RoundPlanner(method, Layout((MATRIX_SHAPE,) * method.schedule.fragments + ((3,),)), 1)
+    """Run a round of this method for each change of its options, with two members and one matrix a fragment.
+
+    An inner optimizer that has a kernel also makes a step.
+    """
+    shapes = (*(MATRIX_SHAPE,) * method.schedule.fragments, (3,))
+    experts = (-1,) * len(shapes) if method.schedule.experts_every > 1 else ()
+    layout = Layout(shapes, experts=experts)
+    planner = RoundPlanner(method, layout, 1)
     for round_number in method.breakpoints:
         _run_round(planner, round_number)
+    if isinstance(method.inner, EightBitAdamW):
+        _step_inner(method.inner, layout)
 
 
 def _run_round(planner: RoundPlanner, round_number: int) -> None:
@@ -47,9 +58,18 @@ def _run_round(planner: RoundPlanner, round_number: int) -> None:
         planner.apply_outer_step(plan, torch.zeros(planner.numel), slots, merged, 1.0, MEMBER_WEIGHTS)
 
 
+def _step_inner(inner: EightBitAdamW, layout: Layout) -> None:
+    moments = {
+        name: torch.zeros(inner.vector_numel(name, layout), dtype=inner.vector_dtype(name)) for name in inner.vectors
+    }
+    step = InnerStep(0, 0.1, 0.9, 0.95, 0.0, layout.matrix_spans)
+    inner.step(torch.zeros(layout.numel), torch.ones(layout.numel), moments, step)
+
+
 def all_methods() -> Iterator[Method]:
-    """Yield all recipes, and each codec with each of its options that is a choice of words."""
+    """Yield all recipes, one with little memory, and each codec with each of its options that is a choice of words."""
     yield from map(compose, RECIPES)
+    yield with_small_memory(compose("frugal"))
     yield compose("edit", {"aggregate": {"kind": "filtered"}})
     for name, kind in CODECS.items():
         feedback = {"kind": "error" if kind.is_contractive else "none"}

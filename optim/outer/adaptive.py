@@ -47,6 +47,7 @@ class Adam(OuterOptimizer):
     """
 
     kind: ClassVar[str] = "adam"
+    counts_steps: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
     positive_slots: ClassVar[tuple[str, ...]] = ("second_moment",)
 
@@ -94,6 +95,7 @@ class FrozenAdam(OuterOptimizer):
     """
 
     kind: ClassVar[str] = "frozen-adam"
+    counts_steps: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
     positive_slots: ClassVar[tuple[str, ...]] = ("second_moment",)
     signals: ClassVar[tuple[str, ...]] = ("momentum",)

@@ -46,6 +46,7 @@ class OuterOptimizer(ABC):
     slots: ClassVar[tuple[str, ...]] = ()
     positive_slots: ClassVar[tuple[str, ...]] = ()  # those that are never below zero
     signals: ClassVar[tuple[str, ...]] = ("pseudo-gradient", "gradient", "inner-state")
+    counts_steps: ClassVar[bool] = False  # needs the number of earlier steps on the same values
     is_elementwise: ClassVar[bool] = False  # slabs may be stepped in any order, and in parallel
 
     @property

@@ -106,6 +106,7 @@ class DelayedNesterov(OuterOptimizer):
     """
 
     kind: ClassVar[str] = "delayed-nesterov"
+    counts_steps: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("gathered", "momentum")
 
@@ -144,6 +145,7 @@ class StalenessPenalised(OuterOptimizer):
     """
 
     kind: ClassVar[str] = "staleness-penalised"
+    counts_steps: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = ("momentum", "movement")
     positive_slots: ClassVar[tuple[str, ...]] = ("movement",)
 

@@ -68,6 +68,14 @@ def sent_mask(planner: RoundPlanner, round_number: int) -> torch.Tensor:
     return mask
 
 
+def encode(encoder: ContributionEncoder, number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
+    """Encode a contribution and store what is left in the residual."""
+    left = delta.clone()
+    payloads = encoder.encode(number, left, residual)
+    encoder.keep_remainder(number, left, residual)
+    return payloads
+
+
 class FakePeer:
     """A peer's state of a method: anchor, slots, residual."""
 
@@ -80,7 +88,7 @@ class FakePeer:
         self.slots = {name: torch.zeros(method.slot_numel(name, planner.numel)) for name in method.slots}
 
     def encode(self, number: int, seed: int) -> list[Payload]:
-        return self.encoder.encode(number, random_values(seed, self.planner.signal_numel), self.residual)
+        return encode(self.encoder, number, random_values(seed, self.planner.signal_numel), self.residual)
 
     def aggregate(
         self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]

@@ -33,6 +33,32 @@ def test_each_value_is_sent_once_in_a_cycle_from_any_round_on(
     assert count_sent(schedule, range(first, first + fragments), layout) == [1] * layout.numel
 
 
+MIXTURE = Layout(((2,),) * 12, (0, *(1,) * 5, *(2,) * 5, 3), (-1, -1, 0, 1, 2, 3, -1, 0, 1, 2, 3, -1))
+
+
+@given(st.integers(1, 3), st.integers(2, 6), patterns, st.integers(0, 30))
+def test_experts_are_sent_once_in_every_so_many_cycles_and_the_rest_in_each(
+    fragments: int, every: int, pattern: Pattern, first: int
+) -> None:
+    schedule = EverySteps(inner_steps=6, fragments=fragments, pattern=pattern, experts_every=every)
+    assert schedule.period == fragments * every and not schedule.is_whole
+    counts = count_sent(schedule, range(first, first + schedule.period), MIXTURE)
+    for expert, (start, stop) in zip(MIXTURE.experts, MIXTURE.spans, strict=True):
+        assert counts[start:stop] == [every if expert < 0 else 1] * (stop - start)
+
+
+def test_experts_take_turns_by_their_number() -> None:
+    schedule = EverySteps(experts_every=2)
+    assert schedule.spans(0, MIXTURE) == ((0, 6), (8, 10), (12, 16), (18, 20), (22, 24))  # experts 0 and 2
+    assert schedule.spans(1, MIXTURE) == ((0, 4), (6, 8), (10, 14), (16, 18), (20, 24))
+    assert schedule.spans(2, MIXTURE) == schedule.spans(0, MIXTURE)
+
+
+def test_experts_every_needs_a_model_with_experts() -> None:
+    with pytest.raises(UnknownOption, match=r"^schedule\.experts_every = 2: the model has no experts; set it to 1$"):
+        EverySteps(experts_every=2).spans(0, LAYOUT)
+
+
 @given(periods, st.integers(0, 5))
 def test_every_cycle_makes_inner_steps(period: tuple[int, int], cycle: int) -> None:
     steps, fragments = period

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optim.codecs.base import Payload
-from tests.optim.fake_peers import LOSSLESS, NUMEL, FakePeer, Tables, make_planner
+from tests.optim.fake_peers import LOSSLESS, NUMEL, FakePeer, Tables, encode, make_planner
 
 PEERS, ROUNDS = 8, 40
 FRACTIONS = torch.linspace(0.05, 1, NUMEL)
@@ -39,7 +39,7 @@ def errors_with_late_contributions(tables: Tables, late_fraction: float, seed: i
         contributions = [(parts, rule.weigh(100, 1)) for parts in late]
         late = []
         for _ in range(PEERS):
-            parts = replica.encoder.encode(number, FRACTIONS * replica.anchor, replica.residual)
+            parts = encode(replica.encoder, number, FRACTIONS * replica.anchor, replica.residual)
             if draw.random() < late_fraction:
                 late.append(parts)
             else:
@@ -62,7 +62,7 @@ def errors_with_restored_contributions(tables: Tables, late_fraction: float, see
             if draw.random() < late_fraction:
                 residual += progress
             else:
-                contributions.append(replica.encoder.encode(number, progress, residual))
+                contributions.append(encode(replica.encoder, number, progress, residual))
         if contributions:
             replica.apply(number, contributions, [1.0] * len(contributions))
         errors.append(float(replica.anchor.square().mean().sqrt()))

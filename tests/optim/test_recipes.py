@@ -19,6 +19,7 @@ from tests.optim.fake_peers import (
     NUMEL,
     FakePeer,
     decode_contribution,
+    encode,
     make_planner,
     new_slots,
     random_values,
@@ -75,7 +76,7 @@ def test_demo_keeps_the_unsent_momentum() -> None:
     planner = make_planner("demo", {"feedback": {"decay": 1.0}})
     sender, residual, sent = ContributionEncoder(planner), torch.zeros(NUMEL), torch.zeros(NUMEL)
     for number in range(20):
-        sent += decode_contribution(planner, number, sender.encode(number, random_values(number), residual))
+        sent += decode_contribution(planner, number, encode(sender, number, random_values(number), residual))
     total = sum((random_values(number) for number in range(20)), torch.zeros(NUMEL))
     assert torch.allclose(sent + residual, total, atol=1e-6)
     assert float(residual.norm()) > 0.1 * float(total.norm())
@@ -88,7 +89,7 @@ SUBSETS = ("detonation-random", "detonation-striding")
 def test_demo_may_subtract_a_share_of_the_sent_values(share: float) -> None:
     planner = make_planner("demo", {"feedback": {"share": share}})
     residual, before = random_values(1).clone(), random_values(1)
-    payloads = ContributionEncoder(planner).encode(0, random_values(2), residual)
+    payloads = encode(ContributionEncoder(planner), 0, random_values(2), residual)
     momentum = 0.999 * before + random_values(2)
     assert torch.allclose(residual, momentum - share * decode_contribution(planner, 0, payloads), atol=1e-6)
 
@@ -168,7 +169,7 @@ def test_striding_sends_every_value_in_turn() -> None:
 def test_detonation_full_leaves_no_residual() -> None:
     planner = make_planner("detonation-full", LOSSLESS)
     residual = random_values(1).clone()
-    ContributionEncoder(planner).encode(0, random_values(2), residual)
+    encode(ContributionEncoder(planner), 0, random_values(2), residual)
     assert not residual.any()
 
 

@@ -283,6 +283,8 @@ def test_both_vectors_of_a_contribution_reach_the_outer_optimizer() -> None:
         ),
         ({"schedule": {"fragments": [constant(1, 5), 2]}}, "must not change over the rounds"),
         ({"schedule": {"fragments": 2, "pattern": [constant("strided", 3), "contiguous"]}}, "must not change"),
+        ({"schedule": {"experts_every": [constant(1, 5), 2]}}, r"^schedule\.experts_every must not change"),
+        ({"schedule": {"experts_every": 2}, "update": {"kind": "adam"}}, r"^schedule\.experts_every: .* counts its"),
     ],
     ids=str,
 )

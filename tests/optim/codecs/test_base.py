@@ -120,10 +120,11 @@ def test_encode_and_subtract_leaves_exactly_the_part_that_was_not_sent(codec: Co
 def test_encode_updated_agrees_with_a_separate_update(codec: Codec, numel: int) -> None:
     """Each product and each sum is rounded, wherever a codec computes them."""
     left, new = sample(numel, 1), sample(numel, 2)
-    expected, decay = left * 0.8, ResidualUpdate(0.8, new.numpy())
+    expected, decay = left * 0.8, ResidualUpdate(0.8, left.numpy())
     expected += new
-    assert codec.encode_updated(decay, left) == codec.encode_and_subtract(expected)
-    assert torch.equal(left, expected)
+    before = left.clone()
+    assert codec.encode_updated(decay, new) == codec.encode_and_subtract(expected)
+    assert torch.equal(new, expected) and torch.equal(left, before)
 
 
 @each_codec
@@ -132,7 +133,7 @@ def test_update_must_be_finite_and_within_bounds(codec: Codec, bad: float) -> No
     new = sample(5000, 2)
     new[1234] = bad
     with pytest.raises(CodecError):
-        codec.encode_updated(ResidualUpdate(0.8, new.numpy()), sample(5000, 1))
+        codec.encode_updated(ResidualUpdate(0.8, sample(5000, 1).numpy()), new)
 
 
 @each_codec

@@ -3,8 +3,10 @@
 import torch
 
 from optim.inner.base import InnerStep, InnerUpdateRule
+from optim.layout import Layout
 
-NUMEL = 30
+LAYOUT = Layout(((2, 5), (20,)))
+NUMEL = LAYOUT.numel
 
 
 def make_step(count: int) -> InnerStep:
@@ -16,4 +18,6 @@ def random_values(seed: int) -> torch.Tensor:
 
 
 def zero_vectors(inner: InnerUpdateRule) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(inner.vector_numel(name, NUMEL)) for name in inner.vectors}
+    return {
+        name: torch.zeros(inner.vector_numel(name, LAYOUT), dtype=inner.vector_dtype(name)) for name in inner.vectors
+    }

@@ -7,6 +7,7 @@ from optim.compose import compose
 from optim.inner.adamw import AdamW
 from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT
 from optim.inner.growing_batch import ACCUMULATED, TALLY, GrowingBatch
+from optim.layout import Layout
 from tests.optim.inner.small_vectors import NUMEL, make_step, random_values, zero_vectors
 
 
@@ -79,4 +80,5 @@ def test_first_batch_above_the_largest_is_refused() -> None:
 def test_adloco_recipe() -> None:
     method = compose("adloco")
     assert method.inner == GrowingBatch() and method.update == compose("diloco").update
-    assert method.inner.vector_numel(TALLY, 1000) == 4 and method.inner.vector_numel(ACCUMULATED, 1000) == 1000
+    layout = Layout(((1000,),))
+    assert method.inner.vector_numel(TALLY, layout) == 4 and method.inner.vector_numel(ACCUMULATED, layout) == 1000
