@@ -5,29 +5,50 @@ windows again from the same position. The validation windows are the same for al
 """
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from node.data.corpus import Corpus, TokenIds, require_held_out_tokens
+from node.data.corpus import Corpus, SourceText, TokenIds, require_held_out_tokens
+from node.data.mixture import MixedWindows
 from node.data.skipped_rows import Fault, RowPass
+from node.data.source_faults import name_source_faults
 
 VALIDATION_SEQUENCES = 16
+VALIDATION_TOKENS = 16_384  # of the loss that a node measures while it trains
+Selection = npt.NDArray[np.bool_]
 
 
 class BatchReader:
     """The endless sequence of one peer's batches. The trainer keeps `position` in its snapshot."""
 
     def __init__(self, corpus: Corpus, context: int, seed: int, peer_id: str, position: int = 0) -> None:
-        self._vocabulary_size = corpus.vocabulary_size
-        self._windows = corpus.training.windows(context, order_key(seed, peer_id), position)
-        self._pass = RowPass(corpus.skip_log)
+        self._corpus, self._context = corpus, context
+        self._keys = tuple(order_key(seed, peer_id, source.config.name) for source in corpus.sources)
+        self._weights = corpus.weights
+        self.seek(position)
+        self._passes = [RowPass(corpus.skip_log) for _ in corpus.sources]
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return the weights of the sources, which may change between two batches."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: tuple[float, ...]) -> None:
+        self._weights = self._windows.weights = weights
 
     @property
     def position(self) -> int:
         """Return the start of the next batch, from which another reader can continue."""
         return self._windows.position
+
+    def seek(self, position: int) -> None:
+        """Continue at another position; from a mere number of windows, a source without random access begins anew."""
+        self._windows = MixedWindows(self._corpus.sources, self._context, self._keys, self._weights, position)
 
     def next_batch(self, sequences: int) -> Tensor:
         """Read the next batch of tokens: (sequences, context + 1), int64."""
@@ -38,40 +59,70 @@ class BatchReader:
 
     def _take_usable(self, count: int) -> TokenIds:
         """Read windows, and skip those with an id above the vocabulary."""
-        return keep_usable(self._windows.take(count), self._vocabulary_size, self._pass, "training text")
+        windows, chosen = self._windows.take(count)
+        is_usable = np.empty(count, dtype=bool)
+        for index in np.unique(chosen):
+            is_usable[chosen == index] = self._find_usable(index, windows[chosen == index])
+        usable: TokenIds = windows[is_usable]
+        return usable
+
+    def _find_usable(self, index: int, windows: TokenIds) -> Selection:
+        source = self._corpus.sources[index]
+        with name_source_faults(source.config):
+            return find_usable(windows, source.vocabulary_size, self._passes[index], "training text")
 
 
-def keep_usable(windows: TokenIds, vocabulary_size: int, row_pass: RowPass, part: str) -> TokenIds:
-    """Return the windows without an id above the vocabulary.
+def find_usable(windows: TokenIds, vocabulary_size: int, row_pass: RowPass, part: str) -> Selection:
+    """Return which windows have no id above the vocabulary.
 
     On an accelerator such an id would kill the process without a message.
     """
     highest = windows.max(axis=1)
-    is_usable = highest < vocabulary_size
+    is_usable: Selection = highest < vocabulary_size
     row_pass.keep(int(is_usable.sum()))
     for token in highest[~is_usable]:
         text = f"token id {token} in the text, above {vocabulary_size - 1}; tokenize it again"
         row_pass.skip(part, "", Fault("id above vocabulary", text))
-    usable: TokenIds = windows[is_usable]
-    return usable
+    return is_usable
 
 
-def order_key(seed: int, peer_id: str) -> int:
-    """Return the 128-bit key of the order in which this peer reads."""
-    return int.from_bytes(hashlib.sha256(f"murmur order 1 {seed} {peer_id}".encode()).digest()[:16], "big")
+def order_key(seed: int, peer_id: str, source: str = "") -> int:
+    """Return the 128-bit key of the order in which this peer reads a source, by its name."""
+    text = f"murmur order 1 {seed} {peer_id} {source}".rstrip()
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big")
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Held-out windows of one source: batches (<= 16, context + 1) of int64. `name` is that of the source."""
+
+    name: str
+    weight: float
+    batches: tuple[Tensor, ...]
+
+
+def validation_sets(corpus: Corpus, context: int, max_tokens: int) -> tuple[HeldOut, ...]:
+    """Return windows spread evenly over the held-out text of each source, with at most `max_tokens` targets together.
+
+    They are the same for all peers. Weights are those with which the run begins.
+    """
+    share = max_tokens // len(corpus.sources)
+    return tuple(_held_out_windows(corpus, source, context, share) for source in corpus.sources)
 
 
 def validation_batches(corpus: Corpus, context: int, max_tokens: int) -> list[Tensor]:
-    """Return windows spread evenly over the held-out text.
+    """Return the batches of all sources."""
+    return [batch for held in validation_sets(corpus, context, max_tokens) for batch in held.batches]
 
-    They have at most `max_tokens` targets together; each batch is int64 (<= 16, context + 1).
-    """
-    held = corpus.validation
-    require_held_out_tokens(len(held), context)
-    count = min((len(held) - 1) // context, max(1, max_tokens // context))
-    starts = [(len(held) - 1 - context) * index // max(1, count - 1) for index in range(count)]
-    row_pass = RowPass(corpus.skip_log)
-    windows = np.stack([held.read(start, context + 1) for start in starts])
-    usable = keep_usable(windows, corpus.vocabulary_size, row_pass, "held-out text")
-    row_pass.finish()
-    return list(torch.split(torch.from_numpy(usable), VALIDATION_SEQUENCES))
+
+def _held_out_windows(corpus: Corpus, source: SourceText, context: int, max_tokens: int) -> HeldOut:
+    held, row_pass = source.validation, RowPass(corpus.skip_log)
+    with name_source_faults(source.config):
+        require_held_out_tokens(len(held), context)
+        count = min((len(held) - 1) // context, max(1, max_tokens // context))
+        starts = [(len(held) - 1 - context) * index // max(1, count - 1) for index in range(count)]
+        windows = np.stack([held.read(start, context + 1) for start in starts])
+        usable = windows[find_usable(windows, source.vocabulary_size, row_pass, "held-out text")]
+        row_pass.finish()
+    batches = torch.split(torch.from_numpy(usable), VALIDATION_SEQUENCES)
+    return HeldOut(source.config.name, source.config.weight, tuple(batches))

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from node.data.batches import BatchReader, validation_batches
+from node.data.batches import BatchReader, validation_sets
 from node.data.corpus import (
+    Corpus,
     Shard,
     TokenArray,
     count_held_out,
@@ -29,14 +30,17 @@ from node.data.corpus import (
 )
 from node.data.huggingface import open_examples
 from node.data.skipped_rows import RowPass, SkipLog
-from node.data.source import name_text_faults, open_source
+from node.data.source import open_source, require_document_end, require_one_vocabulary
+from node.data.source_faults import name_source_faults
 from node.data.text_files import find_files, name_of, read_files
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.monitoring.logs import sanitize
+from node.own_loops import NO_DATA
 from node.process import python_environment
 from node.units import format_count, format_plural
 from protocol.errors import DataError, MurmurError, error_with_code
-from protocol.manifest import DataSection, Manifest, parse_manifest
+from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest_data import DataSection, SourceSection
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +54,12 @@ VALIDATION_TOKENS = 65_536
 
 
 class TextReport(BaseModel):
-    """The findings of the check in a usable text."""
+    """The findings of the check in a usable source of text; `name` is that of the source, if it has one."""
 
+    name: str = ""
     documents: int | None = None  # None: the source does not know them
     tokens: int = 0
+    vocabulary: int = 0  # token ids; 0: not read
     is_complete: bool = True  # False: there is more than was counted
     sample: str = ""
     skipped_rows: int = 0
@@ -62,6 +68,9 @@ class TextReport(BaseModel):
 
     def describe(self) -> str:
         """Return the line for people."""
+        return f"{self.name}: {self._describe_text()}" if self.name else self._describe_text()
+
+    def _describe_text(self) -> str:
         if self.unchecked:
             return f"not checked: {self.unchecked}"
         at_least = "" if self.is_complete else "at least "
@@ -71,15 +80,21 @@ class TextReport(BaseModel):
         return f'{documents}{at_least}{format_count(self.tokens)} tokens{skipped}; sample: "{self.sample}"'
 
 
-def check_text(manifest: Manifest, base: Path) -> TextReport:
-    """Open and read the text of a run; `base` is the folder of its paths.
+def check_text(manifest: Manifest, base: Path) -> list[TextReport]:
+    """Open and read each source of text of a run; `base` is the folder of its paths.
 
     Raises:
         DataError, MissingFileError: The trainer could not use this text.
     """
-    if manifest.data.source == "hf":
-        return _check_in_child(manifest, base)
-    return read_text(manifest, base)
+    if manifest.data.source == "own":
+        raise DataError(NO_DATA)
+    require_document_end(manifest.model, manifest.data, base)
+    reports = [
+        _check_in_child(manifest, number, base) if source.source == "hf" else read_text(manifest, source, base)
+        for number, source in enumerate(manifest.data.mixture)
+    ]
+    require_one_vocabulary({report.name: report.vocabulary for report in reports if report.vocabulary})
+    return reports
 
 
 def check_and_log_text(manifest: Manifest, base: Path) -> None:
@@ -87,32 +102,34 @@ def check_and_log_text(manifest: Manifest, base: Path) -> None:
 
     The trainer names the rows that cannot be used.
     """
-    logger.info("data: %s", check_text(manifest, base).describe())
+    for report in check_text(manifest, base):
+        logger.info("data: %s", report.describe())
 
 
 def is_on_hub(manifest: Manifest, base: Path) -> bool:
-    """Return whether the text is downloaded while the run trains."""
-    return manifest.data.source == "hf" and not (base / manifest.data.path).exists()
+    """Return whether text is downloaded while the run trains."""
+    return any(source.source == "hf" and not (base / source.path).exists() for source in manifest.data.mixture)
 
 
-def read_text(manifest: Manifest, base: Path) -> TextReport:
-    """Check the text in this process."""
-    with name_text_faults(manifest.data):
-        if manifest.data.source == "tokens":
-            return _read_shards(manifest, base)
-        return _read_documents(manifest, base)
+def read_text(manifest: Manifest, source: SourceSection, base: Path) -> TextReport:
+    """Check a source in this process."""
+    with name_source_faults(source):
+        read = _read_shards if source.source == "tokens" else _read_documents
+        return read(manifest, source, base).model_copy(update={"name": source.name})
 
 
-def _read_shards(manifest: Manifest, base: Path) -> TextReport:
-    corpus, context = open_source(manifest.data, base), manifest.model.context
-    assert isinstance(corpus.training, TokenArray)
+def _read_shards(manifest: Manifest, source: SourceSection, base: Path) -> TextReport:
+    log, context = SkipLog(), manifest.model.context
+    text = open_source(source, manifest.data, base, log)
+    assert isinstance(text.training, TokenArray)
+    corpus = Corpus((text,), log)
     corpus.require_vocabulary(manifest.model.vocabulary)
-    validation_batches(corpus, context, VALIDATION_TOKENS)
+    validation_sets(corpus, context, VALIDATION_TOKENS)
     windows = BatchReader(corpus, context, manifest.run.seed, "check").next_batch(DRAWN_WINDOWS)
-    tokenizer = open_tokenizer(manifest.data.tokenizer, base)
-    report = corpus.skip_log.take_report()
+    tokenizer, report = open_tokenizer(manifest.data.tokenizer, base), log.take_report()
     return TextReport(
-        tokens=len(corpus.training) + len(corpus.validation),
+        tokens=len(text.training) + len(text.validation),
+        vocabulary=text.vocabulary_size,
         sample=_decode_sample(tokenizer, windows[0].tolist()),
         skipped_rows=sum(report.counts.values()) if report else 0,
         skipped=report.lines if report else (),
@@ -161,12 +178,14 @@ class _Count:
         return self._held_out_tokens
 
 
-def _read_documents(manifest: Manifest, base: Path, clock: Callable[[], float] = time.monotonic) -> TextReport:
+def _read_documents(
+    manifest: Manifest, source: SourceSection, base: Path, clock: Callable[[], float] = time.monotonic
+) -> TextReport:
     tokenizer, log = open_tokenizer(manifest.data.tokenizer, base), SkipLog()
     count = _Count(manifest.data.validation_share)
     require_vocabulary(tokenizer.size, manifest.model.vocabulary)
     deadline, is_complete = math.inf, True
-    for piece in _pieces(manifest, base, tokenizer, log):
+    for piece in _pieces(manifest.data, source, base, tokenizer, log):
         count.add(piece)
         if count.tokens and deadline == math.inf:
             deadline = clock() + READ_SECONDS  # opening a data set takes time of its own
@@ -174,11 +193,12 @@ def _read_documents(manifest: Manifest, base: Path, clock: Callable[[], float] =
             is_complete = False
             break
     if is_complete:
-        _require_windows(manifest, count)
+        _require_windows(manifest, source, count)
     report = log.take_report()
     return TextReport(
         documents=count.documents,
         tokens=count.tokens,
+        vocabulary=tokenizer.size,
         is_complete=is_complete,
         sample="" if count.sample is None else _decode_sample(tokenizer, count.sample.tolist()),
         skipped_rows=sum(report.counts.values()) if report else 0,
@@ -186,25 +206,30 @@ def _read_documents(manifest: Manifest, base: Path, clock: Callable[[], float] =
     )
 
 
-def _pieces(manifest: Manifest, base: Path, tokenizer: TextTokenizer, log: SkipLog) -> Iterator[_Piece]:
-    for name, text in _documents(manifest.data, base, tokenizer, log):
+def _pieces(
+    data: DataSection, source: SourceSection, base: Path, tokenizer: TextTokenizer, log: SkipLog
+) -> Iterator[_Piece]:
+    for name, text in _documents(data, source, base, tokenizer, log):
         for start in range(0, max(1, len(text)), PIECE_CHARACTERS):
             yield _Piece(tokenizer.encode(text[start : start + PIECE_CHARACTERS]), name, is_first=start == 0)
         yield _Piece(tokenizer.end, name, is_first=False)
 
 
-def _documents(config: DataSection, base: Path, tokenizer: TextTokenizer, log: SkipLog) -> Iterator[tuple[bytes, str]]:
-    if config.source == "hf":
-        yield from ((text.encode(), text) for text in open_examples(config, base, tokenizer, log).texts())
+def _documents(
+    data: DataSection, source: SourceSection, base: Path, tokenizer: TextTokenizer, log: SkipLog
+) -> Iterator[tuple[bytes, str]]:
+    if source.source == "hf":
+        examples = open_examples(source, base, tokenizer, data.validation_share, log)
+        yield from ((text.encode(), text) for text in examples.texts())
         return
-    files, root = find_files(config, base)
+    files, root = find_files(source, base)
     yield from ((name_of(path, root), text) for path, text in read_files(files, RowPass(log, judged_from=None)))
 
 
-def _require_windows(manifest: Manifest, count: _Count) -> None:
+def _require_windows(manifest: Manifest, source: SourceSection, count: _Count) -> None:
     if not count.tokens:
-        raise DataError(f"the text {manifest.data.path!r} is empty; give files with text")
-    held_out = count.held_out_tokens(are_files=manifest.data.source != "hf")
+        raise DataError(f"the text {source.path!r} is empty; give files with text")
+    held_out = count.held_out_tokens(are_files=source.source != "hf")
     require_training_tokens(count.tokens - held_out, manifest.model.context)
     require_held_out_tokens(held_out, manifest.model.context)
 
@@ -222,8 +247,9 @@ class _ChildAnswer(BaseModel):
     exit_code: int = 0
 
 
-def _check_in_child(manifest: Manifest, base: Path) -> TextReport:
-    request = json.dumps({"manifest": manifest.to_toml(), "base": str(base)})
+def _check_in_child(manifest: Manifest, number: int, base: Path) -> TextReport:
+    request = json.dumps({"manifest": manifest.to_toml(), "number": number, "base": str(base)})
+    source = manifest.data.mixture[number]
     try:
         child = subprocess.run(
             [sys.executable, "-m", "node.data.check"],
@@ -235,10 +261,10 @@ def _check_in_child(manifest: Manifest, base: Path) -> TextReport:
         )
         answer = _ChildAnswer.model_validate_json(child.stdout)
     except subprocess.TimeoutExpired:
-        return TextReport(unchecked=f"the data set did not answer within {CHILD_SECONDS:.0f} s")
+        return TextReport(name=source.name, unchecked=f"the data set did not answer within {CHILD_SECONDS:.0f} s")
     except ValidationError as error:
         last_line = child.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise DataError(f"the data set {manifest.data.path!r} cannot be read: {last_line}; check it") from error
+        raise DataError(f"the data set {source.path!r} cannot be read: {last_line}; check it") from error
     if answer.report is None:
         raise error_with_code(answer.exit_code, answer.error)
     return answer.report
@@ -248,8 +274,9 @@ def main() -> None:
     """Answer one request on standard input."""
     request = json.load(sys.stdin)
     manifest = parse_manifest(request["manifest"].encode(), "the manifest")
+    source = manifest.data.mixture[request["number"]]
     try:
-        answer = _ChildAnswer(report=read_text(manifest, Path(request["base"])))
+        answer = _ChildAnswer(report=read_text(manifest, source, Path(request["base"])))
     except MurmurError as error:
         answer = _ChildAnswer(error=str(error), exit_code=error.exit_code)
     sys.stdout.write(answer.model_dump_json())

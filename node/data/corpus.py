@@ -4,36 +4,42 @@ A window is `context + 1` tokens: the inputs, and the targets shifted by one.
 """
 
 import hashlib
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from node.data.skipped_rows import SkipLog
+from node.data.source_faults import name_source_faults
 from protocol.errors import DataError
+from protocol.manifest_data import SourceSection
 
 FINGERPRINT_WINDOWS = 256
 TokenIds = npt.NDArray[np.int64]
+WindowNumbers = npt.NDArray[np.uint64]
 Shard = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class WindowStream(Protocol):
-    """One peer's endless sequence of windows. From one position it is the same on every machine."""
+    """The windows of one source in the order of a key. From one place it is the same on every machine."""
 
     @property
-    def position(self) -> int:
-        """Return the position of the next window, in units of the source."""
+    def place(self) -> int:
+        """Return what the source needs to continue, below 2^128; 0 with random access."""
 
-    def take(self, count: int) -> TokenIds:
-        """Read the next windows, shape (count, context + 1)."""
+    def take(self, numbers: WindowNumbers) -> TokenIds:
+        """Read the windows of these numbers, shape (len(numbers), context + 1).
+
+        A source without random access reads its next ones.
+        """
 
 
 class TrainingText(Protocol):
     """Text to train on."""
 
-    def windows(self, context: int, key: int, position: int) -> WindowStream:
-        """Open the sequence of windows of a 128-bit `key` at `position`; 0 is its start."""
+    def windows(self, context: int, key: int, place: int) -> WindowStream:
+        """Open the windows of a 128-bit `key` at `place`; 0 is the start."""
 
 
 class TokenArray:
@@ -68,10 +74,10 @@ class TokenArray:
             ]
         )
 
-    def windows(self, context: int, key: int, position: int) -> "RandomWindows":
+    def windows(self, context: int, key: int, place: int) -> "RandomWindows":
         """Open the windows of `key`; raises DataError if the text is shorter than one."""
         require_training_tokens(len(self), context)
-        return RandomWindows(self, context, key, position)
+        return RandomWindows(self, context, key)
 
 
 def require_training_tokens(count: int, context: int) -> None:
@@ -92,55 +98,91 @@ def require_held_out_tokens(count: int, context: int) -> None:
 class RandomWindows:
     """Windows at random offsets. Philox (Salmon et al., SC 2011) at counter i draws the offset of window i.
 
-    So every position is reached at once. Position counts windows.
+    So every window is reached at once.
     """
 
-    def __init__(self, tokens: TokenArray, context: int, key: int, position: int) -> None:
+    place = 0
+
+    def __init__(self, tokens: TokenArray, context: int, key: int) -> None:
         self._tokens = tokens
         self._length = context + 1
         self._key = key
-        self._position = position
 
-    @property
-    def position(self) -> int:
-        """Return the number of windows read so far."""
-        return self._position
-
-    def take(self, count: int) -> TokenIds:
-        """Read the next windows, shape (count, context + 1)."""
-        # One counter step gives four words. Only the first is used, so windows do not depend on the batch size.
-        stream = np.random.Philox(key=self._key, counter=self._position)
-        words = np.asarray(stream.random_raw(4 * count), dtype=np.uint64)[::4]
-        starts = words % np.uint64(len(self._tokens) - self._length + 1)
-        self._position += count
+    def take(self, numbers: WindowNumbers) -> TokenIds:
+        """Read the windows of these numbers, shape (len(numbers), context + 1)."""
+        if not len(numbers):
+            return np.empty((0, self._length), dtype=np.int64)
+        first, last = int(numbers.min()), int(numbers.max())
+        # One counter step gives four words. Only the first is used, so a window depends on nothing but its number.
+        stream = np.random.Philox(key=self._key, counter=first)
+        words = np.asarray(stream.random_raw(4 * (last - first + 1)), dtype=np.uint64)[::4]
+        starts = words[numbers - np.uint64(first)] % np.uint64(len(self._tokens) - self._length + 1)
         return np.stack([self._tokens.read(int(start), self._length) for start in starts])
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """A source of text, opened. Token ids are below `vocabulary_size`."""
+class SourceText:
+    """The text of one source, opened. Token ids are below `vocabulary_size`."""
 
     training: TrainingText
     validation: TokenArray
     vocabulary_size: int
-    skip_log: SkipLog = field(default_factory=SkipLog)
+    config: SourceSection = SourceSection(source="text")
 
-    def fingerprint(self, context: int) -> str:
-        """Return the SHA-256 of a sample of both parts, in hexadecimal: equal if two peers have the same text.
+    def part(self, number: int, count: int) -> Self:
+        """Return the source of which only one of `count` equal parts is there to train on."""
+        if not isinstance(self.training, TokenArray):
+            return self
+        first, last = (len(self.training) * edge // count for edge in (number, number + 1))
+        return replace(self, training=self.training.slice(first, last))
 
-        A streamed source is named by its held-out part alone, because a sample of the rest would be downloaded.
-        """
-        hasher = hashlib.sha256(f"murmur text {self.vocabulary_size}".encode())
+    def hash_into(self, hasher: "hashlib._Hash", context: int) -> None:
+        """Add a sample of both parts; of a streamed source only the held-out part, as the rest would be downloaded."""
         for part in (self.training, self.validation):
             if isinstance(part, TokenArray):
                 hasher.update(len(part).to_bytes(8, "big"))
                 for start in np.linspace(0, max(0, len(part) - context), FINGERPRINT_WINDOWS, dtype=np.int64):
                     hasher.update(part.read(int(start), min(context, len(part))).tobytes())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text of a run: one source, or several that peers mix."""
+
+    sources: tuple[SourceText, ...]
+    skip_log: SkipLog = field(default_factory=SkipLog)
+
+    @classmethod
+    def of(cls, training: TrainingText, validation: TokenArray, vocabulary_size: int) -> Self:
+        """Return the text of a run with a single source."""
+        return cls((SourceText(training, validation, vocabulary_size),))
+
+    def part(self, number: int, count: int) -> Self:
+        """Return the text of which only one of `count` equal parts is there to train on; streamed text stays whole."""
+        return replace(self, sources=tuple(source.part(number, count) for source in self.sources))
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return the weights of the sources with which the run begins."""
+        return tuple(source.config.weight for source in self.sources)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Return a number above every token id."""
+        return max(source.vocabulary_size for source in self.sources)
+
+    def fingerprint(self, context: int) -> str:
+        """Return the SHA-256 of a sample of all sources, in hexadecimal: equal if two peers have the same text."""
+        hasher = hashlib.sha256(f"murmur text {self.vocabulary_size}".encode())
+        for source in self.sources:
+            source.hash_into(hasher, context)
         return hasher.hexdigest()
 
     def require_vocabulary(self, limit: int) -> None:
         """Raise DataError if the model has fewer token ids than the text may contain."""
-        require_vocabulary(self.vocabulary_size, limit)
+        for source in self.sources:
+            with name_source_faults(source.config):
+                require_vocabulary(source.vocabulary_size, limit)
 
 
 def require_vocabulary(size: int, limit: int) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from node.data.corpus import Corpus, Shard, TokenArray, is_held_out
+from node.data.corpus import Shard, SourceText, TokenArray, is_held_out
 from node.data.row_files import (
     TEXT_NAME,
     LibraryFile,
     LinesFile,
+    ParquetRows,
     RowFile,
     first_line,
     has_json_lines,
@@ -30,7 +31,7 @@ from node.data.skipped_rows import Fault, RowPass, SkipLog, TooManyFaultsError
 from node.data.tokenizer import TextTokenizer
 from node.data.window_blocks import BlockStream, Document, Place
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest import DataSection
+from protocol.manifest_data import SourceSection
 
 VALIDATION_TOKENS = 2**17
 VALIDATION_EXAMPLES = 50_000  # searched for held-out text
@@ -39,15 +40,19 @@ FILES_PER_FAULT = 20  # one in so many files may be unreadable
 _NO_TOKENS: Shard = np.empty(0, dtype=np.uint8)
 
 
-def open_huggingface(config: DataSection, base: Path, tokenizer: TextTokenizer) -> Corpus:
+def open_huggingface(
+    config: SourceSection, base: Path, tokenizer: TextTokenizer, validation_share: float, log: SkipLog
+) -> SourceText:
     """Open the folder `config.path` below `base` if it exists, else the data set of that name on the hub."""
-    stream = open_examples(config, base, tokenizer, SkipLog())
-    return Corpus(stream, stream.validation(), tokenizer.size, stream.skip_log)
+    stream = open_examples(config, base, tokenizer, validation_share, log)
+    return SourceText(stream, stream.validation(), tokenizer.size, config)
 
 
-def open_examples(config: DataSection, base: Path, tokenizer: TextTokenizer, log: SkipLog) -> "ExampleStream":
+def open_examples(
+    config: SourceSection, base: Path, tokenizer: TextTokenizer, validation_share: float, log: SkipLog
+) -> "ExampleStream":
     """Open the data set without reading its examples."""
-    return ExampleStream(_open_files(config, base), config, tokenizer, log)
+    return ExampleStream(_open_files(config, base), config, tokenizer, validation_share, log)
 
 
 @dataclass
@@ -55,14 +60,15 @@ class ExampleStream:
     """The examples of a data set."""
 
     files: list[RowFile]
-    config: DataSection
+    config: SourceSection
     tokenizer: TextTokenizer
+    validation_share: float
     skip_log: SkipLog
     _unreadable: set[str] = field(default_factory=set)
 
-    def windows(self, context: int, key: int, position: int) -> BlockStream:
-        """Open the windows of `key` at `position`."""
-        return BlockStream(self, context, key, position)
+    def windows(self, context: int, key: int, place: int) -> BlockStream:
+        """Open the windows of `key` at `place`."""
+        return BlockStream(self, context, key, place)
 
     def documents(self, key: int, start: Place) -> Iterator[Document]:
         """Yield the documents to train on without end; one with no tokens marks the end of each epoch."""
@@ -94,7 +100,7 @@ class ExampleStream:
 
     def is_held_out(self, text: str) -> bool:
         """Return whether an example is kept for validation."""
-        return is_held_out(text.encode(), self.config.validation_share)
+        return is_held_out(text.encode(), self.validation_share)
 
     def encode(self, text: str) -> Shard:
         """Return the tokens of an example and the end of a document."""
@@ -105,24 +111,27 @@ class ExampleStream:
         epoch_pass = RowPass(self.skip_log)
         for index in range(start.file, len(files)):
             first = start.row if index == start.file else 0
-            for number, text in self._texts_of_file(files[index], first, epoch_pass):
-                yield Place(start.epoch, index, number + 1), text
+            for place, text in self._texts_of_file(files[index], first, epoch_pass):
+                yield Place(start.epoch, index, place), text
         if start.file == start.row == 0:
             epoch_pass.finish()
 
     def _texts_of_file(self, file: RowFile, first: int, epoch_pass: RowPass) -> Iterator[tuple[int, str]]:
-        """Yield the usable rows of a file. Of many files, one with too many faults counts as unreadable as a whole."""
+        """Yield the usable rows of a file, each with the place of the next row.
+
+        Of many files, one with too many faults counts as unreadable as a whole.
+        """
         has_many = len(self.files) >= FILES_PER_FAULT
         row_pass = RowPass(self.skip_log) if has_many else epoch_pass
         try:
-            for number, row in read_rows(file, first):
-                if isinstance(row, Fault):
-                    row_pass.skip(file.name, f"row {number + 1}", row)
-                    if row.reason == "unreadable file":
-                        self._count_unreadable(file, f"{file.name} row {number + 1}: {row.text}")
+            for place, name, content in read_rows(file, first):
+                if isinstance(content, Fault):
+                    row_pass.skip(file.name, name, content)
+                    if content.reason == "unreadable file":
+                        self._count_unreadable(file, f"{file.name} {name}: {content.text}")
                     continue
                 row_pass.keep()
-                yield number, row
+                yield place, content
             if has_many and first == 0:
                 row_pass.finish()
         except TooManyFaultsError as error:
@@ -142,7 +151,7 @@ def _shuffle(files: list[RowFile], key: int, epoch: int) -> list[RowFile]:
     return [files[index] for index in np.argsort(words, kind="stable")]
 
 
-def _open_files(config: DataSection, base: Path) -> list[RowFile]:
+def _open_files(config: SourceSection, base: Path) -> list[RowFile]:
     try:
         import datasets
         from datasets.packaged_modules.parquet.parquet import ParquetConfig
@@ -172,7 +181,7 @@ def _open_files(config: DataSection, base: Path) -> list[RowFile]:
         ) from error
 
 
-def _read_only_the_column(builder: Any, config: DataSection) -> None:
+def _read_only_the_column(builder: Any, config: SourceSection) -> None:
     """Make the library ignore all other columns, in which the files may differ."""
     available = builder.as_streaming_dataset(split=config.split).column_names or [config.column]
     if config.column not in available:
@@ -181,14 +190,18 @@ def _read_only_the_column(builder: Any, config: DataSection) -> None:
     builder.config.columns = [config.column]
 
 
-def _list_files(builder: Any, config: DataSection) -> list[RowFile]:
+def _list_files(builder: Any, config: SourceSection) -> list[RowFile]:
     """Return the files of the split, each with its reader."""
+    from datasets.packaged_modules.parquet.parquet import ParquetConfig
+
     names = [str(name) for name in (builder.config.data_files or {}).get(config.split, ())]
     asked = names[:1] if names and "://" in names[0] else names  # each answer of the hub takes a moment
     if asked and all(has_json_lines(name) for name in asked):
         return [LinesFile(name, config.column, parse_json_row) for name in names]
     if names and all(TEXT_NAME.search(name) for name in names) and config.column == TEXT_COLUMN:
         return [LinesFile(name, config.column, parse_text_row) for name in names]
+    if names and isinstance(builder.config, ParquetConfig):
+        return [ParquetRows(name, config.column) for name in names]
     examples = builder.as_streaming_dataset(split=config.split)
     count = examples.num_shards
     if len(names) != count:

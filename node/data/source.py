@@ -1,48 +1,70 @@
-"""Open the source of text that the manifest's [data] table names."""
+"""Open the sources of text that the manifest's [data] table names."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
-from node.data.corpus import Corpus
+from node.data.corpus import Corpus, SourceText
 from node.data.huggingface import open_huggingface
-from node.data.text_files import build_corpus, find_files
+from node.data.skipped_rows import SkipLog
+from node.data.source_faults import name_source_faults
+from node.data.text_files import open_files
 from node.data.token_shards import open_tokens
 from node.data.tokenizer import open_tokenizer, tokenizer_digest
-from protocol.errors import DataError, MurmurError, describe_error
-from protocol.manifest import DataSection
+from node.own_loops import NO_DATA
+from protocol.errors import DataError
+from protocol.manifest_data import DataSection, SourceSection
+from protocol.manifest_model import ModelSection
 
 
-@contextmanager
-def name_text_faults(config: DataSection) -> Iterator[None]:
-    """Raise any unexpected error in the context as a DataError that names the source of text."""
-    try:
-        yield
-    except (MurmurError, MemoryError):
-        raise
-    except Exception as error:  # libraries of formats and tokenizers raise errors of many kinds
-        reason = describe_error(error).splitlines()[0]
-        source = f"data.source = {config.source!r}" + (f", data.path = {config.path!r}" if config.path else "")
-        raise DataError(
-            f"cannot read the text ({source}): {type(error).__name__}: {reason}; check the files"
-        ) from error
-
-
-def open_source(config: DataSection, base: Path) -> Corpus:
-    """Open the source of text of a run.
+def open_corpus(data: DataSection, base: Path) -> Corpus:
+    """Open all sources of text of a run.
 
     Args:
         base: the manifest's folder, to which paths are relative.
 
     Raises:
-        DataError, MissingFileError: with a message of one line.
+        DataError, MissingFileError: with a message of one line that names the source.
     """
-    if config.source == "tokens":
-        if not config.path:
-            raise DataError("data.path is empty; set it to a folder that `murmur tokenize` wrote")
-        digest = tokenizer_digest(config.tokenizer, base)
-        return open_tokens(base / config.path, config.validation_share, digest)
-    tokenizer = open_tokenizer(config.tokenizer, base)
-    if config.source == "hf":
-        return open_huggingface(config, base, tokenizer)
-    return build_corpus(*find_files(config, base), tokenizer, config.validation_share)
+    if data.source == "own":
+        raise DataError(NO_DATA)
+    log = SkipLog()
+    corpus = Corpus(tuple(open_source(source, data, base, log) for source in data.mixture), log)
+    require_one_vocabulary({source.config.name: source.vocabulary_size for source in corpus.sources})
+    return corpus
+
+
+def open_source(source: SourceSection, data: DataSection, base: Path, log: SkipLog) -> SourceText:
+    """Open one source of a run. Raises as `open_corpus`."""
+    with name_source_faults(source):
+        if source.source == "tokens":
+            return open_tokens(source, base, data.validation_share, tokenizer_digest(data.tokenizer, base))
+        open_texts = open_huggingface if source.source == "hf" else open_files
+        return open_texts(source, base, open_tokenizer(data.tokenizer, base), data.validation_share, log)
+
+
+def require_document_end(model: ModelSection, data: DataSection, base: Path) -> None:
+    """Raise DataError if documents do not end with the token that the model takes for their end."""
+    if model.document_end is None:
+        return
+    end = open_tokenizer(data.tokenizer, base).end.tolist()
+    if not end:
+        raise DataError(
+            "model.document_end needs a tokenizer with an end-of-text token, which closes each document; name one in "
+            "data.tokenizer, or remove model.document_end"
+        )
+    if end != [model.document_end]:
+        raise DataError(
+            f"model.document_end is {model.document_end}, but {data.tokenizer} closes documents with token {end[0]}; "
+            f"write {end[0]}"
+        )
+
+
+def require_one_vocabulary(sizes: Mapping[str, int]) -> None:
+    """Raise DataError unless all sources, by name, have the same number of token ids."""
+    for (first, size), (second, other) in itertools.pairwise(sizes.items()):
+        if other != size:
+            raise DataError(
+                f"source {first} has {size} token ids, source {second} {other}; tokenize all sources with the file "
+                "that data.tokenizer names"
+            )

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from node.data.corpus import Corpus, Shard, TokenArray, count_held_out, is_held_out
+from node.data.corpus import Shard, SourceText, TokenArray, count_held_out, is_held_out
 from node.data.skipped_rows import Fault, RowPass, SkipLog
 from node.data.tokenizer import TextTokenizer
 from protocol.errors import DataError, MissingFileError, describe_error
-from protocol.manifest import DataSection
+from protocol.manifest_data import SourceSection
 
 MAX_TEXT_BYTES = 2**30
 
 
-def find_files(config: DataSection, base: Path) -> tuple[list[Path], Path]:
+def find_files(config: SourceSection, base: Path) -> tuple[list[Path], Path]:
     """Return the files of the source, sorted by path, and the folder that their names are relative to."""
     return find_stdlib_files() if config.source == "python-stdlib" else find_text_files(config.path, base)
 
@@ -56,16 +56,18 @@ def find_text_files(pattern: str, base: Path) -> tuple[list[Path], Path]:
     return files, root
 
 
-def build_corpus(files: Sequence[Path], root: Path, tokenizer: TextTokenizer, validation_share: float) -> Corpus:
-    """Encode `files` and split them; their names relative to `root` decide which are held out."""
-    log = SkipLog()
+def open_files(
+    config: SourceSection, base: Path, tokenizer: TextTokenizer, validation_share: float, log: SkipLog
+) -> SourceText:
+    """Encode the files of a source and split them; their names decide which are held out."""
+    files, root = find_files(config, base)
     texts = read_files(files, RowPass(log, judged_from=None))
     encoded = {path: np.concatenate([tokenizer.encode(text), tokenizer.end]) for path, text in texts}
     names = [name_of(path, root) for path in encoded]
     training, validation = _split_validation(list(encoded.values()), names, validation_share)
     if not len(training) or not len(validation):
         raise DataError(f"{files[0]} and the other files are empty; give files with text")
-    return Corpus(training, validation, tokenizer.size, log)
+    return SourceText(training, validation, tokenizer.size, config)
 
 
 def read_files(files: Sequence[Path], row_pass: RowPass) -> Iterator[tuple[Path, str]]:

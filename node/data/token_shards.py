@@ -16,11 +16,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from node.checkpoints.new_folder import fill_folder
-from node.data.corpus import Corpus, Shard, TokenArray, count_held_out
+from node.data.corpus import Shard, SourceText, TokenArray, count_held_out
 from node.data.tokenizer import FileTokenizer, token_dtype
 from node.monitoring.progress import ByteProgress
 from protocol.errors import DataError, MissingFileError, UsageError
 from protocol.fault_words import describe_value
+from protocol.manifest_data import SourceSection
 
 HEADER_FILE = "header.json"
 SHARD_TOKENS = 2**27
@@ -48,18 +49,21 @@ class ShardsHeader(BaseModel):
     shards: tuple[ShardEntry, ...]
 
 
-def open_tokens(folder: Path, validation_share: float, tokenizer: str) -> Corpus:
+def open_tokens(config: SourceSection, base: Path, validation_share: float, tokenizer: str) -> SourceText:
     """Open a folder that `tokenize_files` wrote with the tokenizer of this digest; empty means bytes.
 
     Raises MissingFileError or DataError.
     """
+    if not config.path:
+        raise DataError(f"{config.key}.path is empty; set it to a folder that `murmur tokenize` wrote")
+    folder = base / config.path
     header = _read_header(folder / HEADER_FILE)
     _require_tokenizer(folder, header.tokenizer, tokenizer)
     tokens = TokenArray([_map_shard(folder / entry.name, header.dtype, entry.tokens) for entry in header.shards])
     if len(tokens) < 2:
         raise DataError(f"{folder} holds no tokens; run `murmur tokenize` on files with text")
     cut = len(tokens) - count_held_out(len(tokens), validation_share)
-    return Corpus(tokens.slice(0, cut), tokens.slice(cut, len(tokens)), header.vocabulary)
+    return SourceText(tokens.slice(0, cut), tokens.slice(cut, len(tokens)), header.vocabulary, config)
 
 
 def tokenize_files(tokenizer: Path, files: Sequence[Path], out: Path) -> int:

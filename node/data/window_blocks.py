@@ -1,8 +1,8 @@
 """Mix the windows of streamed documents: fill a block with documents, and deliver its windows in random order.
 
 A block ends when it has BLOCK_TOKENS tokens of MIN_BLOCK_DOCUMENTS documents, at MAX_BLOCK_TOKENS, or with an epoch
-that it has from the beginning. While a block is delivered, the next one is filled little by little. A position names
-the place where the block begins and the number of windows delivered, so a restart reads one block again and continues
+that it has from the beginning. While a block is delivered, the next one is filled little by little. A place names
+the row where the block begins and the number of windows delivered, so a restart reads one block again and continues
 with the very next window.
 """
 
@@ -12,17 +12,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from node.data.corpus import Shard, TokenArray, TokenIds, require_training_tokens
+from node.data.corpus import Shard, TokenArray, TokenIds, WindowNumbers, require_training_tokens
 
 BLOCK_TOKENS = 2**22
 MAX_BLOCK_TOKENS = 2**25
 MIN_BLOCK_DOCUMENTS = 64
 FILL_FACTOR = 2  # tokens read into the next block for each token delivered
-_RADIX = 2**32
+_INDEX, _ROW, _FILE = 2**24, 2**48, 2**24  # bounds of a window, a place in a file, and a file; an epoch has 2^32
 
 
 class Place(NamedTuple):
-    """A row of a peer's reading order: epoch, number of the file in the epoch's order, row of the file."""
+    """A row of a peer's reading order: epoch, number of the file in the epoch's order, place in the file."""
 
     epoch: int
     file: int
@@ -105,9 +105,9 @@ class BlockWindows:
 class BlockStream:
     """One peer's endless sequence of windows, block by block."""
 
-    def __init__(self, stream: DocumentStream, context: int, key: int, position: int) -> None:
-        place, self._index = divmod(position, _RADIX)
-        start = _from_integer(place)
+    def __init__(self, stream: DocumentStream, context: int, key: int, place: int) -> None:
+        block, self._index = divmod(place, _INDEX)
+        start = _from_integer(block)
         self._context = context
         self._key = key
         self._documents = stream.documents(key, start)
@@ -115,16 +115,16 @@ class BlockStream:
         self._open_next()
 
     @property
-    def position(self) -> int:
+    def place(self) -> int:
         """Return the start of the block and the number of its windows read, as one integer."""
         if self._index >= len(self._windows):
-            return _as_integer(self._next.start) * _RADIX
-        return _as_integer(self._start) * _RADIX + self._index
+            return _as_integer(self._next.start) * _INDEX
+        return _as_integer(self._start) * _INDEX + self._index
 
-    def take(self, count: int) -> TokenIds:
-        """Read the next windows, shape (count, context + 1)."""
-        windows = np.stack([self._take_one() for _ in range(count)])
-        self._next.fill(self._documents, FILL_FACTOR * count * self._context)
+    def take(self, numbers: WindowNumbers) -> TokenIds:
+        """Read the next windows, shape (len(numbers), context + 1)."""
+        windows = np.stack([self._take_one() for _ in numbers])
+        self._next.fill(self._documents, FILL_FACTOR * len(numbers) * self._context)
         return windows
 
     def _take_one(self) -> TokenIds:
@@ -142,10 +142,10 @@ class BlockStream:
 
 
 def _as_integer(place: Place) -> int:
-    return (place.epoch * _RADIX + place.file) * _RADIX + place.row
+    return (place.epoch * _FILE + place.file) * _ROW + place.row
 
 
 def _from_integer(number: int) -> Place:
-    number, row = divmod(number, _RADIX)
-    epoch, file = divmod(number, _RADIX)
+    number, row = divmod(number, _ROW)
+    epoch, file = divmod(number, _FILE)
     return Place(epoch, file, row)

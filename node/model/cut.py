@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from node.model.shapes import Entry
 from protocol.errors import ManifestError
 from protocol.manifest import Manifest
 from protocol.pipeline.stage import StageManifest
@@ -59,20 +58,17 @@ def require_stages(stages: int, layers: int, tied: bool) -> None:
         raise ManifestError(f"model.tied: {reason}; write tied = false", ("model", "tied"))
 
 
-def deal_blocks(blocks: Sequence[Sequence[Entry]], stages: int) -> tuple[range, ...]:
+def deal_blocks(work: Sequence[float], stages: int) -> tuple[range, ...]:
     """Return the block numbers of each stage, so that the slowest stage is as fast as possible.
 
-    The work of a block is proportional to the elements of its matrices. Looking up an embedding costs nothing, and all
-    layers cost the same.
-
     Args:
-        blocks: embedding, layers, head; at least `stages` layers.
+        work: of embedding, layers and head; at least `stages` layers, all of which cost the same.
         stages: number of stages.
     """
-    layers, head = len(blocks) - 2, _matrix_elements(blocks[-1])
-    layer = _matrix_elements(blocks[1])
+    layers, layer = len(work) - 2, work[1]
     counts, loads = [1] * stages, [layer] * stages
-    loads[-1] += head
+    loads[0] += work[0]
+    loads[-1] += work[-1]
     for _ in range(layers - stages):
         lightest = loads.index(min(loads))
         counts[lightest] += 1
@@ -81,7 +77,3 @@ def deal_blocks(blocks: Sequence[Sequence[Entry]], stages: int) -> tuple[range, 
     starts = [0, *ends[:-1]]
     ends[-1] += 1
     return tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
-
-
-def _matrix_elements(block: Sequence[Entry]) -> int:
-    return sum(shape[0] * shape[1] for _, shape in block if len(shape) == 2)

@@ -15,6 +15,7 @@ from node.data.tokenizer import TextTokenizer, open_node_tokenizer
 from node.model.families import model_family, shape_table
 from node.model.model_card import model_card
 from node.monitoring.progress import ByteProgress
+from protocol.manifest import Manifest
 
 Json = dict[str, Any]
 READABLE = 0o644
@@ -37,21 +38,29 @@ def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path) -
     """Write the weights as a Hugging Face folder, `out`: a new or an empty one. Raises UsageError or StorageError."""
     manifest = trained.manifest
     family, views = model_family(manifest.model), shape_table(manifest.model).views(trained.anchor)
-    named = {family.hugging_face_name(name): view for name, view in views.items()}
-    ids: Json = {f"{role}_token_id": None for role in ("bos", "eos", "pad")}
-    ids |= {f"{role}_token_id": token.id for role, token in tokenizer.special_tokens.items()}
-    texts = {
-        "tokenizer.json": tokenizer.to_json(),
-        "tokenizer_config.json": _to_json(_tokenizer_config(manifest.model.context, tokenizer)),
-        "generation_config.json": _to_json(_generation_config(manifest.model.vocabulary, tokenizer) | ids),
-        "README.md": model_card(trained, tokenizer),
-        "config.json": _to_json(family.hugging_face_config(manifest.model) | ids),
-    }
-    with fill_folder(out) as folder, ByteProgress("exporting", 4 * trained.anchor.numel()) as progress:
+    named = family.hugging_face_weights(manifest.model, views)
+    texts = {"README.md": model_card(trained, tokenizer, sum(weights.numel() for weights in named.values()))}
+    if family.config_keys is not None:
+        texts |= _transformers_files(manifest, tokenizer)
+    size = sum(weights.nbytes for weights in named.values())
+    with fill_folder(out) as folder, ByteProgress("exporting", size) as progress:
         chunks = progress.count(encode_tensors(named, {"format": "pt"}))
         write_file(folder / "model.safetensors", chunks, READABLE)
         for name, text in texts.items():
             write_file(folder / name, [text.encode()], READABLE)
+
+
+def _transformers_files(manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, str]:
+    """Return the files by which transformers loads model and tokenizer, config.json last."""
+    ids: Json = {f"{role}_token_id": None for role in ("bos", "eos", "pad")}
+    ids |= {f"{role}_token_id": token.id for role, token in tokenizer.special_tokens.items()}
+    config = model_family(manifest.model).hugging_face_config(manifest.model)
+    return {
+        "tokenizer.json": tokenizer.to_json(),
+        "tokenizer_config.json": _to_json(_tokenizer_config(manifest.model.context, tokenizer)),
+        "generation_config.json": _to_json(_generation_config(manifest.model.vocabulary, tokenizer) | ids),
+        "config.json": _to_json(config | ids),
+    }
 
 
 def _tokenizer_config(context: int, tokenizer: TextTokenizer) -> Json:

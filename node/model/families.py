@@ -6,25 +6,32 @@ from typing import Final
 
 import torch
 
+from node.model.custom.family import CustomFamily
 from node.model.cut import WHOLE, Cut, all_cuts, cut_of
+from node.model.decoders.llama import LlamaFamily
+from node.model.decoders.qwen3 import Qwen3Family
+from node.model.decoders.qwen3_moe import Qwen3MoeFamily
 from node.model.interface import LanguageModel, ModelFamily
-from node.model.llama import LlamaFamily
 from node.model.shapes import ShapeTable
 from protocol.errors import ManifestError
-from protocol.manifest import Manifest, ModelSection
+from protocol.manifest import Manifest
+from protocol.manifest_model import ModelSection
 
-FAMILIES: Final[dict[str, ModelFamily]] = {family.kind: family for family in (LlamaFamily(),)}
+FAMILIES: Final[dict[str, ModelFamily]] = {
+    family.kind: family for family in (LlamaFamily(), Qwen3Family(), Qwen3MoeFamily(), CustomFamily())
+}
 COMPILERS: Final = ("g++", "clang++")
 
 
 def model_family(config: ModelSection) -> ModelFamily:
-    """Return the family that the manifest names; raises ManifestError when there is none of that name."""
-    try:
-        return FAMILIES[config.kind]
-    except KeyError:
+    """Return the family that the manifest names; raises ManifestError unless there is one that its keys fit."""
+    family = FAMILIES.get(config.kind)
+    if family is None:
         known = ", ".join(sorted(FAMILIES))
         reason = f"no kind of model is called {config.kind!r}; known kinds: {known}"
-        raise ManifestError(f"model.kind: {reason}", ("model", "kind")) from None
+        raise ManifestError(f"model.kind: {reason}", ("model", "kind"))
+    family.require_fit(config)
+    return family
 
 
 def shape_table(config: ModelSection, cut: Cut = WHOLE) -> ShapeTable:
@@ -59,13 +66,13 @@ def build_model(config: ModelSection, device: torch.device | str = "cpu", cut: C
     return model_family(config).build(config, device, cut)
 
 
-def build_compiled_model(config: ModelSection) -> LanguageModel:
-    """Build the model for long runs on a CPU: compiled, with matrix products in bf16.
+def build_compiled_model(config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
+    """Build the model for long runs: compiled at its first use, with matrix products in bf16.
 
-    On a CPU with bf16 matrix units a step of a small model takes a third of the time. Losses differ by rounding, as on
-    accelerators, which train in bf16 too. Compiling takes some seconds, once for all models of one shape.
+    On a CPU with bf16 matrix units a step of a small model takes a third of the time. Losses differ by rounding.
+    Compiling takes some seconds to a minute, once for all models of one shape, and is kept between processes.
     """
-    return model_family(config).build_compiled(config)
+    return model_family(config).build_compiled(config, device)
 
 
 def has_compiler() -> bool:

@@ -1,4 +1,4 @@
-"""Sampling text, token by token, from the newest checkpoint of a node.
+"""Sampling text, token by token, from a model.
 
 The context slides: the model sees the last `context` tokens. Nothing is cached between tokens, which is fast enough to
 try a model; to serve one, export it.
@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.checkpoints.trained_weights import TrainedWeights, load_trained_weights
-from node.data.tokenizer import open_node_tokenizer
-from node.model.families import build_model
 from node.model.interface import LanguageModel
+from node.model.opened_model import OpenedModel, open_folder
 from node.monitoring.logs import sanitize
 from protocol.errors import CheckpointError, UsageError
 
@@ -23,14 +21,14 @@ MIN_TEMPERATURE = 1e-4  # below it, float32 has no room for the quotients, and t
 
 
 def generate(
-    run_dir: Path,
+    folder: Path,
     prompt: str,
     tokens: int = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Continue `prompt` with the newest checkpoint of the node in `run_dir`, and return pieces of text.
+    """Continue `prompt` with the model in a folder (`open_folder`), and return pieces of text.
 
     Args:
         temperature: 0 always takes the most likely token.
@@ -39,27 +37,28 @@ def generate(
     Raises:
         UsageError, MissingFileError, DataError, CheckpointError: at the call, not while iterating.
     """
+    require_sampling(prompt, tokens, temperature, top_k)
+    return continue_text(open_folder(folder), prompt, tokens, temperature, top_k, seed)
+
+
+def require_sampling(prompt: str, tokens: int, temperature: float, top_k: int | None) -> None:
+    """Raise UsageError unless text can be sampled so, before a model is opened."""
     if tokens < 1 or not temperature >= 0 or (top_k is not None and top_k < 1):  # NaN is not at least 0
         raise UsageError("tokens and top_k must be at least 1, and the temperature at least 0")
-    if not prompt.isprintable() and _has_undecoded_bytes(prompt):
+    if not prompt.isprintable() and any("\ud800" <= char <= "\udfff" for char in prompt):  # bytes that are not UTF-8
         raise UsageError("the prompt is not UTF-8 text; convert it, or type it in a UTF-8 terminal")
-    return continue_text(load_trained_weights(run_dir), run_dir, prompt, tokens, temperature, top_k, seed)
 
 
 def continue_text(
-    trained: TrainedWeights,
-    run_dir: Path,
+    opened: OpenedModel,
     prompt: str,
     tokens: int,
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Continue `prompt` with weights that were loaded from the node's folder `run_dir`; see `generate`."""
-    config = trained.manifest.model
-    tokenizer = open_node_tokenizer(run_dir, trained.manifest)
-    model = build_model(config)
-    model.load_flat(trained.anchor)
+    """Continue `prompt` with an opened model; see `generate`."""
+    config, tokenizer, model = opened.config, opened.tokenizer, opened.build()
     start = tokenizer.encode(prompt or "\n").tolist()  # the model needs at least one token to continue
     if not start:
         raise UsageError("the run's tokenizer turns this prompt into no tokens; use another prompt")
@@ -67,15 +66,15 @@ def continue_text(
         raise UsageError(
             f"the prompt has tokens that this model of {config.vocabulary} does not know; use another prompt"
         )
-    usable = torch.from_numpy(tokenizer.ids[tokenizer.ids < config.vocabulary])
-    sampled = sample_tokens(model, start, temperature, top_k, seed, usable)
+    sampled = sample_tokens(model, start, temperature, top_k, seed, usable_tokens(opened))
     pieces = tokenizer.decode(itertools.islice(sampled, tokens), after=start)
     return (sanitize(piece, "\n\t") for piece in pieces)
 
 
-def _has_undecoded_bytes(text: str) -> bool:
-    """Return whether an argument of the command line had bytes that are not UTF-8; Python makes surrogates of these."""
-    return any("\ud800" <= char <= "\udfff" for char in text)
+def usable_tokens(opened: OpenedModel) -> Tensor:
+    """Return the ids, int64, that are tokens and that the model knows."""
+    ids = opened.tokenizer.ids
+    return torch.from_numpy(ids[ids < opened.config.vocabulary])
 
 
 def sample_tokens(
@@ -95,7 +94,7 @@ def sample_tokens(
     window = deque(prompt, maxlen=model.config.context)
     while True:
         with torch.no_grad():
-            logits = model(torch.tensor([list(window)]))[0, -1, usable]
+            logits = model(torch.tensor([list(window)], device=model.flat.device))[0, -1].cpu()[usable]
         if not torch.isfinite(logits).all():
             raise CheckpointError("the model's output is not finite: its training diverged; use another checkpoint")
         token = int(usable[sample_token(logits, temperature, top_k, generator)])

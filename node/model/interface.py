@@ -7,17 +7,26 @@ which exchange, checkpoints, clipping and the inner optimizers read and write as
 Letters in comments: B sequences, T tokens, W width.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.computation.output_loss import output_loss
+from node.model.computation.recompute import Recompute, run_layer
+from node.model.computation.stochastic_rounding import StochasticRounding
 from node.model.cut import WHOLE, Cut, deal_blocks, require_stages
+from node.model.hugging_face.config_keys import ConfigKeys
 from node.model.shapes import Entry, ShapeTable
-from protocol.manifest import ModelSection
+from optim.layout import Span
+from protocol.errors import ManifestError
+from protocol.manifest_model import ModelSection
 
 Block = Callable[[Tensor], Tensor]
 
@@ -37,8 +46,11 @@ class LanguageModel(nn.Module, ABC):
         self.cut = cut
         self.shapes = shapes
         self.flat = torch.empty(0)
+        self.rounding: StochasticRounding | None = None  # of weights that are kept in bf16
+        self.recompute: Recompute = "none"  # what layers keep for the backward pass
         self._placed: tuple[nn.Parameter, ...] = ()
         self._gradient: Tensor | None = None
+        self.gradient_memory: Tensor | None = None
         self._gradient_views: tuple[Tensor, ...] = ()
 
     @property
@@ -50,27 +62,85 @@ class LanguageModel(nn.Module, ABC):
         stream (B, T, W) to itself.
         """
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, vocabulary), or with `targets` the mean cross entropy in nats per token.
 
-        A stage before the last returns the residual stream (B, T, W) and takes no targets.
+        A stage before the last returns the residual stream (B, T, S) and takes no targets. S is `config.stream_width`.
 
         Args:
-            inputs: token ids (B, T) int64, T at most the context; after the first stage the residual stream (B, T, W).
-            targets: (B, T) int64.
+            inputs: token ids (B, T) int64, T at most the context; after the first stage the residual stream (B, T, S).
+            targets: (B, T) int64; those of `IGNORED` do not count.
+            tokens: token ids, for a stage after the first one of a model with a subspace.
         """
         if targets is not None and not self.cut.has_head:
             raise ValueError("only the last stage has a loss")
-        stream = inputs
-        for block in self.blocks:
-            stream = block(stream)
+        tokens = inputs if self.cut.has_embedding else tokens
+        stream = inputs if self.cut.has_embedding else self.read_stream(inputs, tokens)
+        if tokens is not None:
+            self.see(tokens)
+        for block in self.blocks[: -1 if self.cut.has_head else None]:
+            stream = run_layer(block, stream, self.recompute) if stream.is_floating_point() else block(stream)
+        if not self.cut.has_head:
+            return self.write_stream(stream, tokens)
+        hidden, matrix = self.output_factors(stream)
         if targets is None:
-            return stream
-        return F.cross_entropy(stream.float().flatten(0, 1), targets.flatten())
+            return F.linear(hidden, matrix)
+        loss = output_loss(hidden.flatten(0, 1), matrix, targets.flatten())
+        extra = self.take_auxiliary_loss()
+        return loss if extra is None else loss + (extra - extra.detach())
+
+    @abstractmethod
+    def output_factors(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors of the head's logits: the normalized stream (B, T, W) and the matrix (vocabulary, W)."""
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """Return the loss besides cross entropy of the last pass through the blocks, once; None if there is none.
+
+        It has a gradient, but is no part of the loss that people see. A stage before the last adds its gradient by
+        itself.
+        """
+        return None
+
+    @property
+    def layer_matrices(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
+        """Return place and shape (..., rows, columns) of the matrices of the layers, without embedding and output."""
+        blocks = self.shapes.blocks[int(self.cut.has_embedding) : -1 if self.cut.has_head else None]
+        names = {name for block in blocks for name in block}
+        placed = zip(self.shapes.entries, self.shapes.layout.spans, strict=True)
+        return tuple((span, shape) for (name, shape), span in placed if len(shape) > 1 and name in names)
+
+    def see(self, tokens: Tensor) -> None:  # most models have nothing to note
+        """Take note of the token ids (B, T) of a pass, before its first block."""
+
+    def read_stream(self, values: Tensor, tokens: Tensor | None) -> Tensor:
+        """Return the stream (B, T, W) of what a stage receives (B, T, S)."""
+        return values
+
+    def write_stream(self, stream: Tensor, tokens: Tensor | None) -> Tensor:
+        """Return what a stage sends (B, T, S) of a stream (B, T, W)."""
+        return stream
 
     def load_flat(self, flat: Tensor) -> None:
         """Copy all weights from `flat` (numel,), fp32 on any device."""
-        self.flat.copy_(flat)
+        if self.rounding is None:
+            self.flat.copy_(flat)
+        else:
+            self.rounding.copy(flat, self.flat)
+
+    def keep_bf16(self) -> None:
+        """Keep the weights, and so their gradient, in bf16 from now on; they train under autocast only."""
+        self.use_memory(self.flat.bfloat16())
+        self.rounding = StochasticRounding(self.flat.device)
+
+    def use_memory(self, flat: Tensor, gradient: Tensor | None = None) -> None:
+        """Take the weights from `flat` (numel,) without a copy, and put gradients into `gradient` if it is given."""
+        for parameter, view in zip(self._placed, self.shapes.views(flat).values(), strict=True):
+            parameter.data = view
+        self.flat, self.gradient_memory = flat, gradient
+
+    def give_up_flat(self) -> None:
+        """Forget the flat vector, for a caller that gives each parameter memory of its own."""
+        self.flat, self._placed = torch.empty(0), ()
 
     @property
     def flat_gradient(self) -> Tensor | None:
@@ -86,7 +156,7 @@ class LanguageModel(nn.Module, ABC):
         """
         is_new = self._gradient is None
         if self._gradient is None:
-            self._gradient = torch.zeros_like(self.flat)
+            self._gradient = self._zero_gradient()
             self._gradient_views = tuple(self.shapes.views(self._gradient).values())
         for parameter, view in zip(self._placed, self._gradient_views, strict=True):
             if parameter.grad is view:
@@ -98,6 +168,10 @@ class LanguageModel(nn.Module, ABC):
             parameter.grad = view
         return self._gradient
 
+    def _zero_gradient(self) -> Tensor:
+        memory = self.gradient_memory
+        return torch.zeros_like(self.flat) if memory is None else memory.zero_()
+
     def clear_gradient(self) -> None:
         """Drop all gradients and free their memory."""
         self._gradient, self._gradient_views = None, ()
@@ -106,7 +180,7 @@ class LanguageModel(nn.Module, ABC):
 
     def _place_parameters(self, device: torch.device | str) -> None:
         """Replace all parameters by views of one new vector of zeros."""
-        self.flat = torch.zeros(self.shapes.numel, device=device)
+        self.flat = _zeros(self.shapes.numel, torch.device(device))
         for name, view in self.shapes.views(self.flat).items():
             module, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(module), attribute, nn.Parameter(view))
@@ -118,8 +192,13 @@ class LanguageModel(nn.Module, ABC):
         self.flat = torch.cat([parameter.detach().flatten() for parameter in self._placed])
         for parameter, view in zip(self._placed, self.shapes.views(self.flat).values(), strict=True):
             parameter.data = view
-        self._gradient = None
+        self._gradient = self.gradient_memory = None
         return self
+
+
+def _zeros(numel: int, device: torch.device) -> Tensor:
+    """Return zeros; on the CPU without touching their pages, which the weights of a trainer never need."""
+    return torch.from_numpy(np.zeros(numel, np.float32)) if device.type == "cpu" else torch.zeros(numel, device=device)
 
 
 class ModelFamily(ABC):
@@ -127,6 +206,13 @@ class ModelFamily(ABC):
 
     kind: ClassVar[str]  # in the manifest
     title: ClassVar[str]  # for people
+    config_keys: ClassVar[ConfigKeys | None] = None  # of its config.json; None: transformers does not know the model
+
+    def require_fit(self, config: ModelSection) -> None:
+        """Raise ManifestError if the manifest has keys that this family has no use for, or lacks some."""
+        if config.experts is not None:
+            reason = f"models of the kind {self.kind} have no experts; remove it, or write another model.kind"
+            raise ManifestError(f"model.experts: {reason}", ("model", "experts"))
 
     @abstractmethod
     def blocks(self, config: ModelSection) -> Iterator[tuple[Entry, ...]]:
@@ -138,32 +224,67 @@ class ModelFamily(ABC):
     def block_range(self, config: ModelSection, cut: Cut) -> range:
         """Return the numbers of a cut's blocks; raises ManifestError if the model cannot be cut so."""
         require_stages(cut.stages, config.layers, config.tied)
-        return deal_blocks(tuple(self.blocks(config)), cut.stages)[cut.stage]
+        return deal_blocks(self.block_work(config), cut.stages)[cut.stage]
+
+    def block_work(self, config: ModelSection) -> tuple[float, ...]:
+        """Return for each block the elements of the matrices that a token is multiplied with.
+
+        Looking up an embedding costs nothing.
+        """
+        _, *blocks = self.blocks(config)
+        head = config.vocabulary * config.width if config.tied else 0
+        work = [math.fsum(self.matrix_work(config, entry) for entry in block) for block in blocks]
+        return (0.0, *work[:-1], work[-1] + head)
+
+    def matrix_work(self, config: ModelSection, entry: Entry) -> float:
+        """Return the elements of a parameter that a token is multiplied with, on average; 0 if it is no matrix."""
+        _, shape = entry
+        return float(math.prod(shape)) if len(shape) == 2 else 0.0
 
     def shape_table(self, config: ModelSection, cut: Cut) -> ShapeTable:
         """Return names, shapes and order of a cut's parameters."""
         blocks = tuple(self.blocks(config))
-        return ShapeTable.from_blocks(blocks[number] for number in self.block_range(config, cut))
+        table = ShapeTable.from_blocks(blocks[number] for number in self.block_range(config, cut))
+        if config.experts is None:
+            return table
+        return replace(table, experts=tuple(self.expert_number(name) for name in table.names))
+
+    def expert_number(self, name: str) -> int:
+        """Return the number of the expert that a parameter belongs to; -1 for none."""
+        return -1
 
     @abstractmethod
     def build(self, config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE) -> LanguageModel:
         """Build the module on `device`, with all weights zero."""
 
     @abstractmethod
-    def build_compiled(self, config: ModelSection) -> LanguageModel:
-        """Build the module for long runs on a CPU: compiled, with matrix products in bf16."""
+    def build_compiled(self, config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
+        """Build the module for long runs on `device`: compiled at its first use, with matrix products in bf16."""
 
     @abstractmethod
-    def standard_deviation(self, config: ModelSection, name: str) -> float:
-        """Return the standard deviation of a matrix's initial weights; vectors start at 1."""
+    def first_values(self, config: ModelSection, entry: Entry) -> tuple[float, float]:
+        """Return mean and standard deviation of a parameter's initial weights; one of the two is 0."""
 
     @abstractmethod
     def layer_activation_bytes(self, config: ModelSection) -> float:
         """Estimate the bytes that one sequence keeps for the backward pass of one layer in 16 bits."""
 
+    def kept_bytes(self, config: ModelSection, recompute: Recompute) -> float:
+        """Estimate the bytes that one sequence keeps of one layer until its backward pass, in 16 bits."""
+        if recompute == "none":
+            return self.layer_activation_bytes(config)
+        input_bytes = 4.0 * config.width
+        _, layer, *_ = self.blocks(config)
+        results = math.fsum(self.matrix_work(config, entry) / entry[1][1] for entry in layer if len(entry[1]) == 2)
+        return config.context * (input_bytes + (2.0 * results if recompute == "selective" else 0.0))
+
     @abstractmethod
     def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:
         """Return the config.json with which transformers loads the exported weights, without ids of special tokens."""
+
+    def hugging_face_weights(self, config: ModelSection, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that transformers loads, by its names; `views` are ours, by name."""
+        return {self.hugging_face_name(name): view for name, view in views.items()}
 
     def hugging_face_name(self, name: str) -> str:
         """Return the name that transformers gives to this parameter."""

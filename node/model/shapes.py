@@ -27,10 +27,12 @@ class ShapeTable:
     """Parameter names and shapes in the order of the flat vector.
 
     `block_numbers` gives the block of each entry, ascending from 0. If it is empty, each entry is a block of its own.
+    `experts` gives the number of the expert that each entry belongs to, -1 for none, if the model has experts.
     """
 
     entries: tuple[Entry, ...]
     block_numbers: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
 
     @classmethod
     def from_blocks(cls, blocks: Iterable[Iterable[Entry]]) -> Self:
@@ -73,7 +75,7 @@ class ShapeTable:
     @cached_property
     def layout(self) -> Layout:
         """Return shapes and blocks for the methods, which need no names."""
-        return Layout(self.shapes, self.block_numbers)
+        return Layout(self.shapes, self.block_numbers, self.experts)
 
     def hash(self) -> bytes:
         """Return the SHA-256 (32 bytes) of names, shapes and their order.

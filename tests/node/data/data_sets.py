@@ -4,7 +4,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from protocol.manifest import DataSection
+import numpy as np
+
+from node.data import open_corpus
+from node.data.corpus import SourceText, WindowNumbers
+from protocol.manifest_data import DataSection
 
 SHARE = 0.2
 
@@ -18,3 +22,14 @@ def write_rows(file: Path, rows: Iterable[object]) -> None:
     """Write JSON lines; a row of bytes is written as it is."""
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows) + b"\n")
+
+
+def open_only(config: DataSection, base: Path) -> SourceText:
+    """Open the only source of a run."""
+    (source,) = open_corpus(config, base).sources
+    return source
+
+
+def numbers(count: int, first: int = 0) -> WindowNumbers:
+    """Return numbers of windows."""
+    return np.arange(first, first + count, dtype=np.uint64)

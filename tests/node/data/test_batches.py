@@ -11,7 +11,7 @@ from protocol.errors import DataError
 
 def corpus(validation: int = 100, vocabulary: int = 256) -> Corpus:
     row = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
-    return Corpus(TokenArray([row]), TokenArray([np.arange(validation, dtype=np.uint8)]), vocabulary)
+    return Corpus.of(TokenArray([row]), TokenArray([np.arange(validation, dtype=np.uint8)]), vocabulary)
 
 
 def test_batches_are_windows_of_int64() -> None:

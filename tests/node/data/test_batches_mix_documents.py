@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.data import BatchReader, open_source
+from node.data import BatchReader, open_corpus
 from node.data.corpus import TokenArray, TokenIds
 from node.data.text_files import find_stdlib_files
-from protocol.manifest import DataSection
+from protocol.manifest_data import DataSection
 from tests.node.data.data_sets import write_rows
 
 CONTEXT = 32
@@ -89,7 +89,7 @@ def test_a_batch_has_windows_of_many_documents(
     tmp_path: Path, make: Callable[[Path], tuple[DataSection, list[str]]]
 ) -> None:
     config, documents = make(tmp_path)
-    reader = BatchReader(open_source(config, tmp_path), CONTEXT, 0, "a")
+    reader = BatchReader(open_corpus(config, tmp_path), CONTEXT, 0, "a")
     for _ in range(3):
         batch = reader.next_batch(SEQUENCES).numpy()
         assert count_documents(batch, documents) >= SEQUENCES / 2

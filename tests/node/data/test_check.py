@@ -6,18 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from node.data import check, text_files
+from node.data import check
 from node.data.byte_tokenizer import ByteTokenizer
-from node.data.check import TextReport, check_text, read_text
+from node.data.check import TextReport, check_text
+from node.data.skipped_rows import SkipLog
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest import DataSection, Manifest, load_manifest
-from tests.node.data.data_sets import write_rows
+from protocol.manifest import Manifest, load_manifest
+from protocol.manifest_data import DataSection
+from tests.node.data.data_sets import open_only, write_rows
 
 TEST_RUN = load_manifest(Path(__file__).parents[3] / "configs" / "test.toml")
 
 
 def run_with(**values: object) -> Manifest:
     return TEST_RUN.model_copy(update={"data": DataSection.model_validate(values)})
+
+
+def read(manifest: Manifest, folder: Path) -> TextReport:
+    return check.read_text(manifest, manifest.data.mixture[0], folder)
 
 
 def write_texts(folder: Path, count: int) -> None:
@@ -27,7 +33,7 @@ def write_texts(folder: Path, count: int) -> None:
 
 def test_text_files_are_counted_and_a_sample_is_shown_without_control_characters(tmp_path: Path) -> None:
     write_texts(tmp_path, 100)
-    report = check_text(run_with(source="text", path="*.txt", validation_share=0.2), tmp_path)
+    (report,) = check_text(run_with(source="text", path="*.txt", validation_share=0.2), tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.glob("*.txt"))
     assert (report.documents, report.tokens, report.is_complete, report.skipped) == (100, size, True, ())
     sample = " ".join(["text \ufffd[31m number 0"] * 3)[:57]
@@ -40,20 +46,22 @@ def test_long_text_is_read_for_a_few_seconds_only(
 ) -> None:
     write_texts(tmp_path, 100)
     manifest = run_with(source="text", path="*.txt")
-    report = check._read_documents(manifest, tmp_path, lambda: float(next(clock)))
+    (source,) = manifest.data.mixture
+    report = check._read_documents(manifest, source, tmp_path, lambda: float(next(clock)))
     assert report.documents is not None and 1 <= report.documents < 5 and not report.is_complete
     assert report.describe().startswith("at least ")
     monkeypatch.setattr(check, "READ_SECONDS", 1e9)
-    assert check._read_documents(manifest, tmp_path, lambda: float(next(clock))).is_complete, "the negative control"
+    whole = check._read_documents(manifest, source, tmp_path, lambda: float(next(clock)))
+    assert whole.is_complete, "the negative control"
 
 
 def test_one_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "PIECE_CHARACTERS", 100)
     (tmp_path / "book.txt").write_text("0123456789" * 1000)
     manifest, clock = run_with(source="text", path="book.txt"), iter(range(10_000))
-    report = check._read_documents(manifest, tmp_path, lambda: float(next(clock)))
+    report = check._read_documents(manifest, manifest.data.mixture[0], tmp_path, lambda: float(next(clock)))
     assert report.documents == 1 and 100 <= report.tokens < 1000 and not report.is_complete
-    whole = read_text(manifest, tmp_path)
+    whole = read(manifest, tmp_path)
     assert (whole.documents, whole.tokens, whole.is_complete) == (1, 10_000, True)
 
 
@@ -83,7 +91,7 @@ def test_text_that_cannot_be_used_is_named_in_one_line(
     (tmp_path / "short.txt").write_text("a short text of less than two windows")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(kind, match=text) as caught:
-        read_text(run_with(**values), tmp_path)
+        read(run_with(**values), tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -95,13 +103,13 @@ def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(DataError, match="000.txt: cannot read it: Permission denied"):
-        read_text(run_with(source="text", path="*.txt"), tmp_path)
+        read(run_with(source="text", path="*.txt"), tmp_path)
 
 
 def test_file_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
     write_texts(tmp_path, 20)
     (Path(str(tmp_path)) / "caf\udce9.txt").write_bytes(b"caf\xe9")
-    report = read_text(run_with(source="text", path="*.txt", validation_share=0.2), tmp_path)
+    report = read(run_with(source="text", path="*.txt", validation_share=0.2), tmp_path)
     assert report.documents == 20 and "caf\ufffd.txt: not UTF-8" in report.skipped[0]
 
 
@@ -110,24 +118,24 @@ def test_held_out_part_is_judged_as_the_trainer_divides_it(tmp_path: Path) -> No
     for count in (1, 2, 3, 10):
         write_texts(tmp_path, count)
         config = DataSection(source="text", path="*.txt", validation_share=0.1)
-        corpus = text_files.build_corpus(*text_files.find_files(config, tmp_path), ByteTokenizer(), 0.1)
+        opened, (source,) = open_only(config, tmp_path), config.mixture
         counted = check._Count(0.1)
-        for piece in check._pieces(run_with(**config.model_dump()), tmp_path, ByteTokenizer(), corpus.skip_log):
+        for piece in check._pieces(config, source, tmp_path, ByteTokenizer(), SkipLog()):
             counted.add(piece)
-        assert counted.held_out_tokens(are_files=True) == len(corpus.validation)
+        assert counted.held_out_tokens(are_files=True) == len(opened.validation)
 
 
 @pytest.mark.slow
 def test_data_set_is_checked_in_a_child_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     write_rows(tmp_path / "set/a.jsonl", [*({"text": f"row {index} of a set"} for index in range(200)), {"text": None}])
-    report = check_text(run_with(source="hf", path="set", validation_share=0.2), tmp_path)
+    (report,) = check_text(run_with(source="hf", path="set", validation_share=0.2), tmp_path)
     assert report.documents == 200 and report.is_complete and "a.jsonl row 201: no text" in report.skipped[0]
     assert report.describe().startswith("200 documents, 3.1k tokens, skipped 1 row; sample: ")
     with pytest.raises(DataError, match="set data.column: text"):
         check_text(run_with(source="hf", path="set", column="body"), tmp_path)
     monkeypatch.setattr(check, "CHILD_SECONDS", 0.01)
-    late = check_text(run_with(source="hf", path="set"), tmp_path)
+    (late,) = check_text(run_with(source="hf", path="set"), tmp_path)
     assert late.describe().startswith("not checked: the data set did not answer")
 
 
@@ -157,11 +165,11 @@ def test_shards_with_damaged_ids_are_named(tmp_path: Path) -> None:
     }
     (shards / "header.json").write_text(json.dumps(header))
     (shards / "00000.bin").write_bytes(data)
-    report = read_text(run_with(source="tokens", path="shards"), tmp_path)
+    report = read(run_with(source="tokens", path="shards"), tmp_path)
     assert report.describe() == f'20.0k tokens; sample: "{"a" * 33}"'
     for part in (slice(-400, None), slice(0, 20_000)):  # of the held-out text, of the training text
         damaged = bytearray(data)
         damaged[part] = b"\xff" * len(damaged[part])
         (shards / "00000.bin").write_bytes(damaged)
         with pytest.raises(DataError, match=r"token id 65535 in the text, above 255; tokenize it again"):
-            read_text(run_with(source="tokens", path="shards"), tmp_path)
+            read(run_with(source="tokens", path="shards"), tmp_path)

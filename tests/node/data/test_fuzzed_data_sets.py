@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.data import BatchReader, open_source, validation_batches
+from node.data import BatchReader, open_corpus, validation_batches
 from node.data.check import read_text
 from protocol.errors import MurmurError
-from protocol.manifest import DataSection, Manifest, load_manifest
+from protocol.manifest import Manifest, load_manifest
+from protocol.manifest_data import DataSection
 
 SEED = 20_261_126
 SETS = 200
@@ -101,7 +102,7 @@ def damage_folder(folder: Path, rng: random.Random) -> None:
 def read(manifest: Manifest, folder: Path) -> str:
     """Read a data set as trainer and check do; return the outcome."""
     try:
-        corpus = open_source(manifest.data, folder)
+        corpus = open_corpus(manifest.data, folder)
         corpus.require_vocabulary(manifest.model.vocabulary)
         validation_batches(corpus, CONTEXT, 1000)
         reader = BatchReader(corpus, CONTEXT, 0, "peer")
@@ -136,7 +137,7 @@ def test_damaged_data_sets_are_read_or_refused_with_one_line(tmp_path: Path, mon
 
 def check(manifest: Manifest, folder: Path) -> None:
     try:
-        assert read_text(manifest, folder).describe()
+        assert read_text(manifest, manifest.data.mixture[0], folder).describe()
     except MurmurError as error:
         assert "\n" not in str(error)
         assert "cannot read the text" not in str(error), "a fault that only the last resort names"

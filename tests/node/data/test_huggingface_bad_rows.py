@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from node.data import BatchReader, open_source, validation_batches
+from node.data import BatchReader, open_corpus, validation_batches
 from node.data import row_files as row_files_module
 from node.data.huggingface import ExampleStream
+from node.data.mixture import CIRCLE
 from node.data.row_files import Row, read_rows
 from node.data.skipped_rows import Fault
 from protocol.errors import DataError
@@ -32,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_epoch(folder: Path) -> tuple[dict[str, int], tuple[str, ...]]:
     """Read more than an epoch; return the skipped rows by reason and the log lines."""
-    corpus = open_source(hf_config(), folder)
+    corpus = open_corpus(hf_config(), folder)
     validation_batches(corpus, 16, 100)
     reader = BatchReader(corpus, 16, 0, "p")
     for _ in range(250):
@@ -90,10 +91,10 @@ def test_too_many_unusable_rows_end_the_run_with_the_first(tmp_path: Path) -> No
 
 def test_few_rows_may_have_one_fault(tmp_path: Path) -> None:
     write_rows(tmp_path / "set/a.jsonl", [*GOOD[:9], {"text": None}])
-    open_source(hf_config(), tmp_path)
+    open_corpus(hf_config(), tmp_path)
     write_rows(tmp_path / "set/a.jsonl", [*GOOD[:9], {"text": None}, {"text": None}, {"text": None}])
     with pytest.raises(DataError, match="3 of 12 rows"):
-        open_source(hf_config(), tmp_path)
+        open_corpus(hf_config(), tmp_path)
 
 
 def test_json_files_with_a_row_in_each_line_lose_only_the_bad_line(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_one_file_of_many_with_too_many_faults_is_given_up(tmp_path: Path) -> No
     for index in range(20):
         write_rows(tmp_path / f"set/{index:02}.jsonl", GOOD)
     write_rows(tmp_path / "set/00.jsonl", [{"text": None}] * 1000)
-    corpus = open_source(hf_config(), tmp_path)
+    corpus = open_corpus(hf_config(), tmp_path)
     for peer in "abcdefghij":
         BatchReader(corpus, 16, 0, peer).next_batch(4)
     report = corpus.skip_log.take_report()
@@ -160,9 +161,10 @@ def test_one_file_of_many_with_too_many_faults_is_given_up(tmp_path: Path) -> No
 def test_unusable_rows_at_the_end_of_an_epoch_do_not_end_a_restart(tmp_path: Path) -> None:
     """A pass from the middle of an epoch is too short to be judged at its end."""
     write_rows(tmp_path / "set/a.jsonl", [*GOOD, {"text": None}, {"text": None}])
-    corpus = open_source(hf_config(), tmp_path)
-    position = len(GOOD) * 2**32  # the last good row is read
-    assert isinstance(corpus.training, ExampleStream)
+    corpus = open_corpus(hf_config(), tmp_path)
+    read = sum(len(json.dumps(row)) + 1 for row in GOOD)
+    position = CIRCLE * read * 2**24  # the last good row is read
+    assert isinstance(corpus.sources[0].training, ExampleStream)
     assert BatchReader(corpus, 16, 0, "p", position).next_batch(4).shape == (4, 17)
 
 
@@ -173,18 +175,18 @@ class BreakingFile:
         self.name, self._between, self._error = name, between, error
         self.opened = 0
 
-    def rows(self, first: int) -> Iterator[Row]:
+    def rows(self, start: int) -> Iterator[Row]:
         self.opened += 1
-        for number in range(first, 10):
-            if number >= first + self._between:
+        for number in range(start, 10):
+            if number >= start + self._between:
                 raise self._error
-            yield number, f"row {number}"
+            yield Row(number + 1, f"row {number + 1}", f"text {number}")
 
 
 def test_file_on_the_network_is_read_on_where_it_broke_off() -> None:
     waits: list[float] = []
     file = BreakingFile("hf://set/a.parquet", 3, ConnectionError("reset"))
-    assert list(read_rows(file, 0, waits.append)) == [(number, f"row {number}") for number in range(10)]
+    assert [row.content for row in read_rows(file, 0, waits.append)] == [f"text {number}" for number in range(10)]
     assert file.opened == 4 and waits == [1.0, 1.0, 1.0], "each row read makes the next wait short again"
 
 
@@ -199,6 +201,6 @@ def test_file_that_stays_unreachable_is_named() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("odd\nlines"), OSError(5, "Input/output error"), EOFError()])
 def test_damaged_file_ends_with_a_fault(error: Exception) -> None:
     rows = list(read_rows(BreakingFile("a.parquet", 4, error), 0))
-    assert [number for number, _ in rows] == [0, 1, 2, 3, 4]
-    fault = rows[-1][1]
+    assert [row.next for row in rows] == [1, 2, 3, 4, 4] and rows[-1].name == "after row 4"
+    fault = rows[-1].content
     assert isinstance(fault, Fault) and fault.reason == "unreadable file" and "\n" not in fault.text

@@ -9,12 +9,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from node.data import open_source, tokenize_files
 from node.data import token_shards as tokens_module
-from node.data.corpus import Corpus, TokenArray
+from node.data import tokenize_files
+from node.data.corpus import SourceText, TokenArray
 from node.data.text_files import EXCLUDED_DIRS, list_stdlib_files
 from protocol.errors import DataError, MissingFileError, MurmurError, StorageError, UsageError
-from protocol.manifest import DataSection
+from protocol.manifest_data import DataSection
+from tests.node.data.data_sets import open_only
 
 
 def config(**values: object) -> DataSection:
@@ -26,7 +27,7 @@ def tokens(row: object) -> list[int]:
     return [int(token) for token in row.read(0, len(row))]
 
 
-def text_of(corpus: Corpus) -> tuple[bytes, bytes]:
+def text_of(corpus: SourceText) -> tuple[bytes, bytes]:
     return bytes(tokens(corpus.training)), bytes(tokens(corpus.validation))
 
 
@@ -39,12 +40,12 @@ def write_tokenizer(path: Path, words: int = 50) -> Path:
 
 
 def test_standard_library_is_large_real_and_fixed() -> None:
-    corpus = open_source(config(source="python-stdlib"), Path("/nowhere"))
+    corpus = open_only(config(source="python-stdlib"), Path("/nowhere"))
     assert isinstance(corpus.training, TokenArray)
     assert 5_000_000 < len(corpus.training) < 20_000_000
     assert 0.003 < len(corpus.validation) / len(corpus.training) < 0.06
     assert corpus.vocabulary_size == 256
-    again = open_source(config(source="python-stdlib"), Path("/nowhere"))
+    again = open_only(config(source="python-stdlib"), Path("/nowhere"))
     assert tokens(again.validation) == tokens(corpus.validation)
 
 
@@ -58,25 +59,25 @@ def test_standard_library_files_are_sorted_and_ours_are_not_among_them() -> None
 def test_text_files_are_held_out_whole(tmp_path: Path) -> None:
     for index in range(60):
         (tmp_path / f"{index:02}.txt").write_text(f"<{index:02}>" * 5)
-    training, validation = text_of(open_source(config(source="text", path="*.txt", validation_share=0.2), tmp_path))
+    training, validation = text_of(open_only(config(source="text", path="*.txt", validation_share=0.2), tmp_path))
     held = [index for index in range(60) if f"<{index:02}>".encode() in validation]
     assert 0 < len(held) < 30
     assert validation == b"".join(f"<{index:02}>".encode() * 5 for index in held)
     assert training == b"".join(f"<{index:02}>".encode() * 5 for index in range(60) if index not in held)
     (tmp_path / "61.txt").write_text("new")
-    _, after = text_of(open_source(config(source="text", path="*.txt", validation_share=0.2), tmp_path))
+    _, after = text_of(open_only(config(source="text", path="*.txt", validation_share=0.2), tmp_path))
     assert after in (validation, validation + b"new"), "a file more moves no other"
 
 
 def test_one_text_file_gives_its_end(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_bytes(bytes(range(100)))
-    training, validation = text_of(open_source(config(source="text", path="book.txt", validation_share=0.1), tmp_path))
+    training, validation = text_of(open_only(config(source="text", path="book.txt", validation_share=0.1), tmp_path))
     assert (training, validation) == (bytes(range(90)), bytes(range(90, 100)))
 
 
 def test_absolute_glob(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("abcdefghij")
-    corpus = open_source(config(source="text", path=f"{tmp_path}/*.txt"), Path("/nowhere"))
+    corpus = open_only(config(source="text", path=f"{tmp_path}/*.txt"), Path("/nowhere"))
     assert text_of(corpus) == (b"abcdefghi", b"j")
 
 
@@ -84,7 +85,7 @@ def test_text_with_a_tokenizer(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
     for index in range(2):
         (tmp_path / f"{index}.txt").write_text(f"w{index} w9 other")
-    corpus = open_source(config(source="text", path="*.txt", tokenizer="tokenizer.json"), tmp_path)
+    corpus = open_only(config(source="text", path="*.txt", tokenizer="tokenizer.json"), tmp_path)
     assert sorted([tokens(corpus.training), tokens(corpus.validation)]) == [[2, 11, 1, 0], [3, 11, 1, 0]]
     assert corpus.vocabulary_size == 52
 
@@ -103,9 +104,7 @@ def test_tokenized_shards_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = make_shards(tmp_path, monkeypatch, words)
     expected = [token for file in range(3) for word in range(5) for token in (file + 2, word + 2)]
     expected = expected[:10] + [0] + expected[10:20] + [0] + expected[20:] + [0]
-    corpus = open_source(
-        config(source="tokens", path="out", tokenizer="tokenizer.json", validation_share=0.1), tmp_path
-    )
+    corpus = open_only(config(source="tokens", path="out", tokenizer="tokenizer.json", validation_share=0.1), tmp_path)
     assert tokens(corpus.training) + tokens(corpus.validation) == expected
     assert len(corpus.validation) == 3 and corpus.vocabulary_size == words + 2
     assert sorted(file.stat().st_size for file in folder.glob("*.bin")) == [5 * width] + [7 * width] * 4
@@ -155,7 +154,7 @@ def test_damaged_shards_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert callable(damage)
     damage(folder)
     with pytest.raises(MurmurError, match=text):
-        open_source(config(source="tokens", path="out", tokenizer="tokenizer.json"), tmp_path)
+        open_only(config(source="tokens", path="out", tokenizer="tokenizer.json"), tmp_path)
 
 
 def rename_shard(folder: Path, name: str) -> None:
@@ -183,5 +182,5 @@ def test_bad_input_gets_one_line(tmp_path: Path, values: dict[str, str], kind: t
     (tmp_path / "empty.txt").touch()
     (tmp_path / "void").mkdir()
     with pytest.raises(kind, match=text) as caught:
-        open_source(config(**values), tmp_path)
+        open_only(config(**values), tmp_path)
     assert "\n" not in str(caught.value)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.data import open_source, tokenize_files
 from node.data import token_shards as module
+from node.data import tokenize_files
 from node.data.token_shards import ShardsHeader
 from node.monitoring.progress import ByteProgress
 from protocol.errors import DataError, MissingFileError, MurmurError, UsageError
-from protocol.manifest import DataSection
+from protocol.manifest_data import DataSection
+from tests.node.data.data_sets import open_only
 from tests.node.data.odd_tokenizers import ODD, odd_tokenizer
 from tests.node.data.test_tokenizer import NO_UNKNOWN
 
@@ -32,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def source(folder: Path, tokenizer: str = "t.json") -> list[int]:
-    corpus = open_source(DataSection(source="tokens", path="out", tokenizer=tokenizer), folder)
+    corpus = open_only(DataSection(source="tokens", path="out", tokenizer=tokenizer), folder)
     return [int(token) for part in (corpus.training, corpus.validation) for token in part.read(0, len(part))]  # type: ignore[attr-defined, arg-type]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from node.data import window_blocks
 from node.data.window_blocks import Block, BlockStream, Document, Place
+from tests.node.data.data_sets import numbers
 
 CONTEXT = 10
 
@@ -61,38 +62,38 @@ def test_small_set_is_one_block_per_epoch_and_a_large_one_continues_in_the_next_
 
 def test_next_block_is_read_little_by_little() -> None:
     source = CountedDocuments(10_000, 10)
-    stream = BlockStream(source, CONTEXT, key=1, position=0)
+    stream = BlockStream(source, CONTEXT, key=1, place=0)
     assert source.tokens_read == 1000, "the first block"
-    stream.take(5)
+    stream.take(numbers(5))
     assert source.tokens_read == 1000 + 2 * 5 * CONTEXT
     for _ in range(100):
         before = source.tokens_read
-        stream.take(5)
+        stream.take(numbers(5))
         assert source.tokens_read - before <= 2 * 5 * CONTEXT, "no step reads a whole block"
 
 
 def test_windows_cover_every_token_of_a_block_once_or_twice() -> None:
-    stream = BlockStream(CountedDocuments(10_000, 7), CONTEXT, key=1, position=0)
+    stream = BlockStream(CountedDocuments(10_000, 7), CONTEXT, key=1, place=0)
     count = len(stream._windows)
-    targets = np.bincount(stream.take(count)[:, 1:].flatten(), minlength=143)
-    assert count == -(-1001 // CONTEXT) and stream.position == Place(0, 0, 143).row * 2**32
+    targets = np.bincount(stream.take(numbers(count))[:, 1:].flatten(), minlength=143)
+    assert count == -(-1001 // CONTEXT) and stream.place == 143 * 2**24
     assert targets.min() >= 7 and targets.sum() == count * CONTEXT
 
 
 def test_restart_reads_one_block_again_and_continues_with_the_very_next_window() -> None:
     source = CountedDocuments(10_000, 10)
-    stream = BlockStream(source, CONTEXT, key=1, position=0)
+    stream = BlockStream(source, CONTEXT, key=1, place=0)
     for _ in range(70):
-        stream.take(5)
+        stream.take(numbers(5))
     again_source = CountedDocuments(10_000, 10)
-    again = BlockStream(again_source, CONTEXT, key=1, position=stream.position)
+    again = BlockStream(again_source, CONTEXT, key=1, place=stream.place)
     assert again_source.tokens_read == 1000 < source.tokens_read
-    assert np.array_equal(stream.take(300), again.take(300)) and stream.position == again.position
+    assert np.array_equal(stream.take(numbers(300)), again.take(numbers(300))) and stream.place == again.place
 
 
 def test_orders_differ_by_key_and_block() -> None:
-    stream = BlockStream(CountedDocuments(10_000, 10), CONTEXT, key=1, position=0)
-    other = BlockStream(CountedDocuments(10_000, 10), CONTEXT, key=2, position=0)
-    first, second = stream.take(100), stream.take(100)
-    assert not np.array_equal(first, other.take(100))
+    stream = BlockStream(CountedDocuments(10_000, 10), CONTEXT, key=1, place=0)
+    other = BlockStream(CountedDocuments(10_000, 10), CONTEXT, key=2, place=0)
+    first, second = stream.take(numbers(100)), stream.take(numbers(100))
+    assert not np.array_equal(first, other.take(numbers(100)))
     assert not np.array_equal(np.argsort(first[:, 0]), np.argsort(second[:, 0]))

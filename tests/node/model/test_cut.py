@@ -13,16 +13,23 @@ from node.from_manifest import learning_rate_scale
 from node.model import WHOLE, Cut, LanguageModel, all_cuts, build_model, initial_weights, shape_table, stage_slice
 from node.model.cut import deal_blocks
 from node.model.families import FAMILIES
-from node.model.memory_estimate import fixed_bytes, sequence_bytes
+from node.model.memory_estimate import fixed_bytes, microbatch_bytes
 from node.trainer.inner_step import InnerOptimizer
-from node.trainer.stage_pass import backward_stage, finish_microbatch, forward_stage
+from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage
 from optim.inner.adamw import AdamW
+from optim.inner.base import InnerUpdateRule
+from optim.inner.muon import Muon
 from protocol.errors import ManifestError
-from protocol.manifest import ModelSection, TrainSection
+from protocol.manifest import TrainSection
+from protocol.manifest_model import ModelSection
 from tests.node.small_run import MANIFEST
 
 torch.set_num_threads(1)
 CONFIG = ModelSection(vocabulary=32, width=16, layers=5, heads=4, kv_heads=2, hidden=24, context=12, tied=False)
+QWEN3 = CONFIG.model_copy(update={"kind": "qwen3", "head_size": 6})
+MOE = CONFIG.model_copy(
+    update={"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2, "hidden": 8, "balance_loss": 0.5}
+)
 WIDE = CONFIG.model_copy(update={"width": 256, "layers": 4, "hidden": 520, "context": 8})  # rows are shared, not copied
 TRAIN = TrainSection(batch_tokens=36, learning_rate=1e-2)
 every_cut = pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -68,7 +75,7 @@ def run_stages(stages: list[LanguageModel], seed: int = 0) -> float:
 
 
 @every_cut
-@pytest.mark.parametrize("config", [CONFIG, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize("config", [CONFIG, WIDE, QWEN3, MOE], ids=["small", "wide", "qwen3", "experts"])
 def test_loss_and_gradient_through_stages_are_bit_equal_to_the_whole_models(config: ModelSection, stages: int) -> None:
     whole, parts = prepared(config), [prepared(config, cut) for cut in all_cuts(stages)]
     for seed in range(2):
@@ -109,16 +116,16 @@ def test_shapes_and_initial_weights_of_stages_are_slices_of_the_whole(stages: in
 @pytest.mark.parametrize(("vocabulary", "layers"), [(32, [2, 2, 1]), (4096, [2, 2, 1]), (32, [3, 3, 3])])
 def test_stages_are_as_even_as_layers_and_head_allow(vocabulary: int, layers: list[int]) -> None:
     config = CONFIG.model_copy(update={"layers": sum(layers), "vocabulary": vocabulary})
-    blocks = tuple(FAMILIES["llama"].blocks(config))
-    ranges = deal_blocks(blocks, len(layers))
-    assert list(itertools.chain(*ranges)) == list(range(len(blocks)))
+    work = FAMILIES["llama"].block_work(config)
+    ranges = deal_blocks(work, len(layers))
+    assert list(itertools.chain(*ranges)) == list(range(len(work)))
     sizes = [len(part) for part in ranges]
     assert [sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1] == layers
 
 
 def test_a_large_output_matrix_leaves_the_last_stage_fewer_layers() -> None:
     config = CONFIG.model_copy(update={"layers": 12, "vocabulary": 512})  # the head weighs as much as 4 layers
-    assert [len(part) for part in deal_blocks(tuple(FAMILIES["llama"].blocks(config)), 3)] == [7, 5, 2]
+    assert [len(part) for part in deal_blocks(FAMILIES["llama"].block_work(config), 3)] == [7, 5, 2]
 
 
 def test_what_cannot_be_cut_is_one_line_that_names_the_key_to_change() -> None:
@@ -139,11 +146,12 @@ def test_what_cannot_be_cut_is_one_line_that_names_the_key_to_change() -> None:
         prepared(CONFIG, Cut(0, 2))(*microbatch(CONFIG))
 
 
-def test_stages_with_their_own_optimizers_step_as_the_whole_model() -> None:
+@pytest.mark.parametrize("inner", [AdamW(), Muon()], ids=lambda rule: rule.kind)
+def test_stages_with_their_own_optimizers_step_as_the_whole_model(inner: InnerUpdateRule) -> None:
     whole, parts = prepared(CONFIG), [prepared(CONFIG, cut) for cut in all_cuts(4)]
     unclipped = TRAIN.model_copy(update={"clip": 1e6})
     models = [whole, *parts]
-    optimizers = [InnerOptimizer(model, unclipped, AdamW()) for model in models]
+    optimizers = [InnerOptimizer(model, unclipped, inner) for model in models]
     for step in range(3):
         assert run_stages(parts, step) == run_whole(whole, step)
         for optimizer in optimizers:
@@ -160,10 +168,10 @@ def test_memory_of_stages_adds_up_and_only_the_last_has_logits() -> None:
     cuts = all_cuts(4)
     parts = [fixed_bytes(manifest, "cuda", cut) for cut in cuts]
     assert sum(parts) == fixed_bytes(manifest, "cuda") and max(parts) < fixed_bytes(manifest, "cuda") / 2
-    sequences = [sequence_bytes(manifest, "cuda", cut) for cut in cuts]
-    assert sum(sequences) == pytest.approx(sequence_bytes(manifest, "cuda"), abs=4)
+    sequences = [microbatch_bytes(manifest, 1, "cuda", cut) for cut in cuts]
+    assert sum(sequences) == pytest.approx(microbatch_bytes(manifest, 1, "cuda"), abs=4)
     large = manifest.model_copy(update={"model": CONFIG.model_copy(update={"vocabulary": 2**17})})
-    grown = [sequence_bytes(large, "cuda", cut) - old for cut, old in zip(cuts, sequences, strict=True)]
+    grown = [microbatch_bytes(large, 1, "cuda", cut) - old for cut, old in zip(cuts, sequences, strict=True)]
     assert grown[-1] > 0 and grown[1] == 0
     assert fixed_bytes(large, "cuda", cuts[0]) > fixed_bytes(manifest, "cuda", cuts[0]), "the embedding"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, save
@@ -21,6 +21,13 @@ from protocol.errors import CheckpointError, MissingFileError, StorageError, Usa
 from protocol.manifest import Manifest
 
 torch.set_num_threads(1)
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
 TEXTS = ["def main():\n    return 0\n", "Grüße, 世界! 🐦", "", "  two  spaces\t", "<0x41> and \x00 and </s>"]
 
 
@@ -50,22 +57,56 @@ def node_folder(folder: Path, run: Manifest) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "model",
-    [{}, {"tied": False}, {"kv_heads": 2}, {"kv_heads": 1, "tied": False, "rope_theta": 500.0}],
-    ids=["tied", "untied", "grouped", "one key head, untied, other theta"],
+    [
+        {},
+        {"tied": False},
+        {"kv_heads": 2},
+        {"kv_heads": 1, "tied": False, "rope_theta": 500.0},
+        {"head_size": 6, "norm_epsilon": 1e-3},
+        {"kind": "qwen3", "kv_heads": 2, "head_size": 16, "norm_epsilon": 1e-6},
+        {"kind": "qwen3", "tied": False, "rope_theta": 500.0},
+        {"rope_scaling": LLAMA_3},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6}, "kind": "qwen3"},
+        {"tied": False, "subspace": 8},
+        {"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2, "head_size": 16, "kv_heads": 2},
+        {"kind": "qwen3-moe", "experts": 6, "experts_per_token": 3, "normalize_experts": False, "tied": False},
+        {"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2, "subspace": 8, "tied": False},
+    ],
+    ids=[
+        "tied",
+        "untied",
+        "grouped",
+        "one key head",
+        "wide heads",
+        "qwen3",
+        "qwen3 untied",
+        "llama3 scaling",
+        "linear scaling",
+        "yarn",
+        "subspace",
+        "experts",
+        "other experts",
+        "experts in a subspace",
+    ],
 )
 def test_transformers_computes_the_same_logits(tmp_path: Path, model: dict[str, object]) -> None:
     run = manifest(model)
     ours = build_model(run.model)
     ours.load_flat(node_folder(tmp_path / "node", run))
     export(tmp_path / "node", tmp_path / "out")
-    theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert theirs.config.tie_word_embeddings == run.model.tied and theirs.dtype == torch.float32
     tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         expected, actual = ours(tokens), theirs(tokens).logits
     assert expected.std() > 0.1
-    assert torch.allclose(actual, expected, atol=1e-4)
+    if run.model.rope_scaling is not None:
+        plain = build_model(run.model.model_copy(update={"rope_scaling": None}))
+        plain.load_flat(ours.flat)
+        assert (plain(tokens) - expected).abs().max().item() > 1e-3, "the scaling matters"
+    assert torch.allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_auto_classes_load_the_folder_and_generate(tmp_path: Path) -> None:

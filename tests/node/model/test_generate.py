@@ -18,8 +18,9 @@ from node.checkpoints.checkpoint import Checkpoint, save
 from node.data.byte_tokenizer import ByteTokenizer
 from node.data.tokenizer import FileTokenizer
 from node.model import build_model, initial_weights, shape_table
+from node.model.decoders.decoder import Decoder
+from node.model.decoders.llama import LlamaFamily
 from node.model.generate import generate, sample_token, sample_tokens
-from node.model.llama import Llama
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest import Manifest
 from tests.node.data.odd_tokenizers import ODD, odd_tokenizer
@@ -48,16 +49,16 @@ def node_folder(folder: Path, run: Manifest) -> Path:
     return folder
 
 
-class Successor(Llama):
+class Successor(Decoder):
     """Always sure that the next token is the one after the last; notes how much it was shown."""
 
     def __init__(self) -> None:
-        super().__init__(manifest().model)
+        super().__init__(LlamaFamily(), manifest().model)
         self.shown: list[int] = []
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        self.shown.append(tokens.shape[1])
-        return torch.nn.functional.one_hot((tokens + 1) % 256, 256).float() * 100
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        self.shown.append(inputs.shape[1])
+        return torch.nn.functional.one_hot((inputs + 1) % 256, 256).float() * 100
 
 
 def test_sampling_follows_the_model_and_the_window_slides() -> None:
@@ -212,6 +213,8 @@ def test_options_out_of_range_are_refused_at_the_call(tmp_path: Path, options: d
 
 def test_nothing_to_generate_from(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
+        generate(tmp_path / "absent", "x")
+    with pytest.raises(CheckpointError):
         generate(tmp_path, "x")
     (tmp_path / "run.toml").write_text(manifest().to_toml())
     with pytest.raises(CheckpointError):

@@ -13,7 +13,7 @@ from node.model import LanguageModel, build_model, has_compiler, initial_weights
 from node.model.families import FAMILIES
 from node.model.joined_weights import COPY_ELEMENTS, join_rows
 from protocol.errors import ManifestError
-from protocol.manifest import ModelSection
+from protocol.manifest_model import ModelSection
 from tests.node.small_run import MANIFEST
 
 torch.set_num_threads(1)
@@ -22,7 +22,10 @@ SMALL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hid
 UNTIED = SMALL.model_copy(update={"tied": False})
 WIDE = ModelSection(vocabulary=32, width=256, layers=1, heads=4, hidden=520, context=8)  # rows are shared, not copied
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-every_shape = pytest.mark.parametrize("config", [SMALL, UNTIED, WIDE], ids=["tied", "untied", "wide"])
+QWEN3 = SMALL.model_copy(update={"kind": "qwen3", "head_size": 6})
+MOE = SMALL.model_copy(update={"kind": "qwen3-moe", "experts": 2, "experts_per_token": 2})
+SHAPES = {"tied": SMALL, "untied": UNTIED, "wide": WIDE, "qwen3": QWEN3, "qwen3-moe": MOE}
+every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 
 
 def prepared(config: ModelSection, seed: int = 0) -> LanguageModel:
@@ -185,8 +188,16 @@ def test_large_neighbours_are_joined_without_a_copy_and_others_with_one() -> Non
 
 @pytest.mark.parametrize("use", [shape_table, model_family, build_model])
 def test_an_unknown_kind_is_one_line_that_names_the_known_ones(use: Callable[[ModelSection], object]) -> None:
-    with pytest.raises(ManifestError, match=r"^model\.kind: .*'mamba'.*: llama$"):
+    with pytest.raises(ManifestError, match=r"^model\.kind: .*'mamba'.*: custom, llama, qwen3, qwen3-moe$"):
         use(SMALL.model_copy(update={"kind": "mamba"}))
+
+
+@pytest.mark.parametrize("use", [shape_table, model_family, build_model])
+def test_experts_belong_to_kinds_that_have_them(use: Callable[[ModelSection], object]) -> None:
+    with pytest.raises(ManifestError, match=r"^model\.experts: models of the kind llama have no experts; remove it"):
+        use(MOE.model_copy(update={"kind": "llama"}))
+    with pytest.raises(ManifestError, match=r"^model\.experts: models of the kind qwen3-moe have experts; add"):
+        use(SMALL.model_copy(update={"kind": "qwen3-moe"}))
 
 
 def test_a_manifest_of_an_unknown_kind_is_refused_before_anything_is_built() -> None:
@@ -206,5 +217,5 @@ def test_no_family_is_named_outside_of_the_models_package() -> None:
     packages = ("protocol", "optim", "node", "benchmarks")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     naming = {path.relative_to(ROOT).as_posix() for path in files if titles.search(path.read_text(encoding="utf-8"))}
-    assert "node/model/llama.py" in naming, "the control"
+    assert "node/model/decoders/llama.py" in naming, "the control"
     assert {name for name in naming if not name.startswith("node/model/")} == set()

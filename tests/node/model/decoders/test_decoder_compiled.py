@@ -5,16 +5,24 @@ import shutil
 import pytest
 import torch
 
-from node.model import has_compiler, initial_weights
-from node.model.llama import CompiledCausalAttention, CompiledLlama, Llama
+from node.model import LanguageModel, build_compiled_model, build_model, has_compiler, initial_weights
+from node.model.computation import output_loss
+from node.model.decoders.attention import CompiledCausalAttention
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from protocol.manifest import ModelSection
+from protocol.manifest_model import ModelSection
 
 pytestmark = pytest.mark.slow
 
-SHAPE = ModelSection(vocabulary=32, width=16, layers=1, heads=4, kv_heads=2, hidden=24, context=12)
+SHAPE = ModelSection(vocabulary=32, width=16, layers=1, heads=4, kv_heads=2, hidden=24, context=12, document_end=3)
 ROUNDING = 0.02
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute the loss of 48 tokens in three chunks."""
+    monkeypatch.setattr(output_loss, "CHUNK_VALUES", {"cpu": 1})
+    monkeypatch.setattr(output_loss, "MIN_CHUNK_TOKENS", 20)
 
 
 def windows_of(seed: int) -> torch.Tensor:
@@ -22,7 +30,7 @@ def windows_of(seed: int) -> torch.Tensor:
     return torch.randint(SHAPE.vocabulary, (4, SHAPE.context + 1), generator=generator)
 
 
-def gradient_of(model: Llama, windows: torch.Tensor) -> tuple[float, torch.Tensor]:
+def gradient_of(model: LanguageModel, windows: torch.Tensor) -> tuple[float, torch.Tensor]:
     weights = initial_weights(SHAPE, 3)
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(3))
     model.load_flat(weights + 0.1 * noise)  # far from uniform, so that attention matters
@@ -38,11 +46,11 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @needs_compiler
 def test_the_compiled_model_is_the_plain_one_up_to_rounding() -> None:
     windows = windows_of(0)
-    expected, wanted = gradient_of(Llama(SHAPE), windows)
-    loss, gradient = gradient_of(CompiledLlama(SHAPE), windows)
+    expected, wanted = gradient_of(build_model(SHAPE), windows)
+    loss, gradient = gradient_of(build_compiled_model(SHAPE), windows)
     assert abs(loss / expected - 1) < ROUNDING
     assert distance(gradient, wanted) < ROUNDING
-    seeing = CompiledLlama(SHAPE)
+    seeing = build_compiled_model(SHAPE)
     for module in seeing.modules():
         if isinstance(module, CompiledCausalAttention):
             module.future.zero_()  # control: a model that sees the future is told apart
@@ -51,9 +59,9 @@ def test_the_compiled_model_is_the_plain_one_up_to_rounding() -> None:
 
 @needs_compiler
 def test_a_second_model_of_the_shape_is_not_compiled_anew() -> None:
-    gradient_of(CompiledLlama(SHAPE), windows_of(0))
+    gradient_of(build_compiled_model(SHAPE), windows_of(0))
     with torch.compiler.set_stance("fail_on_recompile"):
-        second = CompiledLlama(SHAPE)
+        second = build_compiled_model(SHAPE)
         gradient_of(second, windows_of(1))
         with pytest.raises(RuntimeError):  # control: another batch is another program
             validation_loss(second, initial_weights(SHAPE, 0), [windows_of(2)[:3]])

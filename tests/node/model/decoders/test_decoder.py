@@ -8,17 +8,30 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from node.model import initial_weights, shape_table
-from node.model.llama import NORM_EPSILON, STANDARD_DEVIATION, Llama, RMSNorm, apply_rotary, rotary_tables
-from protocol.manifest import ModelSection
+from node.model import LanguageModel, build_model, initial_weights, shape_table
+from node.model.decoders.attention import apply_rotary
+from node.model.decoders.family import STANDARD_DEVIATION
+from node.model.decoders.layers import RMSNorm
+from node.model.decoders.rotary import rotary_tables
+from protocol.manifest_model import ModelSection
 
 torch.set_num_threads(1)
 SMALL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
-SHAPES = [{}, {"tied": False}, {"kv_heads": 2}, {"kv_heads": 1, "tied": False}]
+SHAPES = [
+    {},
+    {"tied": False},
+    {"kv_heads": 2},
+    {"kv_heads": 1, "tied": False},
+    {"head_size": 6, "norm_epsilon": 0.1},
+    {"kind": "qwen3", "kv_heads": 2},
+    {"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2},
+    {"kind": "qwen3-moe", "experts": 5, "experts_per_token": 1, "normalize_experts": False},
+    {"kind": "qwen3", "head_size": 8, "kv_heads": 1, "tied": False, "norm_epsilon": 1e-2},
+]
 
 
-def ready(config: ModelSection, seed: int = 0) -> Llama:
-    model = Llama(config)
+def ready(config: ModelSection, seed: int = 0) -> LanguageModel:
+    model = build_model(config)
     model.load_flat(initial_weights(config, seed))
     return model
 
@@ -64,7 +77,7 @@ def test_initial_weights_are_bells_of_the_right_width() -> None:
 
 def test_initial_weights_are_continued_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = initial_weights(SMALL, 3)
-    monkeypatch.setattr("node.model.initialization.CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("node.model.random_values.CHUNK_ELEMENTS", 100)
     assert torch.equal(initial_weights(SMALL, 3), whole)
 
 
@@ -92,27 +105,58 @@ def naive_logits(config: ModelSection, weights: dict[str, Tensor], tokens: Tenso
 
 def naive_sequence(config: ModelSection, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     def norm(rows: Tensor, gain: Tensor) -> Tensor:
-        return rows / (rows.square().mean(-1, keepdim=True) + NORM_EPSILON).sqrt() * gain
+        return naive_norm(config, rows, gain)
 
     embedding = weights["model.embed_tokens.weight"]
     rows = embedding[tokens]
     for layer in range(config.layers):
-        part = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in LAYER_NAMES}
+        prefix = f"model.layers.{layer}."
+        part = {name[len(prefix) : -len(".weight")]: value for name, value in weights.items() if prefix in name}
         rows = rows + naive_attention(config, part, norm(rows, part["input_layernorm"]))
         inside = norm(rows, part["post_attention_layernorm"])
-        gate, up = inside @ part["mlp.gate_proj"].T, inside @ part["mlp.up_proj"].T
-        rows = rows + (gate * torch.sigmoid(gate) * up) @ part["mlp.down_proj"].T
+        rows = rows + (
+            naive_mlp(part, "mlp", inside) if config.experts is None else naive_experts(config, part, inside)
+        )
     return norm(rows, weights["model.norm.weight"]) @ weights.get("lm_head.weight", embedding).T
 
 
+def naive_mlp(part: dict[str, Tensor], name: str, rows: Tensor) -> Tensor:
+    gate, up = rows @ part[f"{name}.gate_proj"].T, rows @ part[f"{name}.up_proj"].T
+    return (gate * torch.sigmoid(gate) * up) @ part[f"{name}.down_proj"].T
+
+
+def naive_experts(config: ModelSection, part: dict[str, Tensor], rows: Tensor) -> Tensor:
+    """Each token alone: its experts by probability, each applied to it and weighted."""
+    outputs = []
+    for row in rows:
+        probabilities = (part["mlp.gate"] @ row).softmax(-1)
+        best = sorted(range(len(probabilities)), key=lambda expert: -float(probabilities[expert]))
+        chosen = best[: config.experts_per_token]
+        total = sum(float(probabilities[expert]) for expert in chosen) if config.normalize_experts else 1.0
+        outputs.append(
+            sum(
+                (probabilities[expert] / total * naive_mlp(part, f"mlp.experts.{expert}", row) for expert in chosen),
+                torch.zeros(config.width, dtype=torch.float64),
+            )
+        )
+    return torch.stack(outputs)
+
+
+def naive_norm(config: ModelSection, rows: Tensor, gain: Tensor) -> Tensor:
+    return rows / (rows.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * gain
+
+
 def naive_attention(config: ModelSection, part: dict[str, Tensor], rows: Tensor) -> Tensor:
-    size, groups = config.width // config.heads, config.kv_heads or config.heads
+    size, groups = config.head_size or config.width // config.heads, config.kv_heads or config.heads
     outputs = []
     for head in range(config.heads):
         group = head // (config.heads // groups)
         query = rows @ part["self_attn.q_proj"][head * size : (head + 1) * size].T
         key = rows @ part["self_attn.k_proj"][group * size : (group + 1) * size].T
         value = rows @ part["self_attn.v_proj"][group * size : (group + 1) * size].T
+        if config.kind != "llama":
+            query = naive_norm(config, query, part["self_attn.q_norm"])
+            key = naive_norm(config, key, part["self_attn.k_norm"])
         scores = naive_turn(query, config.rope_theta) @ naive_turn(key, config.rope_theta).T / math.sqrt(size)
         visible = torch.ones_like(scores).tril().bool()
         outputs.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ value)
@@ -127,14 +171,6 @@ def naive_turn(rows: Tensor, theta: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-LAYER_NAMES = [
-    *(f"self_attn.{kind}_proj" for kind in "qkvo"),
-    *(f"mlp.{kind}_proj" for kind in ("gate", "up", "down")),
-    "input_layernorm",
-    "post_attention_layernorm",
-]
-
-
 def test_rotation_depends_on_the_distance_alone() -> None:
     config = SMALL.model_copy(update={"context": 64})
     cosines, sines = rotary_tables(config)
@@ -147,7 +183,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 
 def test_normalise_gives_unit_mean_square() -> None:
     rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 9
-    norm = RMSNorm(64)
+    norm = RMSNorm(64, 1e-5)
     torch.nn.init.ones_(norm.weight)
     assert torch.allclose(norm(rows).square().mean(-1), torch.ones(5), atol=1e-4)
 
@@ -162,7 +198,7 @@ def test_no_position_sees_a_later_one() -> None:
 
 
 def test_load_copies_all_weights() -> None:
-    model, flat = Llama(SMALL), initial_weights(SMALL, 5)
+    model, flat = build_model(SMALL), initial_weights(SMALL, 5)
     model.load_flat(flat)
     flat.zero_()
     assert torch.equal(model.flat, initial_weights(SMALL, 5))
@@ -189,8 +225,10 @@ def test_gradients_add_up_over_microbatches() -> None:
     assert torch.allclose(whole.flat_gradient, parts.flat_gradient, atol=1e-6)
 
 
-def test_learns_a_sequence_by_heart() -> None:
-    model, tokens = ready(SMALL), tokens_of(SMALL, 8, batch=2)
+@pytest.mark.parametrize("changes", [{}, SHAPES[5], SHAPES[6]], ids=lambda changes: changes.get("kind", "llama"))
+def test_learns_a_sequence_by_heart(changes: dict[str, object]) -> None:
+    config = SMALL.model_copy(update=changes)
+    model, tokens = ready(config), tokens_of(config, 8, batch=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for _ in range(80):
         optimizer.zero_grad()

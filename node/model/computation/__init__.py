@@ -1,0 +1,1 @@
+"""How a model computes its loss and gradient: precision, chunks of the loss, and activations computed again."""

@@ -1,0 +1,1 @@
+"""Models of the organiser's own: names and shapes from a file, no code."""

@@ -1,0 +1,181 @@
+"""Read the weights of a Hugging Face folder, tensor by tensor: safetensors, whole or in shards.
+
+Nothing is read before names, shapes and types of all tensors are those of the model; a fault names each tensor.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import safetensors
+import torch
+from torch import Tensor
+
+from node.model.cut import WHOLE, Cut
+from node.model.families import model_family, shape_table
+from node.model.hugging_face.config_file import join_faults
+from node.model.shapes import Entry, ShapeTable
+from protocol.errors import CheckpointError, MissingFileError
+from protocol.fault_words import shorten
+from protocol.manifest_model import ModelSection
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+MAX_INDEX_BYTES: Final = 64 * 2**20
+READABLE_TYPES: Final = ("F32", "BF16", "F16")
+MAX_NAME_BYTES: Final = 255
+OUTPUT: Final = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor in a file: its place, shape and type."""
+
+    file: Any  # safetensors has no types
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WeightFiles:
+    """The open weights of a folder, checked against a model. Use it as a context manager."""
+
+    def __init__(self, folder: Path, config: ModelSection) -> None:
+        self._folder = folder
+        self._config = config
+        self._family = model_family(config)
+        self._table = shape_table(config)
+        self._stack = ExitStack()
+        self._places: dict[str, TensorPlace] = {}
+
+    def __enter__(self) -> Self:
+        """Open all files and check them. Raises MissingFileError or CheckpointError, one line."""
+        try:
+            for path in _shards(self._folder):
+                self._places |= _open_shard(path, self._stack)
+            faults = list(self._faults())
+            if faults:
+                raise CheckpointError(f"{self._folder} does not have this model's weights: {join_faults(faults)}")
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._places.clear()
+        self._stack.close()
+
+    def load(self, cut: Cut = WHOLE) -> Tensor:
+        """Return the weights of the model or of a stage as one flat fp32 vector. Raises CheckpointError."""
+        table = shape_table(self._config, cut)
+        flat = torch.empty(table.numel)
+        self._fill(table, flat)
+        return flat
+
+    def digests(self) -> tuple[str, ...]:
+        """Return the hash of each block's weights, of which one is in memory at a time. Raises CheckpointError."""
+        shapes = dict(self._table.entries)
+        tables = (ShapeTable(tuple((name, shapes[name]) for name in block)) for block in self._table.blocks)
+        return tuple(_digest(self._filled(table)) for table in tables)
+
+    def _filled(self, table: ShapeTable) -> Tensor:
+        flat = torch.empty(table.numel)
+        self._fill(table, flat)
+        return flat
+
+    def _fill(self, table: ShapeTable, flat: Tensor) -> None:
+        for name, view in table.views(flat).items():
+            theirs = self._family.hugging_face_name(name)
+            view.copy_(self._places[theirs].file.get_tensor(theirs))
+            if not bool(torch.isfinite(view).all()):
+                raise CheckpointError(f"{theirs} in {self._folder} has values that are not finite; use other weights")
+
+    def _faults(self) -> Iterator[str]:
+        wanted = {self._family.hugging_face_name(name): shape for name, shape in self._table.entries}
+        yield from (f"{name} is missing" for name in wanted if name not in self._places)
+        for name, place in self._places.items():
+            if name not in wanted:
+                if not self._is_harmless(name):
+                    yield f"{name} is not a part of the model"
+            elif place.shape != wanted[name]:
+                yield f"{name} has the shape {list(place.shape)} instead of {list(wanted[name])}"
+            elif place.dtype not in READABLE_TYPES:
+                yield f"{name} has the type {place.dtype}, not one of {', '.join(READABLE_TYPES)}"
+
+    def _is_harmless(self, name: str) -> bool:
+        """Return whether a tensor repeats what we have: the shared output matrix, or tables of positions."""
+        return (self._config.tied and name == OUTPUT) or name.endswith(".rotary_emb.inv_freq")
+
+
+def read_shapes(folder: Path) -> tuple[Entry, ...]:
+    """Return names and shapes in a folder, or in one file. Raises MissingFileError or CheckpointError."""
+    with ExitStack() as stack:
+        places = [place for path in _shards(folder) for place in _open_shard(path, stack).items()]
+        return tuple((name, place.shape) for name, place in places)
+
+
+def _open_shard(path: Path, stack: ExitStack) -> dict[str, TensorPlace]:
+    try:
+        file: Any = stack.enter_context(safetensors.safe_open(path, framework="pt"))
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path} is missing; download all shards of the model") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({shorten(str(error))}); download it again") from error
+    return {name: TensorPlace(file, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+
+
+def block_digests(config: ModelSection, flat: Tensor, cut: Cut = WHOLE) -> tuple[str, ...]:
+    """Return the hash of the weights of each block, of the model or of a stage."""
+    table = shape_table(config, cut)
+    sizes = dict(zip(table.names, table.sizes, strict=True))
+    lengths = [sum(sizes[name] for name in block) for block in table.blocks]
+    return tuple(_digest(block) for block in torch.split(flat, lengths))
+
+
+def expected_digests(config: ModelSection, cut: Cut = WHOLE) -> tuple[str, ...]:
+    """Return those of the manifest for the model or a stage."""
+    numbers = model_family(config).block_range(config, cut)
+    return config.weights[numbers.start : numbers.stop]
+
+
+def _digest(block: Tensor) -> str:
+    return hashlib.sha256(block.numpy().data).hexdigest()
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder, or the one that is named. Raises MissingFileError or CheckpointError."""
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise MissingFileError(f"there is no folder {folder}; name one with config.json and model.safetensors")
+    if not (folder / INDEX_FILE).exists():
+        if not (folder / SINGLE_FILE).exists():
+            raise MissingFileError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save it as safetensors")
+        return [folder / SINGLE_FILE]
+    names = _names_in_index(folder / INDEX_FILE)
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        faults = join_faults([f"the shard {name} is missing" for name in missing])
+        raise MissingFileError(f"{folder}: {faults}; download all shards of the model")
+    return [folder / name for name in names]
+
+
+def _names_in_index(path: Path) -> list[str]:
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("it is too large")
+        index = json.loads(path.read_bytes())
+        places: Mapping[str, str] = index["weight_map"]
+        names = sorted({str(name) for name in places.values()})
+        if any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in names):
+            raise ValueError("it has a file name that is too long")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not an index of shards ({shorten(str(error))}); download it again") from error
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{path} names files in other folders; download the model again")
+    return names
