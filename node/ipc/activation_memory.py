@@ -11,7 +11,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from node.ipc.shared_memory import anonymous_file
+from node.ipc.shared_layout import anonymous_file
+
+ALIGNMENT = 64  # of slots, so that a trainer can view any of them as numbers
 
 
 class SlotSizes(BaseModel):
@@ -26,16 +28,21 @@ class SlotSizes(BaseModel):
 
     @property
     def total_bytes(self) -> int:
-        return self.activations * self.activation_bytes + self.tokens * self.token_bytes
+        return self.activations * _aligned(self.activation_bytes) + self.tokens * _aligned(self.token_bytes)
 
     def place(self, slot: int) -> tuple[int, int]:
         """Return the offset and the bytes of a slot. Raises ValueError if there is none of that number."""
         if 0 <= slot < self.activations:
-            return slot * self.activation_bytes, self.activation_bytes
+            return slot * _aligned(self.activation_bytes), self.activation_bytes
         if self.activations <= slot < self.activations + self.tokens:
             after = slot - self.activations
-            return self.activations * self.activation_bytes + after * self.token_bytes, self.token_bytes
+            first = self.activations * _aligned(self.activation_bytes)
+            return first + after * _aligned(self.token_bytes), self.token_bytes
         raise ValueError(f"there is no slot {slot}")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class ActivationMemory:

@@ -1,47 +1,45 @@
-"""Exchange small JSON messages between a daemon and its trainer over a socket pair.
+"""Exchange small messages between a daemon and its trainer over a socket pair; everything large is in shared memory.
 
-A frame is a length (4 bytes, big endian) and that many bytes of JSON, at most MAX_MESSAGE_BYTES. Everything large is in
-shared memory. The daemon sends TrainerConfig first and the trainer answers Ready; afterwards both sides send at any
-time. The end of the stream means that the other process is gone.
+The frames are those of node.ipc.frames. The daemon sends TrainerConfig first and the trainer answers Ready; afterwards
+both sides send at any time. The end of the stream means that the other process is gone.
 
 The trainer's end blocks (TrainerChannel), the daemon's does not (DaemonChannel). Every write has a deadline.
 """
 
 import asyncio
-import select
 import socket
-import time
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter
 
 from node.data.skipped_rows import SkipReason
 from node.ipc.activation_memory import SlotSizes
+from node.ipc.device_use import DeviceUse
+from node.ipc.frames import (
+    LENGTH_BYTES,
+    MAX_MESSAGE_BYTES,
+    WRITE_SECONDS,
+    ChannelClosed,
+    FrameSocket,
+    decode_length,
+    encode_frame,
+    parse_message,
+)
 from node.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,
+    DropStageSum,
     MicrobatchDrawn,
     StageComputed,
     StageStepped,
     TakeStageStep,
 )
-from node.options import TrainerOptions
+from node.options import SiteShard, TrainerOptions
+from node.step_settings import StepSettings
 from protocol.audits.work import Conditions, Outcome, WorkTrace
-from protocol.errors import MalformedError
-from protocol.fault_words import describe_faults
-from protocol.manifest import TrainSection
-
-MAX_MESSAGE_BYTES = 2 * 1024 * 1024
-WRITE_SECONDS = 30.0
-_LENGTH_BYTES = 4
-M = TypeVar("M")
 
 ContributionOutcome = Outcome
 Activity = Literal["compute", "encode", "adopt", "wait", "idle", "evaluate", "snapshot", "pause"]
-
-
-class ChannelClosed(Exception):  # noqa: N818
-    """The other process is gone or does not read."""
 
 
 class _IpcMessage(BaseModel):
@@ -55,6 +53,16 @@ class StageConfig(_IpcMessage):
     slots: SlotSizes
 
 
+class SiteConfig(_IpcMessage):
+    """The address at which a trainer's rank 0 waits for other machines of its site (node.site)."""
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+    key: str = Field(description="file of the site's key")
+    shard: SiteShard = "machine"
+    gather_seconds: float = Field(default=5.0, ge=0, description="a start waits so long for machines that come back")
+
+
 class TrainerConfig(_IpcMessage):
     """The first message to a trainer: everything it needs apart from the shared memory."""
 
@@ -65,16 +73,20 @@ class TrainerConfig(_IpcMessage):
     peer_id: str
     options: TrainerOptions = TrainerOptions()
     round: int = Field(ge=0, description="round whose anchor a trainer without a snapshot starts from")
-    train: TrainSection | None = Field(default=None, description="in that round, if the organiser has revised it")
+    settings: StepSettings | None = Field(default=None, description="of the steps in that round")
     validation_tokens: int = Field(default=65_536, ge=1, description="most tokens that one evaluation reads")
     stage: StageConfig | None = Field(default=None, description="None: the trainer has the whole model")
+    exact_step: int = Field(default=0, ge=0, description="of that round, where steps are exact")
+    site: SiteConfig | None = Field(default=None, description="None: all ranks are on this machine")
+    halvings: int = Field(default=0, ge=0, le=64, description="of the microbatch, because memory ran out")
+    start: int = Field(default=0, ge=0, description="number of this start of a trainer, in the daemon's process")
 
 
 class ContributionHeader(_IpcMessage):
     """A contribution to `round`; its parts are in the outbox, one after another, until its outcome arrives.
 
     Tokens, steps and mean loss count from the last included contribution. `serial` counts the trainer's contributions.
-    `trace` and `conditions` are for audits (`node.audits`).
+    `trace` and `conditions` are for audits (`node.audits`). `ledger`: of an exact step, in hexadecimal.
     """
 
     kind: Literal["message"] = "message"
@@ -86,6 +98,7 @@ class ContributionHeader(_IpcMessage):
     loss: FiniteFloat
     trace: WorkTrace = WorkTrace()
     conditions: Conditions = Conditions()
+    ledger: str = ""
 
 
 class RevisedOutcome(_IpcMessage):
@@ -108,7 +121,8 @@ class ApplyAnchor(_IpcMessage):
     outcome: ContributionOutcome
     steps: int | None = Field(default=None, ge=1, description="inner steps for the round, if fewer than planned")
     revised: tuple[RevisedOutcome, ...] = Field(default=(), description="repeated with every anchor; applied once")
-    train: TrainSection | None = Field(default=None, description="from this anchor on; None: as before")
+    settings: StepSettings | None = Field(default=None, description="from this anchor on; None: as before")
+    exact_step: int = Field(default=0, ge=0, description="that the round makes, where steps are exact")
 
 
 class SetResting(_IpcMessage):
@@ -151,19 +165,17 @@ class Ready(_IpcMessage):
 
     kind: Literal["ready"] = "ready"
     device: str
+    ranks: int = Field(default=1, ge=1, description="devices that train together")
     step: int
     round: int
     outstanding: int | None = Field(
         description="round of the outstanding contribution, which follows this message again"
     )
-
-
-class DeviceUse(_IpcMessage):
-    """The use of an accelerator by all programs; memory in bytes."""
-
-    share: float | None = Field(default=None, ge=0, le=1, description="of the time; None: the driver does not say")
-    memory: int = Field(ge=0)
-    memory_total: int = Field(ge=0)
+    ledger: str = Field(default="", description="microbatches of a stage since the last contribution")
+    contributed: str = Field(default="", description="microbatches in the last contribution")
+    exact_step: int = 0
+    evaluates: bool = Field(default=True, description="answers Evaluate")
+    start: int = Field(default=0, ge=0, description="as in its config")
 
 
 class TrainerProgress(_IpcMessage):
@@ -180,7 +192,8 @@ class TrainerProgress(_IpcMessage):
     seconds: dict[Activity, FiniteFloat]
     learning_rate: FiniteFloat = 0.0
     gradient_norm: FiniteFloat = 0.0
-    device_use: DeviceUse | None = None
+    device_use: DeviceUse | None = Field(default=None, description="of all accelerators together")
+    cards: tuple[DeviceUse, ...] = Field(default=(), description="by rank, if several train together")
 
 
 class PauseChanged(_IpcMessage):
@@ -194,7 +207,16 @@ class TrainerWarning(_IpcMessage):
     """An error from which the trainer recovered; the daemon counts it and logs the line."""
 
     kind: Literal["mishap"] = "mishap"
-    reason: Literal["step skipped", "out of memory", "memory not pinned", "contribution missing", "work dropped"]
+    reason: Literal[
+        "step skipped",
+        "out of memory",
+        "memory not pinned",
+        "not compiled",
+        "no bf16",
+        "machine refused",
+        "contribution missing",
+        "work dropped",
+    ]
     line: str
 
 
@@ -209,6 +231,8 @@ class RowsSkipped(_IpcMessage):
 class AnchorApplied(_IpcMessage):
     kind: Literal["adopted"] = "adopted"
     round: int
+    exact_step: int = 0
+    evaluation_share: FiniteFloat = Field(default=0.0, description="of all the time, that validations have taken")
 
 
 class Evaluated(_IpcMessage):
@@ -216,6 +240,7 @@ class Evaluated(_IpcMessage):
     round: int
     loss: FiniteFloat
     tokens: int
+    by_source: dict[str, FiniteFloat] = Field(default={}, description="of a mixture, by name of the source")
 
 
 class Snapshotted(_IpcMessage):
@@ -241,6 +266,14 @@ class Crashed(_IpcMessage):
     kind: Literal["crashed"] = "crashed"
     reason: str = Field(description="one line: error, file and line")
     exit_code: int = Field(description="code of the error that ends the node if the trainer crashes so again")
+    halve: bool = Field(default=False, description="start again with microbatches of half the size")
+
+
+class Regrouping(_IpcMessage):
+    """The trainer ends, with its state in the shared memory, to start again with other ranks; it is not a crash."""
+
+    kind: Literal["regrouping"] = "regrouping"
+    reason: str
 
 
 ToTrainer = Annotated[
@@ -253,6 +286,7 @@ ToTrainer = Annotated[
     | DrawMicrobatch
     | ComputeStage
     | TakeStageStep
+    | DropStageSum
     | Stop,
     Field(discriminator="kind"),
 ]
@@ -271,63 +305,20 @@ FromTrainer = Annotated[
     | StageStepped
     | Stopped
     | Failed
-    | Crashed,
+    | Crashed
+    | Regrouping,
     Field(discriminator="kind"),
 ]
 _TO_TRAINER: Final[TypeAdapter[ToTrainer]] = TypeAdapter(ToTrainer)
 _FROM_TRAINER: Final[TypeAdapter[FromTrainer]] = TypeAdapter(FromTrainer)
 
 
-class TrainerChannel:
-    """The trainer's blocking end.
-
-    Raises ChannelClosed when the daemon is gone, and MalformedError for bytes that are not a message.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._buffer = bytearray()
-
-    def send(self, message: FromTrainer) -> None:
-        self._socket.settimeout(WRITE_SECONDS)
-        try:
-            self._socket.sendall(_encode_frame(message))
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
+class TrainerChannel(FrameSocket):
+    """The trainer's blocking end."""
 
     def receive(self, timeout_seconds: float = 0.0) -> ToTrainer | None:
         """Return the next message, or None if none is complete in time; 0 only polls."""
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            body = self._next_body()
-            if body is not None:
-                return _parse_message(_TO_TRAINER, body)
-            readable, _, _ = select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                return None
-            self._fill_buffer()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _fill_buffer(self) -> None:
-        try:
-            data = self._socket.recv(MAX_MESSAGE_BYTES)
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
-        if not data:
-            raise ChannelClosed("the daemon closed the channel")
-        self._buffer += data
-
-    def _next_body(self) -> bytes | None:
-        if len(self._buffer) < _LENGTH_BYTES:
-            return None
-        end = _LENGTH_BYTES + _decode_length(bytes(self._buffer[:_LENGTH_BYTES]))
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[_LENGTH_BYTES:end])
-        del self._buffer[:end]
-        return body
+        return self.receive_as(_TO_TRAINER, timeout_seconds)
 
 
 class DaemonChannel:
@@ -346,7 +337,7 @@ class DaemonChannel:
     async def send(self, message: ToTrainer) -> None:
         try:
             async with asyncio.timeout(WRITE_SECONDS):
-                self._writer.write(_encode_frame(message))
+                self._writer.write(encode_frame(message))
                 await self._writer.drain()
         except (OSError, TimeoutError) as error:
             raise ChannelClosed(f"the trainer does not read: {error}") from error
@@ -354,10 +345,14 @@ class DaemonChannel:
     async def receive(self) -> FromTrainer:
         """Wait for the next message without a deadline; the death of the trainer ends the wait."""
         try:
-            length = _decode_length(await self._reader.readexactly(_LENGTH_BYTES))
-            return _parse_message(_FROM_TRAINER, await self._reader.readexactly(length))
+            length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
+            return parse_message(_FROM_TRAINER, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
             raise ChannelClosed("the trainer closed the channel") from error
+
+    def abort(self) -> None:
+        """Close the channel without sending what is buffered."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         self._writer.close()
@@ -365,24 +360,3 @@ class DaemonChannel:
             await self._writer.wait_closed()
         except OSError:
             return  # the trainer died before it read everything
-
-
-def _encode_frame(message: BaseModel) -> bytes:
-    body = message.model_dump_json().encode()
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise MalformedError(f"a message of {len(body)} bytes is too long for the channel; at most {MAX_MESSAGE_BYTES}")
-    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
-
-
-def _decode_length(prefix: bytes) -> int:
-    length = int.from_bytes(prefix, "big")
-    if length > MAX_MESSAGE_BYTES:
-        raise MalformedError(f"a frame of {length} bytes is too long for the channel; at most {MAX_MESSAGE_BYTES}")
-    return length
-
-
-def _parse_message(adapter: TypeAdapter[M], body: bytes) -> M:
-    try:
-        return adapter.validate_json(body)
-    except ValidationError as error:
-        raise MalformedError(f"not a message of the channel: {describe_faults(error)}") from error

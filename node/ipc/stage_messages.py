@@ -2,6 +2,9 @@
 
 The daemon says what to compute, in the order of its messages; inputs and outputs are in slots of the activation memory.
 A trainer that dies loses the gradients of its open step, so the daemon starts a new life of the stage with each Ready.
+
+Each command names the start of the trainer whose Ready the daemon has heard. The next trainer finds those to a dead one
+in its channel, and ignores them: the daemon has given their slots to other microbatches, and counts nothing of them.
 """
 
 from typing import Annotated, Literal
@@ -9,19 +12,24 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt
 
 Slot = Annotated[int, Field(ge=0, description="number of a slot of the activation memory")]
-StageFault = Literal["", "not finite"]
+StageFault = Literal["", "wrong input", "overflow", "other round"]
 
 
 class _StageMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class DrawMicrobatch(_StageMessage):
+class _Command(_StageMessage):
+    start: NonNegativeInt = Field(default=0, description="of the trainer that the command is for")
+
+
+class DrawMicrobatch(_Command):
     """Write the tokens of the next microbatch of this peer's text into a slot."""
 
     kind: Literal["draw"] = "draw"
     serial: NonNegativeInt
     slot: Slot
+    window: NonNegativeInt | None = Field(default=None, description="of the run's text, where steps are exact")
 
 
 class MicrobatchDrawn(_StageMessage):
@@ -31,7 +39,7 @@ class MicrobatchDrawn(_StageMessage):
     serial: NonNegativeInt
 
 
-class ComputeStage(_StageMessage):
+class ComputeStage(_Command):
     """Run the forward or the backward pass of a microbatch.
 
     Which slots are given follows from the stage: the first has tokens instead of an activation, the last one tokens as
@@ -46,11 +54,16 @@ class ComputeStage(_StageMessage):
     tokens: Slot | None = None
     gradient: Slot | None = None
     output: Slot | None = None
+    owner: str = Field(default="", description="of the microbatch; with its serial, for the ledger")
+    serial: NonNegativeInt = 0
     loss: NonNegativeFloat | None = Field(default=None, description="of the microbatch, where the owner knows it")
+    number: NonNegativeInt | None = Field(default=None, description="of the microbatch in its exact step")
+    round: NonNegativeInt = Field(default=0, description="in which an exact step counts the gradient")
+    takes_away: bool = Field(default=False, description="subtract the gradient, which another peer counts too")
 
 
 class StageComputed(_StageMessage):
-    """The output of a task fills its slot; a fault means that an input or the output is not finite."""
+    """The output of a task fills its slot; a fault means that an input is malformed, or that the result overflows."""
 
     kind: Literal["stage computed"] = "stage computed"
     task: NonNegativeInt
@@ -59,13 +72,24 @@ class StageComputed(_StageMessage):
     fault: StageFault = ""
 
 
-class TakeStageStep(_StageMessage):
-    """Make an inner step with the gradients that were added since the last one."""
+class TakeStageStep(_Command):
+    """Make an inner step with the gradients that were added since the last one; an exact step is a contribution."""
 
     kind: Literal["stage step"] = "stage step"
+    round: NonNegativeInt = 0
+
+
+class DropStageSum(_Command):
+    """Begin the sum of the exact step again."""
+
+    kind: Literal["drop sum"] = "drop sum"
+    round: NonNegativeInt
 
 
 class StageStepped(_StageMessage):
     """The step is made next, or as soon as the round allows; gradients that come in until then join it."""
 
     kind: Literal["stage stepped"] = "stage stepped"
+
+
+StageCommand = DrawMicrobatch | ComputeStage | TakeStageStep | DropStageSum

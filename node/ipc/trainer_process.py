@@ -22,22 +22,23 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Protocol
 
 from node.ipc.activation_memory import ActivationMemory
 from node.ipc.channel import (
-    ChannelClosed,
     ContributionHeader,
     Crashed,
     DaemonChannel,
     Failed,
     FromTrainer,
     Ready,
+    Regrouping,
     Stop,
     ToTrainer,
     TrainerConfig,
     TrainerProgress,
 )
+from node.ipc.frames import ChannelClosed
 from node.ipc.shared_memory import SharedMemory
 from node.process import python_environment
 from protocol import errors
@@ -102,26 +103,34 @@ class TrainerProcess:
         self, shared_memory: SharedMemory, config: TrainerConfig, activations: ActivationMemory | None = None
     ) -> None:
         self._shared_memory = shared_memory
-        self._memory_fds = [shared_memory.fd, *([activations.fd] if activations else [])]
+        self._memory_fds = [*shared_memory.fds, *([activations.fd] if activations else [])]
         self._config = config
         self.round = config.round  # a trainer without a snapshot starts from its anchor
-        self.train = config.train
+        self.settings = config.settings
+        self.exact_step = config.exact_step
         self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
-        self._run: _Run | None = None
+        self._run: TrainerRun | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._crashes_in_a_row = 0
         self._crash: Crashed | None = None  # the error that this process sent
         self._crash_reasons: list[str] = []  # those of the crashes in a row
+        self._regrouping = ""  # why the process ends although nothing failed
         self._stopping = False
         self._failure: MurmurError | None = None
-        self.crash_count = 0
+        self.crash_count = self._halvings = 0
         self.not_running_reason = "the trainer is starting"  # empty while it runs
+        self.handing_over = asyncio.Lock()  # held while the memory changes hands between the daemon and an own loop
+
+    @property
+    def is_absent(self) -> bool:
+        """Return whether no trainer runs, and none will before a user starts one."""
+        return False
 
     @property
     def pid(self) -> int | None:
         """Return the id of the running process, if any."""
-        return self._run.process.pid if self._run and self._run.process.returncode is None else None
+        return self._run.pid if self._run else None
 
     async def start(self) -> None:
         """Spawn the trainer and send its config. Ready arrives through `messages`."""
@@ -183,30 +192,33 @@ class TrainerProcess:
         while not self._queue.empty():
             self._queue.get_nowait()
 
-    async def _supervise(self, run: "_Run") -> None:
+    async def _supervise(self, run: "TrainerRun | None") -> None:
         try:
             while True:
+                if run is None:
+                    self._run = run = await self._start_run()
                 watching = asyncio.create_task(self._kill_if_stuck(run), name="watchdog of the trainer")
                 try:
                     await self._pump_messages(run)
                 finally:
                     watching.cancel()
-                code = await self._reap(run)
+                end = await self._reap(run)
+                run = None
                 if self._stopping:
                     break
-                self._record_crash(_describe_exit(code) if watching.cancelled() else "it was stuck")
+                self._record_end(end if watching.cancelled() else "it was stuck")
                 await asyncio.sleep(self._restart_delay())
                 if self._stopping:
                     break
-                self._run = run = await self._start_run()
         except MurmurError as error:
             self._failure = error
-            await self._reap(run)
+            if run is not None:
+                await self._reap(run)
         except OSError as error:
             self._failure = MurmurError(f"cannot start the trainer: {error}; free memory or end other processes")
         await self._queue.put(None)
 
-    async def _pump_messages(self, run: "_Run") -> None:
+    async def _pump_messages(self, run: "TrainerRun") -> None:
         """Queue the trainer's messages until it dies. Raises the error of a Failed message."""
         while True:
             try:
@@ -220,7 +232,10 @@ class TrainerProcess:
             if isinstance(message, Failed):
                 raise errors.error_with_code(message.exit_code, message.reason)
             if isinstance(message, Crashed):
-                self._crash = message
+                self._crash = self._crash or message  # of several ranks, the first
+                continue
+            if isinstance(message, Regrouping):
+                self._regrouping = message.reason
                 continue
             if isinstance(message, TrainerProgress | ContributionHeader):
                 self._crashes_in_a_row = 0
@@ -229,7 +244,7 @@ class TrainerProcess:
                 self.not_running_reason = ""
             await self._queue.put(message)
 
-    async def _kill_if_stuck(self, run: "_Run") -> None:
+    async def _kill_if_stuck(self, run: "TrainerRun") -> None:
         """Kill the trainer if it is ready and then gets stuck."""
         watchdog: Watchdog | None = None
         while not (watchdog and watchdog.is_stuck):
@@ -242,6 +257,15 @@ class TrainerProcess:
         logger.error("the trainer has been stuck for %.0f s; killing it", watchdog.silent_seconds)
         run.kill()
 
+    def _record_end(self, cause: str) -> None:
+        """Record a crash, unless the trainer ended to start again with other ranks."""
+        reason, self._regrouping = self._regrouping, ""
+        if not reason:
+            self._record_crash(cause)
+            return
+        self.not_running_reason = f"the trainer starts again: {reason}"
+        logger.info("the trainer starts again: %s", reason)
+
     def _record_crash(self, cause: str) -> None:
         self.crash_count += 1
         self._crashes_in_a_row += 1
@@ -249,6 +273,7 @@ class TrainerProcess:
         crash, self._crash = self._crash or crash_of_stderr(last_line), None
         if crash is not None:
             last_line = crash.reason
+            self._halvings += crash.halve
             self._give_up_if_repeated(crash)
         self.not_running_reason = f"the trainer died ({cause}) and is restarting"
         logger.warning("the trainer died (%s), death %d: %s", cause, self.crash_count, last_line)
@@ -272,14 +297,14 @@ class TrainerProcess:
     def _restart_delay(self) -> float:
         return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._crashes_in_a_row - 1)))
 
-    async def _start_run(self) -> "_Run":
+    async def _start_run(self) -> "TrainerRun":
         """Spawn the trainer, and kill it at once if `stop` was called meanwhile: it has nothing to write."""
         run = await self._spawn()
         if self._stopping:
             run.kill()
         return run
 
-    async def _spawn(self) -> "_Run":
+    async def _spawn(self) -> "TrainerRun":
         ours, theirs = socket.socketpair()
         try:
             process = await self._execute(theirs.fileno())
@@ -290,10 +315,16 @@ class TrainerProcess:
             theirs.close()
         self._stderr_tail.clear()
         stderr_task = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
-        run = _Run(process, await DaemonChannel.open(ours), stderr_task)
+        run = _SpawnedRun(process, await DaemonChannel.open(ours), stderr_task)
         with contextlib.suppress(ChannelClosed):  # dead already: `receive` will notice
-            await run.channel.send(self._config.model_copy(update={"round": self.round, "train": self.train}))
+            await run.channel.send(self._current_config)
         return run
+
+    @property
+    def _current_config(self) -> TrainerConfig:
+        now = {"round": self.round, "settings": self.settings, "exact_step": self.exact_step}
+        now |= {"start": self.crash_count}
+        return self._config.model_copy(update=now | {"halvings": self._halvings})
 
     async def _execute(self, channel_fd: int) -> asyncio.subprocess.Process:
         fds, threads = [channel_fd, *self._memory_fds], str(self._config.options.thread_count)
@@ -324,32 +355,58 @@ class TrainerProcess:
             self._stderr_tail.append(text)
             logger.info("trainer: %s", text)
 
-    async def _reap(self, run: "_Run") -> int:
-        """Wait for the process to exit, kill it if it does not, and return its exit code."""
+    async def _reap(self, run: "TrainerRun") -> str:
+        """Wait for the trainer to exit, kill it if it does not, and return how it ended."""
         await run.channel.close()
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                code = await run.process.wait()
+                end = await run.wait()
         except TimeoutError:
             logger.warning("the trainer closed its channel but did not exit; killing it")
             run.kill()
-            code = await run.process.wait()
-        await run.stderr_task
+            end = await run.wait()
         self._run = None
-        return code
+        return end
+
+
+class TrainerRun(Protocol):
+    """One trainer, from its start to its end."""
+
+    @property
+    def channel(self) -> DaemonChannel:
+        """Return our end of its channel."""
+
+    @property
+    def pid(self) -> int | None:
+        """Return the id of its process while that runs; `None` for a process that is not ours."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    async def wait(self) -> str:
+        """Wait for its end; return how it ended."""
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One process, from its start to its exit."""
+class _SpawnedRun:
+    """A process of ours."""
 
     process: asyncio.subprocess.Process
     channel: DaemonChannel
     stderr_task: asyncio.Task[None]
 
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process.returncode is None else None
+
     def kill(self) -> None:
         if self.process.returncode is None:
             self.process.kill()
+
+    async def wait(self) -> str:
+        code = await self.process.wait()
+        await self.stderr_task
+        return _describe_exit(code)
 
 
 def crash_of_stderr(last_line: str) -> Crashed | None:

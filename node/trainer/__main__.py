@@ -1,9 +1,10 @@
-"""The trainer process: `python -m node.trainer PARENT CHANNEL MEMORY [ACTIVATIONS]`.
+"""The trainer process: `python -m node.trainer PARENT CHANNEL MEMORY [FILE] [ACTIVATIONS]`.
 
 PARENT is the daemon's process id; the others are inherited file descriptors (see node.ipc.channel,
-node.ipc.shared_memory, node.ipc.activation_memory), the last one only for a stage of a pipeline. The first message on
-the channel is TrainerConfig. The process opens no socket and no shared memory of its own, ignores Ctrl-C (the daemon
-decides), has a lower priority than the daemon, and dies with it.
+node.ipc.shared_memory, node.ipc.activation_memory): FILE only with little memory, the last one only for a stage of a
+pipeline. The first message on the channel is TrainerConfig. The process opens no socket, unless it has other ranks
+(node.trainer.ranks), and no shared memory of its own, ignores Ctrl-C (the daemon decides), has a lower priority than
+the daemon, and dies with it.
 
 Exit codes: 0 if the daemon stopped it or is gone; a code of protocol.errors if it cannot continue (it sends the reason
 as Failed first); anything else is a crash (it sends Crashed first, unless a signal ends it).
@@ -15,18 +16,10 @@ import os
 import signal
 import socket
 import sys
-import traceback
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from node.process import TRAINER_NICENESS, lower_priority, rare_garbage_collection
 
-if TYPE_CHECKING:
-    from node.ipc.channel import TrainerChannel
-    from protocol.errors import MurmurError
-
 CONFIG_SECONDS = 60.0
-MAX_REASON_CHARACTERS = 300
 PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
 
@@ -55,14 +48,15 @@ def train_until_stopped(connection: socket.socket, memory_fds: list[int]) -> int
     with rare_garbage_collection():
         import torch
 
-        from node.from_manifest import build_program
+        from node.from_manifest import build_node_program
         from node.ipc.activation_memory import ActivationMemory
-        from node.ipc.channel import ChannelClosed, Crashed, TrainerChannel, TrainerConfig
-        from node.ipc.shared_memory import SharedLayout, SharedMemory
-        from node.monitoring.logs import sanitize
-        from node.trainer.device import exit_code_of, is_out_of_memory
+        from node.ipc.channel import Failed, TrainerChannel, TrainerConfig
+        from node.ipc.frames import ChannelClosed
+        from node.ipc.shared_layout import SharedLayout
+        from node.ipc.shared_memory import SharedMemory
+        from node.trainer.ending import describe_end
         from node.trainer.loop import Trainer
-        from protocol.errors import DeviceError, MurmurError
+        from protocol.errors import MurmurError
         from protocol.manifest import parse_manifest
         from protocol.pipeline.stage import StageManifest
 
@@ -75,41 +69,19 @@ def train_until_stopped(connection: socket.socket, memory_fds: list[int]) -> int
         torch.set_num_threads(config.options.thread_count)
         manifest, stage = parse_manifest(config.manifest.encode(), "the daemon's manifest"), config.stage
         manifest = StageManifest.of(manifest, stage.stage) if stage else manifest
-        program = build_program(manifest)
-        shared = SharedMemory.attach(memory_fds[0], SharedLayout.of(program))
-        activations = ActivationMemory.attach(memory_fds[1], stage.slots) if stage else None
+        program = build_node_program(manifest, config.options.memory_mode)
+        activations = ActivationMemory.attach(memory_fds.pop(), stage.slots) if stage else None
+        shared = SharedMemory.attach(memory_fds, SharedLayout.of(program))
         Trainer(config, manifest, program, shared, channel, activations).run()
     except ChannelClosed:
         logger.info("the daemon is gone; stopping")
-    except MurmurError as error:
-        return _send_failed(channel, error)
     except Exception as error:
-        if memory is not None and is_out_of_memory(error):
-            return _send_failed(channel, DeviceError(f"--memory: {memory / 1e6:.0f} MB do not suffice; allow more"))
-        frames = traceback.extract_tb(error.__traceback__)
-        calls = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
-        logger.info("calls before the crash: %s", calls)
-        channel.send(Crashed(reason=sanitize(_describe_crash(error)), exit_code=exit_code_of(error)))
-        return 1
+        end = describe_end(error, memory)
+        channel.send(end)
+        return end.exit_code if isinstance(end, Failed) else 1
     finally:
         channel.close()
     return 0
-
-
-def _describe_crash(error: Exception) -> str:
-    """Describe an error in one line, with the place where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "unknown place"
-    text = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
-    return f"{type(error).__name__}: {text} ({place})"
-
-
-def _send_failed(channel: "TrainerChannel", error: "MurmurError") -> int:
-    from node.ipc.channel import Failed
-    from node.monitoring.logs import sanitize
-
-    channel.send(Failed(reason=sanitize(str(error)), exit_code=error.exit_code))
-    return error.exit_code
 
 
 if __name__ == "__main__":

@@ -22,3 +22,8 @@ class ActivityTimer:
             yield
         finally:
             self.seconds[activity] = self.seconds.get(activity, 0.0) + self._clock() - start
+
+    def share(self, activity: Activity) -> float:
+        """Return the share of all seconds that an activity has taken, from 0 to 1."""
+        total = sum(self.seconds.values())
+        return self.seconds.get(activity, 0.0) / total if total else 0.0

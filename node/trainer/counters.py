@@ -50,6 +50,7 @@ class Outstanding(_Record):
     sizes: tuple[NonNegativeInt, ...]
     work: StepTotals
     trace: WorkTrace = WorkTrace()
+    ledger: str = ""  # of an exact step
 
     def to_header(self) -> ContributionHeader:
         """Return the header that the daemon gets."""
@@ -62,13 +63,20 @@ class Outstanding(_Record):
             steps=work.steps,
             loss=work.mean_loss,
             trace=self.trace,
+            ledger=self.ledger,
         )
 
     @classmethod
     def from_header(cls, header: ContributionHeader) -> Self:
         """Restore it from the header that the daemon has."""
-        work = StepTotals.from_header(header)
-        return cls(serial=header.serial, round=header.round, sizes=header.sizes, work=work, trace=header.trace)
+        return cls(
+            serial=header.serial,
+            round=header.round,
+            sizes=header.sizes,
+            work=StepTotals.from_header(header),
+            trace=header.trace,
+            ledger=header.ledger,
+        )
 
 
 class SettledOutcome(_Record):
@@ -90,9 +98,12 @@ class Counters(_Record):
     step: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
     round: NonNegativeInt = 0
+    exact_step: NonNegativeInt = 0  # that the round makes, where steps are exact
     began: NonNegativeInt = 0  # age of the run in inner steps when this trainer joined
     position: NonNegativeInt = 0
     since_message: StepTotals = StepTotals()
+    ledger: str = ""  # microbatches of these steps, at a stage of a pipeline
+    contributed: str = ""  # those of the last contribution
     unreported: StepTotals = StepTotals()  # of excluded contributions
     messages: NonNegativeInt = 0  # contributions made so far
     outstanding: Outstanding | None = None

@@ -4,7 +4,7 @@ g <- g * min(1, clip / |g|)     then the method's inner update rule with the man
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from node.from_manifest import learning_rate_scale
 from node.model import LanguageModel
-from node.trainer.device import autocast_context
+from node.trainer.devices.device import autocast_context
 from optim.inner.base import InnerStep, InnerUpdateRule
+from optim.kernels.vectors import SLAB_SIZE, slabs
 from protocol.manifest import TrainSection
+
+SLAB_SIZES = {"cpu": SLAB_SIZE, "cuda": 1 << 24}  # values of a slab, for all of which an operation is one launch
 
 
 class InnerOptimizer:
@@ -29,31 +32,74 @@ class InnerOptimizer:
         self.train = train
         self._inner = inner
         self._model = model
-        self._weights = model.flat
         self._layout = model.shapes.layout
+        self._layer_matrices = model.layer_matrices
         self.age_at_join = self.moments_age_at_join = 0
-        sizes = {name: inner.vector_numel(name, self._weights.numel()) for name in inner.vectors}
-        self.vectors = {name: self._weights.new_zeros(size) for name, size in sizes.items()}
+        self._vectors: Mapping[str, Tensor] | None = None
+
+    @property
+    def vectors(self) -> Mapping[str, Tensor]:
+        """Return the state vectors by name; at the first call they are made of zeros, unless others are in use."""
+        if self._vectors is None:
+            weights, inner = self._model.flat, self._inner
+            self._vectors = {
+                name: weights.new_zeros(inner.vector_numel(name, self._layout), dtype=inner.vector_dtype(name))
+                for name in inner.vectors
+            }
+        return self._vectors
+
+    def use_vectors(self, vectors: Mapping[str, Tensor]) -> None:
+        """Keep the state in these vectors from now on."""
+        self._vectors = {name: vectors[name] for name in self._inner.vectors}
 
     def lookahead_weights(self, step: int) -> Tensor | None:
         """Return the weights at which to take the gradient of this step; `None` means the model's own."""
-        return self._inner.lookahead_weights(self._weights, self.vectors, self._step_inputs(step))
+        return self._inner.lookahead_weights(self._model.flat, self.vectors, self._step_inputs(step))
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the model's gradient, which may not be finite."""
+        return float(torch.linalg.vector_norm(self._gradient(), dtype=torch.float32))
 
     def step(self, step: int) -> float | None:
-        """Apply the model's gradient and return its norm; None if it is not finite, and then nothing changes.
+        """Apply the model's gradient and return its norm; None if it is not finite, and then nothing changes."""
+        norm = self.gradient_norm()
+        if not math.isfinite(norm):
+            return None
+        self.apply(step, norm)
+        return norm
 
-        `step` is the number of steps applied before; the bias correction of the moments depends on it.
+    def apply(self, step: int, norm: float) -> None:
+        """Apply the model's gradient, whose norm this is.
+
+        `step` is the number of steps applied before; the bias correction of the moments depends on it. An elementwise
+        rule goes from slab to slab, so that its temporaries are small and stay in the cache.
         """
+        weights, gradient, inputs = self._model.flat, self._gradient(), self._step_inputs(step)
+        if not self._inner.is_elementwise:
+            self._apply_slab(slice(0, weights.numel()), weights, gradient, inputs, norm)
+            return
+        for slab in slabs(weights.numel(), SLAB_SIZES[weights.device.type]):
+            self._apply_slab(slab, weights, gradient, inputs.within(slab.start, slab.stop), norm)
+
+    def _apply_slab(self, slab: slice, weights: Tensor, gradient: Tensor, step: InnerStep, norm: float) -> None:
+        part = gradient[slab]
+        if norm > self.train.clip:
+            part.mul_(self.train.clip / norm)
+        vectors = {
+            name: vector[slab] if self._inner.is_elementwise else vector for name, vector in self.vectors.items()
+        }
+        if self._model.rounding is None:
+            self._inner.step(weights[slab], part, vectors, step)
+        else:
+            values = weights[slab].float()
+            self._inner.step(values, part.float(), vectors, step)
+            self._model.rounding.copy(values, weights[slab])
+
+    def _gradient(self) -> Tensor:
         gradient = self._model.flat_gradient
         if gradient is None:
             raise ValueError("the model has no gradient; run backward first")
-        norm = float(torch.linalg.vector_norm(gradient))
-        if not math.isfinite(norm):
-            return None
-        if norm > self.train.clip:
-            gradient.mul_(self.train.clip / norm)
-        self._inner.step(self._weights, gradient, self.vectors, self._step_inputs(step))
-        return norm
+        return gradient
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -67,7 +113,16 @@ class InnerOptimizer:
         train = self.train
         rate = self.learning_rate(count)
         layout, age = self._layout, self.moments_age_at_join + count
-        return InnerStep(age, rate, train.beta1, train.beta2, train.weight_decay, layout.matrix_spans, layout.spans)
+        return InnerStep(
+            age,
+            rate,
+            train.beta1,
+            train.beta2,
+            train.weight_decay,
+            layout.matrix_spans,
+            layout.spans,
+            self._layer_matrices,
+        )
 
 
 def accumulate_gradient(
@@ -115,9 +170,9 @@ def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor
 @contextmanager
 def loaded_weights(model: LanguageModel, flat: Tensor) -> Iterator[None]:
     """Give the model other weights inside the context, and its own again afterwards."""
-    own = model.flat.clone()
-    model.load_flat(flat)
+    own = model.flat
+    model.use_memory(flat.to(own.device), model.gradient_memory)
     try:
         yield
     finally:
-        model.load_flat(own)
+        model.use_memory(own, model.gradient_memory)

@@ -8,6 +8,7 @@ peer trains for `ahead` more steps, and applies the result after `delay` of them
 
 from dataclasses import dataclass
 
+from node.ipc.channel import ApplyAnchor
 from node.trainer.counters import Counters
 from optim.exchange_schedule import Schedule
 from optim.round_plan import RoundPlan
@@ -76,3 +77,13 @@ def may_apply_anchor(counters: Counters, plan: RoundPlan) -> bool:
 def must_wait(counters: Counters, plan: RoundPlan) -> bool:
     """Return whether the trainer has made all steps that it may make ahead of an outstanding contribution."""
     return counters.outstanding is not None and counters.since_message.steps >= plan.method.schedule.ahead
+
+
+def merge_pending(waiting: ApplyAnchor | None, command: ApplyAnchor) -> ApplyAnchor:
+    """Return the newer anchor, with the outcome that an anchor not yet applied brought.
+
+    The daemon sends each outcome once.
+    """
+    if waiting is None or command.outcome != "none":
+        return command
+    return command.model_copy(update={"outcome": waiting.outcome})

@@ -13,71 +13,86 @@ Other signals measure other quantities, and share more vectors than the weights 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from node.ipc.channel import ContributionHeader, ContributionOutcome
-from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
-from node.model import LanguageModel
+from node.ipc.shared_layout import locally_trained_names
+from node.ipc.shared_memory import SharedMemory
 from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
 from node.trainer.inner_step import InnerOptimizer
+from node.trainer.live import LiveVectors
+from node.trainer.stages.exact_step import ExactStep
+from node.trainer.trained import OptimizerVectors
+from node.trainer.vectors import Change, TrainerVectors
 from optim.codecs.base import Payload
+from optim.exact import Float64Sum
 from optim.exchange import ContributionEncoder
-from optim.inner.base import WEIGHTS
-from optim.layout import Span, clip_spans
-from optim.merge_policy import Interpolate, RebaseOnAnchor
 from optim.round_plan import RoundPlan, RoundPlanner
-from optim.signals import SignalInputs
+from protocol.pipeline.ledger import Ledger
 
-MAX_ROUNDS_SKIPPED = 64
 MAX_SETTLED = 8
+OVERWRITE = Change(kind="overwrite")
 
 
 class TrainerState:
-    """Weights and optimizer vectors on the model's device; `reference` and `residual` are flat fp32 on the CPU.
+    """A model in training, the state of its optimizer, and what of their progress was sent.
 
-    `reference` holds the shared vectors that the trainer trains locally, one after the other, the weights first.
+    All vectors are in the shared memory (`node.trainer.vectors`). `live` are those in training, which `save` copies
+    there unless they are the same.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
-        optimizer: InnerOptimizer,
+        live: LiveVectors,
+        optimizer: OptimizerVectors,
         program: RoundPlanner,
         sender: ContributionEncoder,
         shared_memory: SharedMemory,
     ) -> None:
-        self._model = model
+        self._live = live
         self._optimizer = optimizer
         self._program = program
         self._signal = program.method.signal
         self._sender = sender
         self._shared_memory = shared_memory
         self._trained_names = locally_trained_names(program.method)
-        self.reference = torch.zeros(program.numel * len(self._trained_names))
-        self.residual = torch.zeros(program.signal_numel)
-        # Kept, because allocating new memory takes longer than the copy into it.
-        self._staging = torch.empty_like(self.reference, pin_memory=shared_memory.is_pinned)
+        self.vectors = TrainerVectors(shared_memory, program)
+        live.attach(self.vectors.by_name, self.vectors.scratch[: program.numel])
         self.counters = Counters()
+        self.ledger, self.contributed = Ledger(), Ledger()  # microbatches of a stage, as in the counters
 
-    def start(self, round_number: int) -> None:
-        """Start from the anchor of a round, with no steps made."""
-        self._set_reference(round_number)
-        self._load_live(self.reference)
+    @property
+    def reference(self) -> Tensor:
+        return self.vectors.reference
+
+    @property
+    def residual(self) -> Tensor:
+        return self.vectors.residual
+
+    def start(self, round_number: int, exact_step: int = 0) -> None:
+        """Start from the anchor of a round, which makes `exact_step`, with no steps made."""
+        for vector in self.vectors.by_name.values():
+            vector.zero_()
+        self.vectors.measure_from(round_number)
+        for name, reference in zip(self._trained_names, self._split(self.reference), strict=True):
+            self.vectors.by_name[name].copy_(reference)
         began = self._program.steps_before(round_number)
-        self.counters = Counters(round=round_number, began=began, started_at=round_number)
+        self.counters = Counters(round=round_number, began=began, started_at=round_number, exact_step=exact_step)
+        self._load_live()
         self._set_optimizer_age()
+        self.vectors.publish(self.counters)
 
     def restore(self) -> bool:
         """Load the newest snapshot; returns False if there is none."""
-        snapshot = self._shared_memory.read_snapshot()
-        if snapshot is None:
+        counters = self.vectors.read()
+        if counters is None:
             return False
-        self.counters = Counters.model_validate(snapshot.meta)
-        for name, tensor in self._snapshot_vectors().items():
-            tensor.copy_(snapshot.vectors[name])
+        self.counters = counters
+        self.ledger = Ledger.from_text(counters.ledger)
+        self.contributed = Ledger.from_text(counters.contributed)
+        self._load_live()
         self._set_optimizer_age()
         return True
 
@@ -97,24 +112,45 @@ class TrainerState:
         )
 
     def save(self) -> None:
-        """Write a snapshot into the shared memory."""
-        self._shared_memory.write_snapshot(self._snapshot_vectors(), self.counters.model_dump(mode="json"))
+        """Publish the state, with a copy of the vectors that are on an accelerator."""
+        self._copy_live()
+        self.vectors.publish(self.counters)
+
+    def take_step(self, tokens: int, loss: float, position: int, ledger: Ledger | None = None) -> float | None:
+        """Apply the model's gradient, count the step and return the gradient's norm.
+
+        None if the norm is not finite, and then nothing changes. `ledger`: the microbatches of the step, at a stage.
+        """
+        if not isinstance(self._optimizer, InnerOptimizer):
+            raise TypeError("a user's own loop makes its steps itself")
+        norm = self._optimizer.gradient_norm()
+        if not math.isfinite(norm):
+            return None
+        if self._live.is_shared:
+            self.vectors.publish(self.counters, OVERWRITE)
+        self._optimizer.apply(self.counters.step, norm)
+        self.count_step(tokens, loss, position, ledger)
+        if self._live.is_shared:
+            self.vectors.publish(self.counters)
+        return norm
 
     @property
     def plan(self) -> RoundPlan:
         """Return the plan of the round for which the next contribution is made."""
         return self._program.plan(self.counters.round)
 
-    def make_contribution(self) -> ContributionHeader:
-        """Encode the progress since the reference into the outbox; no contribution may be outstanding."""
+    def make_contribution(self, exact: ExactStep | None = None) -> ContributionHeader:
+        """Encode the progress since the reference into the outbox; no contribution may be outstanding.
+
+        `exact`: the sum of an exact step, which is all that a contribution to it contains.
+        """
         counters = self.counters
         if counters.outstanding is not None:
             raise ValueError("the contribution before this one is still outstanding")
-        live = self._copy_live()
-        delta = self._signal.measure(self._progress(live))
-        parts = self._sender.encode(counters.round, delta, self.residual)
+        self._copy_live()
+        parts = self._encode_exact(exact) if exact else self.vectors.encode_progress(counters, self._sender)
         self._write_contribution(parts)
-        self._reset_progress(live)
+        self.contributed, self.ledger = self.ledger, Ledger()
         self._advance_age(self.plan.steps - counters.since_message.steps)
         outstanding = Outstanding(
             serial=counters.messages + 1,
@@ -122,6 +158,7 @@ class TrainerState:
             sizes=tuple(len(part) for part in parts),
             work=counters.unreported + counters.since_message,
             trace=counters.trace,
+            ledger="" if exact is None else exact.ledger.to_bytes().hex(),
         )
         self.update(
             messages=outstanding.serial,
@@ -131,40 +168,39 @@ class TrainerState:
             anchors=(),
             started_at=None,
             obstacle="",
+            ledger=self.ledger.to_text(),
+            contributed=self.contributed.to_text(),
         )
+        self.vectors.store(self.counters, Change(kind="sent", round=outstanding.round))
+        self._live.clear(self._signal.consumed_names)
         return outstanding.to_header()
 
-    def _progress(self, live: Tensor) -> SignalInputs:
-        return SignalInputs(
-            live=self._by_name(live, self._trained_names),
-            reference=self._by_name(self.reference, self._trained_names),
-            anchor=self._by_name(self._shared_memory.anchor(self.counters.round), self._signal.shared_names),
-            inner_state={name: self._optimizer.vectors[name].cpu() for name in self._signal.consumed_names},
-            steps=self.counters.since_message.steps,
-        )
+    def _encode_exact(self, exact: ExactStep) -> list[Payload]:
+        """Encode an exact step; the residual stays."""
+        self.vectors.scratch[: self.residual.numel()].copy_(self.residual)
+        codec = self.plan.codecs[0]
+        assert isinstance(codec, Float64Sum)
+        return [exact.encode(codec)]
 
-    def _by_name(self, vector: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        return dict(zip(names, torch.split(vector, self._program.numel), strict=True))
+    def _split(self, vector: Tensor) -> Sequence[Tensor]:
+        return vector.view(-1, self._program.numel).unbind()
 
-    def _reset_progress(self, live: Tensor) -> None:
-        """Measure progress from the sent weights, and clear the vectors that the signal consumed."""
-        for start, stop in clip_spans(self.plan.spans, 0, self.reference.numel()):
-            self.reference[start:stop] = live[start:stop]
-        for name in self._signal.consumed_names:
-            self._optimizer.vectors[name].zero_()
-
-    def apply_anchor(self, round_number: int, outcome: ContributionOutcome) -> None:
-        """Move to the anchor of a round and keep the progress since the reference."""
+    def apply_anchor(self, round_number: int, outcome: ContributionOutcome, exact_step: int = 0) -> None:
+        """Move to the anchor of a round, which makes `exact_step`, and keep the progress since the reference."""
         before, outstanding = self.counters.round, self.counters.outstanding
         if round_number == before and outstanding is None:
             return  # sent twice, around a restart; x + (y - x) would only add rounding errors
+        self._copy_live()
         if outstanding is not None and outcome == "excluded":
             self._restore_to_residual(outstanding, round_number)
-        self._merge_anchor(round_number, self._exchanged_spans(before, round_number))
+        self.vectors.prepare_adoption(before, round_number)
         self.counters = self.counters.record_anchor(round_number, outcome)
+        self.update(exact_step=exact_step)
         if outstanding is not None and outcome != "none":
             self._settle(outstanding.to_header(), outcome)
             self.update(outstanding=None)
+        self.vectors.store(self.counters, Change(kind="adopt", round=round_number, before=before))
+        self._load_live()
 
     def _settle(self, header: ContributionHeader, outcome: ContributionOutcome) -> None:
         others = (entry for entry in self.counters.settled if entry.serial != header.serial)
@@ -194,14 +230,16 @@ class TrainerState:
     def _add_to_residual(self, header: ContributionHeader, payloads: Sequence[bytes], sign: int) -> bool:
         unreported, work = self.counters.unreported, StepTotals.from_header(header)
         if payloads:
-            self._sender.restore_to_residual(
-                header.round, payloads, self.residual, sign * self._remaining_fraction(header)
-            )
+            weight = sign * self._remaining_fraction(header)
+            self.vectors.restore_payloads(header.round, payloads, self._sender, weight)
             self.update(unreported=unreported + work if sign > 0 else unreported - work)
         elif sign < 0:
-            self.residual.zero_()
+            self.vectors.scratch.zero_()
             self.update(unreported=StepTotals())
-        return bool(payloads) or sign > 0
+        else:
+            return True
+        self.vectors.store(self.counters, Change(kind="residual"))
+        return bool(payloads)
 
     def _remaining_fraction(self, header: ContributionHeader) -> float:
         """Return the fraction of a residual that later contributions of the same values have left."""
@@ -217,83 +255,44 @@ class TrainerState:
         Signals that are not deltas (the weights themselves) cannot be sent later. Their progress is kept by measuring
         from the anchor of that round again, if it is still in its buffer.
         """
-        self._sender.restore_to_residual(
-            outstanding.round, self._shared_memory.contribution_parts(outstanding.sizes), self.residual
-        )
-        self.update(unreported=self.counters.unreported + outstanding.work)
         before = self.counters.round
         if not self._signal.is_delta and round_number == before + 1:
-            self._set_reference(before)
+            self.vectors.store(self.counters, Change(kind="measure", round=before))
+        parts = self._shared_memory.contribution_parts(outstanding.sizes)
+        self.vectors.restore_payloads(outstanding.round, parts, self._sender)
+        self.update(unreported=self.counters.unreported + outstanding.work, outstanding=None)
+        self._settle(outstanding.to_header(), "excluded")
+        # If nothing but this is done before a kill, the trace of the work lacks the outcome.
+        interrupted = self.counters.model_copy(update={"obstacle": "killed at an anchor"})
+        self.vectors.store(interrupted, Change(kind="residual"))
 
-    def _merge_anchor(self, round_number: int, exchanged_spans: Iterable[Span]) -> None:
-        """Apply `optim.merge_policy` in place: live vectors become progress, and progress live vectors."""
-        policy, live, reference = self._program.method.adoption, self._copy_live(), self.reference
-        places = [slice(start, stop) for start, stop in exchanged_spans]
-        before = [live[place].clone() for place in places] if isinstance(policy, Interpolate) else []
-        progress = live.sub_(reference)
-        self._set_reference(round_number)
-        if policy.unsent:
-            reference.sub_(self.residual, alpha=policy.unsent)
-        if isinstance(policy, RebaseOnAnchor) and policy.keep < 1:
-            for place in places:
-                self.residual[place] -= progress[place]
-                reference[place] += policy.keep * progress[place]
-                progress[place] = 0
-        after = progress.add_(reference)
-        if isinstance(policy, Interpolate):
-            for place, old in zip(places, before, strict=True):
-                after[place] = policy.alpha * old + (1 - policy.alpha) * reference[place]
-        self._load_live(after)
-
-    def _exchanged_spans(self, before: int, after: int) -> set[Span]:
-        """Return the spans of `reference` that these rounds exchanged; all after many rounds or a change of chain."""
-        program, size = self._program, self.reference.numel()
-        if not 0 <= after - before <= MAX_ROUNDS_SKIPPED:
-            return {(0, size)}
-        spans = (span for number in range(before, after) for span in program.plan(number).spans)
-        return set(clip_spans(sorted(set(spans)), 0, size))
-
-    def count_step(self, tokens: int, loss: float, position: int) -> None:
-        """Count an inner step that was applied."""
+    def count_step(self, tokens: int, loss: float, position: int, ledger: Ledger | None = None) -> None:
+        """Count an inner step that was applied; `ledger`: its microbatches, at a stage."""
         counters = self.counters
+        self.ledger |= ledger or Ledger()
         self.update(
             step=counters.step + 1,
             tokens=counters.tokens + tokens,
             position=position,
             since_message=counters.since_message + StepTotals(tokens=tokens, steps=1, loss=loss),
+            ledger=self.ledger.to_text(),
         )
 
     def update(self, **values: object) -> None:
         """Replace fields of the counters."""
         self.counters = self.counters.model_copy(update=values)
 
-    def _set_reference(self, round_number: int) -> None:
-        """Copy the locally trained ones of the shared vectors of a round into the reference."""
-        shared = self._by_name(self._shared_memory.anchor(round_number), self._signal.shared_names)
-        for name, vector in self._by_name(self.reference, self._trained_names).items():
-            vector.copy_(shared[name])
+    def _copy_live(self) -> None:
+        """Copy what is on an accelerator into the shared memory; a kill meanwhile loses the newest steps."""
+        if self._live.is_shared:
+            return
+        self.vectors.publish(self.counters, OVERWRITE)
+        self._live.save(self.vectors.by_name)
+        self.vectors.publish(self.counters)
 
-    def _copy_live(self) -> Tensor:
-        """Copy the locally trained vectors into the staging buffer, which the next call overwrites."""
-        vectors = {WEIGHTS: self._model.flat, **self._optimizer.vectors}
-        for name, room in self._by_name(self._staging, self._trained_names).items():
-            room.copy_(vectors[name])
-        return self._staging
-
-    def _load_live(self, vectors: Tensor) -> None:
-        for name, vector in self._by_name(vectors, self._trained_names).items():
-            if name == WEIGHTS:
-                self._model.load_flat(vector)
-            else:
-                self._optimizer.vectors[name].copy_(vector)
-
-    def _snapshot_vectors(self) -> dict[str, Tensor]:
-        return {
-            WEIGHTS: self._model.flat,
-            **self._optimizer.vectors,
-            RESIDUAL: self.residual,
-            REFERENCE: self.reference,
-        }
+    def _load_live(self) -> None:
+        """Copy the weights and the optimizer's vectors to an accelerator."""
+        self._live.load(self.vectors.by_name)
 
     def _write_contribution(self, parts: Sequence[Payload]) -> None:
         sizes = [len(part) for part in parts]

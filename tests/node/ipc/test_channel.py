@@ -7,10 +7,8 @@ import threading
 import pytest
 
 from node.ipc.channel import (
-    MAX_MESSAGE_BYTES,
     AnchorApplied,
     ApplyAnchor,
-    ChannelClosed,
     ContributionHeader,
     DaemonChannel,
     Evaluate,
@@ -27,6 +25,7 @@ from node.ipc.channel import (
     TrainerConfig,
     TrainerProgress,
 )
+from node.ipc.frames import MAX_MESSAGE_BYTES, ChannelClosed
 from protocol.errors import MalformedError
 
 pytestmark = pytest.mark.slow
@@ -126,7 +125,8 @@ async def test_too_long_frame_is_rejected_before_it_is_read() -> None:
 
 
 async def test_write_to_an_end_that_does_not_read_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.ipc.channel.WRITE_SECONDS", 0.2)
+    for module in ("frames", "channel"):
+        monkeypatch.setattr(f"node.ipc.{module}.WRITE_SECONDS", 0.2)
     daemon, trainer = await open_pair()
     reason = Failed(reason="x" * 100_000, exit_code=1)
     with pytest.raises(ChannelClosed):

@@ -1,27 +1,23 @@
-"""Other processes read what one writes to shared memory, and a killed writer leaves no torn snapshot."""
+"""Other processes read what one writes to shared memory, and notice a writer that is in the middle of a change."""
 
+import itertools
 import os
-import random
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from node.ipc.shared_memory import (
-    MAX_META_BYTES,
-    REFERENCE,
-    RESIDUAL,
-    SharedLayout,
-    SharedMemory,
-    locally_trained_names,
-)
+from node.ipc.shared_layout import MAX_META_BYTES, REFERENCE, RESIDUAL, SharedLayout, locally_trained_names
+from node.ipc.shared_memory import SharedMemory
 from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT, WEIGHTS
 from optim.recipes import RECIPES
+from optim.round_plan import RoundPlanner
+from optim.small_memory import with_small_memory
 from protocol.errors import StorageError
 from tests.optim.fake_peers import NUMEL, Tables, make_planner
 
@@ -86,14 +82,17 @@ def test_layout_has_the_vectors_of_the_method(recipe: str) -> None:
     created = SharedMemory.create(layout)
     created.anchor(0).fill_(1.0)
     created.write_snapshot({name: torch.full((size,), 2.0) for name, size in layout.vectors}, {})
+    created.scratch.fill_(3.0)
+    assert created.scratch.numel() == max(sizes[RESIDUAL], sizes[REFERENCE])
+    assert all(bool((vector == 2).all()) for vector in created.vectors.values())
     created.contribution_buffer[:] = b"\1" * layout.contribution_bytes
     assert created.anchor(0).numel() == layout.anchor_numel and bool((created.anchor(0) == 1).all())
     created.close()
 
 
 def test_vectors_do_not_overlap_and_start_at_a_page() -> None:
-    layout = SharedLayout(5000, (("weights", 3), ("residual", 2000)), 7)
-    sizes = [5000, 5000, 3, 2000, 3, 2000]
+    layout = SharedLayout(5000, (("weights", 3), ("residual", 2000)), 7, 4000)
+    sizes = [5000, 5000, 3, 2000, 4000]
     starts = [layout.offset(index) for index in range(len(sizes) + 1)]
     assert all(start % 4096 == 0 for start in starts)
     assert all(start + 4 * size <= after for start, size, after in zip(starts, sizes, starts[1:], strict=False))
@@ -146,7 +145,7 @@ def test_read_snapshot_returns_the_newest(memory: SharedMemory) -> None:
 def test_another_process_shares_it_by_the_descriptor(memory: SharedMemory) -> None:
     child = os.fork()
     if child == 0:
-        theirs = SharedMemory.attach(memory.fd, make_layout())
+        theirs = SharedMemory.attach(memory.fds, make_layout())
         theirs.write_snapshot(constant(1001, 3.0), {"from": "child"})
         theirs.contribution_buffer[:3] = b"out"
         os._exit(0)
@@ -165,52 +164,35 @@ def test_snapshot_copy_does_not_change_with_the_memory(memory: SharedMemory) -> 
     assert bool((copied[0].vectors["weights"] == 1).all())
 
 
-def test_unfinished_snapshot_is_not_read(memory: SharedMemory) -> None:
-    memory.write_snapshot(constant(1001, 1.0), {"step": 1})
-    memory.write_snapshot(constant(1001, 2.0), {"step": 2})
-    with pytest.raises(WriterDiedError):
-        memory.write_snapshot(DyingWriter(constant(1001, 3.0)), {"step": 3})
-    snapshot = memory.read_snapshot()
-    assert snapshot is not None and snapshot.meta == {"step": 2}
-    assert all(bool((vector == 2).all()) for vector in snapshot.vectors.values())
-    memory.write_snapshot(constant(1001, 4.0), {"step": 4})
-    after = memory.read_snapshot()
-    assert after is not None and after.meta == {"step": 4}
-
-
-def test_slot_with_damaged_metadata_is_skipped(memory: SharedMemory) -> None:
-    memory.write_snapshot(constant(1001, 1.0), {"step": 1})
-    memory.write_snapshot(constant(1001, 2.0), {"step": 2})
-    data = os.pread(memory.fd, 3 * MAX_META_BYTES, 0)
-    position = data.index(b'{"step":2}')
-    os.pwrite(memory.fd, b'{"step":3}', position)
+def test_metadata_that_is_damaged_is_skipped(memory: SharedMemory) -> None:
+    for step in (1, 2):
+        memory.publish({"step": step})
+    data = os.pread(memory.fds[0], 3 * MAX_META_BYTES, 0)
+    os.pwrite(memory.fds[0], b'{"step":3}', data.index(b'{"step":2}'))
     snapshot = memory.read_snapshot()
     assert snapshot is not None and snapshot.meta == {"step": 1}
 
 
-def test_half_written_slot_is_never_read(memory: SharedMemory) -> None:
-    for step in (1, 2):
-        memory.write_snapshot(constant(1001, float(step)), {"step": step})
+def test_vectors_that_are_half_replaced_are_not_read(memory: SharedMemory) -> None:
+    memory.write_snapshot(constant(1001, 1.0), {"step": 1})
     with pytest.raises(WriterDiedError):
         memory.write_snapshot(DyingWriter(constant(1001, 3.0)), {"step": 3})
-    data = os.pread(memory.fd, 3 * MAX_META_BYTES, 0)
-    os.pwrite(memory.fd, b'{"step":9}', data.index(b'{"step":2}'))
-    assert memory.read_snapshot() is None, "the other slot still has the metadata of step 1, but not its tensors"
+    assert memory.read_snapshot() is None
 
 
 def test_attach_rejects_another_layout(memory: SharedMemory) -> None:
     with pytest.raises(ValueError, match="not shared memory for 5000 shared values"):
-        SharedMemory.attach(memory.fd, make_layout(5000))
-    os.pwrite(memory.fd, struct.pack("<Q", 1002), 8)
+        SharedMemory.attach(memory.fds, make_layout(5000))
+    os.pwrite(memory.fds[0], struct.pack("<Q", 1002), 8)
     with pytest.raises(ValueError, match="another layout"):
-        SharedMemory.attach(memory.fd, make_layout())
+        SharedMemory.attach(memory.fds, make_layout())
 
 
 def test_metadata_is_bounded_and_finite(memory: SharedMemory) -> None:
     with pytest.raises(ValueError, match="metadata"):
-        memory.write_snapshot(constant(1001, 0.0), {"long": "x" * MAX_META_BYTES})
+        memory.publish({"long": "x" * MAX_META_BYTES})
     with pytest.raises(ValueError, match="JSON compliant"):
-        memory.write_snapshot(constant(1001, 0.0), {"loss": float("nan")})
+        memory.publish({"loss": float("nan")})
     assert memory.read_snapshot() is None
 
 
@@ -228,35 +210,24 @@ def test_memory_has_no_name_in_the_file_system(memfd: bool, monkeypatch: pytest.
     if not memfd:
         monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before = set(os.listdir("/dev/shm"))
     created = SharedMemory.create(make_layout())
     created.write_snapshot(constant(1001, 1.0), {})
-    assert set(os.listdir("/dev/shm")) == before
+    assert all(os.readlink(f"/proc/self/fd/{fd}").endswith(" (deleted)") for fd in created.fds)
     assert not list(tmp_path.iterdir())
     created.close()
-    assert created.fd == -1
+    assert created.fds == ()
 
 
-def kill_writer(memory: SharedMemory, write: Callable[[SharedMemory, int], object], delay: float) -> None:
-    """Write snapshots of constants in a child process, and kill it after `delay` seconds."""
-    child = os.fork()
-    if child == 0:
-        for value in range(1, 10_000):
-            write(memory, value)
-        os._exit(0)
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-def write_whole(memory: SharedMemory, value: int) -> None:
-    memory.write_snapshot(constant(LARGE, float(value)), {"value": value})
-
-
-def write_in_place(memory: SharedMemory, value: int) -> None:
-    """Control: copy into the same slot every time, without a second one."""
-    for vector in memory._slot_vectors(0).values():
-        vector.fill_(float(value))
+def change_all_the_time(memory: SharedMemory, publishes: bool) -> None:
+    """Fill all vectors with one number after another, and say so before and afterwards, or do not."""
+    for value in itertools.count(2):
+        if publishes:
+            memory.publish({}, {"kind": "overwrite"})
+        for vector in memory.vectors.values():
+            vector.fill_(float(value))
+        if publishes:
+            memory.publish({"value": value})
+        time.sleep(0.002)  # a trainer computes a gradient
 
 
 def is_uniform(vectors: Mapping[str, Tensor]) -> bool:
@@ -264,20 +235,72 @@ def is_uniform(vectors: Mapping[str, Tensor]) -> bool:
     return all(bool((vector == value).all()) for vector in vectors.values())
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_writer_killed_at_random_moments_leaves_no_torn_snapshot(seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("publishes", [True, False])
+def test_copy_is_whole_while_a_trainer_changes_its_vectors(publishes: bool) -> None:
+    """The control does not publish its changes."""
     torch.set_num_threads(1)
-    memory, control = SharedMemory.create(make_layout(LARGE, 1)), SharedMemory.create(make_layout(LARGE, 1))
-    for value in (1, 2):
-        write_whole(memory, value)
-    torn = 0
-    for _ in range(12):
-        kill_writer(memory, write_whole, rng.uniform(0.03, 0.08))
-        snapshot = memory.read_snapshot()
-        assert snapshot is not None
-        assert is_uniform(snapshot.vectors)
-        assert snapshot.meta == {"value": int(snapshot.vectors["weights"][0])}
-        kill_writer(control, write_in_place, rng.uniform(0.03, 0.08))
-        torn += not is_uniform(control._slot_vectors(0))
-    assert torn >= 3, "control: writes in place must tear"
+    memory = SharedMemory.create(make_layout(LARGE, 1))
+    memory.write_snapshot(constant(LARGE, 1.0), {"value": 1})
+    child = os.fork()
+    if child == 0:
+        change_all_the_time(memory, publishes)
+    try:
+        copies = [memory.copy_snapshot() for _ in range(12)]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    whole = [is_uniform(copied[0].vectors) for copied in copies if copied is not None]
+    assert len(whole) == 12
+    if publishes:
+        assert all(whole)
+        assert all(
+            copied is not None and copied[0].meta["value"] == copied[0].vectors["weights"][0] for copied in copies
+        )
+    else:
+        assert not all(whole)
+
+
+def test_change_waits_for_a_reader_but_not_for_ever(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.write_snapshot(constant(1001, 1.0), {})
+    monkeypatch.setattr("node.ipc.shared_memory.HOLD_SECONDS", 0.2)
+    readings = memory.whole_snapshots()
+    first = next(readings)
+    began = time.monotonic()
+    memory.publish({}, {"kind": "overwrite"})
+    assert time.monotonic() - began >= 0.2 and not memory.is_newest(first)
+    readings.close()
+    began = time.monotonic()
+    memory.publish({}, {"kind": "overwrite"})
+    assert time.monotonic() - began < 0.2
+
+
+def test_change_that_never_ends_is_not_copied(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.write_snapshot(constant(1001, 1.0), {})
+    memory.publish({}, {"kind": "overwrite"})
+    monkeypatch.setattr("node.ipc.shared_memory.COPY_SECONDS", 0.05)
+    with pytest.raises(StorageError, match="overloaded"):
+        memory.copy_snapshot()
+
+
+def test_vectors_that_only_rounds_use_are_in_a_file_without_a_name(tmp_path: Path) -> None:
+    """The control has them in memory."""
+    planner = make_planner("frugal")
+    small = RoundPlanner(with_small_memory(planner.method), planner.layout, 1)
+    in_memory, layout = SharedLayout.of(planner), SharedLayout.of(small)
+    assert in_memory.file_bytes == 0 and in_memory.total_bytes - layout.total_bytes >= 4 * 4 * NUMEL
+    assert 4 * 4 * NUMEL <= layout.file_bytes < 4 * 4 * NUMEL + 4 * 4096
+    created = SharedMemory.create(layout, tmp_path)
+    assert not list(tmp_path.iterdir())
+    created.anchor(0).fill_(1.0)
+    created.anchor(1).fill_(2.0)
+    for number, vector in enumerate(created.vectors.values()):
+        vector.fill_(3 + number)
+    attached = SharedMemory.attach(created.fds, layout)
+    assert bool((attached.anchor(0) == 1).all()) and bool((attached.anchor(1) == 2).all())
+    for number, (name, vector) in enumerate(attached.vectors.items()):
+        assert bool((vector == 3 + number).all()), name
+        assert (vector.dtype is torch.uint8) == name.endswith("codes")
+    assert os.pread(created.fds[1], 4, 0) == struct.pack("<f", 1.0)
+    with pytest.raises(ValueError, match="are not shared memory"):
+        SharedMemory.attach(created.fds[:1], layout)
+    created.close()

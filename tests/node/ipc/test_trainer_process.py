@@ -114,6 +114,27 @@ async def test_trainer_that_crashes_with_one_error_before_a_step_is_named_at_the
     assert sum("death" in line for line in caplog.messages) == 1, "only the first death is logged"
 
 
+async def test_ranks_that_ran_out_of_memory_start_again_with_smaller_microbatches(
+    harness: ProcessHarness, fake_trainer: Path
+) -> None:
+    """Several ranks may report it, and that counts once. Control: another crash changes nothing."""
+    fake_trainer.write_text(
+        f"""{SEND}
+length = int.from_bytes(channel.recv(4), "big")
+halvings = json.loads(channel.recv(length))["halvings"]
+send(kind="ready", device="cpu", step=halvings, round=0, outstanding=None)
+for _ in range(2):
+    send(kind="crashed", reason="full", exit_code=11, halve=halvings < 2)
+"""
+    )
+    await harness.trainer.start()
+    with pytest.raises(DeviceError, match="died 5 times in a row"):
+        async with asyncio.timeout(30):
+            async for message in harness.trainer.messages():
+                harness.seen.append(message)
+    assert [message.step for message in harness.seen if isinstance(message, Ready)] == [0, 1, 2, 2, 2]
+
+
 async def test_trainer_that_crashes_with_other_errors_by_its_device_or_after_a_step_is_restarted(
     harness: ProcessHarness, fake_trainer: Path
 ) -> None:
@@ -250,9 +271,10 @@ async def test_stop_during_a_spawn_does_not_wait_for_ready(
     await harness.until(Ready)
     spawn, spawned, may_continue = harness.trainer._spawn, list[int](), asyncio.Event()
 
-    async def spawn_slowly() -> trainer_process._Run:
+    async def spawn_slowly() -> trainer_process.TrainerRun:
         run = await spawn()
-        spawned.append(run.process.pid)
+        assert run.pid is not None
+        spawned.append(run.pid)
         await may_continue.wait()
         return run
 

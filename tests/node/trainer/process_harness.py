@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from node.from_manifest import build_program
+from node.from_manifest import build_node_program
 from node.ipc.channel import FromTrainer, TrainerConfig
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.ipc.trainer_process import TrainerProcess
 from node.model import initial_weights
 from node.options import TrainerOptions
@@ -67,8 +68,9 @@ class ProcessHarness:
             recipe=recipe, inner_steps=inner_steps, ahead=ahead, delay=delay, learning_rate=learning_rate
         )
         self.manifest: Manifest = parse_manifest(toml.encode(), "test")
-        self.program = build_program(self.manifest)
-        self.arena = SharedMemory.create(SharedLayout.of(self.program))
+        mode: Any = own.get("memory_mode", "normal")
+        self.program = build_node_program(self.manifest, mode)
+        self.arena = SharedMemory.create(SharedLayout.of(self.program), folder)
         self.arena.anchor(0).copy_(initial_weights(self.manifest.model, 0))
         self.trainer = TrainerProcess(self.arena, self.config())
         self.seen: list[FromTrainer] = []
@@ -82,7 +84,7 @@ class ProcessHarness:
             "round": 0,
             "validation_tokens": 512,
         }
-        options: dict[str, object] = {"device": "cpu", "threads": 1}
+        options: dict[str, object] = {"threads": 1} | ({} if "devices" in self._own else {"device": "cpu"})
         for name, value in self._own.items():
             (options if name in TrainerOptions.model_fields else values)[name] = value
         return TrainerConfig.model_validate({**values, "options": options})

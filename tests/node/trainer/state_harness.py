@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from node.ipc.channel import ContributionOutcome
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights, shape_table
 from node.trainer.inner_step import InnerOptimizer
+from node.trainer.live import live_vectors
 from node.trainer.schedule import is_contribution_due, may_apply_anchor, must_wait
 from node.trainer.state import TrainerState
 from optim.compose import compose
@@ -16,7 +18,8 @@ from optim.exchange import Aggregator, ContributionEncoder
 from optim.inner.base import WEIGHTS
 from optim.kernels.vectors import Vector
 from optim.round_plan import RoundPlanner
-from protocol.manifest import ModelSection, TrainSection
+from protocol.manifest import TrainSection
+from protocol.manifest_model import ModelSection
 from tests.optim.fake_peers import Tables
 
 torch.set_num_threads(1)
@@ -24,6 +27,13 @@ MODEL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, cont
 TRAIN = TrainSection(batch_tokens=24, learning_rate=1e-2)
 NUMEL = shape_table(MODEL).numel
 PARTS = 3
+
+
+def copy_arena(arena: SharedMemory) -> SharedMemory:
+    """Return memory with the same content."""
+    copied = SharedMemory.create(arena.layout)
+    copied._map[:] = arena._map[:]
+    return copied
 
 
 class StateHarness:
@@ -41,9 +51,8 @@ class StateHarness:
         self.optimizer = InnerOptimizer(self.model, TRAIN, self.program.method.inner)
         if device != "cpu":
             self.arena.pin()
-        self.state = TrainerState(
-            self.model, self.optimizer, self.program, ContributionEncoder(self.program), self.arena
-        )
+        live = live_vectors(self.model, self.optimizer)
+        self.state = TrainerState(live, self.optimizer, self.program, ContributionEncoder(self.program), self.arena)
         if not self.state.restore():
             self.state.start(0)
 
@@ -64,7 +73,7 @@ class StateHarness:
 
     @property
     def vectors(self) -> dict[str, Tensor]:
-        return self.state._snapshot_vectors()
+        return {**self.state.vectors.by_name, WEIGHTS: self.model.flat, **self.optimizer.vectors}
 
     @property
     def anchor(self) -> Tensor:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from node.ipc.channel import ContributionOutcome
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights
-from node.trainer.device import is_out_of_memory, limit_memory
+from node.trainer.devices.device import is_out_of_memory, limit_memory
 from node.trainer.inner_step import accumulate_gradient
 from optim.inner.base import WEIGHTS
 from tests.node.trainer.state_harness import MODEL, StateHarness

@@ -5,11 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.options import NodeOptions
-from node.trainer import device
-from node.trainer.device import autocast_context, choose_device, device_name, require_usable_device
+from node.options import NodeOptions, TrainerOptions
+from node.trainer.devices import device
+from node.trainer.devices.device import (
+    autocast_context,
+    choose_device,
+    choose_devices,
+    device_name,
+    require_usable_device,
+)
 from protocol.errors import DeviceError
+from protocol.manifest import MethodSection
+from protocol.manifest_pipeline import PipelineSection
 from tests.node.small_run import MANIFEST
+
+DEEP = MANIFEST.model.model_copy(update={"tied": False, "layers": 2})
 
 
 @pytest.mark.parametrize(("present", "taken"), [(True, "cuda"), (False, "cpu")])
@@ -23,6 +33,51 @@ def test_a_missing_accelerator_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="use --device cpu"):
         choose_device("cuda")
+
+
+def test_devices_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    cards = tuple(torch.device(f"cuda:{number}") for number in (0, 1))
+    assert choose_devices(TrainerOptions(device="cuda:1")) == cards[1:]
+    assert choose_devices(TrainerOptions(device="all")) == cards
+    assert choose_devices(TrainerOptions(devices=("cuda:1", "cuda:0"))) == cards[::-1]
+    assert choose_devices(TrainerOptions()) == (torch.device("cuda"),)
+    for missing in (TrainerOptions(device="cuda:2"), TrainerOptions(devices=("cuda:0", "cuda:2"))):
+        with pytest.raises(DeviceError, match="there is no cuda:2 here; this machine has cuda:0, cuda:1"):
+            choose_devices(missing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="use --device cpu"):
+        choose_devices(TrainerOptions(device="all"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"method": MethodSection(recipe="frugal", inner={"kind": "growing-batch"})}, "needs the whole gradient"),
+        (
+            {"pipeline": PipelineSection(stages=2, microbatch=1), "model": DEEP},
+            "a stage of a pipeline trains on one",
+        ),
+    ],
+)
+def test_run_that_several_devices_cannot_train_is_refused(changes: dict[str, object], reason: str) -> None:
+    """Control: one device trains it, and several devices train the run without the change."""
+    for update, devices in ((changes, ("cpu",)), ({}, ("cpu", "cpu")), (changes, ("cpu", "cpu"))):
+        manifest = MANIFEST.model_copy(update=update)
+        settings = NodeOptions(manifest=manifest, base=Path(), folder=Path(), devices=devices)
+        if update and len(devices) > 1:
+            with pytest.raises(DeviceError, match=reason):
+                require_usable_device(settings)
+        else:
+            require_usable_device(settings)
+
+
+def test_devices_of_a_loop_that_chooses_its_own_are_refused() -> None:
+    settings = NodeOptions(manifest=MANIFEST, base=Path(), folder=Path(), devices=("cpu", "cpu"), own_loop=True)
+    with pytest.raises(DeviceError, match="your loop chooses its devices"):
+        require_usable_device(settings)
+    require_usable_device(settings.model_copy(update={"own_loop": False}))
 
 
 def test_a_processor_computes_in_fp32() -> None:
@@ -41,5 +96,5 @@ def test_model_larger_than_the_machine_is_refused_at_once(monkeypatch: pytest.Mo
     )
     with pytest.raises(DeviceError, match=r"the model has .* needs at least .*, but this machine has 1.0 TB"):
         require_usable_device(settings)
-    monkeypatch.setattr(device, "total_memory", lambda: 10**15)
+    monkeypatch.setattr(device, "total_memory", lambda: 10**16)
     require_usable_device(settings)

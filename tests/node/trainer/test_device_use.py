@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from node.trainer.device import measure_device_use
+from node.trainer.devices.device import measure_device_use
 
 CUDA = torch.device("cuda", 0)
 

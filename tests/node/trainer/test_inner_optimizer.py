@@ -9,7 +9,8 @@ from node.trainer.inner_step import InnerOptimizer
 from optim.compose import INNER_RULES
 from optim.inner.adamw import AdamW
 from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, InnerStep, InnerUpdateRule
-from protocol.manifest import ModelSection, TrainSection
+from protocol.manifest import TrainSection
+from protocol.manifest_model import ModelSection
 
 torch.set_num_threads(1)
 MODEL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)
@@ -129,7 +130,7 @@ def test_every_inner_part_keeps_its_vectors_on_the_models_device(kind: str) -> N
         assert optimizer.step(step)
         optimizer.clear_gradient()
     for name, vector in optimizer.vectors.items():
-        assert vector.numel() == inner.vector_numel(name, model.flat.numel()) and vector.device == model.flat.device
+        assert vector.numel() == inner.vector_numel(name, model.shapes.layout) and vector.device == model.flat.device
     assert torch.isfinite(model.flat).all() and model.flat_gradient is None
 
 
@@ -138,3 +139,31 @@ def test_a_newcomer_warms_up_to_the_rate_that_the_others_have() -> None:
     assert learning_rate_scale(train, 50, 0) == pytest.approx(learning_rate_scale(train, 10, 40))
     assert learning_rate_scale(train, 0, 50) == pytest.approx(0.2 * 0.5)
     assert learning_rate_scale(train, 0, 0) == pytest.approx(0.2), "the control: as if the run had just begun"
+
+
+def test_matrices_of_layers_exclude_embedding_output_and_norms() -> None:
+    model, _ = prepared()
+    named = dict(zip(model.shapes.layout.spans, model.shapes.names, strict=True))
+    names = [named[span] for span, _ in model.layer_matrices]
+    assert len(names) == 2 * 7, "q, k, v, o, gate, up and down of each layer"
+    assert not any("embed" in name or "norm" in name or "head" in name for name in names)
+    recording = Recording()
+    model, optimizer = prepared(inner=recording)
+    set_gradient(model, 0)
+    optimizer.step(0)
+    assert tuple(recording.steps[0][0].layer_matrices) == model.layer_matrices
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", {0: 1.0, 50: 0.55, 100: 0.1, 150: 0.1}),
+        ("linear", {0: 1.0, 50: 0.55, 75: 0.325, 100: 0.1, 150: 0.1}),
+        ("wsd", {0: 1.0, 50: 1.0, 80: 1.0, 90: 0.55, 100: 0.1, 150: 0.1}),
+    ],
+)
+def test_schedules_by_hand(schedule: str, expected: dict[int, float]) -> None:
+    table = {"batch_tokens": 24, "learning_rate": 1e-2, "decay_steps": 100, "final_share": 0.1, "schedule": schedule}
+    train = TrainSection.model_validate(table)
+    for step, scale in expected.items():
+        assert learning_rate_scale(train, step) == pytest.approx(scale), step

@@ -3,18 +3,18 @@
 import pytest
 
 from node.ipc.channel import ApplyAnchor, ContributionOutcome
-from node.trainer.loop import _merge_pending
+from node.trainer.schedule import merge_pending
 
 
 @pytest.mark.parametrize("outcome", ["included", "excluded", "lost", "none"])
 def test_outcome_of_a_replaced_anchor_is_applied_with_the_next_one(outcome: ContributionOutcome) -> None:
     waiting = ApplyAnchor(round=4, outcome=outcome, steps=7)
-    assert _merge_pending(waiting, ApplyAnchor(round=5, outcome="none")) == ApplyAnchor(round=5, outcome=outcome)
+    assert merge_pending(waiting, ApplyAnchor(round=5, outcome="none")) == ApplyAnchor(round=5, outcome=outcome)
     for newer in ("included", "excluded"):
         command = ApplyAnchor(round=5, outcome=newer)
-        assert _merge_pending(waiting, command) == command
+        assert merge_pending(waiting, command) == command
 
 
 def test_first_anchor_is_applied_as_it_is() -> None:
     command = ApplyAnchor(round=5, outcome="included")
-    assert _merge_pending(None, command) is command
+    assert merge_pending(None, command) is command

@@ -23,8 +23,9 @@ from node.ipc.channel import (
     TrainerProgress,
 )
 from node.model import LanguageModel
-from node.model.memory_estimate import fit_microbatch, fixed_bytes, sequence_bytes
-from node.trainer import loop, pause_when_busy
+from node.model.memory_estimate import fit_microbatch, fixed_bytes, microbatch_bytes
+from node.trainer import loop
+from node.trainer.devices import pause_when_busy
 from node.trainer.inner_step import accumulate_gradient
 from node.trainer.loop import Trainer
 from protocol.errors import DeviceError
@@ -92,7 +93,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 def meter(monkeypatch: pytest.MonkeyPatch) -> ScriptedMeter:
     scripted = ScriptedMeter()
     monkeypatch.setattr(loop, "usage_meter_for", lambda device: scripted)
-    monkeypatch.setattr(loop, "USAGE_SECONDS", 0.0)
+    monkeypatch.setattr(pause_when_busy, "USAGE_SECONDS", 0.0)
     monkeypatch.setattr(pause_when_busy, "PAUSE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(pause_when_busy, "RESUME_AFTER_SECONDS", 0.0)
     return scripted
@@ -127,7 +128,7 @@ async def test_memory_makes_smaller_microbatches_of_the_same_batch(start: Start)
     for scarce in (False, True):
         one = await start(inner_steps=5, ahead=0)
         manifest = one.bench.manifest
-        memory = fixed_bytes(manifest, "cpu") + sequence_bytes(manifest, "cpu") if scarce else None
+        memory = fixed_bytes(manifest, "cpu") + microbatch_bytes(manifest, 1, "cpu") if scarce else None
         one.trainer._microbatch = fit_microbatch(manifest, memory, "cpu")
         assert one.trainer._microbatch == (1 if scarce else 2)
         results.append(await one.until(ContributionHeader))

@@ -14,6 +14,7 @@ from node.ipc.channel import (
     TakeSnapshot,
     TrainerProgress,
 )
+from node.step_settings import StepSettings
 from tests.node.trainer.process_harness import ProcessHarness
 
 pytestmark = pytest.mark.slow
@@ -33,8 +34,9 @@ async def test_trainer_uses_a_revised_learning_rate_from_an_anchor_on_and_after_
         rates = {message.learning_rate for message in bench.seen if isinstance(message, TrainerProgress)}
         assert rates == {0.01}
         bench.arena.anchor(1).copy_(bench.arena.anchor(0))
-        bench.trainer.round, bench.trainer.train = 1, revised
-        await bench.trainer.send(ApplyAnchor(round=1, outcome="included", train=revised))
+        settings = StepSettings(train=revised, weights=(1.0,))
+        bench.trainer.round, bench.trainer.settings = 1, settings
+        await bench.trainer.send(ApplyAnchor(round=1, outcome="included", settings=settings))
         await bench.until(AnchorApplied)
         assert (await bench.until(TrainerProgress)).learning_rate == 0.004
         assert bench.trainer._run is not None

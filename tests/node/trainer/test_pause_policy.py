@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from node.trainer.pause_when_busy import PAUSE_AFTER_SECONDS, RESUME_AFTER_SECONDS, PausePolicy
+from node.trainer.devices.pause_when_busy import PAUSE_AFTER_SECONDS, RESUME_AFTER_SECONDS, PausePolicy
 
 
 def pauses(shares: Sequence[float], pause_share: float = 0.25, resume_share: float = 0.15) -> list[bool]:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from node.trainer.pause_when_busy import CpuMeter
+from node.trainer.devices.pause_when_busy import CpuMeter
 from protocol.errors import DeviceError
 
 TRAINER = b"python\0-m\0node.trainer\x005\0"
+RANK = b"python\0-m\0node.trainer.ranks\x005\0"  # a child of a trainer
 
 
 class FakeProc:
@@ -48,11 +49,13 @@ def proc(tmp_path: Path) -> FakeProc:
 
 
 def test_our_own_work_is_not_that_of_others(proc: FakeProc) -> None:
+    proc.process(13, 11, 0, RANK)
     meter = CpuMeter(proc.folder)
     assert meter.measure_share() is None
     proc.process(10, 1, 10)
-    proc.process(11, 10, 280, TRAINER)
+    proc.process(11, 10, 180, TRAINER)
     proc.process(12, 10, 10)
+    proc.process(13, 11, 100, RANK)
     proc.spend(busy=300, idle=100)
     assert meter.measure_share() == 0.0
 

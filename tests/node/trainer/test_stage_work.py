@@ -1,6 +1,7 @@
 """A stage's trainer computes the same gradient as a trainer of the whole model, through slots of shared memory."""
 
 import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from node.ipc.activation_memory import ActivationMemory, SlotSizes
 from node.ipc.stage_messages import ComputeStage, DrawMicrobatch, StageComputed
 from node.model import LanguageModel, build_model, cut_of, initial_weights
 from node.trainer.inner_step import accumulate_gradient
-from node.trainer.stage_work import StageWork, stage_train
+from node.trainer.stages.stage_work import StageWork, stage_train
 from protocol.manifest import Manifest
 from protocol.manifest_pipeline import PipelineSection
 from protocol.pipeline.stage import StageManifest
@@ -28,11 +29,11 @@ SERIAL = 7
 @pytest.fixture
 def corpus() -> Corpus:
     row = np.random.default_rng(0).integers(0, 16, 5000, dtype=np.uint8)
-    return Corpus(TokenArray([row]), TokenArray([row[:100]]), 16)
+    return Corpus.of(TokenArray([row]), TokenArray([row[:100]]), 16)
 
 
-def pipeline_manifest(activations: str = "fp32") -> Manifest:
-    model = MANIFEST.model.model_copy(update={"layers": 3, "tied": False})
+def pipeline_manifest(activations: str = "fp32", subspace: int | None = None) -> Manifest:
+    model = MANIFEST.model.model_copy(update={"width": 16, "layers": 3, "tied": False, "subspace": subspace})
     table = PipelineSection.model_validate({"stages": STAGES, "microbatch": 2, "activations": activations})
     train = MANIFEST.train.model_copy(update={"batch_tokens": MICROBATCHES * table.microbatch * model.context})
     return MANIFEST.model_copy(update={"model": model, "pipeline": table, "train": train})
@@ -45,7 +46,7 @@ class Pipeline:
         self.manifest = manifest
         model, table = manifest.model, manifest.pipeline
         self.sizes = SlotSizes(
-            activation_bytes=table.activation_bytes(model.context, model.width),
+            activation_bytes=table.activation_bytes(model.context, model.stream_width),
             activations=4,
             token_bytes=4 * table.microbatch * (model.context + 1),
             tokens=1,
@@ -119,15 +120,82 @@ def test_repeated_computation_gives_the_same_result_and_adds_nothing(corpus: Cor
     assert all(model.attach_gradient().any() for model in pipeline.models), "the control: it adds otherwise"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_input_that_is_not_finite_is_refused_before_anything_is_added(corpus: Corpus, value: float) -> None:
-    pipeline = Pipeline(pipeline_manifest(), corpus)
+@pytest.mark.parametrize("subspace", [None, 8])
+@pytest.mark.parametrize(("activations", "limit"), [("fp32", 2e-6), ("bf16", 1e-2), ("int8", 3e-2)])
+def test_formats_change_the_gradient_by_less_than_a_lost_microbatch(
+    corpus: Corpus, activations: str, limit: float, subspace: int | None
+) -> None:
+    """Compare with the limits of the design; a lost microbatch is far above all of them, which is the control."""
+    manifest = pipeline_manifest(activations, subspace)
+    pipeline, incomplete = Pipeline(manifest, corpus), Pipeline(manifest, corpus)
+    for _ in range(MICROBATCHES):
+        pipeline.run()
+    for _ in range(MICROBATCHES - 1):
+        incomplete.run()
+    loss, gradient = whole_gradient(manifest, corpus)
+
+    def error(found: Pipeline) -> float:
+        totals = [stage.take() for stage in found.stages]
+        assert totals[0][1] == totals[1][1] == pytest.approx(loss, rel=2e-2)
+        joined = torch.cat([model.attach_gradient() for model in found.models])
+        return float((joined - gradient).norm() / gradient.norm())
+
+    assert error(pipeline) < limit < 0.1 < error(incomplete)
+
+
+@pytest.mark.parametrize(
+    ("activations", "offset", "garbage"),
+    [
+        ("fp32", 12, struct.pack("<f", math.nan)),
+        ("fp32", 12, struct.pack("<f", -math.inf)),
+        ("bf16", 8, struct.pack("<f", math.nan)[2:]),
+        ("int8", 2, struct.pack("<f", math.inf)[2:]),
+        ("int8", 2, struct.pack("<f", -1.0)[2:]),
+        ("int8", 0, bytes([99])),
+    ],
+)
+def test_malformed_input_is_refused_before_anything_is_added(
+    corpus: Corpus, activations: str, offset: int, garbage: bytes
+) -> None:
+    pipeline = Pipeline(pipeline_manifest(activations), corpus)
     pipeline.run()
     before = pipeline.models[1].attach_gradient().clone()
-    torch.frombuffer(pipeline.memories[1].slot(0), dtype=torch.float32)[3] = value
     command = ComputeStage(task=1, is_backward=True, adds=True, activation=0, tokens=pipeline.tokens, output=1)
-    assert pipeline.stages[1].compute(command).fault == "not finite"
+    slot = pipeline.memories[1].slot(0)
+    good, slot[offset : offset + len(garbage)] = bytes(slot), garbage
+    assert pipeline.stages[1].compute(command).fault == "wrong input"
     assert torch.equal(pipeline.models[1].attach_gradient(), before)
+    slot[:] = good
+    assert not pipeline.stages[1].compute(command).fault, "the control: the same input without the garbage"
+    assert not torch.equal(pipeline.models[1].attach_gradient(), before)
+
+
+def test_gradient_that_overflows_adds_nothing(corpus: Corpus) -> None:
+    """Without this check one microbatch with large values costs a stage its whole step."""
+    pipeline = Pipeline(pipeline_manifest(), corpus)
+    pipeline.run()
+    first, model = pipeline.stages[0], pipeline.models[0]
+    before, ledger = model.attach_gradient().clone(), first.ledger.copy()
+    torch.frombuffer(pipeline.memories[0].slot(1), dtype=torch.float32).fill_(3e38)
+    command = ComputeStage(task=1, is_backward=True, adds=True, tokens=pipeline.tokens, gradient=1, owner="a", serial=9)
+    assert first.compute(command).fault == "overflow"
+    assert torch.equal(model.attach_gradient(), before) and first.ledger == ledger
+    first._differentiate(command)
+    assert not model.attach_gradient().isfinite().all(), "the control: the gradient without the check"
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_token_outside_of_the_vocabulary_is_refused(corpus: Corpus, stage: int, token: int) -> None:
+    """An embedding without this check would end the trainer, on any stranger's word."""
+    pipeline = Pipeline(pipeline_manifest(subspace=8), corpus)
+    pipeline.run()
+    command = ComputeStage(
+        task=1, is_backward=True, adds=True, activation=0, tokens=pipeline.tokens, gradient=1, output=2
+    )
+    assert not pipeline.stages[stage].compute(command).fault, "the control"
+    torch.frombuffer(pipeline.memories[stage].slot(pipeline.tokens), dtype=torch.int32)[5] = token
+    assert pipeline.stages[stage].compute(command).fault == "wrong input"
 
 
 def test_stages_share_the_limit_of_the_gradients_norm() -> None:

@@ -12,7 +12,7 @@ from node.trainer.counters import StepTotals
 from optim.compose import compose
 from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT
 from optim.recipes import RECIPES
-from tests.node.trainer.state_harness import MODEL, NUMEL, StateHarness, decoded
+from tests.node.trainer.state_harness import MODEL, NUMEL, StateHarness, copy_arena, decoded
 from tests.optim.fake_peers import Tables
 
 Make = Callable[..., StateHarness]
@@ -56,6 +56,17 @@ def test_who_makes_fewer_steps_trains_at_the_rates_of_the_others(make: Make) -> 
         bench.train(1)
     bench.state.make_contribution()
     assert bench.state.counters.began == steps - made, "all steps and more: nothing to make up for"
+
+
+def test_snapshot_has_the_exact_step_with_its_round_whenever_the_trainer_dies(make: Make) -> None:
+    bench = make("diloco")
+    bench.state.start(0, exact_step=5)
+    started = bench.state.vectors.read()
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.apply_anchor(1, "none", exact_step=6)
+    applied = bench.state.vectors.read()
+    assert started is not None and (started.round, started.exact_step) == (0, 5)
+    assert applied is not None and (applied.round, applied.exact_step) == (1, 6)
 
 
 @each_synchronous
@@ -233,12 +244,13 @@ def test_a_snapshot_restores_every_bit_and_goes_on_the_same(make: Make, recipe: 
     bench.state.make_contribution()
     bench.train(2)
     bench.state.save()
-    second = StateHarness(recipe, arena=bench.arena)
+    second = StateHarness(recipe, arena=copy_arena(bench.arena))
     assert second.state.counters == bench.state.counters
     assert _equal(_all(bench), _all(second))
-    bench.share(1, initial_weights(MODEL, 1), *[torch.rand(NUMEL)] * (len(compose(recipe).signal.shared_names) - 1))
+    others = [torch.rand(NUMEL)] * (len(compose(recipe).signal.shared_names) - 1)
     payloads = []
     for each in (bench, second):
+        each.share(1, initial_weights(MODEL, 1), *others)
         each.state.apply_anchor(1, "excluded")  # reads the outbox that both have
     for each in (bench, second):
         each.train(3)

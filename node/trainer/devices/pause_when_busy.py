@@ -7,6 +7,7 @@ Peers that share a machine must not pause for one another. So all trainers on th
 processes that these started do not count. All other processes count, including those in other containers.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from protocol.errors import DeviceError
 
 PAUSE_AFTER_SECONDS = 4.0  # of use by others
 RESUME_AFTER_SECONDS = 10.0  # without use by others
+USAGE_SECONDS = 2.0  # between two measurements
 
 
 class PausePolicy:
@@ -46,7 +48,7 @@ class PausePolicy:
         return True
 
 
-TRAINER_MODULE = b"node.trainer"
+TRAINER_MODULES = {b"node.trainer", b"node.trainer.ranks"}
 STAT_FIELDS = 8  # on the first line of /proc/stat; these contain the fields after them
 IDLE, IOWAIT, STEAL = 3, 4, 7
 PARENT, USER_TICKS, SYSTEM_TICKS, START_TIME = 1, 11, 12, 19  # in /proc/PID/stat, after the name
@@ -133,7 +135,8 @@ class CpuMeter:
 
     def _is_trainer(self, pid: int) -> bool:
         try:
-            return TRAINER_MODULE in (self._proc / str(pid) / "cmdline").read_bytes().split(b"\0") or pid == os.getpid()
+            words = (self._proc / str(pid) / "cmdline").read_bytes().split(b"\0")
+            return not TRAINER_MODULES.isdisjoint(words) or pid == os.getpid()
         except OSError:
             return False
 
@@ -157,3 +160,25 @@ class AcceleratorMeter:
 def usage_meter_for(device: torch.device) -> UsageMeter:
     """Return a meter for the device; raises DeviceError if it cannot be measured."""
     return AcceleratorMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+class DevicePause:
+    """The pause of a trainer while other programs use its device; without a meter it never pauses."""
+
+    def __init__(self, meter: UsageMeter | None) -> None:
+        self._meter = meter
+        self._policy = PausePolicy(meter.pause_share, meter.resume_share) if meter else None
+        self._measured_at = -math.inf
+
+    @property
+    def is_paused(self) -> bool:
+        return self._policy is not None and self._policy.paused
+
+    def update(self, now: float) -> str | None:
+        """Measure the use from time to time; return why the trainer pauses from now on, or "" if it goes on again."""
+        if self._meter is None or self._policy is None or now - self._measured_at < USAGE_SECONDS:
+            return None
+        self._measured_at, share = now, self._meter.measure_share()
+        if share is None or not self._policy.update(share, now):
+            return None
+        return f"others use {share:.0%} {self._meter.description}" if self._policy.paused else ""

@@ -1,0 +1,197 @@
+"""The work that every rank of a node does, rank 0 as well."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from node.ipc.shared_memory import SharedMemory
+from node.model import LanguageModel, build_model
+from node.model.computation.recompute import Recompute
+from node.trainer.devices.device import MicrobatchTooLarge, autocast_context, is_out_of_memory, uses_bf16
+from node.trainer.ranks.far_parts import receive_into, receive_part, send_from, send_part
+from node.trainer.ranks.group import RankGroup
+from node.trainer.ranks.messages import ClearVectors, CopyVectors, MeasureLoss, RankCommand, TakeStep
+from node.trainer.ranks.sharded_model import ShardedModel
+from node.trainer.ranks.sharded_optimizer import ShardedOptimizer
+from node.trainer.ranks.shards import Shard, own_pieces, own_shards
+from optim.inner.base import WEIGHTS, InnerUpdateRule
+from protocol.manifest import Manifest
+
+
+class Rank:
+    """One rank's parts of model and optimizer. All ranks carry out the same commands in the same order.
+
+    A rank on another machine than rank 0 has no shared memory; rank 0 sends and receives its parts.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        inner: InnerUpdateRule,
+        microbatch: int,
+        group: RankGroup,
+        shared_memory: SharedMemory | None,
+        recompute: Recompute = "none",
+    ) -> None:
+        self._context = manifest.model.context
+        self._microbatch = microbatch
+        self.group = group
+        self._shared_memory = shared_memory
+        model = build_model(manifest.model)
+        model.recompute = recompute
+        self._model = ShardedModel(model, group, uses_bf16(group.device))
+        self.optimizer = ShardedOptimizer(self._model, manifest.train, inner, group)
+
+    @property
+    def model(self) -> LanguageModel:
+        """Return the module, which computes only when all ranks do."""
+        return self._model.module
+
+    @property
+    def parts(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield each part of a parameter that this rank holds, and its weights."""
+        return self._model.parts
+
+    def carry_out(self, command: RankCommand) -> None:
+        """Carry out a command of rank 0 on another rank."""
+        match command:
+            case TakeStep():
+                self.take_step(command, self._room(command.rows))
+            case CopyVectors(direction="save"):
+                self._save()
+            case CopyVectors():
+                self._load()
+            case ClearVectors(names=names):
+                for name in names:
+                    self.optimizer.vectors[name].zero_()
+            case MeasureLoss():
+                self.measure_loss(command, [self._room(rows) for rows in command.rows])
+
+    def take_step(self, command: TakeStep, windows: Tensor) -> None:
+        """Make a step as rank 0 does in `TrainerState.take_step`: all ranks see the same loss and norm."""
+        optimizer = self.optimizer
+        optimizer.train = command.train
+        optimizer.age_at_join, optimizer.moments_age_at_join = command.age_at_join, command.moments_age_at_join
+        loss = self.accumulate_gradient(command, windows)
+        norm = optimizer.gradient_norm() if math.isfinite(loss) else math.nan
+        if math.isfinite(norm):
+            optimizer.apply(command.step, norm)
+        optimizer.clear_gradient()
+
+    def accumulate_gradient(self, command: TakeStep, windows: Tensor) -> float:
+        """Add this rank's part to the gradient of the mean loss over a batch; return the loss, the same on all ranks.
+
+        Args:
+            windows: (sequences, context + 1) token ids on rank 0; other ranks give room for them.
+        """
+        self.group.broadcast(windows)
+        ahead = self.optimizer.own_lookahead_weights(command.step)
+        if ahead is None:
+            return self._accumulate(windows)
+        own = self._model.copy_parts()
+        self._model.replace_parts(ahead)
+        loss = self._accumulate(windows)
+        self._model.replace_parts(own)
+        return loss
+
+    @torch.no_grad()
+    def measure_loss(self, command: MeasureLoss, batches: Sequence[Tensor]) -> tuple[float, int]:
+        """Return the mean loss of an anchor in nats per token, the same on all ranks, and the number of tokens."""
+        total, tokens = 0.0, 0
+        with self._model.loaded(self._shared_memory.anchor(command.round) if self._shared_memory else None):
+            for windows in batches:
+                counted = len(windows) * self._context
+                self.group.broadcast(windows)
+                for piece in own_pieces(windows, self.group.ranks, self.group.rank, len(windows)):
+                    loss = float(self._loss(piece.windows))
+                    total += loss * piece.weight * counted
+                tokens += counted
+        return self.group.sum(total)[0] / tokens, tokens
+
+    def _accumulate(self, windows: Tensor) -> float:
+        try:
+            return self._accumulate_pieces(windows)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or self._microbatch == 1:
+                raise
+            raise MicrobatchTooLarge(f"no memory for microbatches of {self._microbatch} sequences") from error
+
+    def _accumulate_pieces(self, windows: Tensor) -> float:
+        total = torch.zeros((), device=self.group.device)
+        pieces = own_pieces(windows, self.group.ranks, self.group.rank, self._microbatch)
+        for number, piece in enumerate(pieces, start=1):
+            if self.group.copies > 1:
+                self._model.copy_gradient(is_last=number == len(pieces))
+            loss = self._loss(piece.windows) * piece.weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return self.group.sum(float(total))[0]
+
+    def _loss(self, windows: Tensor) -> Tensor:
+        device = self.group.device
+        moved = windows.to(device)
+        with autocast_context(device):
+            loss: Tensor = self._model.module(moved[:, :-1], moved[:, 1:])
+        return loss
+
+    def _room(self, rows: int) -> Tensor:
+        """Return room for the windows of a batch, which rank 0 broadcasts."""
+        return torch.empty(rows, self._context + 1, dtype=torch.int64)
+
+    def send_parts(self, shared: Mapping[str, Tensor], rank: int) -> None:
+        """Send a rank on another machine its parts of weights and optimizer vectors, as rank 0."""
+        shards = self._shards_of(rank)
+        for name in (WEIGHTS, *self.optimizer.vectors):
+            send_from(shared[name], shards, rank)
+
+    def receive_parts(self, shared: Mapping[str, Tensor], rank: int) -> None:
+        """Receive the parts of a rank on another machine, as rank 0, unless this machine has the same."""
+        if rank >= self.group.shard_ranks:
+            return
+        shards = self._shards_of(rank)
+        for name in (WEIGHTS, *self.optimizer.vectors):
+            receive_into(shared[name], shards, rank)
+
+    def send_anchor(self, round_number: int, rank: int) -> None:
+        """Send a rank on another machine its parts of the weights of an anchor, as rank 0."""
+        assert self._shared_memory is not None
+        send_from(self._shared_memory.anchor(round_number), self._shards_of(rank), rank)
+
+    def _shards_of(self, rank: int) -> Sequence[Shard]:
+        return own_shards(self.model.shapes.layout, self.group.shard_ranks, rank % self.group.shard_ranks)
+
+    def _save(self) -> None:
+        if self._shared_memory is not None:
+            self.save(self._shared_memory.vectors)
+        elif not self.group.holds_first_copy:
+            return  # rank 0's machine has the same parts
+        else:
+            self._model.save_far(0)
+            for vector in self.optimizer.vectors.values():
+                for shard in self._model.shards:
+                    send_part(vector[slice(*shard.own)], 0)
+
+    def _load(self) -> None:
+        if self._shared_memory is not None:
+            self.load(self._shared_memory.vectors)
+            return
+        self._model.load_far(0)
+        for vector in self.optimizer.vectors.values():
+            for shard in self._model.shards:
+                receive_part(vector[slice(*shard.own)], 0)
+
+    def save(self, shared: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of weights and optimizer vectors into the shared memory."""
+        self._model.save(shared[WEIGHTS])
+        for name, vector in self.optimizer.vectors.items():
+            for shard in self._model.shards:
+                shared[name][slice(*shard.whole)].copy_(vector[slice(*shard.own)])
+
+    def load(self, shared: Mapping[str, Tensor]) -> None:
+        """Copy this rank's parts of weights and optimizer vectors from the shared memory."""
+        self._model.load(shared[WEIGHTS])
+        for name, vector in self.optimizer.vectors.items():
+            for shard in self._model.shards:
+                vector[slice(*shard.own)].copy_(shared[name][slice(*shard.whole)])
