@@ -17,8 +17,11 @@ from typing import Any
 
 from benchmarks.merge.worker import OrderChannel, peer_parser
 from benchmarks.pipelining.sleeping_trainer import SleepingTrainer
+from benchmarks.pipelining.watch import Watch
 from node.ipc.channel import Ready
 from node.pipeline.build import build_pipeline
+from node.pipeline.calls import StageCalls
+from node.pipeline.node_stages import NodeStages
 from node.pipeline.pipeline import Pipeline
 from node.pipeline.service import StagesService
 from node.run_dir import RunDir
@@ -29,12 +32,14 @@ from protocol.manifest import Manifest, RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.murmur_pb2 import StepStatement
 from protocol.murmur_pb2_grpc import add_StagesServicer_to_server
 from protocol.pipeline.messages import Answer, Outcome, Task
 from protocol.pipeline.stage import StageManifest
 from protocol.transport.transport import AddServicer, Transport, caller
 
 HOP_SAMPLES = 100_000
+LOOPBACK = "127.0.0.1"
 
 
 class Faults:
@@ -77,6 +82,9 @@ class TimedPipeline:
     def take_invitation(self, peer: PeerId, run: RunId) -> None:
         self._pipeline.take_invitation(peer, run)
 
+    def take_statement(self, peer: PeerId, body: StepStatement) -> None:
+        self._pipeline.take_statement(peer, body)
+
 
 class SleepingPeer:
     """The parts of a node that a pipeline needs."""
@@ -91,22 +99,24 @@ class SleepingPeer:
         )
         self.directory = PeerDirectory(options, identity, self.transport, SwarmClock(), random.Random(identity.peer_id))
         self.background = BackgroundTasks(Faults())
-        pipeline = build_pipeline(manifest, run_dir, self.directory, self.transport, self.background)
+        pipeline = build_pipeline(manifest, run_dir, NodeStages(self.directory), self.transport, self.background)
         assert pipeline is not None
         self.pipeline = pipeline
         self.timed = TimedPipeline(pipeline)
         self.blobs = BlobService(pipeline.store, caller)
         self.trainer = SleepingTrainer(pipeline.memory, rate)
+        self.watch = Watch(self.directory, StageCalls(self.transport), manifest.run_id)
 
-    async def open(self, owns: bool) -> dict[str, Any]:
-        """Go on the network; return this peer's id and addresses."""
+    async def open(self, owns: bool, address: str | None = None) -> dict[str, Any]:
+        """Go on the network, at an address of a laboratory or on this machine; return this peer's id and addresses."""
         service = StagesService(self.timed, self.directory)
         services: list[AddServicer] = [
             self.directory.register,
             partial(register_blob_service, self.blobs),
             partial(add_StagesServicer_to_server, service),
         ]
-        await self.transport.open(services, direct=0)
+        listen = [f"/ip4/{address or LOOPBACK}/tcp/0"]
+        await self.transport.open(services, listen=listen, direct=0)
         self.directory.publish(role="trainer", direct_port=self.transport.direct_port)
         self.pipeline.set_resting(not owns)
         return {"peer": self.transport.peer_id, "addresses": await self.transport.addresses()}
@@ -116,6 +126,13 @@ class SleepingPeer:
         self.trainer.start(self.pipeline.on_trainer_message)
         self.pipeline.start(self.trainer)
         self.pipeline.on_trainer_message(Ready(round=0, device="none", step=0, outstanding=None))
+
+    def start_watch(self) -> None:
+        """Begin a window of the watch, which runs from the first one on."""
+        if self.watch.is_idle:
+            self.background.spawn(self.watch.sample_loop())
+            self.background.spawn(self.watch.sample_calls())
+        self.watch.clear()
 
     def counts(self) -> dict[str, Any]:
         """Return all counters, from the start on."""
@@ -131,6 +148,7 @@ class SleepingPeer:
             "rate": server.rate,
             "answers": dict(server.counts.answers),
             "sent": self.transport.bytes_sent,
+            "fetched": sum(self.transport.bulk.bytes_received.values()),
             "fetched_by_path": {str(path): size for path, size in Counter(self.transport.bulk.bytes_received).items()},
             "cpu": usage.ru_utime + usage.ru_stime,
         }
@@ -149,8 +167,8 @@ class SleepingPeer:
         ]
 
 
-async def take_orders(peer: SleepingPeer, orders: OrderChannel, owns: bool) -> None:
-    orders.send(address=await peer.open(owns))
+async def take_orders(peer: SleepingPeer, orders: OrderChannel, owns: bool, address: str | None) -> None:
+    orders.send(address=await peer.open(owns, address))
     while True:
         order = await asyncio.to_thread(orders.receive)
         match order:
@@ -167,6 +185,11 @@ async def take_orders(peer: SleepingPeer, orders: OrderChannel, owns: bool) -> N
             case {"rate": rate}:
                 peer.trainer.rate = rate
                 orders.send()
+            case {"watch": True}:
+                peer.start_watch()
+                orders.send()
+            case {"watched": True}:
+                orders.send(**peer.watch.figures())
             case {"hops": True}:
                 orders.send(hops=peer.hops())
             case {"counts": True}:
@@ -187,7 +210,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             peer = SleepingPeer(manifest, Path(folder), words.rate)
             try:
-                await take_orders(peer, orders, bool(words.owns))
+                await take_orders(peer, orders, bool(words.owns), words.address)
             except EOFError:
                 await peer.transport.stop()
 

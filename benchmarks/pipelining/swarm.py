@@ -4,10 +4,12 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
 from benchmarks.merge.worker import START_SECONDS, SilentError, Team, Worker, to_command_line
+from tests.netlab.laboratory import Laboratory, Link
 
 CONTEXT, MICROBATCH, BYTES_PER_VALUE = 64, 4, 2
 MICROBATCH_TOKENS = CONTEXT * MICROBATCH
@@ -38,7 +40,14 @@ class Setting:
         width = self.activation_bytes // (CONTEXT * MICROBATCH * BYTES_PER_VALUE)
         return {
             "run": {"name": "test"},
-            "model": {"width": width, "layers": len(self.rates), "heads": 1, "hidden": width, "context": CONTEXT},
+            "model": {
+                "width": width,
+                "layers": len(self.rates),
+                "heads": 1,
+                "hidden": width,
+                "context": CONTEXT,
+                "tied": False,
+            },
             "data": {"source": "python-stdlib"},
             "train": {"batch_tokens": self.step * MICROBATCH_TOKENS, "learning_rate": 1e-3},
             "method": {"recipe": "frugal"},
@@ -52,6 +61,7 @@ class Window:
 
     Args:
         computed: forward and backward passes of each peer.
+        fetched: bytes that each peer downloaded.
         direct_share: of the bytes of downloads, by direct connections.
         cpu_seconds: of all peers, with their p2pd.
         p2pd_share: of these, by p2pd.
@@ -64,6 +74,7 @@ class Window:
     computed: tuple[int, ...]
     answers: Counter[str]
     bytes_sent: int
+    fetched: tuple[int, ...]
     direct_share: float
     cpu_seconds: float
     p2pd_share: float
@@ -78,22 +89,26 @@ class Window:
 
 
 class Swarm:
-    """One process for each peer. The first `owners` peers own microbatches."""
+    """One process for each peer. The first `owners` peers own microbatches.
 
-    def __init__(self, setting: Setting) -> None:
+    `laboratory` gives each peer a machine of its own behind `link`; without one all are on this machine.
+    """
+
+    def __init__(self, setting: Setting, laboratory: Laboratory | None = None, link: Link | None = None) -> None:
         self.setting = setting
         places = [(stage, rate) for rank in range(len(setting.rates[0])) for stage, rate in self._column(rank)]
         self.places = tuple(places)
-        shared = {"manifest": json.dumps(setting.manifest())}
-        self.team = Team(
-            [
-                Worker(
-                    "benchmarks.pipelining.peer",
-                    to_command_line(shared | {"stage": stage, "rate": rate, "owns": int(rank < setting.owners)}),
-                )
-                for rank, (stage, rate) in enumerate(places)
-            ]
-        )
+        self._laboratory, self._link = laboratory, link
+        self.team = Team([self._start_worker(rank, stage, rate) for rank, (stage, rate) in enumerate(places)])
+
+    def _start_worker(self, rank: int, stage: int, rate: float) -> Worker:
+        words = {"manifest": json.dumps(self.setting.manifest()), "stage": stage, "rate": rate}
+        words |= {"owns": int(rank < self.setting.owners)}
+        laboratory = self._laboratory
+        node = laboratory.ordinary_node(self._link or Link()) if laboratory is not None else None
+        with laboratory.inside(node) if laboratory is not None and node is not None else nullcontext():
+            address = {"address": node.address} if node is not None else {}
+            return Worker("benchmarks.pipelining.peer", to_command_line(words | address))
 
     def _column(self, rank: int) -> list[tuple[int, float]]:
         return [(stage, rates[rank]) for stage, rates in enumerate(self.setting.rates)]
@@ -131,6 +146,14 @@ class Swarm:
         time.sleep(seconds)
         return (self.team.processor_seconds() - before) / seconds
 
+    def start_watch(self) -> None:
+        """Begin a window in which all peers measure delays of their event loops and small calls."""
+        self.team.request_all(watch=True)
+
+    def watched(self) -> list[dict[str, float]]:
+        """Return the delays of each peer since then."""
+        return self.team.request_all(watched=True)
+
     def measure(self, seconds: float) -> Window:
         """Wait, and return what happened meanwhile."""
         before, cpu = self.team.request_all(counts=True), self.team.processor_seconds()
@@ -156,6 +179,7 @@ def _difference(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]
         computed=tuple(new["computed"] - old["computed"] for old, new in zip(before, after, strict=True)),
         answers=answers,
         bytes_sent=total("sent"),
+        fetched=tuple(new["fetched"] - old["fetched"] for old, new in zip(before, after, strict=True)),
         direct_share=paths["direct"] / max(1, paths.total()),
         cpu_seconds=cpu_seconds,
         p2pd_share=1 - total("cpu") / cpu_seconds,

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from node.ipc.activation_memory import ActivationMemory, SlotSizes
-from protocol.blobs.blob import Blob
+from protocol.blobs.blob import Blob, Bytes
 from protocol.blobs.store import BlobStore
 from protocol.manifest import Manifest
 from protocol.pipeline.messages import Key
@@ -23,7 +23,7 @@ SPARE_ACTIVATIONS = 2  # for a result whose microbatch is given up while it is c
 def slot_sizes(manifest: Manifest) -> SlotSizes:
     """Return the slots of a stage of a run: as many activations as its memory holds, and tokens for each of them."""
     model, table = manifest.model, manifest.pipeline
-    activation_bytes = table.activation_bytes(model.context, model.width)
+    activation_bytes = table.activation_bytes(model.context, model.stream_width)
     activations = table.memory // activation_bytes + SPARE_ACTIVATIONS
     token_bytes = TOKEN_BYTES * table.microbatch * (model.context + 1)
     tokens = activations + table.in_flight + SPARE_ACTIVATIONS
@@ -72,12 +72,22 @@ class ActivationStore:
     def take_over(self, key: Key, blob: Blob) -> None:
         """Move a blob that was fetched into the store into a slot, and hold it for a microbatch."""
         if blob.digest not in self._slots:
-            slot = self.take_slot("activation" if blob.size == self.memory.sizes.activation_bytes else "tokens")
-            self.memory.slot(slot)[:] = self.store.view(blob.digest)
+            slot = self._fill_slot(blob, self.store.view(blob.digest))
             self.store.discard(blob.digest)
             self.store.lend(self.memory.slot(slot))
-            self._slots[blob.digest] = slot
         self.hold(key, blob.digest)
+
+    def copy(self, key: Key, blob: Blob, content: Bytes) -> None:
+        """Copy a blob of another stage of this node into a slot, and hold it for a microbatch."""
+        if blob.digest not in self._slots:
+            self.store.lend(self.memory.slot(self._fill_slot(blob, content)))
+        self.hold(key, blob.digest)
+
+    def _fill_slot(self, blob: Blob, content: Bytes) -> int:
+        slot = self.take_slot("activation" if blob.size == self.memory.sizes.activation_bytes else "tokens")
+        self.memory.slot(slot)[:] = content
+        self._slots[blob.digest] = slot
+        return slot
 
     def hold(self, key: Key, digest: bytes) -> None:
         """Keep a blob that is here for a microbatch."""

@@ -1,32 +1,40 @@
 """Build the pipeline part of a replica: its activation memory, and the machines of stage and owner."""
 
+import os
 import random
 
+from node.injected_faults import injected_faults
 from node.ipc.activation_memory import ActivationMemory
 from node.ipc.channel import StageConfig
 from node.pipeline.activation_store import ActivationStore, slot_sizes
-from node.pipeline.calls import StageCalls
-from node.pipeline.pipeline import Pipeline, PipelineParts
+from node.pipeline.exact_pipeline import ExactPipeline
+from node.pipeline.faulty_calls import stage_calls
+from node.pipeline.node_stages import NodeStages
+from node.pipeline.parts import PipelineParts
+from node.pipeline.pipeline import Pipeline
 from node.run_dir import RunDir
 from node.workers import BackgroundTasks
 from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.manifest import Manifest
-from protocol.membership.directory import PeerDirectory
+from protocol.pipeline.course import OwnerSettings
+from protocol.pipeline.exact.settlement import Settlement
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.owner_events import OwnerSettings
 from protocol.pipeline.stage import StageManifest, stage_run_ids
 from protocol.pipeline.stage_settings import StageSettings
 from protocol.transport.transport import Transport
 
+EXACT_PAUSE = 0.1  # seconds; in exact steps, every server is asked at its own round only
+
 
 def build_pipeline(
-    manifest: Manifest, run_dir: RunDir, directory: PeerDirectory, transport: Transport, tasks: BackgroundTasks
+    manifest: Manifest, run_dir: RunDir, node: NodeStages, transport: Transport, tasks: BackgroundTasks
 ) -> Pipeline | None:
-    """Build it for the manifest of a stage; None for the whole model. Raises StorageError.
+    """Build it for the manifest of a stage; None for the whole model. Raises StorageError or UsageError.
 
     Activations never outlive the process.
     """
+    faults = injected_faults(os.environ, manifest.run.name)
     if not isinstance(manifest, StageManifest):
         return None
     table, model, sizes = manifest.pipeline, manifest.model, slot_sizes(manifest)
@@ -39,18 +47,36 @@ def build_pipeline(
         token_bytes=sizes.token_bytes,
         step_size=manifest.train.batch_tokens // (table.microbatch * model.context),
         memory=table.memory,
+        needs_tokens=model.needs_tokens,
     )
     store = BlobStore(run_dir.activations, sizes.total_bytes, sizes.total_bytes)
     store.retain(())
-    rng = random.Random(f"{directory.peer_id} {manifest.run_id}")
+    me = node.directory.peer_id
+    rng = random.Random(f"{me} {manifest.run_id}")
     parts = PipelineParts(
-        directory=directory,
-        calls=StageCalls(transport),
+        node=node,
+        board=node.board_of(manifest),
+        calls=stage_calls(transport, faults),
         downloader=Downloader(store, transport.bulk, rng),
         activations=ActivationStore(ActivationMemory.create(sizes), store),
         background=tasks,
     )
-    return Pipeline(settings, Owner(OwnerSettings(directory.peer_id, table.in_flight), runs, rng), parts)
+    owner_settings = OwnerSettings(
+        me,
+        table.in_flight,
+        needs_tokens=model.needs_tokens,
+        activation_bytes=sizes.activation_bytes,
+        round_pause=EXACT_PAUSE if table.is_exact else 1.0,
+    )
+    owner = Owner(owner_settings, runs, rng)
+    pipeline: Pipeline
+    if table.is_exact:
+        settlement = Settlement(me, runs, manifest.stage, settings.step_size)
+        pipeline = ExactPipeline(settings, owner, parts, settlement, table.microbatch)
+    else:
+        pipeline = Pipeline(settings, owner, parts)
+    node.add(manifest.run_id, pipeline)
+    return pipeline
 
 
 def stage_config(pipeline: Pipeline) -> StageConfig:

@@ -5,11 +5,44 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from node.daemon.peer_rpc import PeerChannels, await_reply, call_by_best_channel
+from node.pipeline.service import StagePeer
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2_grpc import StagesStub
+from protocol.pipeline.exact.statements import Statement
 from protocol.pipeline.messages import Answer, Outcome, Task, invitation_to_wire, release_to_wire
 from protocol.pipeline.owner import ASK_SECONDS
+
+
+class Calls(Protocol):
+    """The four calls about microbatches to a peer."""
+
+    async def ask(self, peer: PeerId, task: Task) -> Answer: ...
+
+    async def tell(self, peer: PeerId, outcome: Outcome) -> None: ...
+
+    async def release(self, peer: PeerId, run: RunId, serials: Iterable[int]) -> None: ...
+
+    async def invite(self, peer: PeerId, run: RunId) -> None: ...
+
+
+class OwnCalls:
+    """Calls of a peer to itself, without a network."""
+
+    def __init__(self, here: StagePeer) -> None:
+        self._here = here
+
+    async def ask(self, peer: PeerId, task: Task) -> Answer:
+        return self._here.answer(task)
+
+    async def tell(self, peer: PeerId, outcome: Outcome) -> None:
+        self._here.take_outcome(peer, outcome)
+
+    async def release(self, peer: PeerId, run: RunId, serials: Iterable[int]) -> None:
+        self._here.release(peer, run, tuple(serials))
+
+    async def invite(self, peer: PeerId, run: RunId) -> None:
+        self._here.take_invitation(peer, run)
 
 
 class StageChannels(PeerChannels, Protocol):
@@ -35,6 +68,9 @@ class StageCalls:
 
     async def invite(self, peer: PeerId, run: RunId) -> None:
         await self._call(peer, "Invite", invitation_to_wire(run))
+
+    async def state(self, peer: PeerId, statement: Statement) -> None:
+        await self._call(peer, "State", statement.to_wire())
 
     async def _call(self, peer: PeerId, method: str, request: Any) -> Any:
         clock = asyncio.get_running_loop().time

@@ -8,10 +8,13 @@ from statistics import median
 
 from node.daemon.run_contacts import find_records
 from node.options import NodeOptions
+from node.paths import kept_stage_dir, kept_stages_in
 from node.run_dir import RunDir
+from protocol.blobs.storage import disk_errors
 from protocol.errors import UsageError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.membership.served_stages import MAX_MORE_STAGES, records_by_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import StageManifest
 
@@ -24,6 +27,40 @@ class StageChoice:
 
     stage: int
     reason: str
+
+
+async def choose_stages(options: NodeOptions, folder: RunDir, peer_id: PeerId) -> list[tuple[Manifest, RunDir]]:
+    """Return the manifests of the stages that this node serves, each with its folder.
+
+    A run that is not cut has one, the manifest itself. Raises UsageError as `choose_stage` does.
+    """
+    stages = options.manifest.pipeline.stages
+    if not options.manifest.pipeline.is_cut or not _serves_all(options, folder):
+        return [(await choose_stage(options, folder, peer_id), folder)]
+    if options.manifest.pipeline.is_exact:
+        raise UsageError('--stage all: with pipeline.mode = "exact" a node serves one stage; name its number')
+    if stages > MAX_MORE_STAGES + 1:
+        raise UsageError(f"--stage all: a node serves at most {MAX_MORE_STAGES + 1} stages, and this run has {stages}")
+    logger.info("serving all %d stages", stages)
+    return [(StageManifest.of(options.manifest, stage), _folder_of(folder, stage, stages)) for stage in range(stages)]
+
+
+def _serves_all(options: NodeOptions, folder: RunDir) -> bool:
+    """Return whether the user or the folder says so. Raises UsageError if they contradict each other."""
+    one, has_all = folder.read_stage(), folder.read_stage() is None and bool(kept_stages_in(folder.path))
+    if options.stage == "all" and one is not None:
+        raise UsageError(f"--stage: {folder.path} holds stage {one}, not all; give the node another --dir")
+    if isinstance(options.stage, int) and has_all:
+        raise UsageError(f"--stage: {folder.path} holds all stages, not {options.stage}; give the node another --dir")
+    return options.stage == "all" or has_all
+
+
+def _folder_of(folder: RunDir, stage: int, stages: int) -> RunDir:
+    place = RunDir(kept_stage_dir(folder.path, stage))
+    with disk_errors(place.path):
+        place.path.mkdir(mode=0o700, exist_ok=True)
+    place.write_stage(stage, stages)
+    return place
 
 
 async def choose_stage(options: NodeOptions, folder: RunDir, peer_id: PeerId) -> Manifest:
@@ -40,25 +77,25 @@ async def choose_stage(options: NodeOptions, folder: RunDir, peer_id: PeerId) ->
         records = await find_records(manifest, options.contacts) if options.contacts else {}
         choice = weakest_stage(records, manifest.pipeline.stages, peer_id)
     logger.info("serving stage %d of %d: %s", choice.stage, manifest.pipeline.stages, choice.reason)
-    folder.write_stage(choice.stage)
+    folder.write_stage(choice.stage, manifest.pipeline.stages)
     return StageManifest.of(manifest, choice.stage)
 
 
-def pinned_stage(manifest: Manifest, wanted: int | None, folder: RunDir) -> StageChoice | None:
+def pinned_stage(manifest: Manifest, wanted: int | str | None, folder: RunDir) -> StageChoice | None:
     """Return the stage that the user or the folder names; None if neither does. Raises UsageError."""
     stages = manifest.pipeline.stages
     if not manifest.pipeline.is_cut:
         if wanted is not None:
             raise UsageError("--stage: every peer of this run trains the whole model; leave the option out")
         return None
-    if wanted is not None and wanted >= stages:
+    if isinstance(wanted, int) and wanted >= stages:
         raise UsageError(f"--stage: this run has the stages 0 to {stages - 1}, not {wanted}")
     before = folder.read_stage()
     if before is not None and wanted not in (None, before):
         raise UsageError(f"--stage: {folder.path} holds stage {before}, not {wanted}; give the node another --dir")
     if before is not None:
         return StageChoice(before, "its folder holds that one")
-    return None if wanted is None else StageChoice(wanted, "as --stage says")
+    return StageChoice(wanted, "as --stage says") if isinstance(wanted, int) else None
 
 
 def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId) -> StageChoice:
@@ -81,7 +118,7 @@ def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId)
 def _rates_by_stage(records: Iterable[PeerRecord], stages: int) -> list[list[float]]:
     """Return the rates of the trainers of each stage; 0 for one that has not reported any."""
     rates: list[list[float]] = [[] for _ in range(stages)]
-    for record in records:
+    for record in (seen for each in records for seen in records_by_stage(each)):
         if record.role == "trainer" and not record.leaving and 0 < record.stage <= stages:
             rates[record.stage - 1].append(record.stage_rate)
     return rates

@@ -8,66 +8,46 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from node.ipc.activation_memory import ActivationMemory
-from node.ipc.channel import AnchorApplied, ContributionHeader, FromTrainer, Ready, ToTrainer
+from node.ipc.channel import AnchorApplied, ContributionHeader, FromTrainer, Ready
 from node.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,
     MicrobatchDrawn,
+    StageCommand,
     StageComputed,
     StageStepped,
     TakeStageStep,
 )
-from node.monitoring.stage_table import StageEntry, build_stage_table, describe_waiting
-from node.pipeline.activation_store import ActivationStore
-from node.pipeline.calls import StageCalls
+from node.monitoring.stage_table import build_stage_table, describe_waiting
+from node.pipeline.calls import Calls, OwnCalls
+from node.pipeline.fetching import ActivationFetcher
+from node.pipeline.microbatch_counts import count_microbatches
+from node.pipeline.parts import PipelineParts, StageTrainer
 from node.pipeline.stage_peers import served_stages, stage_peers
-from node.workers import BackgroundTasks
-from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
-from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
+from protocol.errors import MalformedError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
-from protocol.membership.directory import PeerDirectory
-from protocol.membership.peer_table import MembershipEvent
+from protocol.membership.peer_table import MembershipEvent, PeerLeft
+from protocol.murmur_pb2 import StepStatement
 from protocol.pipeline import owner_events, server_events
 from protocol.pipeline.ledger import Ledger
-from protocol.pipeline.messages import Answer, HeldBlob, Key, Outcome, Task
+from protocol.pipeline.messages import Answer, HeldBlob, Key, Outcome, Task, first_serial
 from protocol.pipeline.owner import Owner
+from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.server import StageServer
 from protocol.pipeline.stage_settings import StageSettings
 
 logger = logging.getLogger(__name__)
 
-FETCH_SECONDS = 60.0
 NOT_READY_MS = 500
+DRAIN_SECONDS = 8.0  # less than the ten seconds that a service manager waits before it kills
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.02, 0.1  # between two looks at the clock
-SERIALS_BIT = 20  # serials begin at the milliseconds of the start, so a restarted peer repeats none
 MORE_COMMANDS = 4  # beside those that draw: one task or step at a time
 OWN = ""  # holder of the tokens of our own microbatches, beside their key at the server
-SERVED_COUNTS = ("computed", "steps", "struck", "torn", "lost", "duplicates", "replayed", "invalid")
-FETCH_ERRORS = (UnreachableError, PeerFault, MissingFileError, StorageError)
-
-
-class StageTrainer(Protocol):
-    """The process that computes; TrainerProcess."""
-
-    async def send(self, message: ToTrainer) -> bool:
-        """Send a message; return False if no trainer runs now."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineParts:
-    """The parts of a node and its replica that a pipeline uses."""
-
-    directory: PeerDirectory
-    calls: StageCalls
-    downloader: Downloader
-    activations: ActivationStore
-    background: BackgroundTasks
+StagePeers = tuple[tuple[StagePeer, ...], ...]
 
 
 class Pipeline:
@@ -81,14 +61,16 @@ class Pipeline:
         self.owner = owner
         self.server: StageServer | None = None
         self._parts = parts
-        self._me = parts.directory.peer_id
-        self._round = 0
-        self._life = 0
-        self._is_resting = self._is_stopped = False
-        self._next_serial = int(time.time() * 1000) << SERIALS_BIT
+        self._me = parts.node.directory.peer_id
+        self._own_calls = OwnCalls(parts.node)
+        self._fetcher = ActivationFetcher(parts.node, parts.downloader, parts.activations)
+        self._round = self._life = 0
+        self._start = 0  # that of the trainer whose Ready is the newest
+        self._is_resting = self._is_stopped = self._is_repeat_due = False
+        self._first_serial = self._next_serial = first_serial(parts.node.directory.start)
         self._drawing: dict[int, int] = {}  # slots by serial
         self._computing: tuple[server_events.Compute, int | None] | None = None  # with the slot of its result
-        self._commands: asyncio.Queue[ToTrainer] = asyncio.Queue(owner.settings.in_flight + MORE_COMMANDS)
+        self._commands: asyncio.Queue[StageCommand] = asyncio.Queue(owner.settings.in_flight + MORE_COMMANDS)
 
     @property
     def memory(self) -> ActivationMemory:
@@ -102,20 +84,15 @@ class Pipeline:
 
     def status_fields(self) -> dict[str, object]:
         """Return the counts and the rate for the status of this node."""
-        own, served = self.owner.counts, self.server.counts if self.server else server_events.ServerCounts()
-        counts = {name: getattr(own, name) for name in ("done", "torn", "lost", "duplicates", "replayed", "void")}
-        counts |= {f"dropped: {reason}": count for reason, count in own.dropped.items()}
-        counts |= {f"served: {name}": getattr(served, name) for name in SERVED_COUNTS}
+        counts = count_microbatches(self.owner.counts, self.server.counts if self.server else None)
         rate = self.server.rate if self.server else 0.0
-        return {"microbatches": counts, "stage_rate": rate, "stages": self._stage_table()}
-
-    def _stage_table(self) -> tuple[StageEntry, ...]:
-        served = served_stages(self._parts.directory.live().values(), self.settings.stages)
-        return build_stage_table(served, self.owner.waiting)
+        live = served_stages(self._parts.node.directory.live().values(), self.settings.stages)
+        stages = build_stage_table(live, self.owner.waiting)
+        return {"microbatches": counts, "stage_rate": rate, "stages": stages}
 
     def start(self, trainer: StageTrainer) -> None:
         """Begin to look at the clock and to pass commands to the trainer; call it on the network."""
-        self._parts.directory.subscribe(self)
+        self._parts.node.directory.subscribe(self)
         self._parts.background.spawn(self._send_commands(trainer))
         self._parts.background.spawn(self._watch_clock())
 
@@ -142,21 +119,27 @@ class Pipeline:
         """Send forwards to a peer that has room again."""
         self._own(owner_events.Invited(peer, run))
 
+    def take_statement(self, peer: PeerId, body: StepStatement) -> None:
+        raise MalformedError("a statement about a step, where steps are not exact")
+
     # Events of this node.
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
-        """Tell both machines who serves which stage."""
+        """Tell both machines who serves which stage, and wait no longer for activations of peers that are gone."""
+        for event in events:
+            if isinstance(event, PeerLeft):
+                self._fetcher.drop_peer(event.peer)
         self._update_peers()
 
     def on_trainer_message(self, message: FromTrainer) -> None:
         """Take a message of the trainer."""
         match message:
             case Ready():
-                self._on_ready(message.round)
+                self._on_ready(message)
             case AnchorApplied():
                 self._set_round(message.round)
             case ContributionHeader() if self.server is not None:
-                self.server.take_ledger()
+                self._on_contribution(self.server)
             case MicrobatchDrawn():
                 self._on_drawn(message)
             case StageComputed():
@@ -168,6 +151,18 @@ class Pipeline:
         """End the open step early, because the round waits for our contribution."""
         self._feed(server_events.CloseStep())
 
+    async def drain(self) -> None:
+        """Take no new work, and finish what others would have to make again; takes at most DRAIN_SECONDS."""
+        if self.server is None or self._is_stopped:
+            return
+        self._is_resting = True
+        self._parts.node.directory.publish(urgent=True, resting=True)
+        self._feed(server_events.Drain())
+        self._send(self.owner.leave(time.monotonic()))
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not (self.server.is_idle and not self.owner.open_serials) and time.monotonic() < deadline:
+            await asyncio.sleep(MIN_PAUSE_SECONDS)
+
     def stop(self) -> None:
         """Take no more work, because this peer leaves; owners learn it by the answers to their requests."""
         self._is_resting = self._is_stopped = True
@@ -178,9 +173,16 @@ class Pipeline:
         self._is_resting = is_resting
         self._draw()
 
-    def _on_ready(self, round_number: int) -> None:
+    def _on_contribution(self, server: StageServer) -> None:
+        """Begin a new ledger, unless a restarted trainer repeats its last contribution, which its ledgers know."""
+        if not self._is_repeat_due:
+            server.take_ledger()
+        self._is_repeat_due = False
+
+    def _on_ready(self, message: Ready) -> None:
         self._life = max(self._life + 1, int(time.time() * 1000))
-        self._round = round_number
+        self._round, self._start = message.round, message.start
+        self._is_repeat_due = message.outstanding is not None
         for slot in self._drawing.values():
             self._parts.activations.give_back(slot)
         self._drawing.clear()
@@ -190,13 +192,18 @@ class Pipeline:
         while not self._commands.empty():
             self._commands.get_nowait()
         if self.server is None:
-            self.server = StageServer(self.settings, self._life, round_number, Ledger())
-        else:
-            self._feed(server_events.TrainerRestarted(self._life, Ledger()))
-        self._parts.directory.publish(
+            self.server = self._build_server(self._round)
+        ledgers = Ledger.from_text(message.ledger), Ledger.from_text(message.contributed)
+        self._feed(server_events.TrainerRestarted(self._life, *ledgers))
+        if self.server.round != self._round:  # it died after it had applied an anchor, before it could say so
+            self._set_round(self._round)
+        self._parts.board.publish(
             urgent=True, stage=self.settings.stage + 1, stage_life=self._life, stage_rate=self.server.rate
         )
         self._update_peers()
+
+    def _build_server(self, number: int) -> StageServer:
+        return StageServer(self.settings, self._life, number, Ledger())
 
     def _set_round(self, number: int) -> None:
         self._round = number
@@ -204,12 +211,18 @@ class Pipeline:
         self._update_peers()
 
     def _update_peers(self) -> None:
-        live = self._parts.directory.live()
+        live = self._parts.node.directory.live()
         stages = stage_peers(live, self.settings.stages)
-        self._own(owner_events.PeersChanged(stages, self._round))
-        owners = frozenset(entry.peer for peers in stages for entry in peers)
-        self._feed(server_events.OwnersChanged(owners | {self._me}))
+        self._own(owner_events.PeersChanged(self._own_routes(stages), self._round))
+        owners = {entry.peer: first_serial(live[entry.peer].start) for peers in stages for entry in peers}
+        self._feed(server_events.OwnersChanged(owners | {self._me: self._first_serial}))
         self._draw()
+
+    def _own_routes(self, stages: StagePeers) -> StagePeers:
+        """Return the peers for our own microbatches: ourselves alone if we serve all stages."""
+        if len(self._parts.node) < self.settings.stages:
+            return stages
+        return tuple(tuple(entry for entry in peers if entry.peer == self._me) for peers in stages)
 
     # The owner.
 
@@ -224,15 +237,22 @@ class Pipeline:
                     spawn(self._ask(peer, task))
                 case owner_events.Release():
                     spawn(self._release(action))
-                case owner_events.Finished(serial):
+                case owner_events.Finished(serial, _, reason):
                     self._parts.activations.drop(Key(OWN, serial))
+                    if reason == "refused":
+                        logger.warning("three peers refused microbatch %d; it is dropped", serial)
                     self._draw()
+                case owner_events.WrongResult(peer):
+                    self._parts.node.directory.record_refusal(peer, MalformedError("a result of a wrong size"))
                 case owner_events.StageEmpty(stage, waiting):
                     logger.info("nobody serves stage %d, and %s", stage, describe_waiting(waiting))
 
+    def _calls_to(self, peer: PeerId) -> Calls:
+        return self._own_calls if peer == self._me else self._parts.calls
+
     async def _ask(self, peer: PeerId, task: Task) -> None:
         try:
-            answer = self.answer(task) if peer == self._me else await self._parts.calls.ask(peer, task)
+            answer = await self._calls_to(peer).ask(peer, task)
         except UnreachableError:
             self._own(owner_events.AskFailed(peer, task, unreachable=True))
         except PeerFault as fault:
@@ -243,22 +263,19 @@ class Pipeline:
 
     async def _release(self, action: owner_events.Release) -> None:
         run = self.owner.run_of(action.stage)
-        if action.peer == self._me:
-            self.release(self._me, run, tuple(action.serials))
-            return
         try:
-            await self._parts.calls.release(action.peer, run, action.serials)
+            await self._calls_to(action.peer).release(action.peer, run, action.serials)
         except (UnreachableError, PeerFault):
             self._own(owner_events.ReleaseFailed(action.peer, action.stage, action.serials))
 
     def _draw(self) -> None:
         """Let the trainer read as many microbatches as this peer may have on their way."""
-        if self.server is None or self._is_resting:
+        if self.server is None or self._is_resting or not self._parts.node.owns_microbatches(self.settings.stage):
             return
         for _ in range(self.owner.room - len(self._drawing)):
             serial, self._next_serial = self._next_serial, self._next_serial + 1
             slot = self._drawing[serial] = self._parts.activations.take_slot("tokens")
-            self._commands.put_nowait(DrawMicrobatch(serial=serial, slot=slot))
+            self._order(DrawMicrobatch(serial=serial, slot=slot))
 
     def _on_drawn(self, message: MicrobatchDrawn) -> None:
         slot = self._drawing.pop(message.serial, None)
@@ -281,7 +298,7 @@ class Pipeline:
                 case server_events.Compute():
                     self._compute(action)
                 case server_events.TakeStep():
-                    self._commands.put_nowait(TakeStageStep())
+                    self._order(TakeStageStep(round=self._round))
                 case server_events.Tell(owner, outcome):
                     self._parts.background.spawn(self._tell(owner, outcome))
                 case server_events.Invite(owner):
@@ -290,31 +307,11 @@ class Pipeline:
                     self._parts.activations.drop(key, kept)
 
     async def _fetch(self, action: server_events.Fetch) -> None:
-        """Bring the inputs of a task into slots."""
-        for name, held in action.inputs:
-            if not await self._fetch_one(action.key, held):
-                self._feed(server_events.FetchFailed(action.key, action.direction, action.token, name))
-                return
-        self._feed(server_events.Fetched(action.key, action.direction, action.token))
-
-    async def _fetch_one(self, key: Key, held: HeldBlob) -> bool:
-        activations, blob = self._parts.activations, held.blob
-        if activations.has(blob.digest):
-            activations.hold(key, blob.digest)
-            return True
-        if held.holder == self._me:
-            return False
-
-        def holders() -> list[PeerId]:
-            return [held.holder]
-
-        try:
-            await self._parts.downloader.fetch(blob, holders, FETCH_SECONDS, wait_if_absent=False)
-            activations.take_over(key, blob)
-        except FETCH_ERRORS as error:
-            logger.info("an activation of %s is missing: %s", held.holder, error)
-            return False
-        return True
+        missing = await self._fetcher.fetch(action.key, action.inputs)
+        if missing is None:
+            self._feed(server_events.Fetched(action.key, action.direction, action.token))
+        else:
+            self._feed(server_events.FetchFailed(action.key, action.direction, action.token, missing))
 
     def _compute(self, action: server_events.Compute) -> None:
         task, activations = action.task, self._parts.activations
@@ -322,7 +319,7 @@ class Pipeline:
         output = activations.take_slot("activation") if size else None
         self._computing = action, output
         slots = {name: activations.slot_of(held.blob) for name, held in task.inputs.named().items()}
-        self._commands.put_nowait(
+        self._order(
             ComputeStage(
                 task=action.token,
                 is_backward=task.direction == "backward",
@@ -332,6 +329,11 @@ class Pipeline:
                 gradient=slots.get("gradient"),
                 output=output,
                 loss=task.loss,
+                owner=task.owner,
+                serial=task.serial,
+                number=task.number,
+                round=task.round,
+                takes_away=action.takes_away,
             )
         )
 
@@ -340,6 +342,8 @@ class Pipeline:
             return  # of a trainer that died meanwhile
         (action, output), self._computing = self._computing, None
         task, result = action.task, None
+        if message.fault == "wrong input":
+            self._fetcher.blame_holders(task.inputs)
         if output is not None and message.fault:
             self._parts.activations.give_back(output)
         elif output is not None:
@@ -355,24 +359,27 @@ class Pipeline:
                 compute_ms=1000 * message.seconds,
             )
         )
+        self._publish_rate()
+
+    def _publish_rate(self) -> None:
+        if self.server is not None:
+            self._parts.board.update(stage_rate=self.server.rate)
 
     async def _tell(self, owner: PeerId, outcome: Outcome) -> None:
-        if owner == self._me:
-            self.take_outcome(self._me, outcome)
-            return
         try:
-            await self._parts.calls.tell(owner, outcome)
+            await self._calls_to(owner).tell(owner, outcome)
         except (UnreachableError, PeerFault) as error:
             logger.debug("%s has not been told an outcome, and will ask again: %s", owner, error)
 
     async def _invite(self, owner: PeerId) -> None:
-        if owner == self._me:
-            self.take_invitation(self._me, self.settings.run)
-            return
         try:
-            await self._parts.calls.invite(owner, self.settings.run)
+            await self._calls_to(owner).invite(owner, self.settings.run)
         except (UnreachableError, PeerFault) as error:
             logger.debug("%s has not been invited, and will ask again: %s", owner, error)
+
+    def _order(self, command: StageCommand) -> None:
+        """Send a command to this start of the trainer; the next one ignores it."""
+        self._commands.put_nowait(command.model_copy(update={"start": self._start}))
 
     # Time.
 
@@ -385,11 +392,6 @@ class Pipeline:
             now = time.monotonic()
             self._send(self.owner.handle(owner_events.Tick(), now))
             self._feed(server_events.Tick())
-            self._publish_rate()
             deadlines = [self.owner.next_deadline(), self.server.next_deadline() if self.server else None]
             left = min((at - now for at in deadlines if at is not None), default=MAX_PAUSE_SECONDS)
             await asyncio.sleep(min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, left)))
-
-    def _publish_rate(self) -> None:
-        if self.server is not None:
-            self._parts.directory.update(stage_rate=self.server.rate)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import grpc
 
 from node.daemon.services import RefusalRecorder
-from protocol.errors import PeerFault
+from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import (
@@ -18,6 +18,8 @@ from protocol.murmur_pb2 import (
     ReleaseRequest,
     StageOutcome,
     StageTask,
+    StepReply,
+    StepStatement,
     TellReply,
 )
 from protocol.murmur_pb2_grpc import StagesServicer
@@ -40,6 +42,9 @@ class StagePeer(Protocol):
     def take_invitation(self, peer: PeerId, run: RunId) -> None:
         """Send forwards to a peer that has room again."""
 
+    def take_statement(self, peer: PeerId, body: StepStatement) -> None:
+        """Take what a server counts in the open exact step."""
+
 
 class StagesService(StagesServicer):
     """Serves tasks for our stage; outcomes of our own microbatches, and invitations to send them; and releases."""
@@ -50,7 +55,11 @@ class StagesService(StagesServicer):
 
     async def Ask(self, request: StageTask, context: Any) -> AskReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
-            return self._peer.answer(Task.from_wire(request, sender)).to_wire()
+            answer = self._peer.answer(Task.from_wire(request, sender))
+            if answer.kind == "refused":
+                fault = MalformedError("a task whose inputs are not those of this stage")
+                self._recorder.record_refusal(sender, fault)
+            return answer.to_wire()
 
     async def Tell(self, request: StageOutcome, context: Any) -> TellReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
@@ -66,6 +75,11 @@ class StagesService(StagesServicer):
         async with self._refusing_faults(context) as sender:
             self._peer.take_invitation(sender, read_invitation(request))
         return InviteReply()
+
+    async def State(self, request: StepStatement, context: Any) -> StepReply:  # noqa: N802
+        async with self._refusing_faults(context) as sender:
+            self._peer.take_statement(sender, request)
+        return StepReply()
 
     @asynccontextmanager
     async def _refusing_faults(self, context: Any) -> AsyncIterator[PeerId]:

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping
 
 from node.monitoring.stage_table import ServedStage
 from protocol.identity import PeerId
+from protocol.membership.served_stages import records_by_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.routing import StagePeer
+from protocol.transport.nat import is_relay_only
 
 MAX_STAGE_RATE = 1e9  # of one peer: sums over the peers' claims must stay finite
 
@@ -13,10 +15,12 @@ MAX_STAGE_RATE = 1e9  # of one peer: sums over the peers' claims must stay finit
 def stage_peers(records: Mapping[PeerId, PeerRecord], stages: int) -> tuple[tuple[StagePeer, ...], ...]:
     """Return the live peers of each stage whose trainer is ready; one that rests or leaves takes no new work."""
     found: list[list[StagePeer]] = [[] for _ in range(stages)]
-    for peer, record in records.items():
+    for peer, record in ((peer, seen) for peer, each in records.items() for seen in records_by_stage(each)):
         if is_ready(record, stages):
             is_away = record.resting or record.leaving
-            entry = StagePeer(peer, record.stage_life, record.round, record.stage_rate, is_away)
+            is_hidden = is_relay_only(record.addresses)
+            rate = min(record.stage_rate, MAX_STAGE_RATE)
+            entry = StagePeer(peer, record.stage_life, record.round, rate, is_away, is_hidden)
             found[record.stage - 1].append(entry)
     return tuple(map(tuple, found))
 
@@ -28,7 +32,7 @@ def is_ready(record: PeerRecord, stages: int) -> bool:
 
 def served_stages(records: Iterable[PeerRecord], stages: int) -> list[ServedStage]:
     """Return the stage of each ready trainer; one that rests or leaves has no rate."""
-    found = (served_stage(record, stages) for record in records)
+    found = (served_stage(each, stages) for record in records for each in records_by_stage(record))
     return [served for served in found if served is not None]
 
 
@@ -46,7 +50,7 @@ def lowest_round(records: Iterable[PeerRecord], own_stage: int) -> int | None:
     A stage without a peer holds nobody: when one comes back, it starts from a round that others know.
     """
     rounds: dict[int, int] = {}
-    for record in records:
+    for record in (seen for each in records for seen in records_by_stage(each)):
         if record.role == "trainer" and record.stage and record.stage != own_stage + 1:
             rounds[record.stage] = max(rounds.get(record.stage, 0), record.round)
     return min(rounds.values(), default=None)

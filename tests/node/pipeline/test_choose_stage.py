@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from node.options import NodeOptions
+from node.paths import kept_stage_dir
 from node.pipeline import choose_stage as module
-from node.pipeline.choose_stage import choose_stage, weakest_stage
+from node.pipeline.choose_stage import choose_stage, choose_stages, weakest_stage
 from node.run_dir import RunDir
 from protocol.errors import UsageError
 from protocol.identity import PeerId
@@ -100,3 +101,32 @@ def test_the_user_chooses_and_without_an_answer_the_key_does(
     pinned.folder.mkdir()
     assert choose(pinned, monkeypatch, {"0": trainer(0)}) == 3
     assert choose(options, monkeypatch, {}) == weakest_stage({}, 4, "me").stage
+
+
+def served(options: NodeOptions, **changes: object) -> list[int | None]:
+    changed = options.model_copy(update=changes)
+    places = asyncio.run(choose_stages(changed, RunDir(options.folder), "me"))
+    assert len({place.path for _, place in places}) == len(places)
+    return [stage_of(manifest) for manifest, _ in places]
+
+
+def test_a_node_serves_all_stages_from_then_on(options: NodeOptions) -> None:
+    assert served(options, stage="all") == [0, 1, 2, 3]
+    assert served(options) == [0, 1, 2, 3], "its folder holds all"
+    with pytest.raises(UsageError, match="holds all stages, not 2"):
+        served(options, stage=2)
+
+
+def test_a_folder_of_one_stage_does_not_serve_all(options: NodeOptions) -> None:
+    assert served(options, stage=2) == [2]
+    kept_stage_dir(options.folder, 1).mkdir()  # of a state that the node keeps for others
+    assert served(options) == [2]
+    with pytest.raises(UsageError, match="holds stage 2, not all"):
+        served(options, stage="all")
+
+
+@pytest.mark.parametrize("changes", [{"mode": "exact"}, {"stages": 9}])
+def test_all_stages_are_refused_where_a_node_cannot(options: NodeOptions, changes: dict[str, object]) -> None:
+    table = options.manifest.pipeline.model_copy(update=changes)
+    with pytest.raises(UsageError, match="--stage all"):
+        served(options, stage="all", manifest=options.manifest.model_copy(update={"pipeline": table}))

@@ -1,0 +1,1 @@
+"""Processes of pipelines that are killed, slowed and lied to; no gradient may count twice, and losses are counted."""
