@@ -1,12 +1,16 @@
-"""Run one of our modules in a process of its own, with a deadline."""
+"""Run one of our modules in a process of its own, with a deadline; the process may give way to all others."""
 
 import asyncio
 import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from node.process import python_environment
+from node.process import lower_priority, python_environment
+
+NICENESS = 15
+OUT_OF_MEMORY_SCORE = Path("/proc/self/oom_score_adj")
 
 
 @dataclass(frozen=True)
@@ -39,3 +43,10 @@ async def run_module(module: str, arguments: Sequence[str], seconds: float) -> C
     assert process.returncode is not None
     last_error = errors.decode(errors="replace").strip().rpartition("\n")[2]
     return ChildResult(process.returncode, output, last_error)
+
+
+def give_way() -> None:
+    """Lower the priority of this process, and let the kernel end it first when memory is short."""
+    lower_priority(NICENESS)
+    with contextlib.suppress(OSError):
+        OUT_OF_MEMORY_SCORE.write_text("1000")

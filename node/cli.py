@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from node.commands import models, tickets
+from node.commands import evaluation, models, sites, tickets
 from node.commands.guard import PlainGroup, run_guarded
 from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
 from node.commands.waiting import loading
@@ -115,6 +115,9 @@ def up(
     http: Annotated[
         str | None, typer.Option(metavar="ADDR", help="also serve the page of the run, as `murmur host` does")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only say what it takes of this machine, and how fast it can be")
+    ] = False,
     flags: MachineFlags,
     as_json: JsonOption = False,
 ) -> None:
@@ -133,6 +136,7 @@ def up(
         drill=drill,
         json=as_json,
         http=http,
+        dry_run=dry_run,
         flags=flags,
     )
     raise typer.Exit(run_swarm(options))
@@ -179,16 +183,32 @@ def host(
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="keep the newest model on disk and serve it (default: keep)")
     ] = True,
+    eval_every: Annotated[
+        int | None,
+        typer.Option(metavar="ROUNDS", min=1, help="evaluate the model every so many rounds"),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option("--tasks", metavar="TASK", help="for --eval-every: as for `murmur eval`")
+    ] = None,
     flags: NodeFlags,
 ) -> None:
     """Host a run: a first peer for others to connect to, a web page, and the link to join."""
     with loading():
         from node.dashboard.command import HostOptions
         from node.dashboard.command import host as open_run
+        from node.dashboard.evaluations import plan_of
 
     open_run(
         HostOptions(
-            run=run, folder=folder, http=http, public_url=public_url, public=public, train=train, keep=keep, flags=flags
+            run=run,
+            folder=folder,
+            http=http,
+            public_url=public_url,
+            public=public,
+            train=train,
+            keep=keep,
+            evaluates=plan_of(eval_every, tasks or ()),
+            flags=flags,
         )
     )
 
@@ -344,8 +364,9 @@ def key(
     typer.echo(key_line(folder))
 
 
-for command, example in (*models.COMMANDS, *tickets.COMMANDS):
+for command, example in (*models.COMMANDS, *sites.COMMANDS, *tickets.COMMANDS):
     app.command(epilog=example)(command)
+app.command("eval", epilog=evaluation.EXAMPLE)(evaluation.evaluate)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from protocol.errors import StorageError
 
 CHECK_SECONDS = 15.0
 SHARE_OF_FREE_SPACE = 0.5  # by default
+SHARE_FOR_OTHERS = 0.25  # of the budget, for states that a node keeps only in case others lose them
 
 
 def folder_bytes(folder: Path) -> int:
@@ -45,6 +46,23 @@ def checkpoints_within(budget: int, used: int, stored: int, newest: int, keep: i
     """
     room = budget - (used - stored)
     return max(1, min(keep, room // max(1, newest) - 1))  # one more exists while it is written
+
+
+class DiskRoom:
+    """The disk that a node's folder may take for states that it keeps for others: a share of its budget."""
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self._folder = folder
+        self._budget = budget
+
+    async def require(self, size: int) -> None:
+        """Raise StorageError unless so many more bytes fit, and leave most of the budget to the node's own work."""
+        used = await asyncio.to_thread(folder_bytes, self._folder)
+        if used + size > self._budget or size > SHARE_FOR_OTHERS * self._budget:
+            raise StorageError(
+                f"it may need {format_bytes(size)}, but {self._folder} has {format_bytes(used)} and may take "
+                f"{format_bytes(self._budget)}, {SHARE_FOR_OTHERS:.0%} of it for others; allow more by --disk"
+            )
 
 
 async def watch_budget(folder: Path, budget: int) -> None:

@@ -25,6 +25,21 @@ class MachineFlags:
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="memory per trainer, such as 4GB; microbatches shrink to fit")
     ] = None
+    memory_mode: Annotated[
+        Literal["normal", "small"] | None,
+        typer.Option(help="small: half the memory, by 8-bit moments and a file on disk (default: as the run says)"),
+    ] = None
+    compile: Annotated[
+        bool, typer.Option("--compile", help="compile the model: faster steps in bf16, after a longer start")
+    ] = False
+    recompute: Annotated[
+        Literal["none", "selective", "full"] | None,
+        typer.Option(help="keep fewer activations and compute them again: larger microbatches fit, steps are slower"),
+    ] = None
+    weights: Annotated[
+        Literal["fp32", "bf16"] | None,
+        typer.Option(help="keep weights and gradient on a card in this type; bf16 takes half, rounded stochastically"),
+    ] = None
     pause_when_busy: Annotated[
         bool, typer.Option("--pause-when-busy", help="pause training while other programs use the device")
     ] = False
@@ -34,7 +49,16 @@ class MachineFlags:
         str | None,
         typer.Option(metavar="SIZE", help="disk space of a node's directory (default: half of the free)"),
     ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="device to train on")] = "auto"
+    log: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="also log metrics with this package: tensorboard or wandb (repeatable)"),
+    ] = None
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="device to train on: auto, cpu, cuda, cuda:1, or all (cards)")
+    ] = "auto"
+    devices: Annotated[str | None, typer.Option(metavar="LIST", help="train on these cards together, such as 0,1")] = (
+        None
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +89,21 @@ class NodeFlags(MachineFlags):
         str | None, typer.Option(metavar="POINT", help="the run passes through this point, which `murmur status` shows")
     ] = None
     stage: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="stage to serve in a run that is cut, from 0 on (default: the weakest)"),
+        str | None,
+        typer.Option(metavar="N|all", help="stage to serve in a run that is cut, from 0 on (default: the weakest)"),
     ] = None
+    own_loop: Annotated[
+        bool,
+        typer.Option("--own-loop", help="wait for a training loop of yours (murmuration.join) instead of training"),
+    ] = False
+    site: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="wait there for other machines (`murmur rank`), to train as one peer"),
+    ] = None
+    site_shard: Annotated[
+        Literal["machine", "all"],
+        typer.Option(help="machine: a copy of the model on each machine of a site; all: one copy over all of them"),
+    ] = "machine"
     accept_jump: Annotated[
         bool, typer.Option("--accept-jump", help="follow a preferred chain although many rounds of ours get lost")
     ] = False

@@ -18,14 +18,17 @@ from node.checkpoints.tensor_file import write_file
 from node.data.token_shards import HEADER_FILE
 from node.data.tokenizer import FileTokenizer
 from node.from_manifest import build_program
+from node.join.room import needed_room
 from node.model import shape_table
-from node.model.memory_estimate import fixed_bytes, sequence_bytes
+from node.model.memory_estimate import fixed_bytes, microbatch_bytes
 from node.paths import organiser_key_path
 from node.run_dir import read_json_if_whole
 from node.units import format_bytes, format_count, parse_count
 from protocol.errors import MurmurError, StorageError, UsageError
 from protocol.identity import Identity
-from protocol.manifest import NAME_PATTERN, Manifest, ModelSection, parse_manifest
+from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest_model import ModelSection
+from protocol.manifest_section import NAME_PATTERN
 
 STDLIB = "python-stdlib"
 BYTES_VOCABULARY = 256
@@ -310,11 +313,14 @@ tokens = {tokens}  # of all peers together; the run ends there
 
 def next_steps(target: Path, manifest: Manifest, key: Path) -> list[str]:
     """Return the lines that follow a new manifest: the size of the run, and the commands to go on with."""
-    sequence = {device: fixed_bytes(manifest, device) + sequence_bytes(manifest, device) for device in ("cpu", "cuda")}
+    cpu, cuda = (
+        needed_room(manifest, "cpu").memory,
+        fixed_bytes(manifest, "cuda") + microbatch_bytes(manifest, 1, "cuda"),
+    )
     return [
         f"wrote {target}: run {manifest.run.name}, {format_count(shape_table(manifest.model).numel)} parameters, "
         f"{format_count(manifest.target.tokens or 0)} tokens",
-        f"a peer needs at least {format_bytes(sequence['cpu'])} on a CPU, or {format_bytes(sequence['cuda'])} on a GPU",
+        f"a peer needs at least {format_bytes(cpu)} on a CPU, or {format_bytes(cuda)} on a GPU",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",
         f"try it here:     murmur up {target} --peers 2 --rounds 5",
         f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",

@@ -10,29 +10,65 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from node.paths import is_utf8
+from node.training_log.loggers import is_installed
 from node.units import ALL_INTERFACES, multiaddress_fault, parse_host_port, parse_rate, parse_size
-from protocol.consensus.trust import TrustPoint
+from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import MalformedError, UsageError
 from protocol.fault_words import describe_value, shorten
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest import Manifest, MemoryMode
 from protocol.transport.nat import listen_on_all_interfaces
 
 if TYPE_CHECKING:
     from node.flags import MachineFlags, NodeFlags
 
-Device = Literal["auto", "cpu", "cuda"]
+DEVICE = re.compile(r"^(auto|cpu|cuda|cuda:[0-9]{1,3}|all)\Z")
+CARD = re.compile(r"^(?:cuda:)?([0-9]{1,3})\Z")
 LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PORT = re.compile(r"^[0-9]{1,5}\Z")
 MIN_THREAD_LIMIT = 64
+MAX_DEVICES = 64
 THREADS_PER_CORE = 4  # more would only wait for each other
 OPTION_NAMES = {"peers": "--peer", "folder": "--dir", "base": "RUN"}  # whose field has another name
+SiteShard = Literal["machine", "all"]
 Options = TypeVar("Options", bound="TrainerOptions")
+
+
+def _check_device(device: str) -> str:
+    if not DEVICE.match(device):
+        raise ValueError(f"{shorten(ascii(device))} is not a device; use auto, cpu, cuda, cuda:N or all")
+    return device
+
+
+Device = Annotated[str, AfterValidator(_check_device)]
+
+
+def _parse_devices(value: object) -> object:
+    """Parse "0,1" to ("cuda:0", "cuda:1")."""
+    if not isinstance(value, str):
+        return value
+    names = [name.strip() for name in value.split(",")]
+    cards = [CARD.match(name) for name in names]
+    if all(cards) and len(set(names)) == len(names):
+        return tuple(f"cuda:{int(card[1])}" for card in cards if card)
+    if all(name == "cpu" for name in names):
+        return tuple(names)
+    raise ValueError(f"{shorten(ascii(value))} is not a list of different cards; use 0,1 for the first two, or cpu,cpu")
 
 
 def _parse_bytes(value: object, info: ValidationInfo) -> object:
@@ -45,10 +81,19 @@ class TrainerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Device = "auto"
+    devices: Annotated[tuple[Device, ...], BeforeValidator(_parse_devices)] = Field(
+        default=(), max_length=MAX_DEVICES, description="a rank on each of them; empty: `device` alone"
+    )
     threads: int | None = Field(default=None, ge=1, description="None means as many as there are cores")
     memory: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
         default=None, ge=1, description="bytes that the trainer may use; None means no limit"
     )
+    memory_mode: MemoryMode | None = Field(default=None, description="None means as the run says")
+    compile: bool = Field(default=False, description="compile the model, with matrix products in bf16")
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="what layers keep for the backward pass"
+    )
+    weights: Literal["fp32", "bf16"] = Field(default="fp32", description="type of the weights on an accelerator")
     pause_when_busy: bool = Field(default=False, description="train only while other programs leave the device alone")
 
     @field_validator("threads")
@@ -58,6 +103,12 @@ class TrainerOptions(BaseModel):
         if threads is not None and threads > max(MIN_THREAD_LIMIT, THREADS_PER_CORE * cores):
             raise ValueError(f"{threads} threads are too many for {cores} cores; leave the option out to use all cores")
         return threads
+
+    @model_validator(mode="after")
+    def _devices_are_given_once(self) -> Self:
+        if self.devices and self.device != "auto":
+            raise ValueError("--device and --devices exclude each other; remove one")
+        return self
 
     @property
     def thread_count(self) -> int:
@@ -70,6 +121,7 @@ class MachineOptions(TrainerOptions):
     disk: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
         default=None, ge=1, description="bytes that the node's folder may take; None means half of the free space"
     )
+    log: tuple[Literal["tensorboard", "wandb"], ...] = Field(default=(), description="loggers beside metrics.jsonl")
     upload: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
     download: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
 
@@ -77,6 +129,14 @@ class MachineOptions(TrainerOptions):
     @classmethod
     def _parse_rate(cls, value: object, info: ValidationInfo) -> object:
         return parse_rate(value, f"--{info.field_name}") if isinstance(value, str) else value
+
+    @field_validator("log")
+    @classmethod
+    def _are_installed(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if not is_installed(name):
+                raise ValueError(f"the package {name} is not installed; run `pip install 'murmuration[{name}]'`")
+        return tuple(dict.fromkeys(names))
 
     @property
     def for_trainer(self) -> TrainerOptions:
@@ -100,9 +160,12 @@ class NodeOptions(MachineOptions):
     )
     trust: TrustPoint | None = Field(default=None, description="the run's chain passes through this point")
     requires_trust: bool = Field(default=True, description="a chain must show that it passes through that point")
-    stage: int | None = Field(
-        default=None, ge=0, description="of a pipeline; None: the one of the folder, else the weakest"
+    stage: Annotated[int, Field(ge=0)] | Literal["all"] | None = Field(
+        default=None, description="of a pipeline; None: what the folder holds, else the weakest"
     )
+    own_loop: bool = Field(default=False, description="a training loop of the user makes the steps (murmuration.join)")
+    site: str | None = Field(default=None, description="HOST:PORT at which other machines join this node's ranks")
+    site_shard: SiteShard = Field(default="machine", description="the devices that share one copy of the model")
     accept_jump: bool = Field(default=False, description="follow a preferred chain that lacks many rounds of ours")
     verbose: bool = False
     log_json: bool = False
@@ -161,6 +224,13 @@ class NodeOptions(MachineOptions):
         host, port = parse_host_port(address, "--metrics")
         if host not in ("127.0.0.1", *ALL_INTERFACES):  # `murmur status` asks on loopback
             raise ValueError(f"{address} is neither loopback (127.0.0.1:{port}) nor all interfaces (0.0.0.0:{port})")
+        return address
+
+    @field_validator("site")
+    @classmethod
+    def _is_site(cls, address: str | None) -> str | None:
+        if address is not None and not parse_host_port(address, "--site")[1]:
+            raise ValueError("other machines need a fixed port; write it like 10.0.0.1:29400")
         return address
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 from node.run_dir import RunDir, write_atomically
 from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import Ticket, open_ticket, ticket_from_text, ticket_to_text
-from protocol.consensus.messages import SignedMessage
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import AdmissionError, MissingFileError, PeerFault
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
@@ -14,8 +14,12 @@ from protocol.manifest import Manifest
 MAX_FILE_BYTES = 4096
 
 
-def require_admission(manifest: Manifest, run_dir: RunDir, given: Path | None) -> None:
+def require_admission(
+    manifest: Manifest, run_dir: RunDir, given: Path | None, remedy: str = "join again with --ticket FILE"
+) -> None:
     """Check that the run admits this node, and keep a given ticket in its folder; creates the node's key.
+
+    `remedy` says what to do with a ticket.
 
     Raises:
         AdmissionError: the run does not admit it; the text says what to do.
@@ -34,8 +38,7 @@ def require_admission(manifest: Manifest, run_dir: RunDir, given: Path | None) -
         _keep(manifest, run_dir, peer_id, _read(given))
     if load_own_ticket(manifest, run_dir, peer_id) is None:
         raise AdmissionError(
-            f"the run {name} admits only keys with a ticket; send your key {peer_id} to its organiser, and join again "
-            "with --ticket FILE"
+            f"the run {name} admits only keys with a ticket; send your key {peer_id} to its organiser, and {remedy}"
         )
 
 

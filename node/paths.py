@@ -10,11 +10,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.run_dir import read_json_if_whole
+from node.run_dir import STAGE, read_json_if_whole
 from protocol.errors import CheckpointError, MissingFileError, UsageError
 from protocol.manifest import Manifest
 
 SWARMS_DIR = Path("runs")
+KEEP_MARK = ".keep"  # the suffix of a file that protects a checkpoint, see node.checkpoints.checkpoint
 IN_WHEEL, IN_SOURCE = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
 DEMO_MANIFEST = (IN_WHEEL if IN_WHEEL.is_dir() else IN_SOURCE) / "demo.toml"
 BOOTSTRAP_FILE = Path(__file__).with_name("bootstrap.toml")
@@ -112,10 +113,10 @@ def find_trained_dir(path: Path) -> Path:
     _require_dir(path)
     if (path / "checkpoints").is_dir():
         return path
+    if stage_checkpoints(path):
+        return path  # its nodes have the whole model together
     nodes = {folder: find_newest_checkpoint(folder) for folder in sorted(path.glob("peer-*"))}
-    rounds = {folder: int(saved.name.rpartition("-")[2]) for folder, saved in nodes.items() if saved}
-    if any((folder / "stage.json").exists() for folder in nodes):
-        return path  # none of them has the whole model
+    rounds = {folder: _round_of(saved) for folder, saved in nodes.items() if saved}
     if not rounds:
         raise CheckpointError(
             f"no checkpoint in {path}; name the --dir of a node that has finished a round, or wait until this one has"
@@ -125,17 +126,60 @@ def find_trained_dir(path: Path) -> Path:
 
 def find_newest_checkpoint(node_dir: Path) -> Path | None:
     """Return the newest checkpoint by its name (NUMBER.round-ROUND, see node.checkpoints.checkpoint)."""
-    return max((node_dir / "checkpoints").glob("[0-9]*.round-*"), default=None)
+    return max(_saved_in(node_dir), default=None)
+
+
+def _saved_in(node_dir: Path) -> list[Path]:
+    """Return the checkpoints in a node's folder, without the marks that protect some of them."""
+    return [path for path in (node_dir / "checkpoints").glob("[0-9]*.round-*") if path.suffix != KEEP_MARK]
 
 
 def find_newest_model(folders: Sequence[Path]) -> tuple[int, Path] | None:
-    """Return the round and the node's folder of the newest checkpoint; None if there is none."""
-    found = []
-    for folder in folders:
+    """Return the round and the folder of the newest whole model; None if there is none."""
+    newest = ((folder, newest_checkpoints(folder)) for folder in folders)
+    return max(((_round_of(saved[0]), folder) for folder, saved in newest if saved), default=None)
+
+
+def newest_checkpoints(folder: Path) -> tuple[Path, ...]:
+    """Return the checkpoints that make up the newest model in a folder: one, or one of each stage of a pipeline."""
+    held = stage_checkpoints(folder)
+    if not held:
         saved = find_newest_checkpoint(folder)
-        if saved is not None:
-            found.append((int(saved.name.rpartition("-")[2]), folder))
-    return max(found, default=None)
+        return (saved,) if saved else ()
+    common = set.intersection(*(set(rounds) for rounds in held.values()))
+    return tuple(held[stage][max(common)] for stage in sorted(held)) if common else ()
+
+
+def stage_checkpoints(folder: Path) -> dict[int, dict[int, Path]]:
+    """Return the checkpoints of all stages of a pipeline by stage and round.
+
+    They are in the folder of a node, in the folders in it of stages that the node keeps, and in those of several nodes
+    directly below `folder`. Empty if none of these is of a pipeline.
+    """
+    found: dict[int, dict[int, Path]] = {}
+    for node in (folder, *folder.glob("*/"), *folder.glob("*/stage-*/")):
+        noted = read_json_if_whole(node / STAGE) if (node / "checkpoints").is_dir() else {}
+        stage, stages = noted.get("stage"), noted.get("stages")
+        if isinstance(stage, int) and isinstance(stages, int):
+            found = found or {number: {} for number in range(stages)}
+            found.setdefault(stage, {}).update({_round_of(path): path for path in _saved_in(node)})
+    return found
+
+
+def _round_of(checkpoint: Path) -> int:
+    """Return the round of a checkpoint by its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def kept_stage_dir(node_dir: Path, stage: int) -> Path:
+    """Return the folder in a node's folder for the kept state of a stage that the node does not train."""
+    return node_dir / f"stage-{stage}"
+
+
+def kept_stages_in(node_dir: Path) -> list[int]:
+    """Return the stages that have such a folder."""
+    numbers = (folder.name.removeprefix("stage-") for folder in node_dir.glob("stage-*/"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def read_metrics_port(node_dir: Path) -> int | None:

@@ -6,8 +6,11 @@
     blobs/         content-addressed files   status.json   the last status of a node that has exited
     tokenizer.json the run's, if it has one  vow.json      its vote in the open round (node.checkpoints.vote_log)
     offer.json     the last contribution of its trainer that other peers may have
+    evaluations.jsonl   results of `murmur eval` (node.evaluation.results)
+    metrics.jsonl  its metrics over time (node.training_log), and tensorboard/ or wandb/ beside it
     commits.log    the signed commits of the run (node.receipts.commit_file)
     revisions.json the organiser's revisions of the manifest
+    site-key       the key behind the token of its site (node.site)
     ticket         the organiser's permission to take part (node.own_ticket)
     proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.proof_file)
 
@@ -44,6 +47,7 @@ class RunDir:
         self.path = path
         self.peers = path / "peers.json"
         self.key = path / "key"
+        self.site_key = path / "site-key"
         self.vote_log = path / "vow.json"
         self.contribution_file = path / "offer.json"
         self.revisions = path / "revisions.json"
@@ -113,9 +117,9 @@ class RunDir:
         stage = read_json_if_whole(self.path / STAGE).get("stage")
         return stage if isinstance(stage, int) else None
 
-    def write_stage(self, stage: int) -> None:
-        """Note the stage that this folder holds."""
-        write_atomically(self.path / STAGE, json.dumps({"stage": stage}).encode())
+    def write_stage(self, stage: int, stages: int) -> None:
+        """Note the stage that this folder holds, and how many the run has."""
+        write_atomically(self.path / STAGE, json.dumps({"stage": stage, "stages": stages}).encode())
 
     def read_last_port(self) -> int:
         """Return the TCP port of the last start, 0 if there was none."""

@@ -21,13 +21,14 @@ def main(arguments: list[str]) -> int:
         from node.audits.inner_state import InnerState
         from node.audits.job import JOB_FILE, JobResult, RepeatJob, read_anchors, read_state
         from node.audits.repeater import Repeater
-        from node.data import open_source
+        from node.data import open_corpus
         from node.from_manifest import build_program
-        from node.ipc.shared_memory import SharedLayout
+        from node.ipc.shared_layout import SharedLayout
         from node.model import build_model
-        from node.trainer.device import choose_device
+        from node.step_settings import StepSettings
+        from node.trainer.devices.device import choose_device
         from protocol.errors import MalformedError, MurmurError
-        from protocol.manifest import Manifest, parse_manifest
+        from protocol.manifest import parse_manifest
 
     folder = Path(arguments[0])
     job = RepeatJob.model_validate_json((folder / JOB_FILE).read_text(encoding="utf-8"))
@@ -35,11 +36,11 @@ def main(arguments: list[str]) -> int:
     manifest, device = parse_manifest(job.manifest.encode(), "the daemon's manifest"), choose_device(job.device)
     planner = build_program(manifest)
 
-    def manifest_at(number: int) -> Manifest:
-        return manifest.model_copy(update={"train": job.trains[number]})  # KeyError: a state of long ago
+    def settings_at(number: int) -> StepSettings:
+        return job.settings[number]  # KeyError: a state of long ago
 
-    corpus = open_source(manifest.data, Path(job.base))
-    repeater = Repeater(planner, corpus, manifest_at, lambda: build_model(manifest.model, device))
+    corpus = open_corpus(manifest.data, Path(job.base))
+    repeater = Repeater(manifest, planner, corpus, settings_at, lambda: build_model(manifest.model, device))
     try:
         raw = read_state(folder)
         state = None if raw is None else InnerState.from_bytes(raw, SharedLayout.of(planner))

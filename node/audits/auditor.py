@@ -21,9 +21,10 @@ from node.audits.job import JobResult, RepeatJob
 from node.audits.screening import Judgement, Screening, find_broken_link, next_link
 from node.audits.work_keeper import WorkKeeper
 from node.child_process import run_module
-from node.ipc.shared_memory import SharedLayout
+from node.ipc.shared_layout import SharedLayout
 from node.loop.steering import Steering
 from node.options import Device
+from node.step_settings import StepSettings, step_settings
 from node.workers import BackgroundTasks, FaultSink
 from optim.round_plan import RoundPlanner
 from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
@@ -33,8 +34,8 @@ from protocol.audits.work import Conditions, WorkRecord
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.conduct.conduct import Conduct
-from protocol.consensus.chain import Chain
-from protocol.consensus.messages import Digest
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed
@@ -226,6 +227,12 @@ class Auditor:
         difference = result.repetition.find_difference(contribution, records[0])
         return Judgement("different" if difference else "equal", difference)
 
+    def _settings_at(self, number: int) -> StepSettings | None:
+        """Return the settings of the steps of a round; `None` for one of long ago."""
+        steering = self._tools.steering
+        tokens = steering.tokens_at(number)
+        return None if tokens is None else step_settings(steering.manifest_at(number), number, tokens)
+
     async def _read_record(self, blob: Blob, holders: Sequence[PeerId], held: "_Held") -> WorkRecord:
         await self._fetch(blob, holders, held)
         return WorkRecord.from_bytes(await asyncio.to_thread(self._tools.store.read, blob.digest))
@@ -245,7 +252,7 @@ class Auditor:
             device=self._tools.device,
             peer=peer,
             record=record,
-            trains={number: steering.manifest_at(number).train for number in rounds},
+            settings={number: found for number in rounds if (found := self._settings_at(number)) is not None},
         )
         before, store = record.before, self._tools.store
         state = None if before is None else await asyncio.to_thread(store.read, before.blob.digest)

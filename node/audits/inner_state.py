@@ -15,7 +15,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from node.ipc.shared_memory import MAX_META_BYTES, SharedLayout, SharedMemory
+from node.ipc.shared_layout import MAX_META_BYTES, SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.trainer.counters import Counters
 from protocol.audits.work import MAX_POSITION, MAX_STEPS
 from protocol.blobs.blob import Bytes
@@ -64,12 +65,12 @@ class InnerState:
             raise MalformedError("an inner state without a header")
         counters = _parse_counters(bytes(raw[_LENGTH_BYTES:start]))
         assert counters.outstanding is not None
-        ends = list(accumulate((FLOAT_BYTES * size for _, size in layout.vectors), initial=start))
+        ends = list(accumulate((layout.vector_bytes(*entry) for entry in layout.vectors), initial=start))
         outbox_bytes = sum(counters.outstanding.sizes)
         if outbox_bytes > layout.contribution_bytes or len(raw) != ends[-1] + outbox_bytes:
             raise MalformedError(f"an inner state of {len(raw)} bytes, which are too few or too many")
         vectors = {
-            name: torch.frombuffer(raw, dtype=torch.float32, count=size, offset=offset)
+            name: torch.frombuffer(raw, dtype=layout.dtype(name), count=size, offset=offset)
             for (name, size), offset in zip(layout.vectors, ends, strict=False)
         }
         return cls(counters, vectors, bytes(raw[ends[-1] :]))
@@ -77,7 +78,7 @@ class InnerState:
 
 def max_state_bytes(layout: SharedLayout) -> int:
     """Return the most bytes that an inner state may have."""
-    return MAX_META_BYTES + FLOAT_BYTES * sum(size for _, size in layout.vectors) + layout.contribution_bytes
+    return MAX_META_BYTES + sum(layout.vector_bytes(*entry) for entry in layout.vectors) + layout.contribution_bytes
 
 
 def _parse_counters(header: bytes) -> Counters:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from node.audits.repeater import Repetition
 from node.options import Device
+from node.step_settings import StepSettings
 from protocol.audits.work import WorkRecord
-from protocol.manifest import TrainSection
 
 JOB_FILE = "job.json"
 STATE_FILE = "state"
 
 
 class RepeatJob(BaseModel):
-    """The work to repeat; `trains` are the settings of the inner steps by round, `base` is the folder of the text."""
+    """The work to repeat; `settings` are those of the inner steps by round, `base` is the folder of the text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,7 +31,7 @@ class RepeatJob(BaseModel):
     device: Device
     peer: str
     record: WorkRecord
-    trains: dict[int, TrainSection]
+    settings: dict[int, StepSettings]
 
     def write(self, folder: Path, state: bytes | bytearray | None, anchors: Mapping[int, Tensor]) -> None:
         """Write the files of the job."""

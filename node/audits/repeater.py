@@ -9,11 +9,12 @@ from node.audits.inner_state import InnerState
 from node.data import Corpus
 from node.model import LanguageModel
 from node.simulation.virtual_trainer import VirtualTrainer
+from node.step_settings import StepSettings
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
 from protocol.audits.work import BlobName, WorkRecord
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages import Contribution
+from protocol.consensus.messages.contributions import Contribution
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -44,18 +45,20 @@ class Repetition(BaseModel):
 
 
 class Repeater:
-    """Repeats work of one run, in this process; `manifest_at` returns the manifest of a round."""
+    """Repeats work of one run, in this process; `settings_at` returns the settings of the steps of a round."""
 
     def __init__(
         self,
+        manifest: Manifest,
         planner: RoundPlanner,
         corpus: Corpus,
-        manifest_at: Callable[[int], Manifest],
+        settings_at: Callable[[int], StepSettings],
         build_model: Callable[[], LanguageModel],
     ) -> None:
+        self._manifest = manifest
         self._planner = planner
         self._corpus = corpus
-        self._manifest_at = manifest_at
+        self._settings_at = settings_at
         self._build_model = build_model
 
     def repeat(self, peer: PeerId, record: WorkRecord, before: InnerState | None, anchors: Anchors) -> Repetition:
@@ -71,7 +74,7 @@ class Repeater:
             while pending and pending[0].steps == made:
                 anchor = pending.pop(0)
                 trainer.apply_known_anchor(anchor.round, [anchors[anchor.round]], anchor.outcome)
-                trainer.train = self._manifest_at(anchor.round).train
+                trainer.use_settings(self._settings_at(anchor.round))
             if made >= record.trace.steps:
                 break
             trainer.step()
@@ -93,11 +96,11 @@ class Repeater:
         start = record.trace.start if before is None else before.counters.round
         if start is None:
             raise MalformedError("a work record without a state before it")
-        manifest = self._manifest_at(start)
-        train = manifest.train.model_copy(update={"microbatch": record.conditions.microbatch})
+        settings = self._settings_at(start)
+        train = settings.train.model_copy(update={"microbatch": record.conditions.microbatch})
         trainer = VirtualTrainer(
             self._build_model(),
-            manifest.model_copy(update={"train": train}),
+            self._manifest.model_copy(update={"train": train}),
             self._planner,
             self._corpus,
             ContributionEncoder(self._planner),
@@ -107,6 +110,7 @@ class Repeater:
             trainer.start(start, [anchors[start]])
         else:
             trainer.restore(before.vectors, before.counters, before.outbox)
+        trainer.use_settings(settings)
         if trainer.state.counters.position != record.position:
             raise MalformedError("a work record that names another position of the text")
         return trainer

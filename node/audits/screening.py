@@ -9,7 +9,7 @@ from optim.round_plan import RoundPlanner
 from protocol.audits.findings import Verdict
 from protocol.audits.work import BlobName, Conditions, WorkRecord
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages import Contribution
+from protocol.consensus.messages.contributions import Contribution
 
 MAX_PLANS = 4  # an audit repeats at most so many times the planned steps of a round
 MAX_LINKS = 4  # records from a contribution to the last one that the chain includes

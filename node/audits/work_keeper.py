@@ -9,7 +9,7 @@ from node.ipc.channel import ContributionHeader
 from node.ipc.shared_memory import SharedMemory
 from protocol.audits.work import BlobName, WorkRecord
 from protocol.blobs.blob import Blob, Bytes
-from protocol.consensus.messages import Digest
+from protocol.consensus.messages.signed import Digest
 
 KEPT_STATES = 4  # an audit begins at the commit, which may be MAX_AGE_ROUNDS after the contribution
 KEPT_RECORDS = 64

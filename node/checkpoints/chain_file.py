@@ -7,10 +7,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.message_kinds import nested_reader
-from protocol.consensus.messages import ContributionLimits
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.kinds import nested_reader
 from protocol.errors import CheckpointError, PeerFault
 from protocol.manifest import AdmissionSection
 

@@ -22,18 +22,28 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from node.checkpoints.chain_file import SavedChain
-from node.checkpoints.tensor_file import DamagedError, FileDigest, read_file, read_tensors, write_file, write_tensors
+from node.checkpoints.chain_file import HEAD_KEY, SavedChain
+from node.checkpoints.named_vectors import SavedInner, name_inner_tensors, name_tensors, read_flat
+from node.checkpoints.tensor_file import (
+    DamagedError,
+    FileDigest,
+    TensorFile,
+    read_file,
+    sync_file,
+    write_file,
+    write_tensors,
+)
 from node.model import ShapeTable
+from node.paths import KEEP_MARK
 from node.run_dir import write_atomically
+from optim.inner.base import WEIGHTS
 from protocol.errors import CheckpointError, OtherRunError, StorageError
 from protocol.manifest import RunId
 
@@ -42,11 +52,13 @@ logger = logging.getLogger(__name__)
 SCHEMA = 2
 ANCHOR = "anchor.safetensors"
 INNER = "inner.safetensors"
+NEXT_INNER = ".inner.safetensors"  # in the folder of all checkpoints
 MANIFEST = "manifest.json"
 CHAIN = "chain.bin"
 NAME = re.compile(r"(\d{10,})\.round-(\d+)")
 
 Json = dict[str, Any]
+Rooms = Mapping[str, Tensor]
 Built = TypeVar("Built")
 
 
@@ -60,9 +72,32 @@ class Checkpoint:
     digest: bytes  # of the chain of commits up to the anchor
     chain: SavedChain  # its table is JSON, like inner_meta
     anchor: Tensor
-    outer: dict[str, Tensor]  # slot to vector; the memory of an aggregate has its own length
-    inner: dict[str, Tensor]  # vectors, or raw fp32 or uint8 of any other length
+    outer: Mapping[str, Tensor]  # slot to vector; the memory of an aggregate has its own length
+    inner: Mapping[str, Tensor]  # vectors, or raw fp32 or uint8 of any other length
     inner_meta: Json
+    written: "WrittenInner | None" = None  # saved in the place of `inner`
+
+
+@dataclass(frozen=True)
+class WrittenInner:
+    """The inner vectors in a file that a save moves into its folder."""
+
+    path: Path
+    digest: FileDigest
+    names: tuple[str, ...]
+    meta: Json
+
+
+def write_inner(folder: Path, inner: Mapping[str, Tensor], meta: Json, shapes: ShapeTable) -> WrittenInner:
+    """Write the inner vectors of the next save to a file; it is not on disk yet. Raises StorageError."""
+    path = folder / NEXT_INNER
+    try:
+        _create_folder(folder)
+        path.unlink(missing_ok=True)
+        digest = write_tensors(path, name_inner_tensors(inner, shapes), sync=False)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; free some space or move the folder") from error
+    return WrittenInner(path, digest, tuple(inner), meta)
 
 
 def save(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable, keep: int) -> Path:
@@ -119,8 +154,13 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     return [SavedCheckpoint(path, int(name[2]), _keep_mark(path).exists()) for path, name in names if name]
 
 
-def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkpoint | None, list[str]]:
+def load_newest(
+    folder: Path, run_id: RunId, shapes: ShapeTable, rooms: Sequence[Rooms] = ({}, {})
+) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest whole checkpoint, if any, and a line for each newer damaged one, which the caller reports.
+
+    Args:
+        rooms: places of shared vectors by name, for even and for odd rounds; the others are in new memory.
 
     Raises:
         OtherRunError: The newest whole checkpoint belongs to another run.
@@ -128,7 +168,7 @@ def load_newest(folder: Path, run_id: RunId, shapes: ShapeTable) -> tuple[Checkp
     """
 
     def build(path: Path, body: Json) -> Checkpoint:
-        return _read(path, body, shapes)
+        return _read(path, body, shapes, rooms[body["round"] % 2])
 
     return _load_newest_with(folder, run_id, shapes, build)
 
@@ -145,22 +185,41 @@ def load_newest_chain(folder: Path, run_id: RunId, shapes: ShapeTable) -> SavedC
     return _load_newest_with(folder, run_id, shapes, build)[0]
 
 
-def load_anchor(folder: Path, run_id: RunId, shapes: ShapeTable, round_number: int | None = None) -> tuple[int, Tensor]:
-    """Return the round and the anchor of the newest whole checkpoint, or of that of a round, and read no other file.
+@dataclass(frozen=True, eq=False)
+class SavedAnchor:
+    """The shared weights of a checkpoint, flat fp32 (numel,), and the tokens of the run so far, if it has them."""
+
+    round: int
+    tokens: int | None
+    anchor: Tensor
+
+
+def load_anchor(folder: Path, run_id: RunId, shapes: ShapeTable, name: str | None = None) -> SavedAnchor:
+    """Return the anchor of the newest whole checkpoint, or of the one of that name, and read no other file.
 
     Raises CheckpointError if there is none, or OtherRunError.
     """
 
-    def build(path: Path, body: Json) -> tuple[int, Tensor]:
-        return int(body["round"]), _read_vector(path, ANCHOR, body, shapes)
+    def build(path: Path, body: Json) -> SavedAnchor:
+        return _read_anchor(path, body, shapes)
 
-    loaded, skipped = _load_newest_with(folder, run_id, shapes, build, round_number)
+    loaded, skipped = _load_newest_with(folder, run_id, shapes, build, name)
     for line in skipped:
         logger.warning("skipped the checkpoint %s", line)
     if loaded is None:
         reason = f"all are damaged ({skipped[0]})" if skipped else "there is none yet"
         raise CheckpointError(f"no usable checkpoint in {folder}: {reason}; let the node finish a round first")
     return loaded
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder has the name and the manifest of a checkpoint."""
+    return NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
+
+
+def _read_anchor(path: Path, body: Json, shapes: ShapeTable) -> SavedAnchor:
+    tokens = body["chain"].get(HEAD_KEY, {}).get("tokens")
+    return SavedAnchor(int(body["round"]), tokens, _read_vector(path, ANCHOR, body, shapes))
 
 
 def _publish(target: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
@@ -173,25 +232,17 @@ def _publish(target: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
 
 
 def _write(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable) -> None:
-    files = {ANCHOR: shapes.views(checkpoint.anchor), INNER: _name_inner_tensors(checkpoint.inner, shapes)}
-    files |= {_outer_file(slot): _name_tensors(slot, vector, shapes) for slot, vector in checkpoint.outer.items()}
+    files = {ANCHOR: shapes.views(checkpoint.anchor)}
+    files |= {_outer_file(slot): name_tensors(slot, vector, shapes) for slot, vector in checkpoint.outer.items()}
     digests = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+    if checkpoint.written is not None:
+        sync_file(checkpoint.written.path)
+        checkpoint.written.path.rename(folder / INNER)
+        digests[INNER] = checkpoint.written.digest
+    else:
+        digests[INNER] = write_tensors(folder / INNER, name_inner_tensors(checkpoint.inner, shapes))
     digests[CHAIN] = write_file(folder / CHAIN, [checkpoint.chain.log])
     write_file(folder / MANIFEST, [_encode_manifest(_body(checkpoint, digests))])
-
-
-def _name_tensors(name: str, vector: Tensor, shapes: ShapeTable) -> dict[str, Tensor]:
-    """Split a vector by parameter; keep raw bytes or values of another length whole, under their own name."""
-    is_raw = vector.dtype == torch.uint8 or vector.numel() != shapes.numel
-    return {name: vector} if is_raw else shapes.views(vector)
-
-
-def _name_inner_tensors(inner: Mapping[str, Tensor], shapes: ShapeTable) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
-    for name, vector in inner.items():
-        parts = _name_tensors(name, vector, shapes)
-        named |= parts if name in parts else {f"{name}/{part}": view for part, view in parts.items()}
-    return named
 
 
 def _body(checkpoint: Checkpoint, digests: Mapping[str, FileDigest]) -> Json:
@@ -203,7 +254,7 @@ def _body(checkpoint: Checkpoint, digests: Mapping[str, FileDigest]) -> Json:
         "digest": checkpoint.digest.hex(),
         "chain": dict(checkpoint.chain.table),
         "outer": list(checkpoint.outer),
-        "inner": list(checkpoint.inner),
+        "inner": list(checkpoint.inner if checkpoint.written is None else checkpoint.written.names),
         "inner_meta": checkpoint.inner_meta,
         "files": {name: {"sha256": digest.sha256, "size": digest.size} for name, digest in digests.items()},
     }
@@ -234,12 +285,12 @@ def _load_newest_with(
     run_id: RunId,
     shapes: ShapeTable,
     build: Callable[[Path, Json], Built],
-    round_number: int | None = None,
+    name: str | None = None,
 ) -> tuple[Built | None, list[str]]:
     skipped: list[str] = []
     for saved in reversed(list_checkpoints(folder)):
         path = saved.path
-        if round_number not in (None, saved.round):
+        if name not in (None, path.name):
             continue
         try:
             body = _read_manifest(path)
@@ -261,15 +312,15 @@ def _require_compatible(path: Path, body: Json, run_id: RunId, shapes: ShapeTabl
         raise CheckpointError(f"{path} holds a model with other shapes; choose another folder or remove it")
 
 
-def _read(folder: Path, body: Json, shapes: ShapeTable) -> Checkpoint:
+def _read(folder: Path, body: Json, shapes: ShapeTable, rooms: Rooms) -> Checkpoint:
     return Checkpoint(
         run_id=body["run_id"],
         shapes=bytes.fromhex(body["shapes"]),
         round=body["round"],
         digest=bytes.fromhex(body["digest"]),
         chain=_read_chain(folder, body),
-        anchor=_read_vector(folder, ANCHOR, body, shapes),
-        outer={slot: _read_outer(folder, slot, body, shapes) for slot in body["outer"]},
+        anchor=_read_vector(folder, ANCHOR, body, shapes, rooms.get(WEIGHTS)),
+        outer={slot: _read_outer(folder, slot, body, shapes, rooms.get(slot)) for slot in body["outer"]},
         inner=_read_inner(folder, body, shapes),
         inner_meta=body["inner_meta"],
     )
@@ -279,32 +330,23 @@ def _read_chain(folder: Path, body: Json) -> SavedChain:
     return SavedChain(body["chain"], read_file(folder / CHAIN, FileDigest(**body["files"][CHAIN])))
 
 
-def _read_vector(folder: Path, file: str, body: Json, shapes: ShapeTable) -> Tensor:
-    return _flatten(_read_tensors(folder, file, body), shapes)
+def _read_vector(folder: Path, file: str, body: Json, shapes: ShapeTable, room: Tensor | None = None) -> Tensor:
+    return read_flat(_open(folder, file, body), {name: name for name in shapes.names}, shapes, room)
 
 
-def _read_outer(folder: Path, slot: str, body: Json, shapes: ShapeTable) -> Tensor:
-    named = _read_tensors(folder, _outer_file(slot), body)
-    return named[slot] if slot in named else _flatten(named, shapes)
+def _read_outer(folder: Path, slot: str, body: Json, shapes: ShapeTable, room: Tensor | None) -> Tensor:
+    file = _open(folder, _outer_file(slot), body)
+    if slot not in file.names:
+        return read_flat(file, {name: name for name in shapes.names}, shapes, room)
+    return file.read(slot)
 
 
-def _read_inner(folder: Path, body: Json, shapes: ShapeTable) -> dict[str, Tensor]:
-    named = _read_tensors(folder, INNER, body)
-    inner: dict[str, Tensor] = {}
-    for vector in body["inner"]:
-        parts = {name: named[f"{vector}/{name}"] for name in shapes.names if f"{vector}/{name}" in named}
-        inner[vector] = _flatten(parts, shapes) if parts else named[vector]
-    return inner
+def _read_inner(folder: Path, body: Json, shapes: ShapeTable) -> SavedInner:
+    return SavedInner(_open(folder, INNER, body), body["inner"], shapes)
 
 
-def _read_tensors(folder: Path, file: str, body: Json) -> dict[str, Tensor]:
-    return read_tensors(folder / file, FileDigest(**body["files"][file]))
-
-
-def _flatten(named: Mapping[str, Tensor], shapes: ShapeTable) -> Tensor:
-    flat = torch.empty(shapes.numel)
-    shapes.copy_named(flat, named)
-    return flat
+def _open(folder: Path, file: str, body: Json) -> TensorFile:
+    return TensorFile(folder / file, FileDigest(**body["files"][file]))
 
 
 def _outer_file(slot: str) -> str:
@@ -335,7 +377,7 @@ def _prune(folder: Path, keep: int) -> None:
 
 def _keep_mark(path: Path) -> Path:
     """Return the file whose presence protects a checkpoint."""
-    return path.with_name(f"{path.name}.keep")
+    return path.with_name(path.name + KEEP_MARK)
 
 
 def _remove_hidden(folder: Path) -> None:

@@ -2,23 +2,28 @@
 
 The format is a length (8 bytes, little endian), a JSON header and the raw elements. The safetensors library can write
 it, but neither from views into one vector nor with a hash. This module streams the vector to the file in chunks, so a
-save needs 1 MiB of memory for a model of any size and reads nothing back. The library reads the files.
+save needs 1 MiB of memory for a model of any size and reads nothing back. `TensorFile` reads such files tensor by
+tensor, where the library maps the whole file; the library reads them too.
 """
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**20
 DTYPE_NAMES = {torch.float32: "F32", torch.uint8: "U8"}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_LENGTH_BYTES = 8
 
 
 class DamagedError(ValueError):
@@ -33,13 +38,16 @@ class FileDigest:
     size: int
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileDigest:
-    """Write fp32 and uint8 tensors, on any device, to a new file; it is on disk when this returns."""
-    return write_file(path, encode_tensors(tensors, metadata or {}))
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, sync: bool = True) -> FileDigest:
+    """Write fp32 and uint8 tensors, on any device, to a new file; it is on disk when this returns, if `sync`."""
+    return write_file(path, encode_tensors(tensors, {}), sync=sync)
 
 
-def write_file(path: Path, chunks: Iterable[bytes], mode: int = 0o600) -> FileDigest:
-    """Write a new file of this mode, less the umask; it is on disk when this returns. Raises FileExistsError."""
+def write_file(path: Path, chunks: Iterable[bytes], mode: int = 0o600, *, sync: bool = True) -> FileDigest:
+    """Write a new file of this mode, less the umask; it is on disk when this returns, if `sync`.
+
+    Raises FileExistsError.
+    """
     digest, size = hashlib.sha256(), 0
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         for chunk in chunks:
@@ -47,15 +55,65 @@ def write_file(path: Path, chunks: Iterable[bytes], mode: int = 0o600) -> FileDi
             digest.update(chunk)
             size += len(chunk)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
     return FileDigest(digest.hexdigest(), size)
 
 
-def read_tensors(path: Path, digest: FileDigest) -> dict[str, Tensor]:
-    """Read the tensors of a file. Raises DamagedError, before any is built, if the file does not match `digest`."""
-    _require_intact(path, digest)
+def sync_file(path: Path) -> None:
+    """Return when the content of a file is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+class TensorFile:
+    """The tensors of a file, each of which is read from disk when it is asked for."""
+
+    def __init__(self, path: Path, digest: FileDigest) -> None:
+        """Check the whole file. Raises DamagedError if it does not match `digest`."""
+        _require_intact(path, digest)
+        self._path = path
+        with disk_damage(path), path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            self._entries: dict[str, Any] = json.loads(file.read(length))
+        self._start = _LENGTH_BYTES + length
+        self._entries.pop("__metadata__", None)
+        self.names = frozenset(self._entries)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor. Raises DamagedError if the disk fails."""
+        entry = self._entries[name]
+        tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+        self.read_into({name: tensor})
+        return tensor
+
+    def read_into(self, rooms: Mapping[str, Tensor]) -> None:
+        """Read tensors from disk to these places, without a copy in between; nothing is mapped.
+
+        Raises ValueError if a place has another shape or type, and DamagedError if the disk fails.
+        """
+        with disk_damage(self._path), self._path.open("rb", buffering=0) as file:
+            for name, room in rooms.items():
+                entry = self._entries[name]
+                if (list(room.shape), room.dtype) != (entry["shape"], DTYPES[entry["dtype"]]):
+                    raise ValueError(f"{name} has shape {entry['shape']}, not {list(room.shape)}")
+                file.seek(self._start + entry["data_offsets"][0])
+                _fill(file, room.view(-1).numpy().view(np.uint8).data)
+
+
+def _fill(file: io.RawIOBase, room: memoryview) -> None:
+    while room:
+        count = file.readinto(room)
+        if not count:
+            raise OSError("the file ends too early")
+        room = room[count:]
+
+
+@contextmanager
+def disk_damage(path: Path) -> Iterator[None]:
+    """Turn an OSError into a DamagedError."""
     try:
-        return dict(safetensors.torch.load_file(path))
+        yield
     except OSError as error:
         raise DamagedError(f"{path.name}: {error.strerror}") from error
 

@@ -4,16 +4,15 @@ Two stages may be one round apart, and nodes keep several checkpoints, so the ne
 joined.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from node.checkpoints.checkpoint import list_checkpoints, load_anchor
+from node.checkpoints.checkpoint import load_anchor
 from node.model.families import shapes_of
-from node.run_dir import RunDir
+from node.paths import stage_checkpoints
 from protocol.errors import CheckpointError
 from protocol.manifest import Manifest, load_manifest
 from protocol.pipeline.stage import StageManifest
@@ -21,11 +20,12 @@ from protocol.pipeline.stage import StageManifest
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """The newest weights in a folder, and their run."""
+    """Weights of a run: flat fp32 (numel,), after so many rounds and `tokens`; `None` if nobody noted these."""
 
     manifest: Manifest
     round: int
-    anchor: Tensor  # flat fp32 (numel,)
+    anchor: Tensor
+    tokens: int | None = None
 
 
 def load_trained_weights(folder: Path) -> TrainedWeights:
@@ -37,34 +37,33 @@ def load_trained_weights(folder: Path) -> TrainedWeights:
     manifest = load_manifest(folder / "run.toml")
     if manifest.pipeline.is_cut:
         return _join_stages(folder, manifest)
-    number, anchor = load_anchor(folder / "checkpoints", manifest.run_id, shapes_of(manifest))
-    return TrainedWeights(manifest, number, anchor)
+    saved = load_anchor(folder / "checkpoints", manifest.run_id, shapes_of(manifest))
+    return TrainedWeights(manifest, saved.round, saved.anchor, saved.tokens)
+
+
+def load_checkpoint_weights(path: Path) -> TrainedWeights:
+    """Load the weights of one checkpoint in a node's folder. Raises CheckpointError."""
+    manifest = load_manifest(path.parent.parent / "run.toml")
+    if manifest.pipeline.is_cut:
+        raise CheckpointError(f"{path} holds one stage of {manifest.pipeline.stages}; name the folder above the nodes'")
+    saved = load_anchor(path.parent, manifest.run_id, shapes_of(manifest), path.name)
+    return TrainedWeights(manifest, saved.round, saved.anchor, saved.tokens)
 
 
 def _join_stages(folder: Path, manifest: Manifest) -> TrainedWeights:
     stages = manifest.pipeline.stages
-    held = _held_rounds(folder)
-    missing = [str(stage) for stage in range(stages) if not held[stage]]
+    held = stage_checkpoints(folder)
+    missing = [str(stage) for stage in range(stages) if not held.get(stage)]
     if missing:
         raise CheckpointError(
             f"{folder} has no checkpoint of stage {', '.join(missing)} of {stages}; name the folder above those of "
-            "nodes that serve all stages"
+            "nodes that serve all stages, or the run itself: `murmur export RUN OUT` asks its peers"
         )
     common = set.intersection(*(set(held[stage]) for stage in range(stages)))
     if not common:
         raise CheckpointError(f"the stages in {folder} have no round in common; let the nodes finish another one")
-    newest, anchors = max(common), []
+    newest, parts = max(common), []
     for stage in range(stages):
-        of_stage, node = StageManifest.of(manifest, stage), held[stage][newest]
-        anchors.append(load_anchor(node / "checkpoints", of_stage.run_id, shapes_of(of_stage), newest)[1])
-    return TrainedWeights(manifest, newest, torch.cat(anchors))
-
-
-def _held_rounds(folder: Path) -> defaultdict[int, dict[int, Path]]:
-    """Return by stage which node in a folder holds which round."""
-    held: defaultdict[int, dict[int, Path]] = defaultdict(dict)
-    for node in sorted(path.parent for path in folder.glob("*/checkpoints")):
-        stage = RunDir(node).read_stage()
-        if stage is not None:
-            held[stage] |= {saved.round: node for saved in list_checkpoints(node / "checkpoints")}
-    return held
+        of_stage, saved = StageManifest.of(manifest, stage), held[stage][newest]
+        parts.append(load_anchor(saved.parent, of_stage.run_id, shapes_of(of_stage), saved.name))
+    return TrainedWeights(manifest, newest, torch.cat([part.anchor for part in parts]), parts[0].tokens)

@@ -11,8 +11,9 @@ from google.protobuf.message import DecodeError
 
 from node.run_dir import write_atomically
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.message_kinds import parse
-from protocol.consensus.messages import Commit, ContributionLimits, SignedMessage
+from protocol.consensus.messages.contributions import Commit, ContributionLimits
+from protocol.consensus.messages.kinds import parse
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault, StorageError
 from protocol.manifest import RunId
 from protocol.murmur_pb2 import Signed

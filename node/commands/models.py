@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
+from node.commands.options import (
+    MAX_COUNT,
+    MAX_SEED,
+    InsecureOption,
+    JsonOption,
+    ModelArgument,
+    PeerOption,
+    names_run,
+)
 from node.commands.waiting import loading, say_when_interrupted
 
 NOTHING_WRITTEN = "nothing was written; run it again"
@@ -19,16 +27,14 @@ def export(
         typer.Argument(metavar="DIR|RUN", help="directory of `murmur join`, `up` or `host`; or a RUN of `murmur join`"),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory")],
-    peer: Annotated[
-        list[str] | None, typer.Option(metavar="MULTIADDR", help="of a RUN: connect to this peer first (repeatable)")
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+    peer: PeerOption = None,
+    insecure: InsecureOption = False,
 ) -> None:
     """Export the newest model as a Hugging Face directory: that of a node's directory, or that of a run's peers."""
     from node.paths import find_trained_dir
 
     with say_when_interrupted(f"{out} is as it was before"):
-        if "://" in source or Path(source).is_file():
+        if names_run(source):
             with loading():
                 from node.keeper.fetch_model import fetch_model
 
@@ -43,7 +49,7 @@ def export(
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="directory of `murmur join` or `murmur up`")],
+    source: ModelArgument,
     prompt: Annotated[str, typer.Option(help="the beginning of the text")],
     tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="number of tokens to generate")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
@@ -51,16 +57,17 @@ def generate(
         int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
+    peer: PeerOption = None,
+    insecure: InsecureOption = False,
 ) -> None:
-    """Continue a text with the newest checkpoint."""
-    from node.paths import find_trained_dir
-
-    node = find_trained_dir(folder)
+    """Continue a text with the newest checkpoint of a node, an exported model, or the newest model of a run."""
     with loading():
-        from node.model.generate import generate as generate_text
+        from node.commands.opening import open_model
+        from node.model.generate import continue_text, require_sampling
     from node.monitoring.logs import sanitize
 
-    pieces = generate_text(node, prompt, tokens, temperature, top_k, seed)
+    require_sampling(prompt, tokens, temperature, top_k)
+    pieces = continue_text(open_model(source, peer or (), insecure), prompt, tokens, temperature, top_k, seed)
     for piece in itertools.chain((sanitize(prompt, "\n\t"),), pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()

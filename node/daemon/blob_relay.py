@@ -17,9 +17,10 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.blobs.relay_quota import RelayQuota
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import Chain
-from protocol.consensus.message_kinds import Body, named_blobs, parse
-from protocol.consensus.messages import ContributionLimits, SignedMessage
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.kinds import Body, named_blobs, parse
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import RunId

@@ -1,20 +1,20 @@
 """Ask other peers for their chains, with the certificates of the commits, and ask the user's contacts about them.
 
-The signatures are checked here; `protocol.consensus.fork_choice` judges the chains.
+The signatures are checked here; `protocol.consensus.history.fork_choice` judges the chains.
 """
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from node.daemon.peer_rpc import ChannelTo, request_chain
 from node.loop.catch_up import RETAINED_ROUNDS, SyncOffer
 from protocol.blobs.blob import Blob, check_digest
-from protocol.consensus.certified import MAX_KEPT_COMMITS, ChainLog
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.fork_choice import ChainOffer
-from protocol.consensus.message_kinds import nested_parser
-from protocol.consensus.messages import ContributionLimits
+from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.kinds import nested_parser
 from protocol.errors import MalformedError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import AdmissionSection, RunId
@@ -80,7 +80,15 @@ class ChainReader:
     def _open_revisions(self, reply: ChainReply) -> tuple[SignedRevision, ...]:
         if len(reply.revisions) > MAX_REVISIONS:
             raise MalformedError(f"{len(reply.revisions)} revisions in one reply; at most {MAX_REVISIONS}")
-        return tuple(open_revision(signed, self._run_id, self._limits.organiser) for signed in reply.revisions)
+        whole_run = self._limits.whole_run or self._run_id
+        return tuple(open_revision(signed, whole_run, self._limits.organiser) for signed in reply.revisions)
+
+
+class Vouchers(Protocol):
+    """The peers whose word counts where none of the user's contacts knows a chain."""
+
+    def stage_witnesses(self) -> Sequence[PeerId]:
+        """Return peers that know the chain of a stage; none for the chain of a whole run."""
 
 
 class ChainSyncClient:
@@ -90,16 +98,24 @@ class ChainSyncClient:
         reader: reads the chains.
         chain: our own.
         contacts: the peers that the user named.
+        vouchers: knows the peers to ask where no contact serves our stage.
         state_bytes: the size of every state of this run.
         has_shared_state: whether all peers on one head hold the same state.
     """
 
     def __init__(
-        self, reader: ChainReader, chain: Chain, contacts: Sequence[PeerId], state_bytes: int, has_shared_state: bool
+        self,
+        reader: ChainReader,
+        chain: Chain,
+        contacts: Sequence[PeerId],
+        vouchers: Vouchers,
+        state_bytes: int,
+        has_shared_state: bool,
     ) -> None:
         self._reader = reader
         self._chain = chain
         self._contacts = contacts
+        self._vouchers = vouchers
         self._state_bytes = state_bytes
         self._has_shared_state = has_shared_state
 
@@ -118,7 +134,9 @@ class ChainSyncClient:
             shown = await self._reader.read(peer, max(0, min(since, own.round - MAX_KEPT_COMMITS)))
         state = self._checked_state(shown, peer)
         offer = self._to_offer(shown)
-        word = await ask_contacts(self._reader, self._contacts, offer) if needs_word(self._chain, offer) else None
+        word = None
+        if needs_word(self._chain, offer):
+            word = await ask_for_word(self._reader, self._contacts, self._vouchers.stage_witnesses(), offer)
         return SyncOffer(offer, state, shown.revisions, word)
 
     def _to_offer(self, shown: ShownChain) -> ChainOffer:
@@ -136,6 +154,14 @@ def needs_word(own: Chain, offer: ChainOffer) -> bool:
     """Return whether no voters are known that could certify a chain."""
     common = [head for head in offer.heads if own.has_head(head.digest)]
     return not common or not own.electorate_at(common[-1].digest).voters
+
+
+async def ask_for_word(
+    reader: ChainReader, contacts: Sequence[PeerId], witnesses: Sequence[PeerId], offer: ChainOffer
+) -> bool | None:
+    """Return the word of the contacts; if none of them knows the chain, that of the peers of its stage."""
+    word = await ask_contacts(reader, contacts, offer)
+    return word if word is not None or not witnesses else await ask_contacts(reader, witnesses, offer)
 
 
 async def ask_contacts(reader: ChainReader, contacts: Sequence[PeerId], offer: ChainOffer) -> bool | None:

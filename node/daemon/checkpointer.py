@@ -24,27 +24,33 @@ from torch import Tensor
 from node.checkpoints import checkpoint
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
+from node.checkpoints.named_vectors import SavedInner
 from node.daemon.outer_state import OuterState, ReplicatedState
 from node.disk_budget import checkpoints_within, folder_bytes
-from node.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
+from node.ipc.shared_layout import REFERENCE, RESIDUAL, locally_trained_names
+from node.ipc.shared_memory import SharedMemory
 from node.loop.catch_up import RETAINED_ROUNDS
 from node.loop.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
 from node.model import ShapeTable
 from node.monitoring.status import ErrorRecorder
 from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
 from optim.exchange import nonzero_mask
+from optim.inner.adamw import AdamW
+from optim.inner.eight_bit import EightBitAdamW
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Commit
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import Commit
 from protocol.errors import CheckpointError, MissingFileError, StorageError
 from protocol.manifest import CheckpointSection, RunId
 
 logger = logging.getLogger(__name__)
 
 OFFER_KEY = "offer"  # in the chain's table of a checkpoint: the contributions
+OTHER_METHOD = "the checkpoint has the state of another method; choose another folder or remove it"
+MOMENTS = frozenset((*AdamW.vectors, *EightBitAdamW.vectors))  # of both memory modes
 CONTRIBUTION_VECTOR = "outbox"  # the name of the outbox bytes among a checkpoint's vectors
 
 
@@ -52,12 +58,24 @@ def restore_trainer_snapshot(saved: Checkpoint, shared_memory: SharedMemory) -> 
     """Copy the trainer's part of a checkpoint to the shared memory."""
     if not saved.inner:
         return
-    outbox = saved.inner[CONTRIBUTION_VECTOR].numpy().tobytes()
+    assert isinstance(saved.inner, SavedInner), "it was loaded"
+    expected = {CONTRIBUTION_VECTOR, *dict(shared_memory.layout.vectors)}
+    if ({*saved.inner} ^ expected) - MOMENTS:
+        raise CheckpointError(OTHER_METHOD)
+    if expected - {*saved.inner}:
+        logger.info("the checkpoint has moments of another memory mode; they start again from zero")
+    outbox = saved.inner[CONTRIBUTION_VECTOR].numpy().data
     shared_memory.contribution_buffer[: len(outbox)] = outbox
-    vectors = {name: vector for name, vector in saved.inner.items() if name != CONTRIBUTION_VECTOR}
-    if {name: vector.numel() for name, vector in vectors.items()} != dict(shared_memory.layout.vectors):
-        raise CheckpointError("the checkpoint has the state of another method; choose another folder or remove it")
-    shared_memory.write_snapshot(vectors, saved.inner_meta)
+    shared_memory.invalidate()
+    try:
+        for name, vector in shared_memory.vectors.items():
+            if name in saved.inner:
+                saved.inner.copy_to(name, vector)
+            else:
+                vector.zero_()
+    except ValueError as error:  # the sizes differ
+        raise CheckpointError(OTHER_METHOD) from error
+    shared_memory.publish(saved.inner_meta)
 
 
 def restore_contributions(
@@ -110,9 +128,7 @@ def _account_for_sent(
     """Change the snapshot as if the last sent contribution had just been sent."""
     sent, snapshot = last_sent.contribution, shared_memory.read_snapshot()
     assert snapshot is not None
-    changed = (RESIDUAL, REFERENCE, *planner.method.signal.consumed_names)
-    vectors = {**snapshot.vectors, **{name: snapshot.vectors[name].clone() for name in changed}}
-    subtract_sent_progress(planner, vectors, sent.header.round, payloads if is_first_since_snapshot else [])
+    subtract_sent_progress(planner, snapshot.vectors, sent.header.round, payloads if is_first_since_snapshot else [])
     outstanding = Outstanding.from_header(sent.header) if contributions.pending else None
     if outstanding is not None:
         outbox = b"".join(payloads)
@@ -127,7 +143,7 @@ def _account_for_sent(
         "unreported": StepTotals(),
     }
     counters = Counters.model_validate(snapshot.meta).model_copy(update=updates)
-    shared_memory.write_snapshot(vectors, counters.model_dump(mode="json"))
+    shared_memory.publish(counters.model_dump(mode="json"))
 
 
 def _read_payloads(contribution: StoredContribution, store: BlobStore) -> list[bytes]:
@@ -213,6 +229,7 @@ class Checkpointer:
         )  # blob sizes, one entry a round
         self._retained_states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
+        self._saved_round: int | None = None  # of the newest save
         self._unconfirmed = CONFIRMED_ROUNDS  # rounds until a checkpoint that an earlier process kept may go
         self.last_error = ""  # why the newest checkpoint is not on disk; empty if it is
 
@@ -228,6 +245,27 @@ class Checkpointer:
         for digest in older:
             await self._write_state_to_disk(digest)
         self._retained_states = [*older, state.digest]
+
+    async def free_anchor(self, round_number: int, kept: Blob) -> None:
+        """Free the shared memory in which the anchor of a round is about to be written; `kept` is in the other part.
+
+        The state of two rounds before may be there. A checkpoint that is being written reads it, and a slow peer may be
+        downloading it.
+        """
+        if self._saved_round is not None and (self._saved_round - round_number) % 2 == 0:
+            await self.wait_until_saved()
+        requested = self._demand.requested_digests()
+        for digest in [digest for digest in self._retained_states if digest != kept.digest]:
+            if digest in requested:
+                await self._write_state_to_disk(digest)
+            else:
+                self._store.discard(digest)
+                self._retained_states.remove(digest)
+
+    def is_anchor_free(self, round_number: int, kept: Blob) -> bool:
+        """Return whether `free_anchor` has nothing to wait for."""
+        is_saved = self._saving is None or self._saving.done() or (self._saved_round or 0) % 2 != round_number % 2
+        return is_saved and not any(self._store.is_lent(each) for each in self._retained_states if each != kept.digest)
 
     def prune_blobs(self, contributions: ContributionTracker, commits: Iterable[Commit]) -> None:
         """Drop the blobs that no peer should request any more, after a round or a state download."""
@@ -267,6 +305,7 @@ class Checkpointer:
         """Start a save if one is due; wait until the previous one is on disk."""
         if self._is_save_due(replicated):
             await self.wait_until_saved()
+            self._saved_round = replicated.chain.round
             self._saving = asyncio.create_task(
                 self._save_once_applied(_PendingSave.of(replicated, contributions)), name="checkpoint"
             )
@@ -306,10 +345,7 @@ class Checkpointer:
             self._errors.record_recovered("not saved", self.last_error)
 
     def _write_files(self, pending: "_PendingSave") -> None:
-        copied = self._shared_memory.copy_snapshot()
-        inner = dict(copied[0].vectors) if copied else {}
-        if copied:
-            inner[CONTRIBUTION_VECTOR] = torch.frombuffer(bytearray(copied[1]), dtype=torch.uint8)
+        inner = self._write_inner()
         snapshot = Checkpoint(
             run_id=self._options.run_id,
             shapes=self._options.shapes.hash(),
@@ -317,11 +353,22 @@ class Checkpointer:
             digest=pending.head.digest,
             chain=SavedChain.of(pending.head, pending.log, **{OFFER_KEY: pending.contributions}),
             anchor=pending.state.anchor,
-            outer=dict(pending.state.slots),
-            inner=inner,
-            inner_meta=copied[0].meta if copied else {},
+            outer=pending.state.slots,
+            inner={},
+            inner_meta=inner.meta if inner else {},
+            written=inner,
         )
         checkpoint.save(self._options.directory, snapshot, self._options.shapes, self._kept_count())
+
+    def _write_inner(self) -> checkpoint.WrittenInner | None:
+        """Stream the trainer's vectors and the outbox to a file, until nothing has changed meanwhile."""
+        options, memory = self._options, self._shared_memory
+        inner: checkpoint.WrittenInner | None = None
+        for snapshot in memory.whole_snapshots():
+            outbox = torch.frombuffer(memory.contribution_buffer, dtype=torch.uint8)
+            vectors = {**snapshot.vectors, CONTRIBUTION_VECTOR: outbox}
+            inner = checkpoint.write_inner(options.directory, vectors, snapshot.meta, options.shapes)
+        return inner
 
     def _kept_count(self) -> int:
         """Return how many checkpoints to keep: as many as the run asks for, or fewer that fit into the budget."""

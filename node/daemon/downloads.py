@@ -17,7 +17,8 @@ from typing import Protocol
 from node.monitoring.status import ErrorRecorder
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
-from protocol.consensus.messages import Digest, PartBlob
+from protocol.consensus.messages.contributions import PartBlob
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed

@@ -19,6 +19,7 @@ from node.loop.actions import (
     LoopAction,
     PrecomputeCommit,
     PublishHead,
+    PublishStep,
     ReducePart,
     ReportCatchUp,
     ReportConduct,
@@ -105,6 +106,8 @@ class Effects:
                 self._tasks.spawn(self._state.apply_commit(action))
             case AdvanceState():
                 self._tasks.spawn(self._state.advance_state(action))
+            case PublishStep():
+                self._state.publish_step(action)
             case PublishHead():
                 self._tasks.spawn(self._state.publish_head(action))
             case FindPath():

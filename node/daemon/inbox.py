@@ -11,11 +11,11 @@ from node.loop.actions import Answer
 from node.loop.events import LoopEvent, MessagesReceived
 from node.monitoring.status_reporter import StatusReporter
 from protocol.audits.findings import FINDING_KIND
-from protocol.consensus.briefs.codec import restore
-from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.events import MisbehaviourSeen
-from protocol.consensus.message_kinds import parse, signed_round
-from protocol.consensus.messages import ContributionLimits
+from protocol.consensus.messages.briefs.codec import restore
+from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.kinds import parse, signed_round
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import PeerId
 from protocol.manifest import RunId

@@ -18,16 +18,20 @@ import torch
 
 from node.daemon.node import Node
 from node.disk_budget import choose_budget, watch_budget
+from node.keeper.stage_keepers import OtherStageKeeper, StageKeepers, build_stage_keepers
 from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
 from node.options import NodeOptions
-from node.pipeline.choose_stage import choose_stage
+from node.pipeline.choose_stage import choose_stages
 from node.process import give_up_privileges, handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.run_dir import RunDir
 from node.running_nodes import registered
+from node.site.command import describe_site
+from node.training_log.recorder import recorded_metrics
 from node.workers import start_workers
 from protocol.errors import MurmurError, describe_error
+from protocol.pipeline.stage import stage_of
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -67,6 +71,8 @@ async def run_node(
     """
     with locked_run_dir(settings) as folder:
         folder.copy_tokenizer(settings.manifest, settings.base)
+        if settings.site is not None:
+            logger.info("other machines of this site: %s", describe_site(settings, folder))
         while True:
             finished = await Daemon(settings, folder, display, beside).run()
             if finished is None or not finished.is_extended:
@@ -93,6 +99,7 @@ class Daemon:
         self._display = display
         self._beside = beside
         self._stop = asyncio.Event()
+        self._keepers: StageKeepers | OtherStageKeeper | None = None
 
     async def run(self) -> FinishedRun | None:
         torch.set_num_threads(1)  # leave the cores to the trainer
@@ -106,8 +113,11 @@ class Daemon:
             self._display.names.learn(node.peer_id, self._settings.name)
             node.directory.subscribe(self._display.names)
             with self._display.activity("preparing the run"):
-                manifest = await choose_stage(self._settings, self._folder, node.peer_id)
-                await node.add_replica(manifest, self._folder, workers)
+                served = await choose_stages(self._settings, self._folder, node.peer_id)
+                for manifest, folder in served:
+                    await node.add_replica(manifest, folder, workers)
+                if len(served) == 1:  # a node that serves all stages has nothing to keep beside
+                    self._keepers = node.kept_states = build_stage_keepers(node, self._folder, stage_of(manifest))
             with self._display.activity("connecting to the network"):
                 await node.open()
             port = await stack.enter_async_context(serve_metrics(self._settings.metrics, node.metrics, node))
@@ -115,6 +125,8 @@ class Daemon:
             self._folder.write_node_info(node.peer_id, await node.transport.addresses(), port)
             stack.enter_context(registered(self._folder.path))
             logger.info("this node is %s in run %s", node.peer_id, self._settings.manifest.run.name)
+            recorded = recorded_metrics(self._folder.path, node, node.metrics, self._settings.log)
+            await stack.enter_async_context(recorded)
             await stack.enter_async_context(self._beside(node))
             await self._take_part(node)
             return _end_of(node)
@@ -129,6 +141,7 @@ class Daemon:
         shown = self._display.show_status(node)
         watched = watch_budget(self._folder.path, budget)
         loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically(), shown, watched]
+        loops += [self._keepers.run()] if self._keepers else []
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="round loop")
         stopped = asyncio.create_task(self._stop.wait())
@@ -150,6 +163,8 @@ class Daemon:
     async def _leave(self, node: Node, reason: str) -> None:
         """Leave the run and stop; `reason` is the error that ended the node, empty after a signal."""
         node.set_leaving(reason)
+        if not reason:
+            await node.drain()
         node.publish_progress()  # the last record has the last validation loss
         try:
             async with asyncio.timeout(LEAVE_SECONDS):

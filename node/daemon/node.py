@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
+from typing import Protocol
 
 from node.daemon.node_parts import NodeParts
 from node.daemon.replica import Replica
@@ -14,6 +15,7 @@ from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
 from node.own_ticket import load_own_ticket
+from node.pipeline.node_stages import NodeStages
 from node.pipeline.service import StagesService
 from node.run_dir import RunDir, reuse_last_port
 from node.steering.keeper import RevisionKeeper
@@ -21,7 +23,7 @@ from node.workers import Workers
 from protocol.blobs.server import BlobService, CallerLimits, register_blob_service
 from protocol.blobs.store import BlobStore
 from protocol.blobs.store_group import StoreGroup
-from protocol.consensus.trust import TrustPoint
+from protocol.consensus.history.trust import TrustPoint
 from protocol.identity import Identity
 from protocol.manifest import Manifest, RunId
 from protocol.membership.clock import SwarmClock
@@ -38,6 +40,13 @@ from protocol.tasks import cancel_and_wait
 from protocol.transport.nat import DialBackResponder, choose_relays, find_own_ip
 from protocol.transport.transport import AddServicer, Transport, caller
 from protocol.transport.tunnel import ConnectionLimits
+
+
+class KeptStates(Protocol):
+    """The states of other stages that a node of a pipeline keeps."""
+
+    def describe(self) -> str:
+        """Return one line about them."""
 
 
 class Node:
@@ -72,13 +81,15 @@ class Node:
             self._clock,
             rng,
         )
+        self.stages = NodeStages(self.directory)
         self.revisions = RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
         self._stores = StoreGroup()
         self.blob_service = BlobService(self._stores, caller, CallerLimits.at_rate(options.upload))
         self.metrics = Metrics()
         self.manifests: dict[RunId, Manifest] = {manifest.run_id: manifest}
         self.replicas: dict[RunId, Replica] = {}
-        self._chains: dict[RunId, ServedChain] = {}  # of the replicas, or that of a host's keeper
+        self.kept_states: KeptStates | None = None  # of other stages of a pipeline
+        self._chains: dict[RunId, ServedChain] = {}  # of the replicas, and of states that are kept
 
     async def add_replica(self, manifest: Manifest, run_dir: RunDir, workers: Workers) -> Replica:
         """Build a replica of a run from its folder. Call it before `open`. Raises MurmurError."""
@@ -87,6 +98,7 @@ class Node:
             identity=self.identity,
             transport=self.transport,
             directory=self.directory,
+            stages=self.stages,
             revisions=self._keeper_of(manifest, run_dir),
             blob_service=self.blob_service,
             metrics=self.metrics,
@@ -105,9 +117,14 @@ class Node:
         return replica
 
     def add_chain(self, run_id: RunId, chain: ServedChain, store: BlobStore) -> None:
-        """Serve a chain with its state, and the blobs of a store. Call it before `open`."""
+        """Serve a chain with its state, and the blobs of a store. Call it for the first chain before `open`."""
         self._chains[run_id] = chain
         self._stores.add(store)
+
+    def remove_chain(self, run_id: RunId, store: BlobStore) -> None:
+        """Serve a chain and the blobs of its store no longer."""
+        del self._chains[run_id]
+        self._stores.remove(store)
 
     @property
     def trust_point(self) -> TrustPoint | None:
@@ -154,6 +171,7 @@ class Node:
         ]  # fmt: skip
         if not self._chains:
             return always
+        stages = [partial(add_StagesServicer_to_server, StagesService(self.stages, self.directory))]
         rounds = RoundsService(self.replicas, self._chains, self.directory)
         for counter in (self.blob_service, rounds):
             self.metrics.add_refusal_counter(counter)
@@ -162,11 +180,7 @@ class Node:
             partial(register_blob_service, self.blob_service),
             partial(add_CarriersServicer_to_server, CarriersService(self.replicas, self.directory)),
             partial(add_RoundsServicer_to_server, rounds),
-            *(
-                partial(add_StagesServicer_to_server, StagesService(replica.pipeline, self.directory))
-                for replica in self.replicas.values()
-                if replica.pipeline is not None
-            ),
+            *(stages if self.stages else ()),
         ]
 
     async def run_replicas(self) -> None:
@@ -176,6 +190,10 @@ class Node:
             await asyncio.gather(*running)
         finally:
             await cancel_and_wait(running)
+
+    async def drain(self) -> None:
+        """Finish work that others would have to make again, before the peers learn that this node leaves."""
+        await asyncio.gather(*(replica.pipeline.drain() for replica in self.replicas.values() if replica.pipeline))
 
     async def finish(self) -> None:
         """Stop the trainers and save; the network stays open. May be repeated."""
@@ -212,6 +230,7 @@ class Node:
             "bytes_fetched_by_path": dict(transport.bulk.bytes_received),
             "direct_refusals": dict(transport.direct_refusals),
             "addresses": tuple(own.addresses) if own else (),
+            "kept": self.kept_states.describe() if self.kept_states else "",
         }
 
 

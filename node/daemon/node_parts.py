@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from node.monitoring.metrics import Metrics
 from node.options import NodeOptions
+from node.pipeline.node_stages import NodeStages
 from node.steering.keeper import RevisionKeeper
 from node.workers import Workers
 from protocol.blobs.server import BlobService
@@ -21,6 +22,7 @@ class NodeParts:
     identity: Identity
     transport: Transport
     directory: PeerDirectory
+    stages: NodeStages
     revisions: RevisionKeeper
     blob_service: BlobService
     metrics: Metrics

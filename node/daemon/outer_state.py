@@ -1,5 +1,8 @@
 """Hold the state that all peers of a run share: the chain, the anchor and the outer optimizer, always on the CPU.
 
+Once a trainer has the anchor in the shared memory, the state has it there too, and its blob is lent from there. The
+memory of round r is written again for round r + 2: by then the blob is on disk or gone (`Checkpointer.free_anchor`).
+
 The daemon computes the outer update in its own process, with the same elementwise operations on every machine, so peers
 with different accelerators have the same bits. The serialized state (anchor, then the slots in the order of their
 names, raw little-endian fp32) is a blob: its digest proves agreement, and a new peer can download it from every peer
@@ -16,6 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from node.model.cut import cut_of
+from node.model.start_weights import is_start
 from node.workers import RunInThread
 from optim.aggregation.base import LeftOut
 from optim.aggregation.step_scaling import compute_step_scale
@@ -23,18 +28,21 @@ from optim.codecs.base import Payload
 from optim.errors import OptimError
 from optim.exchange import Aggregator
 from optim.kernels.buffer_pool import clone
-from optim.kernels.vectors import SparseVector, Vector
-from optim.method import REFERENCE_WEIGHT, SMALL_SLOTS, Method
-from optim.round_plan import RoundPlanner
+from optim.kernels.vectors import SparseVector, Vector, slabs
+from optim.method import REFERENCE_WEIGHT, SMALL_SLOTS, STEPS_MADE, Method
+from optim.round_plan import NO_ROOMS, RoundPlanner
 from protocol.blobs.blob import Blob, Bytes
-from protocol.consensus.certified import CertifiedCommit, ChainLog
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
-from protocol.consensus.weights import count_tokens
+from protocol.consensus.history.certified import CertifiedCommit, ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.messages.weights import count_tokens
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
 from protocol.identity import PeerId
+from protocol.manifest import Manifest
 
 FLOAT_BYTES = 4
+Rooms = Mapping[str, Tensor]  # memory for vectors of a new state, by name
 SignedContributions = tuple[SignedMessage[Contribution], ...]
 
 
@@ -67,9 +75,19 @@ class OuterState:
         sizes = {name: method.slot_numel(name, anchor.numel()) for name in method.slots}
         return cls(anchor, {name: torch.zeros(size) for name, size in sizes.items()})
 
+    def steps_before(self, round_number: int) -> int:
+        """Return the number of outer steps before a round, which is lower than its number if rounds were void."""
+        made = self.slots.get(STEPS_MADE)
+        return round_number if made is None else int(made)
+
     def shared_vectors(self, method: Method) -> list[Tensor]:
         """Return the vectors that a trainer applies: the anchor, and its own vectors that are shared too."""
         return [self.anchor, *(self.slots[name] for name in method.signal.shared_names[1:])]
+
+    def in_memory(self, shared: Sequence[Tensor], method: Method) -> "OuterState":
+        """Return this state with its shared vectors in other memory, which has the same values."""
+        slots = dict(zip(method.signal.shared_names[1:], shared[1:], strict=True))
+        return OuterState(shared[0], {**self.slots, **slots}, self.left_out)
 
     def byte_views(self) -> list[memoryview]:
         """Return the serialized bytes, vector by vector, without a copy."""
@@ -77,14 +95,14 @@ class OuterState:
         return [vector.numpy().data for vector in vectors]
 
     @classmethod
-    def from_bytes(cls, raw: bytearray | mmap.mmap, numel: int, method: Method) -> "OuterState":
+    def from_bytes(cls, raw: bytearray | memoryview | mmap.mmap, numel: int, method: Method) -> "OuterState":
         """Parse a state. Raises MalformedError for a wrong size or a value that is not finite or out of range."""
         names = method.slots
         if len(raw) != state_bytes(numel, method):
             raise MalformedError(f"the state has {len(raw)} bytes instead of {state_bytes(numel, method)}")
         sizes = [numel, *(method.slot_numel(name, numel) for name in names)]
         vectors = torch.split(torch.frombuffer(raw, dtype=torch.float32), sizes)
-        if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
+        if not all(bool(torch.isfinite(vector[slab]).all()) for vector in vectors for slab in slabs(vector.numel())):
             raise MalformedError("the state is not finite")
         slots = dict(zip(names, vectors[1:], strict=True))
         for name, vector in slots.items():
@@ -114,10 +132,10 @@ class PartSum(NamedTuple):
 class RoundCompute:
     """The computations on blobs for a round. Every method may take long: call it in a worker thread.
 
-    `rate_decay` maps a round to the fraction of the run's learning rate that is left at its beginning.
+    `rate_decay` gives the fraction of the learning rate that is left after so many outer steps, rounds and tokens.
     """
 
-    def __init__(self, planner: RoundPlanner, store: BlobAccess, rate_decay: Callable[[int], float]) -> None:
+    def __init__(self, planner: RoundPlanner, store: BlobAccess, rate_decay: Callable[[int, int, int], float]) -> None:
         self._planner = planner
         self._aggregator = Aggregator(planner)
         self._store = store
@@ -144,10 +162,18 @@ class RoundCompute:
             raise MalformedError(f"a contribution does not decode: {error}") from error
         return PartSum(self._store.put_in_memory(reduced.payload), reduced.left_out)
 
-    def apply_commit(self, state: OuterState, commit: Commit, signed_contributions: SignedContributions) -> OuterState:
-        """Return the state after a commit. Raises MalformedError.
+    def apply_commit(
+        self,
+        state: OuterState,
+        commit: Commit,
+        signed_contributions: SignedContributions,
+        tokens: int = 0,
+        rooms: Rooms = NO_ROOMS,
+    ) -> OuterState:
+        """Return the state after a commit, its vectors in `rooms` if they are there. Raises MalformedError.
 
-        `signed_contributions` are those applied here, with all blobs in the store; without any, the state is unchanged.
+        `tokens` are those of the run before the commit. `signed_contributions` are those applied here, with all blobs
+        in the store; without any, the state is unchanged.
         """
         if not signed_contributions:
             return state
@@ -162,9 +188,12 @@ class RoundCompute:
             merged = self._aggregator.merge(round_number, payloads, weights, small_slots)
         except OptimError as error:
             raise MalformedError(f"the commit of round {round_number} does not decode: {error}") from error
-        plan, decay = self._planner.plan(round_number), self._rate_decay(round_number)
+        step = state.steps_before(round_number)
+        plan, decay = self._planner.plan(step), self._rate_decay(step, round_number, tokens)
+        if STEPS_MADE in small_slots:
+            small_slots[STEPS_MADE] += 1
         slots = {**state.slots, **small_slots}
-        anchor, slots = self._planner.apply_outer_step(plan, state.anchor, slots, merged.vector, decay, weights)
+        anchor, slots = self._planner.apply_outer_step(plan, state.anchor, slots, merged.vector, decay, weights, rooms)
         self._decoded.clear()
         left_out = ((signed_contributions[index].sender, why) for index, why in sorted(merged.left_out.items()))
         return OuterState(anchor, slots, tuple(left_out))
@@ -199,9 +228,14 @@ class RoundCompute:
         return self._store.lend(*state.byte_views())
 
     def load_state(self, blob: Blob) -> OuterState:
-        raw = self._store.read(blob.digest)
-        own = raw if isinstance(raw, bytearray) else bytearray(raw)
-        return OuterState.from_bytes(own, self._planner.numel, self._planner.method)
+        raw = memoryview(self._store.view(blob.digest))
+        return OuterState.from_bytes(bytearray(raw) if raw.readonly else raw, self._planner.numel, self._planner.method)
+
+
+def _require_start(state: OuterState, manifest: Manifest) -> None:
+    has_moved = any(bool(slot.any()) for slot in state.slots.values())
+    if has_moved or not is_start(manifest.model, state.anchor, cut_of(manifest)):
+        raise MalformedError("the state is not the one with which this run starts")
 
 
 def _counted(contributions: Sequence[Contribution]) -> list[int]:
@@ -251,8 +285,8 @@ class ReplicatedState:
         self._run_at_low_priority = run_at_low_priority
         self._speculative: SpeculativeState | None = None
 
-    def speculate(self, commit: Commit, signed_contributions: SignedContributions) -> None:
-        """Start to compute the state after a commit that is not decided yet.
+    def speculate(self, commit: Commit, signed_contributions: SignedContributions, rooms: Rooms = NO_ROOMS) -> None:
+        """Start to compute the state after a commit that is not decided yet, its vectors in `rooms` if they are there.
 
         A later commit replaces an earlier one, because only the last proposal can still be decided. The same commit may
         come again, as a proposal and in a later view.
@@ -261,7 +295,7 @@ class ReplicatedState:
             return
         self._drop_speculative()
         task = asyncio.create_task(
-            self._compute_speculatively(self.state, commit, signed_contributions), name="speculative commit"
+            self._compute_speculatively(self.state, commit, signed_contributions, rooms), name="speculative commit"
         )
         self._speculative = SpeculativeState(self.state, commit.content_digest, signed_contributions, task)
 
@@ -271,16 +305,18 @@ class ReplicatedState:
         self._speculative = None
 
     async def _compute_speculatively(
-        self, state: OuterState, commit: Commit, signed_contributions: SignedContributions
+        self, state: OuterState, commit: Commit, signed_contributions: SignedContributions, rooms: Rooms
     ) -> OuterState | None:
         with suppress(PeerFault, MissingFileError, StorageError):  # `compute_next` will raise it
             computed: OuterState = await self._run_in_thread(
-                self._compute.apply_commit, state, commit, signed_contributions
+                self._compute.apply_commit, state, commit, signed_contributions, self.chain.tokens, rooms
             )
             return computed
         return None
 
-    async def compute_next(self, commit: CertifiedCommit, signed_contributions: SignedContributions) -> OuterState:
+    async def compute_next(
+        self, commit: CertifiedCommit, signed_contributions: SignedContributions, rooms: Rooms = NO_ROOMS
+    ) -> OuterState:
         """Return the state after a commit, whose blobs must be in the store; nothing changes yet.
 
         Raises StaleError or MalformedError.
@@ -294,7 +330,7 @@ class ReplicatedState:
         ):
             return computed
         state: OuterState = await self._run_in_thread(
-            self._compute.apply_commit, self.state, commit.body, signed_contributions
+            self._compute.apply_commit, self.state, commit.body, signed_contributions, self.chain.tokens, rooms
         )
         return state
 
@@ -313,12 +349,15 @@ class ReplicatedState:
         """Return the fraction of a full outer step that the last round made."""
         return self._compute.step_scale(self.state, commit, signed_contributions)
 
-    async def install_state(self, head: ChainHead, log: ChainLog, blob: Blob) -> None:
+    async def install_state(self, head: ChainHead, log: ChainLog, blob: Blob, manifest: Manifest | None = None) -> None:
         """Switch to the head, the log that leads to it, and the state (in the store) of another chain.
 
-        Raises MalformedError without any change.
+        A state of round 0 must have the weights that the manifest names, if it is given. Raises MalformedError without
+        any change.
         """
         state = await self._run_in_thread(self._compute.load_state, blob)
+        if manifest is not None and head.round == 0:
+            await self._run_in_thread(_require_start, state, manifest)
         self._drop_speculative()
         self.chain.switch_to(head, log)
         self.state = state

@@ -21,7 +21,7 @@ import grpc
 
 from node.monitoring.status import ErrorRecorder
 from node.workers import FaultSink
-from protocol.consensus.briefs.codec import Abridger
+from protocol.consensus.messages.briefs.codec import Abridger
 from protocol.errors import LimitError, PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId

@@ -8,8 +8,9 @@ from google.protobuf.message import DecodeError
 from node.run_dir import write_atomically
 from protocol import murmur_pb2 as wire
 from protocol.conduct.proofs import Proof
-from protocol.consensus.message_kinds import parse
-from protocol.consensus.messages import ContributionLimits, SignedMessage
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.kinds import parse
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault, StorageError
 from protocol.manifest import RunId
 

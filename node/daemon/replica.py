@@ -18,20 +18,23 @@ from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.node_parts import NodeParts
 from node.daemon.outer_state import ReplicatedState, RoundCompute, state_bytes
+from node.daemon.outer_vectors import OuterVectors
 from node.daemon.peer_rpc import Outbox, PeerRpc
 from node.daemon.proof_file import ProofFile
 from node.daemon.restoring import RestoreTargets, restore_run
 from node.daemon.round_effects import RoundEffects, RoundTools
-from node.daemon.run_limits import contribution_limits, max_store_bytes
+from node.daemon.run_limits import blob_memory_bytes, contribution_limits, max_store_bytes
 from node.daemon.services import InboundQuota, ServedChain
 from node.daemon.state_effects import StateEffects, StateTools
 from node.daemon.swarm_view import SwarmView
-from node.daemon.trainer_link import TrainerLink, TrainerTools, build_trainer_config
+from node.daemon.trainer_config import build_trainer_config
+from node.daemon.trainer_link import TrainerLink, TrainerTools
 from node.disk_budget import choose_budget
 from node.from_manifest import (
+    build_node_program,
     build_pacing,
-    build_program,
-    rate_by_round,
+    exact_options,
+    rate_of_outer_steps,
     round_settings_by_number,
     topology_class,
 )
@@ -43,7 +46,9 @@ from node.ipc.channel import (
     Ready,
     TrainerProgress,
 )
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.own_loop import OwnLoopProcess
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.ipc.trainer_process import TrainerProcess
 from node.loop.contributions import ContributionFile
 from node.loop.events import ContributionReady, RevisionsChanged, SwarmChanged
@@ -57,19 +62,20 @@ from node.monitoring.status_reporter import StatusReporter
 from node.own_ticket import load_own_ticket
 from node.pipeline.build import build_pipeline, stage_config
 from node.run_dir import RunDir
+from node.trainer.vectors import TrainerVectors
 from node.workers import BackgroundTasks
 from optim.kernels.warmup import warm_up
 from optim.round_plan import RoundPlanner
 from protocol.admission.gate import Gate
 from protocol.blobs.download import Downloader
-from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
-from protocol.consensus.briefs.codec import Abridger
-from protocol.consensus.briefs.seen import SeenMessages
+from protocol.blobs.store import BlobStore
+from protocol.consensus.messages.briefs.codec import Abridger
+from protocol.consensus.messages.briefs.seen import SeenMessages
 from protocol.manifest import Manifest
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import Signed
-from protocol.pipeline.stage import stage_of
+from protocol.pipeline.stage import StageManifest
 from protocol.signing import sign
 from protocol.tasks import cancel_and_wait
 from protocol.traffic import ControlTraffic
@@ -85,7 +91,8 @@ class Replica:
     @classmethod
     async def build(cls, node: NodeParts, manifest: Manifest, run_dir: RunDir) -> "Replica":
         """Build a replica from its folder. Raises MurmurError."""
-        planner = build_program(manifest)
+        options = node.options
+        planner = build_node_program(manifest, options.memory_mode, own_loop=options.own_loop)
         text = "compiling the kernels of this run, once for this machine; it may take a minute"
         notice = asyncio.get_running_loop().call_later(SLOW_COMPILE_SECONDS, logger.info, text)
         try:
@@ -111,13 +118,14 @@ class Replica:
         )
         self._disk_budget = choose_budget(run_dir.path, node.options.disk)
         self._max_store_bytes = min(max_store_bytes(planner), self._disk_budget // 2)
-        self.store = BlobStore(run_dir.blobs, self._max_store_bytes, DEFAULT_MEMORY_BYTES)
-        self.shared_memory = SharedMemory.create(SharedLayout.of(planner))
+        self.store = BlobStore(run_dir.blobs, self._max_store_bytes, blob_memory_bytes(planner))
+        self.shared_memory = SharedMemory.create(SharedLayout.of(planner), run_dir.path)
+        self._outer_vectors = OuterVectors(run_dir.path, planner)
         self._restore()
         self._connect()
         self._build_loop()
         self._build_audits()
-        self.pipeline = build_pipeline(manifest, run_dir, node.directory, node.transport, self._background)
+        self.pipeline = build_pipeline(manifest, run_dir, node.stages, node.transport, self._background)
         self._build_trainer()
         self._build_effects()
         self.status_reporter.add_source(self)
@@ -132,23 +140,28 @@ class Replica:
             self.manifest,
             self._planner,
             self._run_dir.checkpoints,
-            RestoreTargets(self.shared_memory, self.store, self._contribution_file, self.status_reporter),
+            self._node.options.base,
+            RestoreTargets(
+                self.shared_memory, self._outer_vectors, self.store, self._contribution_file, self.status_reporter
+            ),
         )
-        self._contributions = restored.contributions
+        self._contributions, self._has_state = restored.contributions, restored.has_state
         self.steering = Steering(self.manifest, restored.chain, self._node.revisions.log)
-        self._compute = RoundCompute(self._planner, self.store, rate_by_round(self.steering, self._planner))
-        workers = self._node.workers
-        self.replicated = ReplicatedState(
-            restored.chain, restored.state, self._compute, workers.compute, workers.low_priority
-        )
+        self._compute = RoundCompute(self._planner, self.store, rate_of_outer_steps(self.steering, self._planner))
+        workers, method, number = self._node.workers, self._planner.method, restored.chain.round
+        shared = restored.state.shared_vectors(method)
+        self.shared_memory.write_anchor(number, shared)
+        state = restored.state.in_memory(self.shared_memory.anchor_vectors(number, len(shared)), method)
+        state = self._outer_vectors.place(number, state)
+        self.replicated = ReplicatedState(restored.chain, state, self._compute, workers.compute, workers.low_priority)
 
     def _connect(self) -> None:
         """Build the components that communicate with the peers of the run."""
         node, status = self._node, self.status_reporter
         gate = Gate(self.manifest)
         node.metrics.add_refusal_counter(gate)
-        stage = stage_of(self.manifest)
-        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate, stage)
+        board = node.stages.board_of(self.manifest) if isinstance(self.manifest, StageManifest) else None
+        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate, board)
         self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
         seen = SeenMessages()
         self.receiver = MessageReceiver(self.run_id, self._limits, seen, self.inbox, status)
@@ -171,12 +184,13 @@ class Replica:
         )
 
     def _build_loop(self) -> None:
-        manifest, identity = self.manifest, self._node.identity
+        manifest, identity, given = self.manifest, self._node.identity, self._node.options
+        shares_state = topology_class(self._planner.method).has_shared_state
         self._pacing = build_pacing(manifest, self._planner)
         self._vote_log = VoteLog(self._run_dir.vote_log, self.run_id, self._limits)
         settings = round_settings_by_number(self.steering, self._planner)
         self._proof_file = ProofFile(self._run_dir.proofs, self.run_id, self._limits)
-        ticket = load_own_ticket(manifest, self._run_dir, identity.peer_id)
+        ticket = load_own_ticket(manifest, RunDir(self._node.options.folder), identity.peer_id)
         options = RoundOptions(identity.peer_id, settings, self._limits, secrets.token_bytes(32), ticket)
 
         def sign_message(kind: str, body: Message) -> Signed:
@@ -190,14 +204,12 @@ class Replica:
                 expiry=manifest.membership.expiry,
                 has_contacts=self._node.has_contacts,
                 sync=SyncOptions(
-                    topology_class(self._planner.method).has_shared_state,
-                    self._node.options.trust,
-                    self._node.options.requires_trust,
-                    self._node.options.accept_jump,
+                    shares_state, given.trust, given.requires_trust, given.accept_jump, not self._has_state
                 ),
                 state_bytes=self._state_bytes,
-                stays=self._node.options.stays,
+                stays=given.stays,
                 proofs=tuple(self._proof_file.load()),
+                exact=exact_options(manifest),
             ),
             self.replicated.chain,
             self.replicated.blob.digest,
@@ -230,7 +242,11 @@ class Replica:
         stage = stage_config(self.pipeline) if self.pipeline else None
         trainer_config = build_trainer_config(self.manifest, options, self._run_dir, me, number, stage)
         activations = self.pipeline.memory if self.pipeline else None
-        self._process = TrainerProcess(self.shared_memory, trainer_config, activations)
+        self._process = (
+            OwnLoopProcess(self.shared_memory, trainer_config, self._run_dir.path)
+            if options.own_loop
+            else TrainerProcess(self.shared_memory, trainer_config, activations)
+        )
         tools = TrainerTools(
             process=self._process,
             shared_memory=self.shared_memory,
@@ -239,6 +255,7 @@ class Replica:
             run_in_thread=self._node.workers.compute,
             work_keeper=self.auditor.work_keeper if self.auditor else None,
             pipeline=self.pipeline,
+            vectors=TrainerVectors(self.shared_memory, self._planner),
         )
         self.trainer = TrainerLink(tools, self._contributions, self._pacing, self, self.status_reporter)
         self.checkpointer = Checkpointer(
@@ -270,6 +287,8 @@ class Replica:
         state_tools = StateTools(
             method=method,
             replicated=self.replicated,
+            outer_vectors=self._outer_vectors,
+            run_in_thread=self._node.workers.compute,
             trainer=self.trainer,
             checkpointer=self.checkpointer,
             downloads=self._downloads,
@@ -277,6 +296,7 @@ class Replica:
                 ChainReader(self.run_id, self._limits, transport.channel, self.manifest.admission),
                 self.replicated.chain,
                 self._node.options.contact_ids,
+                self.swarm_view,
                 self._state_bytes,
                 topology_class(method).has_shared_state,
             ),
@@ -302,7 +322,8 @@ class Replica:
 
     def announce(self) -> None:
         """Announce our head to the peers of the run and follow theirs; call it on the network."""
-        self.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
+        if self._has_state:
+            self.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
         self._node.directory.subscribe(self)
         if self.pipeline is not None:
             self.pipeline.start(self._process)
@@ -339,7 +360,8 @@ class Replica:
         if self.auditor is not None:
             self.auditor.stop()
         await self.trainer.stop(self.replicated.chain.round, evaluates=self.effects.reached is not None)
-        if self.effects.reached is None or self.effects.reached.is_ours:
+        await self._node.workers.compute(TrainerVectors(self.shared_memory, self._planner).read)
+        if (self.effects.reached is None or self.effects.reached.is_ours) and not self.loop.lacks_state:
             await self.checkpointer.save_now(self.replicated, self._contributions)
         await self.outbox.stop()
 
@@ -359,9 +381,13 @@ class Replica:
                 self.inbox.post(ContributionReady())
             case PauseChanged():
                 directory.publish(urgent=True, resting=bool(message.reason))
-            case AnchorApplied() if self.swarm_view.is_our_turn_to_evaluate(message.round):
+            case AnchorApplied() if self._is_to_be_evaluated(message):
                 self.trainer.expect_evaluation()
                 self._background.spawn(self.trainer.request_evaluation())
+
+    def _is_to_be_evaluated(self, applied: AnchorApplied) -> bool:
+        is_affordable = self.trainer.affords_evaluation(applied, is_last=self.steering.is_target_reached)
+        return is_affordable and self.swarm_view.is_our_turn_to_evaluate(applied.round)
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
         for event in events:

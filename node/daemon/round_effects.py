@@ -15,7 +15,7 @@ from node.workers import BackgroundTasks, RunInThread
 from protocol.blobs.store import BlobStore
 from protocol.conduct.proofs import Proof
 from protocol.consensus.events import PartReduced, VoteRecord
-from protocol.consensus.messages import SignedMessage
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import DeniedError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import PeerId
 

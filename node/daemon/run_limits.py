@@ -1,13 +1,18 @@
-"""Bound what a run may ask of a node: the size of contributions and of the blob store."""
+"""Bound what a run may ask of a node: contributions, the blob store, and the memory of its vectors."""
 
 from node.daemon.blob_relay import MAX_CONTRIBUTIONS
 from node.daemon.outer_state import state_bytes
-from node.model import shapes_of
+from node.ipc.shared_layout import SharedLayout
+from node.model import Cut, shapes_of
+from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
 from optim.round_plan import RoundPlanner
-from protocol.consensus.messages import ContributionLimits
-from protocol.consensus.weights import MAX_MULTIPLE
+from protocol.blobs.store import DEFAULT_MEMORY_BYTES
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.weights import MAX_MULTIPLE
 from protocol.manifest import Manifest
 
+TEMPORARY_BYTES = 8  # a parameter: an exporting process, or a state that is taken over; a trainer's start; messages
+LEAST_BLOB_MEMORY_BYTES = 1 << 24
 STORE_STATES = 16  # size of the store, in states
 STORE_EXTRA_BYTES = 1 << 30
 
@@ -16,11 +21,47 @@ def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> Contributi
     """Return the limits that every contribution to the run must keep."""
     shapes = shapes_of(manifest).hash()
     recipe, organiser = manifest.method.recipe, manifest.run.organiser_key
-    most = MAX_MULTIPLE * planner.max_steps * manifest.train.batch_tokens
-    return ContributionLimits(recipe, shapes, planner.max_parts, most, planner.max_part_bytes, organiser)
+    table, batch = manifest.pipeline, manifest.train.batch_tokens
+    count = table.step_microbatches(batch, manifest.model.context) if table.is_exact else 0
+    most = batch if table.is_exact else MAX_MULTIPLE * planner.max_steps * batch
+    bounds = planner.max_parts, most, planner.max_part_bytes
+    return ContributionLimits(recipe, shapes, *bounds, organiser, manifest.whole_run_id, count)
 
 
 def max_store_bytes(planner: RoundPlanner) -> int:
     """Return the most bytes that the blobs of a run may take on disk."""
     states = STORE_STATES * state_bytes(planner.numel, planner.method)
     return states + MAX_CONTRIBUTIONS * planner.max_contribution_bytes + STORE_EXTRA_BYTES
+
+
+def blob_memory_bytes(planner: RoundPlanner) -> int:
+    """Return the bytes of fetched blobs that a node keeps in memory: about one a parameter. The others are on disk."""
+    return min(DEFAULT_MEMORY_BYTES, max(LEAST_BLOB_MEMORY_BYTES, planner.numel))
+
+
+def host_bytes(planner: RoundPlanner) -> int:
+    """Return the bytes of main memory that the vectors of a run take at the most, in daemon and trainer together.
+
+    The shared memory has the anchors and all that the trainer keeps; on a CPU also its weights and gradient. Files on
+    disk do not count, and the other vectors of the outer optimizer are in one (`benchmarks/memory.py`).
+    """
+    return SharedLayout.of(planner).total_bytes + TEMPORARY_BYTES * planner.numel
+
+
+def peer_bytes(manifest: Manifest, planner: RoundPlanner, device: str, cut: Cut) -> int:
+    """Return the bytes of main memory of a peer that trains this cut of the model, without Python and libraries.
+
+    Args:
+        device: "cpu", on which the activations are in main memory too, or "cuda".
+    """
+    held = manifest.pipeline.memory if cut.stages > 1 else 0
+    activations = microbatch_bytes(manifest, run_microbatch(manifest)[1], device, cut) if device == "cpu" else 0
+    return host_bytes(planner) + held + activations
+
+
+def trainer_bytes(manifest: Manifest, planner: RoundPlanner, free: int, cut: Cut) -> int:
+    """Return how many bytes of free main memory a trainer on a CPU may take, besides what its daemon shares with it.
+
+    What both take for a while is in the estimates of both, and counts once.
+    """
+    return max(0, free - PROCESS_BYTES - host_bytes(planner) + fixed_bytes(manifest, "cpu", cut))

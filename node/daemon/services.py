@@ -20,10 +20,10 @@ from node.daemon.peer_rpc import MAX_BATCH_BYTES
 from node.loop.steering import Steering
 from protocol import manifest as run_manifest
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain
-from protocol.consensus.messages import MAX_CONTRIBUTIONS
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.history.trust import TrustPoint
+from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS
 from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT
-from protocol.consensus.trust import TrustPoint
 from protocol.errors import LimitError, PeerFault, StaleError, StorageError, TransportError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import RunId
@@ -246,7 +246,7 @@ class RunsService(RunsServicer):
 
     async def Manifest(self, request: ManifestRequest, context: Any) -> ManifestReply:  # noqa: N802
         _, manifest = await self._admit(request.run, context)
-        return ManifestReply(toml=manifest.to_toml().encode())
+        return ManifestReply(toml=manifest.published().to_toml().encode())
 
     async def DialBack(self, request: DialBackRequest, context: Any) -> DialBackReply:  # noqa: N802
         peer, _ = await self._admit(request.run, context)

@@ -10,7 +10,8 @@ from node.daemon.chain_sync import ChainSyncClient
 from node.daemon.checkpointer import Checkpointer
 from node.daemon.downloads import Downloads
 from node.daemon.inbox import Inbox
-from node.daemon.outer_state import OuterState, ReplicatedState, SignedContributions
+from node.daemon.outer_state import OuterState, ReplicatedState, Rooms, SignedContributions
+from node.daemon.outer_vectors import OuterVectors
 from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_link import TrainerLink
 from node.ipc.channel import ContributionOutcome
@@ -22,6 +23,7 @@ from node.loop.actions import (
     FindPath,
     PrecomputeCommit,
     PublishHead,
+    PublishStep,
     ReportCatchUp,
     ReportConduct,
     ReportMissed,
@@ -44,11 +46,12 @@ from node.loop.events import (
 from node.loop.steering import Steering
 from node.monitoring.status_reporter import StatusReporter
 from node.steering.keeper import RevisionKeeper
+from node.step_settings import StepSettings, step_settings
+from node.workers import RunInThread
 from optim.method import Method
 from protocol.consensus.events import Rejected
-from protocol.consensus.messages import AppliedContributions, Commit
+from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.errors import GoneError, MissingFileError, PeerFault, StorageError, UnreachableError
-from protocol.manifest import TrainSection
 
 MIN_STATE_SECONDS = 15.0  # to download a state, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 1_000_000
@@ -62,6 +65,8 @@ class StateTools:
 
     method: Method
     replicated: ReplicatedState
+    outer_vectors: OuterVectors
+    run_in_thread: RunInThread
     trainer: TrainerLink
     checkpointer: Checkpointer
     downloads: Downloads
@@ -100,7 +105,8 @@ class StateEffects:
                 status.record_rejected(peer, reason)
 
     def precompute(self, action: PrecomputeCommit) -> None:
-        self._tools.replicated.speculate(action.commit, action.contributions)
+        rooms = self._rooms(action.commit.round + 1)
+        self._tools.replicated.speculate(action.commit, action.contributions, rooms)
 
     async def request_early_submit(self) -> None:
         self._status.record_early_submit()
@@ -109,7 +115,10 @@ class StateEffects:
     async def start_trainer(self) -> None:
         round_number = self._tools.replicated.chain.round
         self._remember_anchor(round_number, self._shared_vectors())
-        await self._tools.trainer.start(round_number, self._shared_vectors(), self._train_section())
+        step = self._tools.replicated.state.steps_before(round_number)
+        await self._tools.checkpointer.free_anchor(round_number, self._tools.replicated.blob)
+        await self._tools.trainer.start(round_number, self._shared_vectors(), self._settings(), step)
+        await self._place_state()
         self._inbox.post(TrainerStarted())
 
     async def set_resting(self, is_resting: bool) -> None:
@@ -119,13 +128,15 @@ class StateEffects:
         if self._tools.auditor is not None:
             self._tools.auditor.remember_anchor(round_number, shared)
 
-    def _train_section(self) -> TrainSection:
-        return self._tools.steering.manifest_at(self._tools.replicated.chain.round).train
+    def _settings(self) -> StepSettings:
+        chain = self._tools.replicated.chain
+        return step_settings(self._tools.steering.manifest_at(chain.round), chain.round, chain.tokens)
 
     async def apply_commit(self, action: ApplyCommit) -> None:
         try:
             contributions = await self._obtain(action)
-            self._computed = await self._tools.replicated.compute_next(action.commit, contributions)
+            rooms = self._rooms(action.commit.body.round + 1)
+            self._computed = await self._tools.replicated.compute_next(action.commit, contributions, rooms)
         except RECOVERABLE as error:
             self._inbox.post(ApplyFailed(str(error)))
         else:
@@ -136,11 +147,17 @@ class StateEffects:
         state, self._computed = self._computed, None
         assert state is not None
         tools, round_number = self._tools, action.commit.body.round + 1
-        train = tools.steering.manifest_after(action.commit.body).train
+        head = tools.replicated.chain.head_after([action.commit])
+        settings = step_settings(tools.steering.manifest_after(action.commit.body), head.round, head.tokens)
         self._remember_anchor(round_number, state.shared_vectors(tools.method))
-        await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method), train)
-        await tools.replicated.advance(action.commit, state)
+        step = state.steps_before(round_number)
+        await tools.checkpointer.free_anchor(round_number, tools.replicated.blob)
+        await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method), settings, step)
+        await tools.replicated.advance(action.commit, await self._placed(round_number, state))
         self._inbox.post(CommitApplied(tools.replicated.blob.digest))
+
+    def publish_step(self, action: PublishStep) -> None:
+        self._tools.swarm_view.announce_step(action.fields, action.urgent)
 
     async def publish_head(self, action: PublishHead) -> None:
         tools = self._tools
@@ -183,7 +200,7 @@ class StateEffects:
         try:
             await self._download_state(action)
             await tools.checkpointer.keep_before_jump()
-            await tools.replicated.install_state(chain.head, chain.log, action.state)
+            await tools.replicated.install_state(chain.head, chain.log, action.state, tools.steering.base)
         except RECOVERABLE as error:
             self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
         else:
@@ -199,12 +216,37 @@ class StateEffects:
     async def adopt_state(self, action: AdoptState) -> None:
         """Announce the state only once it is on disk: a kill would revert all skipped rounds."""
         tools = self._tools
-        self._remember_anchor(tools.replicated.chain.round, self._shared_vectors())
-        await tools.trainer.apply_anchor(tools.replicated.chain.round, self._shared_vectors(), self._train_section())
+        round_number, shared = tools.replicated.chain.round, self._shared_vectors()
+        self._remember_anchor(round_number, shared)
+        step = tools.replicated.state.steps_before(round_number)
+        await tools.checkpointer.free_anchor(round_number, tools.replicated.blob)
+        await tools.trainer.apply_anchor(round_number, shared, self._settings(), step)
+        await self._place_state()
         await self._save(action.commits)
         await tools.checkpointer.wait_until_saved()
         self._announce(action.commits, action.verdict.outcome)
         self._inbox.post(HeadPublished())
+
+    def _rooms(self, round_number: int) -> Rooms:
+        """Return the memory of the vectors of a round, as far as nobody reads it any more.
+
+        All computations run in one thread, one after another, so the last one that was asked for writes last.
+        """
+        tools = self._tools
+        if not tools.checkpointer.is_anchor_free(round_number, tools.replicated.blob):
+            return {}
+        return {**tools.trainer.anchor_rooms(round_number, tools.method), **tools.outer_vectors.rooms(round_number)}
+
+    async def _place_state(self) -> None:
+        replicated = self._tools.replicated
+        replicated.state = await self._placed(replicated.chain.round, replicated.state)
+
+    async def _placed(self, round_number: int, state: OuterState) -> OuterState:
+        """Return the state of a round with its vectors in their own memory, which the checkpointer has freed."""
+        tools = self._tools
+        shared = tools.trainer.share_memory(round_number, state, tools.method)
+        placed: OuterState = await tools.run_in_thread(tools.outer_vectors.place, round_number, shared)
+        return placed
 
     def _shared_vectors(self) -> list[Tensor]:
         return self._tools.replicated.state.shared_vectors(self._tools.method)
@@ -212,6 +254,8 @@ class StateEffects:
     async def _obtain(self, action: ApplyCommit) -> SignedContributions:
         """Return the contributions to apply, with their blobs in the store."""
         commit, downloads = action.commit.body, self._tools.downloads
+        if not action.contributions:
+            return ()
         if not action.may_lose:
             await downloads.download_from_anyone(action.seconds, *commit.blobs)
             return action.contributions

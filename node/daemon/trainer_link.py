@@ -18,6 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from node.audits.work_keeper import WorkKeeper
+from node.daemon.outer_state import OuterState, Rooms
 from node.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
@@ -30,9 +31,7 @@ from node.ipc.channel import (
     RevisedOutcome,
     RowsSkipped,
     SetResting,
-    StageConfig,
     SubmitEarly,
-    TrainerConfig,
     TrainerProgress,
     TrainerWarning,
 )
@@ -48,17 +47,16 @@ from node.loop.contributions import (
     store_parts,
 )
 from node.monitoring.status import ErrorRecorder
-from node.options import NodeOptions
 from node.pipeline.pipeline import Pipeline
-from node.run_dir import RunDir
+from node.step_settings import StepSettings
+from node.trainer.vectors import TrainerVectors
 from node.workers import RunInThread
+from optim.method import Method
 from protocol.blobs.store import BlobStore
-from protocol.identity import PeerId
-from protocol.manifest import Manifest, TrainSection
 
-VALIDATION_TOKENS = 16_384
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
+MAX_EVALUATION_SHARE = 0.1  # of the trainer's time
 EVALUATION_SECONDS = 60.0  # for the validation loss of the run's last round
 
 
@@ -83,27 +81,7 @@ class TrainerTools:
     run_in_thread: RunInThread
     work_keeper: WorkKeeper | None = None
     pipeline: Pipeline | None = None
-
-
-def build_trainer_config(
-    manifest: Manifest,
-    options: NodeOptions,
-    run_dir: RunDir,
-    peer_id: PeerId,
-    number: int,
-    stage: StageConfig | None = None,
-) -> TrainerConfig:
-    """Return what the trainer of this node needs to begin with round `number`."""
-    return TrainerConfig(
-        manifest=manifest.to_toml(),
-        base=str(options.base),
-        blobs=str(run_dir.blobs),
-        peer_id=peer_id,
-        options=options.for_trainer,
-        round=number,
-        validation_tokens=VALIDATION_TOKENS,
-        stage=stage,
-    )
+    vectors: TrainerVectors | None = None
 
 
 class TrainerLink:
@@ -124,6 +102,7 @@ class TrainerLink:
         self._run_in_thread = tools.run_in_thread
         self._work_keeper = tools.work_keeper
         self._pipeline = tools.pipeline
+        self._vectors = tools.vectors
         self.contributions = contributions
         self._step_targets = step_targets
         self._listener = listener
@@ -140,6 +119,7 @@ class TrainerLink:
         self._revision_pending = bool(self._revised_outcomes())
         self._revision_sent = False
         self._is_resting = False
+        self._evaluates = True  # as the trainer said when it was ready
         self._pump: asyncio.Task[None] | None = None
         self._is_evaluating = False
         self.submit_lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet
@@ -158,8 +138,10 @@ class TrainerLink:
         """Return the round of the anchor that was last written for the trainer."""
         return self._round
 
-    async def start(self, round_number: int, shared: Sequence[Tensor], train: TrainSection) -> None:
-        self._process.train = train
+    async def start(
+        self, round_number: int, shared: Sequence[Tensor], settings: StepSettings, exact_step: int = 0
+    ) -> None:
+        self._process.settings, self._process.exact_step = settings, exact_step
         self._round = self._process.round = self._applied_round = round_number
         self._shared_memory.write_anchor(round_number, shared)
         await self._process.start()
@@ -204,24 +186,56 @@ class TrainerLink:
         if self._pipeline is not None:
             self._pipeline.set_resting(is_resting)
 
-    async def apply_anchor(self, round_number: int, shared: Sequence[Tensor], train: TrainSection) -> None:
+    async def apply_anchor(
+        self, round_number: int, shared: Sequence[Tensor], settings: StepSettings, exact_step: int = 0
+    ) -> None:
         """Send the trainer a new anchor, with the outcome of its contribution if there is one.
 
-        `train` holds from that round on.
+        `settings` hold from that round on. `exact_step`: the step that the round makes, where steps are exact.
         """
-        if not self._running:
+        if not self._running:  # nobody reads the memory meanwhile, and `start` sends the anchor
+            await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
+            self._round = round_number
             return
-        while not await self.wait_until_applied(self._round, APPLY_ANCHOR_SECONDS):  # a stuck trainer is restarted
-            line = f"the trainer has not applied round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
-            self._errors.record_recovered("trainer late", line)
-        await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
-        self._round, self._process.train = round_number, train
-        self._process.round = round_number
+        is_written = False
+        while not is_written:
+            while not await self.wait_until_applied(self._round, APPLY_ANCHOR_SECONDS):  # a stuck trainer is restarted
+                line = f"the trainer has not applied round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
+                self._errors.record_recovered("trainer late", line)
+            async with self._process.handing_over:
+                is_written = self._has_applied(self._round)  # unless a loop has connected meanwhile
+                if is_written:
+                    await self._write_anchor(round_number, shared)
+                    self._round, self._process.settings = round_number, settings
+                    self._process.round, self._process.exact_step = round_number, exact_step
         self.contributions.on_round(round_number)  # a contribution may have arrived during the copy
         # On another chain the round may be lower, and still not be applied.
         self._applied_round = min(self._applied_round, round_number - 1)
         if self._process.crash_count == self._ready_crash_count:
             await self._send_anchor()
+
+    async def _write_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
+        """Write an anchor; a loop that was killed in the middle of a change needs the one that is overwritten."""
+        if self._process.is_absent and self._vectors is not None:
+            await self._run_in_thread(self._vectors.read)
+        await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
+
+    def anchor_rooms(self, round_number: int, method: Method) -> Rooms:
+        """Return the memory of the shared vectors of the next round by name.
+
+        There is none while a trainer runs that has not applied the current round.
+        """
+        if self._running and (round_number != self._round + 1 or self._applied_round < self._round):
+            return {}
+        names = method.signal.shared_names
+        return dict(zip(names, self._shared_memory.anchor_vectors(round_number, len(names)), strict=True))
+
+    def share_memory(self, round_number: int, state: OuterState, method: Method) -> OuterState:
+        """Return the state with its anchor in the shared memory, if it was written there for the trainer."""
+        if self._round != round_number:
+            return state
+        names = method.signal.shared_names
+        return state.in_memory(self._shared_memory.anchor_vectors(round_number, len(names)), method)
 
     async def wait_until_applied(self, round_number: int, seconds: float = APPLY_ANCHOR_SECONDS) -> bool:
         """Return whether the trainer applies a round in time, or does not run.
@@ -236,7 +250,14 @@ class TrainerLink:
         return True
 
     def _has_applied(self, round_number: int) -> bool:
-        return self._applied_round >= round_number or not self._running
+        return self._applied_round >= round_number or not self._running or self._process.is_absent
+
+    def affords_evaluation(self, applied: AnchorApplied, *, is_last: bool) -> bool:
+        """Return whether the loss of an anchor may be measured: the run's last one, and others if it takes little time.
+
+        One process on a CPU evaluates a billion parameters for many minutes, in which it makes no steps.
+        """
+        return self._evaluates and (is_last or applied.evaluation_share <= MAX_EVALUATION_SHARE)
 
     def expect_evaluation(self) -> None:
         """Note that the validation loss of the newest anchor is about to be requested."""
@@ -251,6 +272,11 @@ class TrainerLink:
             async with asyncio.timeout(EVALUATION_SECONDS), self._changed:
                 while self._is_evaluating and self._running:
                     await self._changed.wait()
+
+    async def _on_pause(self) -> None:
+        """Look again whether an own loop is absent, for which nobody waits."""
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _on_evaluated(self) -> None:
         async with self._changed:
@@ -274,7 +300,9 @@ class TrainerLink:
                     await self._on_anchor_applied(message.round)
                 case Evaluated():
                     await self._on_evaluated()
-                case TrainerProgress() | PauseChanged() | TrainerWarning() | RowsSkipped():
+                case PauseChanged():
+                    await self._on_pause()
+                case TrainerProgress() | TrainerWarning() | RowsSkipped():
                     pass
             if self._pipeline is not None:
                 self._pipeline.on_trainer_message(message)
@@ -283,6 +311,7 @@ class TrainerLink:
     async def _on_ready(self, ready: Ready) -> None:
         """Update a trainer that (re)started and may have missed an anchor or an outcome."""
         self._ready_crash_count = self._process.crash_count
+        self._evaluates = ready.evaluates
         await self._on_evaluated()  # a trainer that was restarted does not know of the request
         self._outstanding = ready.outstanding
         self._resent_round = ready.outstanding
@@ -309,7 +338,8 @@ class TrainerLink:
                 outcome=outcome,
                 steps=steps,
                 revised=self._revised_outcomes(),
-                train=self._process.train,
+                settings=self._process.settings,
+                exact_step=self._process.exact_step,
             )
         )
 

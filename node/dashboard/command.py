@@ -10,8 +10,9 @@ from pathlib import Path
 
 from node.daemon.lifecycle import locked_run_dir, run_node
 from node.daemon.node import Node
+from node.dashboard.evaluations import EvaluationPlan
 from node.dashboard.event_log import EventLog, read_events
-from node.dashboard.observer_node import NodeHandle, gossiping, node_handle, open_observer_node
+from node.dashboard.observer_node import Keeper, NodeHandle, gossiping, node_handle, open_observer_node
 from node.dashboard.run_state.steering import revision_values
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.service import (
@@ -26,35 +27,39 @@ from node.dashboard.state import RunState
 from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program
+from node.join.invitation import Invitation
+from node.join.joined_folder import MANIFEST_FILE, save_invitation
 from node.join.public_runs import packaged_peers
-from node.keeper.state_keeper import StateKeeper
+from node.keeper.stage_keepers import StageKeepers
 from node.monitoring.display import Display
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.logs import configure_logs
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions, parse_node_options
+from node.own_loops import WEIGHTS_ONLY, needs_own_loop, require_our_loop
 from node.own_ticket import require_admission
 from node.paths import host_dir
 from node.plan.command import warn_if_poor
 from node.process import handle_stop_signals, raise_fd_limit
 from node.process_memory import enable_frequent_gc, trim_periodically
 from node.run_dir import RunDir
+from node.run_file import load_run_file
 from node.running_nodes import registered
-from node.trainer.device import require_usable_device
-from protocol.errors import DataError, MissingFileError
+from node.trainer.devices.device import require_usable_device
+from node.training_log.recorder import recorded_metrics
+from protocol.errors import DataError, MissingFileError, UsageError
+from protocol.manifest import load_manifest
 from protocol.membership.rendezvous import Rendezvous
-from protocol.signing import load_signed_manifest, peer_id_of
+from protocol.signing import peer_id_of
 from protocol.tasks import cancel_and_wait
-
-KEEPS_NO_STAGE = "this host keeps no states: it does not follow the chains of stages yet"
 
 
 class ObserverStatus:
     """The answer of a host without a trainer to `murmur status`: the run as the host sees it."""
 
     def __init__(
-        self, node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics, keeper: StateKeeper | None = None
+        self, node: NodeHandle, dashboard: RunningDashboard, metrics: Metrics, keeper: Keeper | None = None
     ) -> None:
         manifest = node.manifest
         self._node = node
@@ -83,17 +88,33 @@ class ObserverStatus:
             "chain_tokens": last.tokens if last else 0,
             "digest": last.digest if last else "",
             "loss": last.loss if last else None,
+            **_validation_fields(state),
             **_steered_fields(state),
             "peers": len(state.trainers),
             "key_conflict": other.describe() if other else "",
             "bytes_sent": transport.bytes_sent,
             "bytes_received": transport.bytes_received,
             "refusals": dict(self._metrics.refusals),
+            "setbacks": dict(self._metrics.recovered_errors),
             "addresses": tuple(own.addresses) if own else (),
-            "reason": self._keeper.describe() if self._keeper else KEEPS_NO_STAGE if state.stages else "",
+            "reason": self._keeper.describe() if self._keeper else "",
+            "kept": self._keeper.describe() if isinstance(self._keeper, StageKeepers) else "",
             "trust": str(self._node.trust_point or ""),
         }
         return self._constant_fields.model_copy(update=seen)
+
+
+def _validation_fields(state: RunState) -> dict[str, object]:
+    """Return the newest validation loss of a recent round, and the number of rounds before it."""
+    measured = [row for row in state.rows.recent(RECENT_ROUNDS) if row.validation_loss is not None]
+    if not measured:
+        return {}
+    row = measured[-1]
+    return {
+        "validation_loss": row.validation_loss,
+        "validation_round": row.round + 1,
+        "validation_by_source": dict(row.validation_by_source),
+    }
 
 
 def _steered_fields(state: RunState) -> dict[str, object]:
@@ -125,9 +146,11 @@ class HostOptions:
     public: bool = False
     train: bool = False
     keep: bool = True
+    evaluates: EvaluationPlan | None = None
     flags: NodeFlags = NodeFlags()
 
 
+RECENT_ROUNDS = 256
 OPEN_TO_ALL = (
     "anybody who finds this run can earn votes in it, and those who come first decide; to choose who takes part, begin "
     'a run with [admission] mode = "tickets" (`murmur init --public`), or name admission.founders'
@@ -136,10 +159,14 @@ OPEN_TO_ALL = (
 
 def host(options: HostOptions) -> None:
     """Serve the run until Ctrl-C. Raises MurmurError."""
-    signed = load_signed_manifest(options.run)
+    signed = load_run_file(options.run)
     manifest = signed.manifest
     require_program(manifest, signed.text)  # an unknown method must fail before the folder is locked
+    if options.evaluates is not None and manifest.model.is_custom:
+        raise UsageError(f"--eval-every: {WEIGHTS_ONLY}")
     address = DashboardAddress.parse(options.http, options.public_url)
+    if options.evaluates is not None and not (options.keep or options.train):
+        raise UsageError("--eval-every needs the model; leave out --no-keep")
     settings = parse_node_options(
         options.flags,
         manifest=manifest,
@@ -147,8 +174,11 @@ def host(options: HostOptions) -> None:
         folder=(options.folder or host_dir(manifest)).resolve(),
     )
     if options.train:
+        if not settings.own_loop:
+            require_our_loop(manifest)
         require_usable_device(settings)
-        require_admission(manifest, RunDir(settings.folder), None)
+        folder = RunDir(settings.folder)
+        require_admission(manifest, folder, None, f"save its answer as {folder.ticket}")
     with configure_logs(settings.log_json, settings.verbose) as display:
         with display.activity("reading the text"):
             _check_text(settings, options.train)
@@ -157,14 +187,18 @@ def host(options: HostOptions) -> None:
         warn_if_poor(manifest, settings.listen)
         if options.public and manifest.admission.mode == "open" and not manifest.admission.founders:
             logger.warning(OPEN_TO_ALL)
+        _save_text_base(settings)
         if options.train:
-            asyncio.run(_host_and_train(settings, display, address, options.public))
+            asyncio.run(_host_and_train(settings, display, address, options))
         else:
             asyncio.run(_host_and_observe(settings, display, address, options))
 
 
 def _check_text(settings: NodeOptions, is_needed: bool) -> None:
     """Check the text before the network starts. Raises DataError or MissingFileError if this host trains."""
+    if settings.manifest.data.source == "own":
+        logger.info("data: each peer brings its own")
+        return
     if not is_needed and is_on_hub(settings.manifest, settings.base):
         return  # a host that watches downloads no text
     try:
@@ -175,16 +209,25 @@ def _check_text(settings: NodeOptions, is_needed: bool) -> None:
         logger.info("data: this host does not train and does not have the text: %s", error)
 
 
-async def _host_and_train(settings: NodeOptions, display: Display, address: DashboardAddress, public: bool) -> None:
+def _save_text_base(settings: NodeOptions) -> None:
+    """Note in the folder where the run's text is, for `murmur eval`. Raises StorageError."""
+    manifest = settings.folder / MANIFEST_FILE
+    if not manifest.exists() or load_manifest(manifest).run_id == settings.run_id:  # else the node refuses the folder
+        save_invitation(settings.folder, Invitation(settings.manifest, None, settings.base))
+
+
+async def _host_and_train(
+    settings: NodeOptions, display: Display, address: DashboardAddress, options: HostOptions
+) -> None:
     """Run an ordinary node with the dashboard in the same process; the node continues if the dashboard fails."""
     folder = RunDir(settings.folder)
 
     @asynccontextmanager
     async def dashboard_of(node: Node) -> AsyncIterator[None]:
         handle = node_handle(node)
-        async with serve_dashboard(handle, folder, address) as dashboard:
-            print_join_info(dashboard.page_url, handle.peer_id, address)
-            if public:
+        async with serve_dashboard(handle, folder, address, evaluates=options.evaluates) as dashboard:
+            print_join_info(dashboard.page_url, handle.peer_id, address, is_own=needs_own_loop(handle.manifest))
+            if options.public:
                 _announce_run(node.rendezvous, handle, dashboard.event_log, address)
             yield
 
@@ -211,15 +254,17 @@ async def _host_and_observe(
             opening = open_observer_node(settings, folder, keeps=options.keep)
             observer, keeper = await stack.enter_async_context(opening)
         observer.directory.subscribe(display.names)
-        if settings.manifest.pipeline.is_cut and options.keep:
-            logger.info(KEEPS_NO_STAGE)
         handle = node_handle(observer, has_model=options.keep)
-        dashboard = await stack.enter_async_context(serve_dashboard(handle, folder, address))
-        print_join_info(dashboard.page_url, handle.peer_id, address)
+        dashboard = await stack.enter_async_context(
+            serve_dashboard(handle, folder, address, evaluates=options.evaluates)
+        )
+        print_join_info(dashboard.page_url, handle.peer_id, address, is_own=needs_own_loop(handle.manifest))
         status = ObserverStatus(handle, dashboard, observer.metrics, keeper)
         port = await stack.enter_async_context(serve_metrics(settings.metrics, observer.metrics, status))
         enable_frequent_gc()
         folder.write_node_info(handle.peer_id, await handle.transport.addresses(), port)
+        recorded = recorded_metrics(folder.path, status, observer.metrics, settings.log)
+        await stack.enter_async_context(recorded)
         stack.enter_context(registered(folder.path))
         if options.public:
             _announce_run(observer.rendezvous, handle, dashboard.event_log, address)

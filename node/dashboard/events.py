@@ -8,12 +8,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from node.evaluation.results import Result
 from protocol.errors import DataError
 from protocol.fault_words import describe_value
 from protocol.identity import PeerId
 
 MAX_EVENT_BYTES = 1 << 20
 MAX_SAMPLE_CHARACTERS = 4000
+MAX_RESULTS = 256  # of one event
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Amount = Annotated[float, Field(ge=0)]
 Reach = Literal["direct", "relay", "unknown"]
@@ -159,6 +161,7 @@ class ValidationMeasured(EventModel):
     peer: PeerId
     round: Count
     loss: float
+    by_source: dict[str, float] = {}  # of a mixture, by the names of the sources
 
 
 class SampleGenerated(EventModel):
@@ -171,12 +174,20 @@ class SampleGenerated(EventModel):
     text: str = Field(max_length=MAX_SAMPLE_CHARACTERS)
 
 
+class ModelEvaluated(EventModel):
+    """Results of `murmur eval` that were noted in the host's folder."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    at: float
+    results: tuple[Result, ...] = Field(max_length=MAX_RESULTS)
+
+
 class RevisionReport(EventModel):
     """A revision of the manifest by the organiser; `holds_from` is None while no commit has adopted it."""
 
     number: Count
     from_round: Count
-    changes: dict[str, bool | int | float | str | list[str] | None]
+    changes: dict[str, bool | int | float | str | list[str] | dict[str, float] | None]
     time: Amount
     holds_from: Count | None = None
 
@@ -247,6 +258,7 @@ LoggedEvent = (
     | RoundTimed
     | ValidationMeasured
     | SampleGenerated
+    | ModelEvaluated
     | RunSteered
     | PeerDiverged
     | ChainForked

@@ -14,6 +14,7 @@ from typing import Any
 
 from node.dashboard.ending.end_section import EMPTY_SECTION
 from node.dashboard.log_text import short_id
+from node.dashboard.page.evaluations import render_evaluations
 from node.dashboard.page.formats import UNKNOWN_TEXT, choose_unit, format_duration, format_number, format_si
 from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
 from node.dashboard.page.stages import render_stages
@@ -64,6 +65,7 @@ def render_page(values: Values, join_line: str | None, version: str, end: str = 
         cut="yes" if values["stages"] else "no",
         stages=render_stages(values["stages"], values["microbatches"]),
         steering=render_revisions(values["revisions"]),
+        evaluations=render_evaluations(values["evaluations"]),
     )
 
 
@@ -90,7 +92,7 @@ def _tile_texts(values: Values) -> dict[str, object]:
         "progress": _default_if_none(values["progress"], 0),
         "target": format_target(values),
         "loss": format_number(values["loss"], 3),
-        "validation": f"validation {format_number(validation, 3)}",
+        "validation": f"validation {format_number(validation, 3)}{_describe_sources(values['validation_by_source'])}",
         "speed": format_si(values["tokens_per_second"]),
         "active": values["active"],
         "coming": f"{values['joining']} joining · {values['left_today']} left today",
@@ -100,6 +102,12 @@ def _tile_texts(values: Values) -> dict[str, object]:
         "pace": format_number(pace, 1),
         "in_time": _describe_in_time(values),
     }
+
+
+def _describe_sources(losses: Mapping[str, float]) -> str:
+    """Return the validation losses of the sources of a mixture in brackets; empty for a single source."""
+    words = ", ".join(f"{name} {format_number(loss, 3)}" for name, loss in losses.items())
+    return f" ({words})" if words else ""
 
 
 def _describe_in_time(values: Values) -> str:

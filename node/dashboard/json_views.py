@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from node.dashboard.events import PeerReport, RunFacts
 from node.dashboard.log_text import Tone, short_id
+from node.dashboard.run_state.evaluations import evaluation_values
 from node.dashboard.run_state.log_groups import LogLine
 from node.dashboard.run_state.loss_trend import find_warnings
 from node.dashboard.run_state.round_history import RoundSummary
@@ -46,6 +47,7 @@ def snapshot(state: RunState, now: float) -> Values:
         "timeline": {"round": round_number, "lanes": [lane.model_dump() for lane in lanes]},
         "timelines": [timed.round for timed in state.timelines],
         "sample": state.sample.model_dump(exclude={"kind"}) if state.sample else None,
+        "evaluations": evaluation_values(state.evaluations),
         "revisions": [revision_values(report) for report in state.steered.revisions] if state.steered else [],
     }
 
@@ -56,6 +58,7 @@ def summary(state: RunState, now: float) -> Values:
     word, tone, reason = run_status(state)
     trainers, facts = state.trainers, state.facts
     pace = _mean_round_seconds(recent)
+    validated = next((row for row in reversed(recent) if row.validation_loss is not None), None)
     return {
         **(_fact_values(facts) if facts else {}),
         "index": state.index,
@@ -69,7 +72,8 @@ def summary(state: RunState, now: float) -> Values:
         "stages": stage_values(state),
         "tokens": last.tokens if last else 0,
         "loss": last.loss if last else None,
-        "validation": next((row.validation_loss for row in reversed(recent) if row.validation_loss is not None), None),
+        "validation": validated.validation_loss if validated else None,
+        "validation_by_source": dict(validated.validation_by_source) if validated else {},
         "progress": state.progress,
         "end_version": str(state.index) if state.is_over else "",
         "seconds_left": _seconds_left(state, recent, pace),
@@ -122,6 +126,8 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
     if state.is_over:
         stopped, reached = "the organiser has stopped the run", "the run has reached its target"
         return "done", "ok", stopped if state.was_stopped else reached
+    if state.have_stages_ended:
+        return "done", "ok", "all stages have reached the target"
     if state.have_all_left:
         return "empty", "busy", "all peers have left; murmur join continues the run"
     if state.lost_since is not None:

@@ -8,6 +8,7 @@ from node.dashboard.events import (
     ChainForked,
     DashboardEvent,
     HostRestarted,
+    ModelEvaluated,
     PeerAppeared,
     PeerDeparted,
     PeerDiverged,
@@ -21,6 +22,7 @@ from protocol.identity import PeerId
 
 Tone = Literal["ok", "busy", "warn", "bad"]
 MAX_NAMED_PEERS = 3
+MAX_NAMED_RESULTS = 2
 LEFT_POLITELY = "left"  # the reason of a peer that said goodbye
 
 
@@ -53,6 +55,8 @@ def describe_event(event: DashboardEvent, names: Mapping[PeerId, str]) -> LogTex
             return LogText(f"no peer's log holds rounds {event.first} to {event.last} any more", "warn")
         case RunSteered() if event.news:
             return LogText(f"the organiser: {event.news}", "busy")
+        case ModelEvaluated() if event.results:
+            return LogText(f"evaluated {_describe_results(event)}", "ok")
         case SwarmLost():
             return LogText("the host no longer sees any peer of the run", "bad")
         case SwarmFound():
@@ -61,6 +65,13 @@ def describe_event(event: DashboardEvent, names: Mapping[PeerId, str]) -> LogTex
             return LogText("the host restarted", "busy")
         case _:
             return None
+
+
+def _describe_results(event: ModelEvaluated) -> str:
+    shown = ", ".join(f"{one.task} {one.metric} {one.value:.4g}" for one in event.results[:MAX_NAMED_RESULTS])
+    rest = len(event.results) - MAX_NAMED_RESULTS
+    number = event.results[-1].round
+    return shown + (f" and {rest} more" if rest > 0 else "") + ("" if number is None else f" after round {number}")
 
 
 def _describe_joined(event: PeerAppeared, names: Mapping[PeerId, str]) -> str:

@@ -15,11 +15,13 @@ from pathlib import Path
 import grpc
 
 from node.daemon.node import Node
-from node.keeper.state_keeper import StateKeeper, build_keeper
+from node.keeper.announcing import WholeRunAnnouncer
+from node.keeper.stage_keepers import StageKeepers, keep_stages
+from node.keeper.state_keeper import KeeperPlan, StateKeeper, build_keeper
 from node.options import NodeOptions
 from node.run_dir import RunDir
-from protocol.consensus.chain import Chain
-from protocol.consensus.trust import TrustPoint
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.history.trust import TrustPoint
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
@@ -28,6 +30,7 @@ from protocol.tasks import cancel_and_wait
 from protocol.transport.transport import Transport
 
 LEAVE_SECONDS = 3.0
+Keeper = StateKeeper | StageKeepers
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         node.directory,
         node.transport,
         is_trainer=bool(node.replicas),
-        has_model=has_model and not node.options.manifest.pipeline.is_cut,
+        has_model=has_model,
         revisions=node.revisions.log,
         own_chain=next((replica.replicated.chain for replica in node.replicas.values()), None),
         node=node,
@@ -80,18 +83,34 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
 @contextlib.asynccontextmanager
 async def open_observer_node(
     options: NodeOptions, run_dir: RunDir, *, keeps: bool
-) -> AsyncIterator[tuple[Node, StateKeeper | None]]:
-    """Run a node without a replica inside the context, with a keeper if it `keeps` the newest state.
+) -> AsyncIterator[tuple[Node, Keeper | None]]:
+    """Run a node without a replica inside the context, with a keeper if it `keeps` the newest state, of all stages.
 
     The caller holds the lock of `run_dir`. Raises TransportError, or an error of the kept state.
     """
-    node = Node(options, run_dir, random.Random(os.urandom(16)))
-    keeper = build_keeper(node, run_dir) if keeps and not options.manifest.pipeline.is_cut else None
-    try:
+    async with open_node(options, run_dir) as node:
+        keeper = _build_keeper(node, run_dir) if keeps else None
         await node.open()
         yield node, keeper
+
+
+@contextlib.asynccontextmanager
+async def open_node(options: NodeOptions, run_dir: RunDir) -> AsyncIterator[Node]:
+    """Build a node without a replica, whose transport is closed at the end of the context; the caller opens it."""
+    node = Node(options, run_dir, random.Random(os.urandom(16)))
+    try:
+        yield node
     finally:
         await node.transport.stop()
+
+
+def _build_keeper(node: Node, run_dir: RunDir) -> Keeper:
+    manifest = node.options.manifest
+    if manifest.pipeline.is_cut:
+        return keep_stages(node, run_dir, range(manifest.pipeline.stages))
+    keeper = build_keeper(node, manifest, run_dir, KeeperPlan(announcer=WholeRunAnnouncer(node.directory)))
+    node.metrics.add_refusal_counter(keeper)
+    return keeper
 
 
 @contextlib.asynccontextmanager

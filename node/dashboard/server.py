@@ -39,6 +39,7 @@ from node.dashboard.json_views import MAX_POINTS, SERIES, history, run_status, s
 from node.dashboard.state import timings_of_round
 from node.keeper.model_archive import ModelArchive, model_values
 from node.keeper.model_route import model_route
+from node.own_loops import join_line
 from node.receipts.issuer import ReceiptIssuer
 from protocol.errors import LimitError
 
@@ -126,6 +127,7 @@ class DashboardData:
     is_live: Callable[[], bool] = lambda: True
     receipts: ReceiptIssuer | None = None
     model: ModelArchive | None = None
+    own_loops: bool = False  # whether people join by a loop of their own
 
     def values(self) -> dict[str, Any]:
         """Return the snapshot of the current state."""
@@ -134,13 +136,13 @@ class DashboardData:
             values |= {"status": "replay", "tone": "busy", "reason": "a recorded run, as its host saw it"}
         return values
 
-    def join_line(self, request: Request) -> str | None:
+    def line_to_join(self, request: Request) -> str | None:
         """Return the command to join with; `None` for a replay. An invalid Host header is not echoed."""
         host = request.headers.get("host", "")
         if self.signed_manifest is None:
             return None
         base = self.public_url or (f"{request.url.scheme}://{host}" if HOST_PATTERN.match(host) else "http://HOST")
-        return f"murmur join {base}/run.toml"
+        return join_line(f"{base}/run.toml", self.own_loops)
 
 
 class SecurityHeadersMiddleware:
@@ -181,7 +183,7 @@ def build_app(data: DashboardData) -> Starlette:
     async def index(request: Request) -> Response:
         values = data.values()
         end = render_end(report.get_if_over(), values, has_receipts=data.receipts is not None)
-        return HTMLResponse(render_page(values, data.join_line(request), version("murmuration"), end))
+        return HTMLResponse(render_page(values, data.line_to_join(request), version("murmuration"), end))
 
     async def manifest(_: Request) -> Response:
         if data.signed_manifest is None:

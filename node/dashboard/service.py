@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from node.dashboard.ending.host_report import ReportWriter
+from node.dashboard.evaluations import EvaluationKeeper, EvaluationPlan
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from node.dashboard.events import LogOpened
 from node.dashboard.json_views import run_status
@@ -24,6 +25,7 @@ from node.dashboard.swarm_watcher import SwarmWatcher
 from node.keeper.model_archive import ModelArchive
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
+from node.own_loops import join_line, needs_own_loop
 from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.commit_log import CommitLog
@@ -132,7 +134,11 @@ class RunningDashboard:
 
 @contextlib.asynccontextmanager
 async def serve_dashboard(
-    node: NodeHandle, run_dir: RunDir, address: DashboardAddress, more_models: Sequence[Path] = ()
+    node: NodeHandle,
+    run_dir: RunDir,
+    address: DashboardAddress,
+    more_models: Sequence[Path] = (),
+    evaluates: EvaluationPlan | None = None,
 ) -> AsyncIterator[RunningDashboard]:
     """Watch the swarm and serve the page inside the context.
 
@@ -146,23 +152,26 @@ async def serve_dashboard(
     model = ModelArchive(folders, node.manifest, partial(is_final_round, event_log)) if node.has_model else None
     watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log, model).run(), name="swarm watcher")
     watcher.add_done_callback(partial(_log_watcher_end, is_trainer=node.is_trainer))
-    sampler = Sampler(folders if node.has_model else (), node.base, event_log)
+    writes_text = node.has_model and not node.manifest.model.is_custom
+    sampler = Sampler(folders if writes_text else (), node.base, event_log)
     sampling = asyncio.create_task(_sample_while_possible(sampler), name="sampler")
     data = DashboardData(
         event_log,
         ManifestPublisher(node).signed_text,
         address.public_url,
+        own_loops=needs_own_loop(node.manifest),
         is_live=lambda: not watcher.done(),
         model=model,
         receipts=ReceiptIssuer(commit_log, facts.run, node.identity, lambda peer: event_log.state.name_of(peer)),
     )
+    evaluations = asyncio.create_task(_evaluate_while_possible(run_dir.path, event_log, evaluates), name="evaluations")
     report_writer = ReportWriter(run_dir.path, event_log)
     report_task = asyncio.create_task(report_writer.run(), name="report writer")
     try:
         async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
             yield RunningDashboard(watcher, event_log, f"{address.base_url(port)}/", sampler)
     finally:
-        await cancel_and_wait((sampling, watcher, report_task))
+        await cancel_and_wait((sampling, evaluations, watcher, report_task))
         report_writer.write()
         event_log.close()
 
@@ -173,16 +182,24 @@ async def _sample_while_possible(sampler: Sampler) -> None:
         await sampler.run()
 
 
+async def _evaluate_while_possible(folder: Path, event_log: EventLog, plan: EvaluationPlan | None) -> None:
+    """Evaluate until cancelled, or until the event log cannot be written, which the watcher reports."""
+    try:
+        await EvaluationKeeper(folder, event_log, plan).run()
+    except* StorageError as errors:
+        logger.debug("no more evaluations: %s", errors.exceptions[0])
+
+
 def is_final_round(event_log: EventLog, number: int) -> bool:
     """Return whether a run that has reached its target ended with that round."""
     state = event_log.state
     return run_status(state)[0] == "done" and state.rows.last is not None and number > state.rows.last.round
 
 
-def print_join_info(page_url: str, organiser: PeerId, address: DashboardAddress) -> None:
+def print_join_info(page_url: str, organiser: PeerId, address: DashboardAddress, *, is_own: bool = False) -> None:
     """Print where the page is, the line that others copy, and the fingerprint of the host's key."""
     print(f"page         {page_url}", flush=True)
-    print(f"to take part murmur join {page_url}run.toml", flush=True)
+    print(f"to take part {join_line(f'{page_url}run.toml', is_own)}", flush=True)
     print(f"fingerprint  {fingerprint(organiser)}", flush=True)
     if address.is_loopback_only:
         print("open to      this machine alone; --http 0.0.0.0:PORT opens it to others", flush=True)

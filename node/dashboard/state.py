@@ -17,6 +17,7 @@ from node.dashboard.events import (
     DashboardEvent,
     HostRestarted,
     LogOpened,
+    ModelEvaluated,
     PeerAppeared,
     PeerDeparted,
     PeerDiverged,
@@ -40,12 +41,14 @@ from node.dashboard.run_state.loss_trend import LossTrend, trend_of
 from node.dashboard.run_state.outcome import progress_to_target, was_stopped
 from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
 from node.dashboard.run_state.stages import lowest_round, served_stages
+from node.evaluation.results import Result
 from node.monitoring.stage_table import StageEntry
 from protocol.identity import PeerId
 
 MAX_TIMELINES = 50
 MAX_SPEEDS = 20
 MAX_GONE_PEERS = 200
+MAX_EVALUATIONS = 1000  # results of `murmur eval`
 PACE_ROUNDS = 8  # over which the duration of an undated round is estimated
 FLOAT_BYTES = 4
 UNSEEN_SINCE_RESTART = "not seen since the host restarted"
@@ -90,6 +93,7 @@ class RunState:
     contributors: Contributors = Contributors()
     trend: LossTrend = LossTrend()
     sample: SampleGenerated | None = None
+    evaluations: tuple[Result, ...] = ()
     steered: RunSteered | None = None
     lost_since: float | None = None
     missing_rounds: int = 0
@@ -132,6 +136,12 @@ class RunState:
     def is_over(self) -> bool:
         """Return whether the run has reached its target."""
         return self.progress == 1.0
+
+    @property
+    def have_stages_ended(self) -> bool:
+        """Return whether all stages of a pipeline have reached the target in rounds, by all known peers."""
+        target = self.facts.target_rounds if self.facts and self.facts.stages > 1 else None
+        return target is not None and self.stage_round >= target
 
     @property
     def was_stopped(self) -> bool:
@@ -209,6 +219,8 @@ def _apply_logged(state: RunState, event: DashboardEvent) -> RunState:
             return replace(state, missing_rounds=state.missing_rounds + event.last - event.first + 1)
         case SampleGenerated():
             return replace(state, sample=event)
+        case ModelEvaluated():
+            return replace(state, evaluations=(*state.evaluations, *event.results)[-MAX_EVALUATIONS:])
         case RunSteered():
             return replace(state, steered=event, facts=event.facts)
         case SwarmLost():
@@ -345,14 +357,22 @@ def _apply_measured(state: RunState, event: ValidationMeasured) -> RunState:
     row = state.rows.find(event.round - 1)
     if row is None:
         return state
-    rows = state.rows.replace_row(replace(row, validation_loss=event.loss))
+    rows = state.rows.replace_row(replace(row, validation_loss=event.loss, validation_by_source=event.by_source))
     return replace(state, rows=rows, trend=state.trend.add_validation(event.round, event.loss))
 
 
 def _apply_forked(state: RunState, event: ChainForked) -> RunState:
     timelines = tuple(timed for timed in state.timelines if timed.round < event.round)
     rows, contributors = state.rows.truncate_from(event.round), state.contributors.truncate_from(event.round)
-    return replace(state, rows=rows, timelines=timelines, contributors=contributors, trend=trend_of(rows))
+    evaluations = tuple(one for one in state.evaluations if one.round is None or one.round <= event.round)
+    return replace(
+        state,
+        rows=rows,
+        timelines=timelines,
+        contributors=contributors,
+        trend=trend_of(rows),
+        evaluations=evaluations,
+    )
 
 
 def timings_of_round(state: RunState, round_number: int | None) -> tuple[int | None, tuple[PeerTiming, ...]]:

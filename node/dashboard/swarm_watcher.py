@@ -43,12 +43,13 @@ from node.monitoring.stage_table import MICROBATCH_WORDS
 from node.pipeline.stage_peers import served_stage
 from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_log import CommitLog
-from protocol.consensus.certified import ChainLog
+from protocol.consensus.history.certified import ChainLog
 from protocol.identity import PeerId
 from protocol.manifest_pipeline import MAX_STAGES
 from protocol.membership import peer_table
+from protocol.membership.source_losses import parse_source_losses
 from protocol.murmur_pb2 import PeerRecord
-from protocol.tasks import cancel_and_wait
+from protocol.tasks import run_until_one_ends
 from protocol.transport.nat import is_relay_only, relays_of
 from protocol.transport.rate_limit import TokenBuckets
 
@@ -99,14 +100,7 @@ class SwarmWatcher:
 
     async def run(self) -> None:
         """Watch until cancelled. Raises StorageError if the event log cannot be written."""
-        loops = [self._poll_forever(), *([] if self._is_cut else [self._follow_chain_forever()])]
-        tasks = [asyncio.create_task(loop) for loop in loops]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                await task
-        finally:
-            await cancel_and_wait(tasks)
+        await run_until_one_ends(self._poll_forever(), *([] if self._is_cut else [self._follow_chain_forever()]))
 
     async def _poll_forever(self) -> None:
         while True:
@@ -206,7 +200,12 @@ class SwarmWatcher:
             if self._newest_validation < record.validation_round <= self._known_round + 1:
                 self._newest_validation = record.validation_round
                 loss = min(record.validation_loss, MAX_SHOWN_LOSS)
-                self._event_log.record(ValidationMeasured(at=now, peer=peer, round=record.validation_round, loss=loss))
+                losses = [min(found, MAX_SHOWN_LOSS) for found in parse_source_losses(record.validation_by_source)]
+                names = [source.name for source in self._node.manifest.data.sources]
+                by_source = dict(zip(names, losses, strict=True)) if len(names) == len(losses) else {}
+                self._event_log.record(
+                    ValidationMeasured(at=now, peer=peer, round=record.validation_round, loss=loss, by_source=by_source)
+                )
 
     def _record_steering(self, now: float) -> None:
         """Record new revisions of the organiser, and those that have begun to hold."""
@@ -214,8 +213,11 @@ class SwarmWatcher:
         revisions = log.list_to(log.newest(self._adoptions.newest)) or ()
         if not revisions or state.facts is None:
             return
+        next_round = state.round if self._is_cut else self._known_round + 1
+        if self._is_cut:
+            self._adoptions.assume(revisions, next_round)
         reports = build_reports(revisions, self._adoptions, state.steered)
-        revised = manifest_at_head(self._node.manifest, revisions, reports, self._known_round + 1)
+        revised = manifest_at_head(self._node.manifest, revisions, reports, next_round)
         facts = run_facts(self._node.manifest, state.facts.organiser, revised.manifest)
         news = describe_news(revisions, reports, state.steered)
         steered = RunSteered(at=now, facts=facts, revisions=reports, is_paused=revised.is_paused, news=news)

@@ -15,17 +15,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.data.check import check_text
+from node.data.check import TextReport, check_text
 from node.doctor import machine
 from node.doctor.findings import Finding, finding_of_error, judge_clock
 from node.doctor.network import probe_network
+from node.doctor.prediction import measure_flops, predict
 from node.from_manifest import require_program
 from node.join.http_download import fetch_server_time
 from node.join.invitation import Invitation
 from node.join.joined_folder import open_or_recall
+from node.join.room import small_memory, smaller_mode
 from node.model import shape_table
 from node.monitoring.logs import sanitize
 from node.paths import join_dir
+from node.trainer.devices.device import choose_device
 from node.units import format_count
 from protocol.errors import MurmurError
 from protocol.manifest import Manifest
@@ -61,9 +64,13 @@ def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], inse
     if home is not None:
         findings.append(machine.check_key(home / "key"))
     if invitation is not None and home is not None:
-        findings += machine.check_memory_and_disk(invitation.manifest, home)
+        small = small_memory(invitation.manifest, choose_device("auto").type)
+        smaller = smaller_mode(small, machine.free_memory())
+        findings += machine.check_memory_and_disk(invitation.manifest, home, smaller)
+    if invitation is not None and home is not None and not invitation.manifest.model.is_custom:
+        findings.append(_predict_speed(invitation.manifest))
     if invitation is not None and home is not None:
-        findings.append(_check_text(invitation.manifest, invitation.base or home / "data"))
+        findings += _check_text(invitation.manifest, invitation.base or home / "data")
     found = asyncio.run(probe_network(invitation, listen or listen_on_all_interfaces()))
     if not any(finding.check == "clock" for finding in found):
         found.append(_compare_host_clock(invitation.source if invitation else None))
@@ -77,12 +84,24 @@ def _run_finding(invitation: Invitation) -> Finding:
     return Finding("run", "ok", f"{manifest.run.name}, {count} parameters, {manifest.method.recipe}, {signed}")
 
 
-def _check_text(manifest: Manifest, base: Path) -> Finding:
-    """Open the text of the run and read its beginning."""
+def _predict_speed(manifest: Manifest) -> Finding:
+    """Predict the speed of a trainer from that of matrix products on this machine."""
+    device = choose_device("auto")
+    speed = predict(manifest, device.type, machine.free_memory(), measure_flops(device)).tokens_per_second
+    return Finding("speed", "ok", f"at most {format_count(int(speed))} tokens a second")
+
+
+def _check_text(manifest: Manifest, base: Path) -> list[Finding]:
+    """Open the text of the run and read the beginning of each source."""
+    if manifest.data.source == "own":
+        return [Finding("data", "ok", "each training loop brings its own")]
     try:
-        report = check_text(manifest, base)
+        return [_text_finding(report) for report in check_text(manifest, base)]
     except MurmurError as error:
-        return finding_of_error("data", error)
+        return [finding_of_error("data", error)]
+
+
+def _text_finding(report: TextReport) -> Finding:
     if report.unchecked or report.skipped:
         found = "; ".join((report.describe(), *report.skipped[:1]))
         return Finding("data", "warn", found, "repair the row, if it should count" if report.skipped else "")

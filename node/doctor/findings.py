@@ -39,14 +39,24 @@ def judge_free_space(check: str, free: float, needed: float, fix: str) -> Findin
     return Finding(check, "ok" if free >= needed else "fail", text, "" if free >= needed else fix)
 
 
-def judge_microbatch(manifest: Manifest, free: float, device: str) -> Finding:
-    """Compare the largest microbatch that fits into `free` bytes with the run's."""
+def judge_microbatch(manifest: Manifest, free: float, device: str, cards: int = 1) -> Finding:
+    """Compare the largest microbatch that fits into `free` bytes of a device with the run's.
+
+    If it does not fit, `cards` such devices together may help.
+    """
     fits = max_microbatch(manifest, free, device)
     wanted, least = run_microbatch(manifest)
     text = f"microbatches of {fits} sequences fit, the run's have {wanted}"
     if fits >= wanted:
         return Finding("model", "ok", text)
-    fix = "this device is too small for the run" if fits < least else "nothing: a batch takes more passes"
+    together = fits if manifest.pipeline.is_cut else max_microbatch(manifest, free, device, ranks=cards)
+    if together >= least and together > fits:
+        return Finding("model", "warn", text, f"use --device all: {cards} cards hold a part of the model each")
+    more = max_microbatch(manifest, free, device, "full")
+    if fits < least:
+        fix = "start with --recompute full" if more >= least else "this device is too small for the run"
+    else:
+        fix = f"nothing: a batch takes more passes; with --recompute full {min(more, wanted)} fit"
     return Finding("model", "fail" if fits < least else "warn", text, fix)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from node.daemon.outer_state import state_bytes
-from node.daemon.run_limits import STORE_EXTRA_BYTES, STORE_STATES
+from node.daemon.run_limits import STORE_EXTRA_BYTES, STORE_STATES, peer_bytes, trainer_bytes
 from node.doctor.findings import Finding, finding_of_error, judge_free_space, judge_microbatch
-from node.from_manifest import build_program
+from node.from_manifest import build_node_program
 from node.model import shape_table, smallest_cut
-from node.model.memory_estimate import fixed_bytes
-from node.trainer.device import choose_device, device_name
+from node.model.memory_estimate import PROCESS_BYTES
+from node.trainer.devices.device import choose_device, device_name
 from node.units import format_bytes
 from protocol.errors import MurmurError
 from protocol.identity import Identity
@@ -72,7 +72,6 @@ def _read_words(path: Path) -> list[str]:
         return []
 
 
-DAEMON_BYTES_PER_PARAMETER = 48  # in main memory: anchors, snapshot, outer state, and temporary vectors of a round
 DAEMON_BASE_BYTES = 1_000_000_000  # daemon and p2pd without a model
 
 
@@ -85,7 +84,9 @@ def check_device() -> Finding:
         found = f"no accelerator, {cores:.3g} cores"
         return Finding("device", "warn", found, "trains, but slowly; install a CUDA torch")
     free, total = torch.cuda.mem_get_info()
-    return Finding("device", "ok", f"{device_name(chosen)}, {format_bytes(free)} of {format_bytes(total)} free")
+    found = f"{device_name(chosen)}, {format_bytes(free)} of {format_bytes(total)} free"
+    cards = torch.cuda.device_count()
+    return Finding("device", "ok", found if cards < 2 else f"{found}; {cards} cards: --device all takes all of them")
 
 
 def check_key(path: Path) -> Finding:
@@ -98,18 +99,22 @@ def check_key(path: Path) -> Finding:
         return finding_of_error("key", error)
 
 
-def check_memory_and_disk(manifest: Manifest, node_dir: Path) -> list[Finding]:
-    """Compare device memory, main memory and disk space with the needs of the run."""
+def check_memory_and_disk(manifest: Manifest, node_dir: Path, smaller: str) -> list[Finding]:
+    """Compare device memory, main memory and disk space with the needs of the run; `smaller` says how to need less."""
     parameters = shape_table(manifest.model, smallest_cut(manifest)).numel
     kind = choose_device("auto").type
-    daemon = parameters * DAEMON_BYTES_PER_PARAMETER + DAEMON_BASE_BYTES
-    main = daemon + fixed_bytes(manifest, kind) if kind == "cpu" else daemon
-    free = torch.cuda.mem_get_info()[0] if kind == "cuda" else max(0, free_memory() - daemon)
-    disk = STORE_STATES * state_bytes(parameters, build_program(manifest).method) + STORE_EXTRA_BYTES
+    planner = build_node_program(manifest, None, cut=smallest_cut(manifest))
+    cut = smallest_cut(manifest)
+    main = DAEMON_BASE_BYTES + PROCESS_BYTES + peer_bytes(manifest, planner, kind, cut)
+    on_cpu = trainer_bytes(manifest, planner, free_memory() - DAEMON_BASE_BYTES, cut)
+    free = torch.cuda.mem_get_info()[0] if kind == "cuda" else on_cpu
+    disk = STORE_STATES * state_bytes(parameters, planner.method) + STORE_EXTRA_BYTES
     existing = next(parent for parent in (node_dir, *node_dir.absolute().parents) if parent.exists())
+    cards = max(1, torch.cuda.device_count()) if kind == "cuda" else 1
+    microbatch = [] if manifest.model.is_custom else [judge_microbatch(manifest, free, kind, cards)]
     return [
-        judge_microbatch(manifest, free, kind),
-        judge_free_space("memory", free_memory(), main, "close other programs, or use a machine with more"),
+        *microbatch,
+        judge_free_space("memory", free_memory(), main, f"{smaller}close other programs, or use a machine with more"),
         judge_free_space("disk", shutil.disk_usage(existing).free, disk, "free some space, or choose another --dir"),
     ]
 

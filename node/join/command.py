@@ -8,10 +8,11 @@ from node.flags import NodeFlags
 from node.join.data_consent import require_data_consent
 from node.join.finished_run import describe_end
 from node.join.invitation import Invitation
-from node.join.joined_folder import check_pin, open_or_recall, save_invitation
+from node.join.joined_folder import DATA, check_pin, open_or_recall, save_invitation
 from node.monitoring.display import Display
 from node.monitoring.logs import configure_logs
 from node.options import parse_node_options
+from node.own_loops import require_our_loop
 from node.own_ticket import require_admission
 from node.paths import join_dir
 from node.process import rare_garbage_collection
@@ -44,7 +45,7 @@ def _join_run(
     settings = parse_node_options(
         flags,
         manifest=manifest,
-        base=invitation.base or node_dir / "data",
+        base=invitation.base or node_dir / DATA,
         folder=node_dir,
         more_peers=invitation.peers,
     )
@@ -58,18 +59,21 @@ def _join_run(
         from node.join.run_end import find_end
         from node.plan.command import warn_if_poor
         from node.receipts.chain_recorder import record_chain
-        from node.trainer.device import require_usable_device
+        from node.trainer.devices.device import require_usable_device
 
     require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
-    require_usable_device(settings)
-    if invitation.is_downloaded:
+    if not settings.own_loop:
+        require_our_loop(manifest)
+        require_usable_device(settings)
+    if invitation.is_downloaded and not settings.own_loop:
         require_data_consent(manifest.data, settings.base, allow_data)
     require_room(settings, invitation.is_downloaded)
     _verify_organiser(node_dir, invitation)
     warn_if_poor(manifest, settings.listen)
     try:
-        with display.activity("reading the text"):
-            check_and_log_text(manifest, settings.base)  # before this peer is announced
+        if not settings.own_loop:  # which reads a text of its own
+            with display.activity("reading the text"):
+                check_and_log_text(manifest, settings.base)  # before this peer is announced
     except (DataError, MissingFileError):
         with display.activity("asking whether the run is over"):
             finished = asyncio.run(find_end(settings))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from node.join.consent import require_consent
 from protocol.errors import OrganiserError
-from protocol.manifest import DataSection
+from protocol.manifest_data import DataSection
 
 HUB_NAME = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?", re.ASCII)
 
@@ -15,12 +15,14 @@ def require_data_consent(data: DataSection, base: Path, is_allowed: bool) -> Non
 
     Raises OrganiserError for anything but the name of a data set, UsageError without consent.
     """
-    if data.source != "hf" or (base / data.path).is_dir():
-        return
-    if not HUB_NAME.fullmatch(data.path):
-        raise OrganiserError(
-            f"data.path = {data.path[:80]!r} is not the name of a data set on the hub, and a downloaded manifest may "
-            "name nothing else; ask the organiser for another manifest"
-        )
-    if not is_allowed:
-        require_consent(f"This run streams the data set {data.path} from the Hugging Face hub.", "--allow-data")
+    streamed = [source for source in data.mixture if source.source == "hf" and not (base / source.path).is_dir()]
+    for source in streamed:
+        if not HUB_NAME.fullmatch(source.path):
+            raise OrganiserError(
+                f"{source.key}.path = {source.path[:80]!r} is not the name of a data set on the hub, and a downloaded "
+                "manifest may name nothing else; ask the organiser for another manifest"
+            )
+    if streamed and not is_allowed:
+        names = ", ".join(dict.fromkeys(source.path for source in streamed))
+        noun = "data set" if len(streamed) == 1 else "data sets"
+        require_consent(f"This run streams the {noun} {names} from the Hugging Face hub.", "--allow-data")

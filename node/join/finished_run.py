@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from node.join.http_download import is_served
-from node.paths import read_peer_id
+from node.paths import find_newest_model, read_peer_id
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.ledger import commit_reader, read_ledger
 from node.units import format_plural
@@ -23,7 +23,9 @@ def describe_end(finished: "FinishedRun", run: str, node_dir: Path) -> list[str]
     validation = finished.validation_loss
     loss = "" if validation is None else f", validation loss {validation:.3f}"
     url = find_on_host(run, "/model")
-    source = shlex.quote(str(node_dir) if finished.is_ours else run)
+    newest = find_newest_model([node_dir])  # the node of a pipeline has its own stage, and one that it keeps
+    has_whole = finished.is_ours and newest is not None and newest[0] == finished.round
+    source = shlex.quote(str(node_dir) if has_whole else run)
     return [
         f"the run is over: round {finished.round:,}, {finished.tokens:,} tokens{loss}",
         *([f"model: {url}"] if url else []),

@@ -24,8 +24,9 @@ from urllib.parse import SplitResult
 
 from node.daemon.peer_rpc import await_reply
 from node.join.http_download import download, split_url
+from node.run_file import load_run_file
 from node.units import multiaddress_fault
-from protocol.consensus.trust import TrustPoint
+from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import (
     ManifestError,
     MissingFileError,
@@ -42,7 +43,6 @@ from protocol.murmur_pb2_grpc import RunsStub
 from protocol.signing import (
     MAX_SIGNED_MANIFEST_BYTES,
     SignedManifest,
-    load_signed_manifest,
     open_signed_manifest,
 )
 
@@ -102,7 +102,7 @@ def open_invitation(run: str, insecure: bool) -> Invitation:
 def _open_file(path: Path) -> Invitation:
     if not _exists(path) and BARE_ADDRESS_PATTERN.match(str(path)):
         raise MissingFileError(f"there is no file {path}; if it is a URL, begin it with https:// (or http://)")
-    signed = load_signed_manifest(path)
+    signed = load_run_file(path)
     if not path.is_file():  # a pipe, as in `murmur join <(curl ...)`
         return Invitation(signed.manifest, signed.organiser, Path.cwd(), text=signed.text)
     source = str(path.resolve())
@@ -190,7 +190,10 @@ async def _request_manifest(run_id: str, address: str) -> bytes:
 
 def require_paths_inside(manifest: Manifest) -> None:
     """Raise OrganiserError if a manifest from a URL or link names files outside the node's folder."""
-    for key, path in (("data.path", manifest.data.path), ("data.tokenizer", manifest.data.tokenizer)):
+    if manifest.model.from_:
+        raise OrganiserError("model.from names a place on another machine; ask for the link that `murmur host` prints")
+    paths = [(f"{source.key}.path", source.path) for source in manifest.data.mixture]
+    for key, path in (*paths, ("data.tokenizer", manifest.data.tokenizer)):
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path.startswith("~"):
             raise OrganiserError(
                 f"{key} = {path[:80]!r} is outside the node's folder, and a downloaded manifest may not name such "

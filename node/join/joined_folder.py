@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 INVITATION_FILE = "invitation.json"
 MANIFEST_FILE = "run.toml"
+DATA = "data"  # in the node's folder: where the paths of a downloaded manifest start
 MAX_SOURCES = 16
 
 
@@ -129,6 +130,12 @@ def read_saved_invitation(folder: Path) -> SavedInvitation | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OrganiserError(f"cannot read {path}; restore it, or remove it and compare the fingerprint") from error
+
+
+def text_base(folder: Path) -> Path:
+    """Return the folder at which the paths of the run's text start, for a node's folder. Raises OrganiserError."""
+    saved = read_saved_invitation(folder)
+    return folder if saved is None else saved.base or folder / DATA
 
 
 def _reopen(saved: SavedInvitation, source: str | None = None) -> Invitation:

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.daemon.outer_state import state_bytes
+from node.daemon.outer_vectors import outer_file_bytes
+from node.daemon.run_limits import host_bytes, peer_bytes
 from node.disk_budget import folder_bytes
-from node.doctor.machine import DAEMON_BYTES_PER_PARAMETER, free_memory
-from node.from_manifest import build_program
+from node.doctor.machine import free_memory
+from node.from_manifest import build_node_program, in_memory_mode
+from node.ipc.shared_layout import SharedLayout
 from node.join.consent import require_consent
 from node.model import shape_table, smallest_cut
-from node.model.memory_estimate import fixed_bytes, sequence_bytes
+from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes
 from node.options import NodeOptions
-from node.trainer.device import choose_device
+from node.trainer.devices.device import choose_devices
 from node.units import format_bytes
-from protocol.errors import DeviceError, StorageError
+from protocol.errors import DeviceError, ManifestError, StorageError
 from protocol.manifest import Manifest
 
 TRAINER_BYTES_PER_PARAMETER = 16  # in a checkpoint: moments, weights and the waiting contribution
@@ -34,15 +37,38 @@ class Room:
     disk: int
 
 
-def needed_room(manifest: Manifest, device: str) -> Room:
-    """Estimate what a run takes of a machine; `device` is "cpu" or "cuda"."""
+def needed_room(manifest: Manifest, device: str, ranks: int = 1) -> Room:
+    """Estimate what a run takes of a machine in the memory mode of the manifest.
+
+    `device` is "cpu" or "cuda", and `ranks` of them train together.
+    """
     parameters = shape_table(manifest.model, smallest_cut(manifest)).numel
-    memory = parameters * DAEMON_BYTES_PER_PARAMETER + manifest.pipeline.is_cut * manifest.pipeline.memory
-    if device == "cpu":
-        memory += fixed_bytes(manifest, device) + sequence_bytes(manifest, device)
-    state = state_bytes(parameters, build_program(manifest).method)
+    planner = build_node_program(manifest, None, cut=smallest_cut(manifest))
+    memory = PROCESS_BYTES + peer_bytes(manifest, planner, device, smallest_cut(manifest))
+    if device == "cpu" and ranks > 1:
+        rank = fixed_bytes(manifest, device, ranks=ranks) + microbatch_bytes(manifest, 1, device)
+        memory = host_bytes(planner) + ranks * rank
+    state = state_bytes(parameters, planner.method)
     checkpoint = state + parameters * TRAINER_BYTES_PER_PARAMETER
-    return Room(memory, (manifest.checkpoint.keep + 1) * checkpoint + MIN_STATES * state)
+    files = SharedLayout.of(planner).file_bytes + outer_file_bytes(planner)
+    return Room(memory, (manifest.checkpoint.keep + 1) * checkpoint + MIN_STATES * state + files)
+
+
+def small_memory(manifest: Manifest, device: str) -> int | None:
+    """Return the memory that a run takes with `--memory-mode small`; None if that is its mode, or it allows none."""
+    if manifest.train.memory == "small":
+        return None
+    try:
+        return needed_room(in_memory_mode(manifest, "small"), device).memory
+    except ManifestError:
+        return None
+
+
+def smaller_mode(small: int | None, free: float) -> str:
+    """Return the advice to use less memory, if that much fits into what is free; else an empty text."""
+    if small is None or small > free:
+        return ""
+    return f"add --memory-mode small, which takes {format_bytes(small)}, or "
 
 
 def available_room(folder: Path) -> Room:
@@ -56,16 +82,24 @@ def require_room(settings: NodeOptions, is_downloaded: bool) -> None:
 
     Raises DeviceError, StorageError, or UsageError if nobody can be asked.
     """
-    needed = needed_room(settings.manifest, choose_device(settings.device).type)
-    check_room(needed, available_room(settings.folder), settings, is_downloaded)
+    manifest, devices = in_memory_mode(settings.manifest, settings.memory_mode), choose_devices(settings)
+    kind, ranks = devices[0].type, len(devices)
+    needed, small = needed_room(manifest, kind, ranks), small_memory(manifest, kind) if ranks == 1 else None
+    check_room(needed, available_room(settings.folder), settings, is_downloaded, small)
 
 
-def check_room(needed: Room, available: Room, settings: NodeOptions, is_downloaded: bool) -> None:
-    """Compare the needs of a run with what there is. Raises as `require_room` does."""
+def check_room(
+    needed: Room, available: Room, settings: NodeOptions, is_downloaded: bool, small: int | None = None
+) -> None:
+    """Compare the needs of a run with what there is. Raises as `require_room` does.
+
+    `small`: the memory that it would need in the other mode, if it can.
+    """
     if needed.memory > available.memory:
         raise DeviceError(
             f"the run needs about {format_bytes(needed.memory)} of memory, but {format_bytes(available.memory)} are "
-            "free; close other programs, use a larger machine, or join a smaller run"
+            f"free; {smaller_mode(small, available.memory)}close other programs, use a larger "
+            "machine, or join a smaller run"
         )
     disk = available.disk if settings.disk is None else min(settings.disk, available.disk)
     if needed.disk > disk:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from node.daemon.lifecycle import FinishedRun
 from node.daemon.node import Node
-from node.daemon.swarm_view import find_newest_validation, peer_states
+from node.daemon.swarm_view import find_newest_validation, states_at
 from node.dashboard.observer_node import gossiping, open_observer_node
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.options import NodeOptions
 from node.run_dir import RunDir
-from protocol.consensus.chain import Chain
+from protocol.consensus.history.chain import Chain
 
 LOOK_SECONDS = 15.0
 POLL_SECONDS = 0.2
@@ -35,11 +35,12 @@ async def find_end(settings: NodeOptions) -> FinishedRun | None:
 
 async def _look(node: Node) -> FinishedRun | None:
     manifest = node.options.manifest
+    stage = 0 if manifest.pipeline.is_cut else None  # the stages of a pipeline end together
     steering = Steering(manifest, Chain.from_genesis(manifest.run_id), node.revisions.log)
     began = time.monotonic()
     while time.monotonic() - began < LOOK_SECONDS:
         records = node.directory.live()
-        snapshot = SwarmSnapshot(peer_states(records))
+        snapshot = SwarmSnapshot(states_at(records, stage))
         final = steering.final_head(snapshot, node.peer_id)
         if final is not None:
             newest = find_newest_validation(records.values())

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Digest
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 

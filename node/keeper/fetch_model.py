@@ -1,4 +1,4 @@
-"""`murmur export RUN OUT`: fetch the newest state of a run from its peers or its host, and write the model.
+"""Fetch the newest state of a run from its peers or its host, for `murmur export`, `generate` and `eval`.
 
 The state is found and checked as a host does it (`node.keeper.state_keeper`). The commits and the peers of the run are
 not needed any more once it is here, so the node is a temporary one, with a key of its own.
@@ -17,21 +17,19 @@ from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags
 from node.join.invitation import Invitation, open_invitation
 from node.join.joined_folder import check_pin
-from node.keeper.state_keeper import FetchedState, StateKeeper
+from node.keeper.fetch_stages import fetch_stages, show_progress
+from node.keeper.state_keeper import StateKeeper
 from node.model.export import write_export
 from node.monitoring.logs import configure_logs
-from node.monitoring.progress import ByteProgress
 from node.options import NodeOptions, parse_node_options
 from node.paths import join_dir
 from node.process import raise_fd_limit
 from node.run_dir import RunDir
 from protocol.errors import MissingFileError
-from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
 FIND_SECONDS = 45.0
-PROGRESS_SECONDS = 0.3
 
 
 def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool) -> int:
@@ -39,10 +37,22 @@ def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool) ->
 
     Raises MurmurError, in particular UnreachableError if nobody who holds the state answers.
     """
+    require_free(out)
+    trained, tokenizer, _ = fetch_weights(run, peers=peers, insecure=insecure)
+    write_export(trained, tokenizer, out)
+    return trained.round
+
+
+def fetch_weights(
+    run: str, *, peers: Sequence[str], insecure: bool
+) -> tuple[TrainedWeights, TextTokenizer, Invitation]:
+    """Return the newest weights of a run, named as for `murmur join`, its tokenizer, and how it was opened.
+
+    Raises MurmurError, in particular UnreachableError if nobody who holds the state answers.
+    """
     configure_logs()
     logging.getLogger("node").setLevel(logging.WARNING)  # peers that come and go concern a node that stays
     logging.getLogger("protocol").setLevel(logging.WARNING)
-    require_free(out)
     raise_fd_limit()
     invitation = open_invitation(run, insecure)
     check_pin(join_dir(invitation.manifest), invitation)
@@ -55,9 +65,7 @@ def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool) ->
             folder=Path(folder),
             more_peers=(*peers, *invitation.peers),
         )
-        trained = asyncio.run(_fetch_weights(options))
-        write_export(trained, tokenizer, out)
-    return trained.round
+        return asyncio.run(_fetch_weights(options)), tokenizer, invitation
 
 
 def _open_tokenizer(invitation: Invitation, run: str) -> TextTokenizer:
@@ -72,22 +80,11 @@ def _open_tokenizer(invitation: Invitation, run: str) -> TextTokenizer:
 
 
 async def _fetch_weights(options: NodeOptions) -> TrainedWeights:
+    if options.manifest.pipeline.is_cut:
+        return await fetch_stages(options)
     async with open_observer_node(options, RunDir(options.folder), keeps=True) as (node, keeper), gossiping(node):
-        assert keeper is not None
-        kept = await _fetch_with_progress(keeper)
-    state = await asyncio.to_thread(keeper.folder.map_state, kept.blob)
-    return TrainedWeights(options.manifest, kept.head.round, state.anchor.clone())
-
-
-async def _fetch_with_progress(keeper: StateKeeper) -> FetchedState:
-    with ByteProgress("fetching the state", keeper.folder.state_bytes) as progress:
+        assert isinstance(keeper, StateKeeper)
         fetching = asyncio.create_task(keeper.fetch_newest(FIND_SECONDS))
-        shown = 0
-        try:
-            while not (await asyncio.wait({fetching}, timeout=PROGRESS_SECONDS))[0]:
-                received = min(keeper.bytes_received, keeper.folder.state_bytes)
-                progress.advance(received - shown)
-                shown = received
-            return fetching.result()
-        finally:
-            await cancel_and_wait((fetching,))
+        kept = await show_progress(fetching, keeper, keeper.folder.state_bytes)
+    state = await asyncio.to_thread(keeper.folder.map_state, kept.blob)
+    return TrainedWeights(options.manifest, kept.head.round, state.anchor.clone(), kept.head.tokens)

@@ -7,6 +7,7 @@ a large model.
 import mmap
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from node.checkpoints import checkpoint
 from node.checkpoints.chain_file import SavedChain
@@ -14,17 +15,20 @@ from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.checkpointer import OFFER_KEY
 from node.daemon.outer_state import OuterState, state_bytes
 from node.daemon.run_limits import contribution_limits, max_store_bytes
-from node.model import shape_table
+from node.model import cut_of, shapes_of
+from node.model.start_weights import start_weights
 from node.run_dir import RunDir
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.storage import disk_errors
 from protocol.blobs.store import BlobStore
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import MalformedError
 from protocol.manifest import Manifest
+from protocol.pipeline.stage import stage_of
 
+MIN_STAGE_CHECKPOINTS = 2  # stages are a round apart while their states arrive, and join only at a common one
 STATE_KEY = "state"  # in the chain's table of a checkpoint: the digest of the state
 VALIDATION_KEY = "validation"  # the newest validation: round and loss
 
@@ -54,7 +58,7 @@ class StateFolder:
         self._run_dir = run_dir
         self._manifest = manifest
         self._planner = planner
-        self._shapes = shape_table(manifest.model)
+        self._shapes = shapes_of(manifest)
         self.state_bytes = state_bytes(planner.numel, planner.method)
         self.store = BlobStore(run_dir.blobs, max_store_bytes(planner))  # all of it on disk
 
@@ -69,6 +73,19 @@ class StateFolder:
             validation = Validation(int(round_number), float(loss))
             return KeptState(chain.head, chain.log, self.store.blob(bytes.fromhex(name)), validation)
         return self._restore_blob()
+
+    def first_state(self, base: Path) -> KeptState | None:
+        """Return the state of round 0 of a run that starts from weights; None if they are not on this machine.
+
+        Newcomers have it from nobody else while no peer with the weights trains. Raises MurmurError for wrong weights.
+        """
+        manifest = self._manifest
+        weights = start_weights(manifest, base, cut_of(manifest)) if manifest.model.weights else None
+        if weights is None:
+            return None
+        blob = self.store.put(*OuterState.initial(weights, self._planner.method).byte_views())
+        chain = Chain.from_genesis(manifest.run_id, manifest.admission)
+        return KeptState(chain.head, chain.log, blob)
 
     def _restore_blob(self) -> KeptState | None:
         """Make the blob of a checkpoint that has none: the node trained before, or the blob was removed."""
@@ -109,7 +126,10 @@ class StateFolder:
             inner={},
             inner_meta={},
         )
-        checkpoint.save(self._run_dir.checkpoints, saved, self._shapes, self._manifest.checkpoint.keep)
+        keep = self._manifest.checkpoint.keep
+        if stage_of(self._manifest) is not None:
+            keep = max(MIN_STAGE_CHECKPOINTS, keep)
+        checkpoint.save(self._run_dir.checkpoints, saved, self._shapes, keep)
 
     def retain(self, *digests: bytes) -> None:
         """Remove all other blobs, except those that are being fetched."""

@@ -1,4 +1,4 @@
-"""Keep the newest state of a run on a host that does not train, and serve it to peers that come back.
+"""Keep the newest state of a run, or of a stage of it, without training it, and serve it to peers that come back.
 
 The keeper fetches the state that most trainers report, checks it against that digest, and saves it as a checkpoint. It
 fetches the final state at once, and others so rarely that they cost a small part of its link. Its peer record names the
@@ -10,33 +10,40 @@ import logging
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from node.daemon.chain_sync import ChainReader, ask_contacts, needs_word
+from node.daemon.chain_sync import ChainReader, ask_for_word, needs_word
 from node.daemon.node import Node
 from node.daemon.run_limits import contribution_limits
 from node.daemon.services import ServedChain
-from node.daemon.swarm_view import find_newest_validation, peer_states
+from node.daemon.swarm_view import find_newest_validation, stage_witnesses, states_at
+from node.disk_budget import DiskRoom
 from node.from_manifest import build_program, topology_class
+from node.keeper.announcing import StateAnnouncer
 from node.keeper.choice import ChoiceRules, StateOffer, choose_state
+from node.keeper.marks import Marks
 from node.keeper.state_folder import KeptState, StateFolder, Validation
 from node.loop.catch_up import MAX_VANISHED_STATES
 from node.loop.steering import Steering
-from node.loop.swarm_snapshot import SwarmSnapshot
+from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.run_dir import RunDir
 from node.units import format_bytes
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
-from protocol.consensus.certified import MAX_KEPT_COMMITS, ChainLog
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.fork_choice import ChainOffer, Witnesses, judge
-from protocol.consensus.messages import Adoption, Digest
+from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.history.fork_choice import ChainOffer, Witnesses, judge
+from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.membership.directory import PeerDirectory
+from protocol.pipeline.stage import stage_of
 from protocol.steering.revision_log import RevisionLog
 from protocol.tasks import cancel_and_wait
 
@@ -52,6 +59,8 @@ MIN_FETCH_SECONDS = 60.0  # for a download, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 125_000
 MAX_CHAIN_SOURCES = 3
 AVOID_SECONDS = 30.0  # a head that nobody could prove
+MAX_REQUESTS = 32  # pieces in memory, of one download
+STATES_ON_DISK = 5  # two blobs and three checkpoints while a state is replaced
 
 
 class UncertifiedError(StaleError):
@@ -67,7 +76,8 @@ class RecentRequests(Protocol):
 class KeeperParts:
     """The parts of the node that the keeper uses.
 
-    `reader` requests the commits that lead to a state; `contacts` are the peers that the user named.
+    `reader` requests the commits that lead to a state; `contacts` are the peers that the user named. `marks` are the
+    rounds whose states are kept, None if any will do; `room` is the disk, None if nothing limits it.
     """
 
     directory: PeerDirectory
@@ -76,6 +86,9 @@ class KeeperParts:
     requests: RecentRequests
     contacts: tuple[PeerId, ...]
     revisions: RevisionLog
+    announcer: StateAnnouncer
+    marks: Marks | None = None
+    room: DiskRoom | None = None
 
 
 class FetchedState(NamedTuple):
@@ -92,6 +105,7 @@ class StateKeeper:
     """
 
     def __init__(self, manifest: Manifest, folder: StateFolder, parts: KeeperParts, has_one_state: bool) -> None:
+        self.run_id = manifest.run_id
         self.chain = Chain.from_genesis(manifest.run_id, manifest.admission)
         self.steering = Steering(manifest, self.chain, parts.revisions)
         self.blob: Blob | None = None
@@ -99,10 +113,17 @@ class StateKeeper:
         self.store = folder.store
         self.folder = folder
         self._parts = parts
+        self._stage = stage_of(manifest)
+        self._name = "state" if self._stage is None else f"state of stage {self._stage}"
         self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
         self._avoided: dict[Digest, float] = {}  # heads that nobody could prove, and until when
         self._validation = Validation()
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """Return the refusals of this keeper's downloads."""
+        return self._parts.downloader.refusals
 
     @property
     def bytes_received(self) -> int:
@@ -117,23 +138,27 @@ class StateKeeper:
     def describe(self) -> str:
         """Return one line that says which state is held, or why none is."""
         if self.error:
-            return f"the newest state is not kept: {self.error}"
+            return f"the newest {self._name} is not kept: {self.error}"
         if self.blob is None:
-            return "no state of the run is held yet"
-        return f"holding the {'final ' if self.is_complete else ''}state of round {self.chain.round}"
+            return f"no {self._name} is held yet"
+        return f"holding the {'final ' if self.is_complete else ''}{self._name} of round {self.chain.round}"
 
-    def restore(self) -> None:
-        """Read the state that an earlier process kept. Raises CheckpointError or OtherRunError."""
-        kept = self.folder.load()
+    def restore(self, base: Path) -> None:
+        """Read the state that an earlier process kept, or the one with which the run starts if it is here.
+
+        `base` is the folder that the manifest's paths start from. Raises MurmurError.
+        """
+        kept = self.folder.load() or self.folder.first_state(base)
         if kept is not None:
             self.blob, self._validation = kept.blob, kept.validation
             self.chain.switch_to(kept.head, kept.log)
-            logger.info("holding the state of round %d", kept.head.round)
+            logger.info("holding the %s of round %d", self._name, kept.head.round)
 
     async def run(self) -> None:
         """Keep the newest state until cancelled."""
         self._announce()
-        self._publish_validation()
+        if self._stage is None:
+            self._publish_validation()
         while True:
             self._note_validation()
             offer = self._due_offer(time.monotonic())
@@ -143,13 +168,19 @@ class StateKeeper:
 
     def _due_offer(self, now: float) -> StateOffer | None:
         """Return the state to fetch now: the final one at once, another one after the pause."""
-        offer = self._choose()
-        if offer is None or (now < self._next_fetch_at and not self.steering.is_final(offer.head)):
-            return None
-        return offer
+        offer, marks = self._choose(), self._parts.marks
+        if offer is None or self.steering.is_final(offer.head):
+            return offer
+        if marks is None:
+            return offer if now >= self._next_fetch_at else None
+        marks.observe(offer.head.round, now)
+        return offer if self.blob is None or marks.is_mark(offer.head.round) else None
+
+    def _states(self) -> dict[PeerId, PeerState]:
+        return states_at(self._parts.directory.live(), self._stage)
 
     def _choose(self) -> StateOffer | None:
-        snapshot = SwarmSnapshot(peer_states(self._parts.directory.live()))
+        snapshot = SwarmSnapshot(self._states())
         now = time.monotonic()
         self._avoided = {digest: until for digest, until in self._avoided.items() if until > now}
         own = self.chain.head if self.blob else None
@@ -157,6 +188,8 @@ class StateKeeper:
 
     def _note_validation(self) -> None:
         """Repeat the newest validation loss in our record, for those who come when no trainer is left."""
+        if self._stage is not None:  # a stage alone has no loss
+            return
         newest = find_newest_validation(self._parts.directory.live().values())
         if newest is not None and newest.validation_round > self._validation.round:
             self._validation = Validation(newest.validation_round, newest.validation_loss)
@@ -202,10 +235,17 @@ class StateKeeper:
         else:
             self._adopt(kept)
             seconds = time.monotonic() - began
+            if self._parts.marks is not None:
+                self._parts.marks.record_fetch(self.run_id, seconds)
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
 
     async def _fetch_both(self, offer: StateOffer) -> tuple[ChainOffer, Blob]:
-        """Return the verified chain and the state, which is requested at once: its holders keep it from then on."""
+        """Return the verified chain and the state, which is requested at once: its holders keep it from then on.
+
+        Raises StorageError if the disk has no room, and the errors of the downloads.
+        """
+        if self._parts.room is not None:
+            await self._parts.room.require(STATES_ON_DISK * self.folder.state_bytes)
         fetch = asyncio.create_task(self._fetch(offer), name="fetch state")
         try:
             return await self._fetch_chain(offer), await fetch
@@ -257,8 +297,9 @@ class StateKeeper:
         """Raise UncertifiedError unless the chain is to be followed from that of the state that we hold."""
         word = None
         if needs_word(self.chain, chain):
-            word = await ask_contacts(self._parts.reader, self._parts.contacts, chain)
-        states = peer_states(self._parts.directory.live())
+            witnesses = stage_witnesses(self._states(), self._rules.peer_id) if self._stage is not None else []
+            word = await ask_for_word(self._parts.reader, self._parts.contacts, witnesses, chain)
+        states = self._states()
         live = SwarmSnapshot(states).trainers - {self._rules.peer_id}
         judgement = judge(self.chain, chain, Witnesses(self._rules.peer_id, live or frozenset(states), None, word))
         if judgement.relation != "ahead":
@@ -270,9 +311,9 @@ class StateKeeper:
         self.blob, self.error = kept.blob, ""
         self._announce()
         self._retain(kept.blob)
-        final = "the final state, " if self.is_complete else "the state "
+        final = f"the final {self._name}," if self.is_complete else f"the {self._name}"
         level = logging.INFO if self.is_complete or is_first else logging.DEBUG  # the rest repeats itself
-        logger.log(level, "holding %sof round %d (%s)", final, kept.head.round, format_bytes(kept.blob.size))
+        logger.log(level, "holding %s of round %d (%s)", final, kept.head.round, format_bytes(kept.blob.size))
 
     def _retain(self, wanted: Blob) -> None:
         """Keep the state that we hold, the wanted one, and those that peers are downloading."""
@@ -282,40 +323,49 @@ class StateKeeper:
 
     def _fail(self, reason: str) -> None:
         if reason != self.error:
-            logger.error("the newest state of the run is not kept: %s", reason)
+            logger.error("the newest %s is not kept: %s", self._name, reason)
         self.error = reason
 
     def _announce(self) -> None:
         """Publish the state that we hold; before the first, the start of the chain shows that we keep states."""
         head, state = self.chain.head, self.blob.digest if self.blob else b""
-        self._parts.directory.set_voters(self.chain.electorate.voters)
         if self.error:
             head, state = ChainHead(0, b"", 0), b""
-        self._parts.directory.publish(
-            urgent=True, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state
-        )
+        self._parts.announcer.announce(head, state, self.chain.electorate.voters)
 
 
-def build_keeper(node: Node, run_dir: RunDir) -> StateKeeper:
-    """Build the keeper of a node that does not train, with the state that an earlier process kept.
+@dataclass(frozen=True, kw_only=True)
+class KeeperPlan:
+    """Where and how a keeper works; the defaults are those of the only keeper of a host."""
 
-    Call it before the node opens. Raises ManifestError, CheckpointError, OtherRunError or StorageError.
+    announcer: StateAnnouncer
+    marks: Marks | None = None
+    room: DiskRoom | None = None
+    max_requests: int = MAX_REQUESTS
+
+
+def build_keeper(node: Node, manifest: Manifest, run_dir: RunDir, plan: KeeperPlan) -> StateKeeper:
+    """Build a keeper of a run or of a stage of it, with the state that an earlier process kept.
+
+    Raises ManifestError, CheckpointError, OtherRunError or StorageError.
     """
-    manifest = node.options.manifest
     planner = build_program(manifest)
     folder = StateFolder(run_dir, manifest, planner)
     limits = contribution_limits(manifest, planner)
+    rng = random.Random(os.urandom(16))
     parts = KeeperParts(
         directory=node.directory,
-        downloader=Downloader(folder.store, node.transport.bulk, random.Random(os.urandom(16))),
+        downloader=Downloader(folder.store, node.transport.bulk, rng, max_requests=plan.max_requests),
         reader=ChainReader(manifest.run_id, limits, node.transport.channel, manifest.admission),
         requests=node.blob_service,
         contacts=node.options.contact_ids,
         revisions=node.revisions.log,
+        announcer=plan.announcer,
+        marks=plan.marks,
+        room=plan.room,
     )
-    node.metrics.add_refusal_counter(parts.downloader)
     has_one_state = topology_class(planner.method).has_shared_state
     keeper = StateKeeper(manifest, folder, parts, has_one_state)
-    keeper.restore()
+    keeper.restore(node.options.base)
     node.add_chain(manifest.run_id, ServedChain(keeper, keeper.steering, has_one_state), folder.store)
     return keeper

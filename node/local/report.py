@@ -11,20 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from node.checkpoints.trained_weights import load_trained_weights
-from node.data.batches import validation_batches
-from node.data.source import name_text_faults, open_source
+from node.data import open_corpus, validation_sets
 from node.local.swarm_summary import PeerTotals, compute_share
-from node.model import build_model, initial_weights
+from node.model import build_model
 from node.model.export import export
 from node.model.generate import generate
+from node.model.start_weights import start_weights
 from node.paths import find_newest_checkpoint, find_trained_dir
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.ledger import commit_reader, read_ledger
 from node.report.run_report import ContributorReport, RunReport
+from node.trainer.validation import validate
 from node.units import format_bytes
 from protocol.manifest import Manifest
 
@@ -48,21 +48,23 @@ class FinalReport(RunReport):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return label and text of each figure."""
-        ratio = f"{self.byte_ratio:.0f} times fewer" if self.byte_ratio else "nothing was sent"
         share = "-" if self.compute_share is None else f"{self.compute_share:.0%}"
-        sent = (
-            f"{format_bytes(self.bytes_sent_per_peer)}; per-step all-reduce would have sent "
-            f"{format_bytes(self.bytes_all_reduce_per_peer)}: {ratio}"
-        )
         return [
             *super().facts(),
-            ("sent per peer", sent),
+            ("sent per peer", self._sent_line()),
             ("computing", f"{share} of the time"),
             ("peers", f"{self.peers}, lost {self.peers_lost}, rejoined {self.peers_rejoined}"),
             ("digests", self._digest_line()),
             ("checkpoint", self.checkpoint),
             ("export", self.export),
         ]
+
+    def _sent_line(self) -> str:
+        sent = format_bytes(self.bytes_sent_per_peer)
+        if self.stages:
+            return f"{sent}, with the activations of microbatches"
+        ratio = f"{self.byte_ratio:.0f} times fewer" if self.byte_ratio else "nothing was sent"
+        return f"{sent}; per-step all-reduce would have sent {format_bytes(self.bytes_all_reduce_per_peer)}: {ratio}"
 
     def _digest_line(self) -> str:
         if self.agreed and self.stages:
@@ -195,7 +197,8 @@ def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
     """Evaluate the newest checkpoint in `swarm_dir` and replace its folder `export`. Raises MurmurError."""
     node = find_trained_dir(swarm_dir)
     trained = load_trained_weights(node)
-    initial = initial_weights(manifest.model, manifest.run.seed)
+    initial = start_weights(manifest, swarm_dir)
+    assert initial is not None, "the manifest of a swarm names the folder of its weights"
     before, after = validation_losses(manifest, swarm_dir, initial, trained.anchor)
     exported = swarm_dir / "export"
     shutil.rmtree(exported, ignore_errors=True)
@@ -211,22 +214,15 @@ def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
     )
 
 
-@torch.inference_mode()
 def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[float]:
     """Return the mean loss over the held-out text, in nats per token, for each flat vector of weights."""
-    with name_text_faults(manifest.data):
-        batches = validation_batches(open_source(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
+    held_out = validation_sets(open_corpus(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
     model = build_model(manifest.model)
-    losses = []
-    for flat in weights:
-        model.load_flat(flat)
-        total = sum(model(batch[:, :-1], batch[:, 1:]).item() * len(batch) for batch in batches)
-        losses.append(total / sum(len(batch) for batch in batches))
-    return losses
+    return [validate(model, flat, held_out).loss for flat in weights]
 
 
 def sample_text(manifest: Manifest, node_dir: Path) -> str:
     """Return the beginning of the model's continuation of a standard prompt, including the prompt."""
-    prompt = PROMPTS.get(manifest.data.source, DEFAULT_PROMPT)
+    prompt = PROMPTS.get(manifest.data.mixture[0].source, DEFAULT_PROMPT)
     pieces = generate(node_dir, prompt, tokens=SAMPLE_TOKENS, temperature=0.7, top_k=40, seed=manifest.run.seed)
     return "".join(itertools.chain((prompt,), pieces))[:SAMPLE_CHARACTERS]

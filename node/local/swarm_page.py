@@ -31,9 +31,9 @@ class SwarmPage:
 
 @contextlib.asynccontextmanager
 async def serve_swarm_page(
-    manifest: Manifest, folder: Path, address: DashboardAddress, peer_folders: Sequence[Path]
+    manifest: Manifest, folder: Path, address: DashboardAddress, model_folders: Sequence[Path]
 ) -> AsyncIterator[SwarmPage]:
-    """Serve the page inside the context; samples are of the newest model in the peers' folders.
+    """Serve the page inside the context; samples are of the newest model in the peers' folders, or in that above them.
 
     `folder` keeps the node's key and the event log. Raises MurmurError.
     """
@@ -42,7 +42,7 @@ async def serve_swarm_page(
     with RunDir(folder).lock(manifest) as run_dir, _logging_to(folder / LOG_FILE):
         async with open_observer_node(settings, run_dir, keeps=False) as (observer, _):
             handle = node_handle(observer)
-            async with serve_dashboard(handle, run_dir, address, peer_folders) as dashboard, gossiping(observer):
+            async with serve_dashboard(handle, run_dir, address, model_folders) as dashboard, gossiping(observer):
                 status = ObserverStatus(handle, dashboard, observer.metrics)
                 async with serve_metrics(settings.metrics, observer.metrics, status) as port:
                     addresses = tuple(await handle.transport.addresses())

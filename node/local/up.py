@@ -6,26 +6,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from node import paths
 from node.dashboard.event_log import EVENT_FILE_NAME
 from node.dashboard.service import DashboardAddress
 from node.data.check import check_text
+from node.doctor.machine import free_memory
+from node.doctor.prediction import measure_flops, predict
 from node.flags import MachineFlags, to_arguments
-from node.from_manifest import build_program, require_program
+from node.from_manifest import build_node_program, build_program, in_memory_mode, require_program
 from node.local.kill_test import KillTest
 from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
-from node.local.report import SwarmResult, build_report, count_contributors, evaluate_model
+from node.local.report import SwarmResult, build_report, count_contributors, evaluate_model, validation_losses
 from node.local.swarm_page import serve_swarm_page
 from node.local.swarm_table import SwarmDisplay
+from node.model.hugging_face.hub import HUB_SCHEME
+from node.model.start_weights import start_weights
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
+from node.own_loops import require_our_loop
 from node.report.run_report import write_report
 from node.run_dir import RunDir
+from node.run_file import load_run_file
+from node.trainer.devices.device import choose_devices
 from protocol.errors import UsageError
 from protocol.manifest import Manifest, manifest_of_values
-from protocol.signing import load_signed_manifest
 
 DEFAULT_PEERS = 3
 PAGE_FOLDER = "page"
@@ -44,6 +51,7 @@ class UpOptions:
     drill: bool | None = None
     json: bool = False
     http: str | None = None
+    dry_run: bool = False
     flags: MachineFlags = MachineFlags()
 
 
@@ -63,10 +71,26 @@ class SwarmConfig:
 def up(options: UpOptions) -> int:
     """Run the swarm to its target and print the report; returns the exit code. Raises MurmurError."""
     config = resolve_options(options)
-    build_program(config.manifest)  # an unknown method must fail before the folder is locked
+    mode = parse_options(MachineOptions, config.flags).memory_mode
+    build_node_program(config.manifest, mode)  # an unknown method must fail before the folder is locked
+    if options.dry_run:
+        return _predict_needs(config)
     with RunDir(config.folder).lock(config.manifest) as folder:
         folder.copy_tokenizer(config.manifest, config.folder)
         return _run_swarm(config)
+
+
+def _predict_needs(config: SwarmConfig) -> int:
+    """Print what the swarm takes of this machine; raises DeviceError if it does not fit."""
+    options = parse_options(MachineOptions, config.flags)
+    manifest, devices = in_memory_mode(config.manifest, options.memory_mode), choose_devices(options)
+    device, ranks, free = devices[0], len(devices), free_memory()
+    free_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free / config.peers / ranks
+    flops = measure_flops(device) / (1 if device.type == "cuda" else ranks)  # ranks on a CPU share its cores
+    prediction = predict(manifest, device.type, free_device, flops, options.recompute, ranks)
+    sys.stdout.write("".join(f"{line}\n" for line in prediction.lines(config.peers, free)))
+    prediction.require_room(config.peers, free)
+    return 0
 
 
 def resolve_options(options: UpOptions) -> SwarmConfig:
@@ -76,10 +100,11 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     source = saved if resumed and saved else options.run or paths.demo_manifest()
     if not paths.is_utf8(source.resolve()):  # the manifest of the peers names it
         raise UsageError(f"the path {ascii(str(source.resolve()))} is not UTF-8 text; use another folder")
-    signed = load_signed_manifest(source)
+    signed = load_run_file(source)
     manifest = signed.manifest
     if options.recipe is None:
         require_program(manifest, signed.text)  # a fault in the file, told with its line
+    require_our_loop(manifest)
     parse_options(MachineOptions, options.flags)  # report a mistake before a peer starts
     peers = options.peers or (manifest.run.min_peers if resumed else max(DEFAULT_PEERS, manifest.run.min_peers))
     return SwarmConfig(
@@ -97,9 +122,11 @@ def _run_swarm(config: SwarmConfig) -> int:
     with SwarmDisplay(Console(stderr=config.json, highlight=False), plain=config.json) as display:
         name, recipe = config.manifest.run.name, config.manifest.method.recipe
         display.print_line(f"{name}: {config.peers} peers in {config.folder}, recipe {recipe}")
-        text = check_text(config.manifest, config.folder)
-        for line in (text.describe(), *text.skipped):
-            display.print_line(f"data: {line}")
+        for text in check_text(config.manifest, config.folder):
+            for line in (text.describe(), *text.skipped):
+                display.print_line(f"data: {line}")
+        if line := describe_start(config.manifest, config.folder):
+            display.print_line(line)
         kill_test = KillTest(config.peers) if config.drill else None
         try:
             result = asyncio.run(_run_peers(config, display, kill_test))
@@ -115,8 +142,9 @@ async def _run_peers(config: SwarmConfig, display: SwarmDisplay, kill_test: Kill
     peers = build_peer_processes(config)
     if config.page is None:
         return await LocalSwarm(config.manifest, peers, display, kill_test).run()
-    folder, peer_folders = config.folder / PAGE_FOLDER, [peer.folder for peer in peers]
-    async with serve_swarm_page(config.manifest, folder, config.page, peer_folders) as page:
+    folder, is_cut = config.folder / PAGE_FOLDER, config.manifest.pipeline.is_cut
+    models = [config.folder] if is_cut else [peer.folder for peer in peers]  # no peer of a pipeline has a whole one
+    async with serve_swarm_page(config.manifest, folder, config.page, models) as page:
         display.print_line(f"page: {page.dashboard.page_url}")
         result = await LocalSwarm(config.manifest, peers, display, kill_test, page.entry_points).run()
         display.print_line("writing the last sample for the page")
@@ -157,10 +185,24 @@ def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOption
     data = values["data"]
     if data["tokenizer"]:
         data["tokenizer"] = str(base / data["tokenizer"])
-    # The name of a data set on the hub is not a path, unless a folder of that name exists.
-    if data["path"] and (data["source"] != "hf" or (base / data["path"]).exists()):
-        data["path"] = str(base / data["path"])
+    for table in data["sources"] or [data]:
+        # The name of a data set on the hub is not a path, unless a folder of that name exists.
+        if table["path"] and (table["source"] != "hf" or (base / table["path"]).exists()):
+            table["path"] = str(base / table["path"])
+    source = values["model"]["from"]
+    if source and not source.startswith(HUB_SCHEME):
+        values["model"]["from"] = str(base / Path(source).expanduser())
     return manifest_of_values(values, f"{base} with the options of this command")
+
+
+def describe_start(manifest: Manifest, folder: Path) -> str:
+    """Return the validation loss of the weights that a new swarm starts from; empty if it starts from noise."""
+    if not manifest.model.from_ or any(folder.glob("peer-*/checkpoints/*")):
+        return ""
+    weights = start_weights(manifest, folder)
+    assert weights is not None
+    (loss,) = validation_losses(manifest, folder, weights)
+    return f"start: validation loss {loss:.4f} nats per token, of the weights in {manifest.model.from_}"
 
 
 def tokens_in_rounds(manifest: Manifest, rounds: int, peers: int) -> int:

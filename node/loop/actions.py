@@ -4,6 +4,7 @@ The actions `Send`, `VoteRecord`, `RequestEarlySubmit` and `Rejected` are those 
 them on.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from node.daemon.outer_state import SignedContributions
@@ -13,8 +14,6 @@ from node.loop.contributions import ForkOutcome
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from protocol.blobs.blob import Blob
 from protocol.conduct.proofs import Proof
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import (
     Reduce,
     Rejected,
@@ -22,7 +21,10 @@ from protocol.consensus.events import (
     Send,
     VoteRecord,
 )
-from protocol.consensus.messages import Commit, PartBlob, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import Commit, PartBlob
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 
@@ -104,6 +106,14 @@ class ApplyCommit:
     contributions: SignedContributions
     may_lose: bool
     seconds: float
+
+
+@dataclass(frozen=True)
+class PublishStep:
+    """Let all stages know how ours has decided an exact step: the fields of our peer record."""
+
+    fields: Mapping[str, int | str]
+    urgent: bool
 
 
 @dataclass(frozen=True)
@@ -258,6 +268,7 @@ LoopAction = (
     | StartTrainer
     | ApplyCommit
     | AdvanceState
+    | PublishStep
     | PublishHead
     | FindPath
     | FetchState

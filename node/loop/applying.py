@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from node.daemon.outer_state import SignedContributions
 from node.ipc.channel import ContributionOutcome
-from protocol.consensus.certified import CertifiedCommit
+from protocol.consensus.history.certified import CertifiedCommit
 
 
 @dataclass
 class Applying:
-    """A commit that is being applied to our state."""
+    """A commit that is being applied to our state; `counts`: it changes the state, which a void round does not."""
 
     commit: CertifiedCommit
+    counts: bool = True
     contributions: SignedContributions = ()
     outcome: ContributionOutcome = "none"

@@ -1,8 +1,8 @@
 """Decide when a peer asks others for their chain, whom it asks, and whom it avoids. PURE.
 
 What a record claims is only a hint where to ask. A peer is asked while the open round goes on; only a chain whose
-certificates are verified (`protocol.consensus.fork_choice`) ends the round. A peer that could not show one is avoided
-with growing pauses.
+certificates are verified (`protocol.consensus.history.fork_choice`) ends the round. A peer that could not show one is
+avoided with growing pauses.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.fork_choice import ChainOffer
-from protocol.consensus.messages import Digest
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.steering.revision_log import SignedRevision
 
@@ -168,15 +168,23 @@ class CatchUp:
         holders = self._snapshot.state_holders(self._peer_id, self._chain.head, state, voters)
         return self._available(holders, now)
 
-    def target(self, state: Digest, now: float) -> SyncTarget | None:
-        """Return the head to ask about, None if no peer can be asked."""
+    def first_states(self, now: float) -> list[PeerId]:
+        """Return the peers that have the state with which the run begins."""
+        peers = self._snapshot.peers
+        holders = self._snapshot.peers_by_head.get(self._chain.head, ()) if self._chain.round == 0 else ()
+        return self._available([peer for peer in holders if peers[peer].state], now)
+
+    def target(self, state: Digest, now: float, lacks_state: bool = False) -> SyncTarget | None:
+        """Return the head to ask about, None if no peer can be asked. A peer that lacks a state cannot replay."""
         own, heads = self._chain.head, self.heads(now)
+        if lacks_state and not heads and (holders := self.first_states(now)):
+            return SyncTarget(own, tuple(holders), replay=False)
         if self.is_state_wrong(state) and (holders := self._state_holders(state, now)):
             return SyncTarget(own, tuple(holders), replay=False)
         if not heads:
             return None
         head, peers = best_head(heads, self._chain.electorate.voters)
-        return SyncTarget(head, tuple(peers), not self._replay_failed)
+        return SyncTarget(head, tuple(peers), not self._replay_failed and not lacks_state)
 
     def may_replay(self, target: SyncTarget, rounds: int) -> bool:
         """Return whether to replay so many commits; old blobs are gone, and hosts have none."""

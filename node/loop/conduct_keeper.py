@@ -9,12 +9,13 @@ from node.loop.actions import LoopAction, ReportConduct, SaveProofs
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.conduct.conduct import Conduct, RoundConduct
 from protocol.conduct.proofs import Proof
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain
 from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain
 from protocol.consensus.machine import Signer
-from protocol.consensus.message_kinds import CommitCertificate, kind_of
-from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.kinds import CommitCertificate, kind_of
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 
 NEWCOMER_HELPERS = 2  # peers that tell a newcomer the known proofs

@@ -26,8 +26,8 @@ from node.run_dir import write_atomically
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
 from protocol.errors import StorageError
 from protocol.identity import PeerId
 
@@ -55,12 +55,13 @@ class StoredContribution:
             base=head.digest,
             codec=limits.codec,
             shapes=limits.shapes,
-            tokens=min(self.header.tokens, limits.max_tokens),
+            tokens=max(1, min(self.header.tokens, limits.max_tokens)),  # an exact step may have nothing of this peer
             steps=self.header.steps,
             loss=self.header.loss,
             parts=self.parts,
             age=max(0, head.round - self.header.round),
             work=self.work,
+            ledger=bytes.fromhex(self.header.ledger),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ a run that nobody comes back to leaves after a day, with the model on its disk.
 from node.loop.actions import LeaveRun, ReportPhase
 from node.loop.options import LoopOptions
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Digest
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 RETURN_SECONDS = 10.0  # for a peer that is back to hear whether the organiser has extended the run

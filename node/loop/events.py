@@ -14,7 +14,8 @@ from protocol.consensus.events import (
     PartReduced,
     RejectReason,
 )
-from protocol.consensus.messages import Digest, PartBlob, SignedMessage
+from protocol.consensus.messages.contributions import PartBlob
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 
 

@@ -4,7 +4,7 @@ from node.loop import reports
 from node.loop.actions import LoopAction, ReportPhase, SetResting
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.chain import Chain
+from protocol.consensus.history.chain import Chain
 
 
 class Holds:
@@ -15,10 +15,14 @@ class Holds:
         self._chain = chain
         self._is_resting = False
 
-    def pause(self) -> list[LoopAction]:
-        """Return what to do while the organiser has paused the run."""
+    def pause(self, snapshot: SwarmSnapshot) -> list[LoopAction]:
+        """Return what to do while the organiser has paused the run.
+
+        A stage of a pipeline goes on serving while another one has not reached the pause.
+        """
         actions: list[LoopAction] = []
-        if (is_paused := self._steering.is_paused) != self._is_resting:
+        is_paused = self._steering.is_paused and not self.stage_behind(snapshot)
+        if is_paused != self._is_resting:
             self._is_resting = is_paused
             actions.append(SetResting(is_paused))
         if is_paused:

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
 from protocol.admission.ticket import Ticket
 from protocol.conduct.proofs import Proof
-from protocol.consensus.messages import ContributionLimits, SignedMessage
+from protocol.consensus.history.trust import TrustPoint
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.settings import RoundSettings
-from protocol.consensus.trust import TrustPoint
 from protocol.identity import PeerId
 
 
@@ -40,12 +42,14 @@ class SyncOptions:
         trust: the point through which the run's chain passes, if the user has one.
         requires_trust: whether a chain must show that it passes through this point.
         accepts_jumps: whether a chain may replace many rounds of ours.
+        lacks_state: whether we begin without a state, so that a peer must send us one.
     """
 
     compares_states: bool = True
     trust: TrustPoint | None = None
     requires_trust: bool = True
     accepts_jumps: bool = False
+    lacks_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class LoopOptions:
         state_bytes: size of a state.
         proofs: the proofs of misdeeds that we know.
         stays: whether this peer serves the final state until it is stopped, as a host does.
+        exact: our part of a pipeline with exact steps.
     """
 
     round: RoundOptions
@@ -73,6 +78,7 @@ class LoopOptions:
     state_bytes: int = 0
     stays: bool = False
     proofs: tuple[SignedMessage[Proof], ...] = ()
+    exact: ExactOptions | None = None
 
     @property
     def compares_states(self) -> bool:

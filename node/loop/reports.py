@@ -9,6 +9,10 @@ SHUT_OUT = (
     "nobody vouches for the run's chain; ask its organiser for a trust point (`murmur status` shows one) and join with "
     "--trust"
 )
+NO_WEIGHTS = (
+    "no peer has the weights with which this run starts; one must be started with the folder that holds them "
+    "(model.from)"
+)
 UNKNOWN_REVISIONS = "it names revisions of the organiser that are not known here"
 
 
@@ -22,6 +26,11 @@ def not_applied(round_number: int, reason: str) -> list[LoopAction]:
     """Report a decided round that cannot be applied."""
     line = f"round {round_number} is decided but cannot be applied here: {reason}"
     return [ReportRecovered("not applied", line), ReportMissed(reason)]
+
+
+def no_verdict(round_number: int) -> str:
+    """Say why a decided round of an exact step cannot be applied."""
+    return f"no peer reports whether all stages made the step of round {round_number}"
 
 
 def stage_behind(round_number: int) -> str:

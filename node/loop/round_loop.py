@@ -26,16 +26,18 @@ from node.loop.applying import Applying
 from node.loop.conduct_keeper import ConductKeeper
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
+from node.loop.exact_rounds import ExactRounds
 from node.loop.holds import Holds
 from node.loop.options import LoopOptions
 from node.loop.round_session import RoundSession
 from node.loop.swarm_snapshot import SwarmSnapshot
 from node.loop.syncing import Syncing
 from node.monitoring.status import Phase
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain
 from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
-from protocol.consensus.messages import Adoption, Digest
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.contributions import Adoption, Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
@@ -65,6 +67,7 @@ class RoundLoop:
         self._patience_ends: float | None = None
         self._departure = Departure(options)
         self._holds = Holds(options.steering, chain)
+        self._exact = ExactRounds(options.exact)
         self._phase: tuple[Phase, str] | None = None
         self._actions: list[LoopAction] = []
 
@@ -75,6 +78,11 @@ class RoundLoop:
     @property
     def is_syncing(self) -> bool:
         return self._syncing.is_active
+
+    @property
+    def lacks_state(self) -> bool:
+        """Return whether no peer has sent the state yet with which we begin."""
+        return self._syncing.lacks_state
 
     def is_known(self, peer: PeerId) -> bool:
         """Return whether messages of a peer may count: a trainer's, or those of a voter that we have just lost."""
@@ -202,6 +210,9 @@ class RoundLoop:
             return False
         if self._syncing.is_behind(now):
             return self._begin_sync(now)
+        if self._syncing.lacks_state:
+            self._report_phase("joining", reports.NO_WEIGHTS)
+            return False
         if is_new and self._options.has_contacts and self._syncing.is_shut_out():
             self._report_phase("joining", reports.SHUT_OUT)
             return False
@@ -220,7 +231,7 @@ class RoundLoop:
         return True
 
     def _run(self, now: float) -> bool:
-        if self.session.decided is not None:
+        if self.session.decided is not None and self._may_apply(self.session.decided.body):
             commit, self.session.decided = self.session.decided, None
             self.conduct.close_round(self.session.conduct)
             self._drop_excluded(now)
@@ -228,14 +239,20 @@ class RoundLoop:
             return True
         if self._syncing.is_due(self.state, now) and self._begin_sync(now):
             return True
-        if self.session.is_open or self._is_held():
+        if self.session.is_open or self.session.decided is not None or self._is_held():
             return False
         self._open_round(now)
         return True
 
+    def _may_apply(self, commit: Commit) -> bool:
+        """Return whether a decided round is known to count or to be void."""
+        verdict, actions = self._exact.review(commit, self._snapshot.steps)
+        self._emit(actions)
+        return verdict is not None
+
     def _is_held(self) -> bool:
         """Return whether the organiser has paused the run, or another stage of the pipeline is behind."""
-        self._emit(self._holds.pause())
+        self._emit(self._holds.pause(self._snapshot))
         behind = self._holds.stage_behind(self._snapshot)
         self._emit(behind)
         return self.steering.is_paused or bool(behind)
@@ -284,14 +301,17 @@ class RoundLoop:
     # A decided round: fetch its blobs, compute, give the state to the trainer, publish.
 
     def _apply(self, commit: CertifiedCommit, now: float) -> None:
-        body = commit.body
-        self._applying = Applying(commit)
+        body, counts = commit.body, self._exact.verdict(commit.body, self._snapshot.steps)
+        self._applying = Applying(commit, counts is True)
         settings = self._options.round.settings(body.round)
-        if not self.steering.learn(body.adoption):
+        if counts is None:
+            self._apply_failed(reports.no_verdict(body.round), now)
+        elif not self.steering.learn(body.adoption):
             self._apply_failed(reports.UNKNOWN_REVISIONS, now)
         elif settings.topology.accepts_commit(body):
             contributions, may_lose = self.session.contributions_for(body), settings.topology.may_skip_lost
-            self._actions.append(ApplyCommit(commit, contributions, may_lose, settings.exchange_timeout))
+            applied = contributions if counts else ()
+            self._actions.append(ApplyCommit(commit, applied, may_lose, settings.exchange_timeout))
         else:
             self._apply_failed(f"the commit is not valid for round {body.round} of this run", now)
 
@@ -306,6 +326,7 @@ class RoundLoop:
     def _publish(self, state: Digest) -> None:
         self._set_state(state)
         if (applying := self._applying) is not None:
+            self._actions += self._exact.apply(applying.commit.body, applying.counts)
             self._actions.append(PublishHead(applying.commit.body, applying.contributions, applying.outcome))
 
     def _set_state(self, state: Digest) -> None:

@@ -15,8 +15,6 @@ from node.loop.events import FetchFailed
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
 from protocol.conduct.conduct import RoundConduct
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain
 from protocol.consensus.events import (
     Action,
     ContributionFaulty,
@@ -35,10 +33,13 @@ from protocol.consensus.events import (
     Tick,
     VoteRecord,
 )
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain
 from protocol.consensus.machine import RoundMachine, Signer
-from protocol.consensus.message_buffer import MessageBuffer, MessageKey, message_key
-from protocol.consensus.message_kinds import ReducedPart, named_blobs
-from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
+from protocol.consensus.messages.buffer import MessageBuffer, MessageKey, message_key
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.kinds import ReducedPart, named_blobs
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId

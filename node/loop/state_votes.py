@@ -4,7 +4,7 @@ Peers move on while we ask, so the last few heads of each are remembered.
 """
 
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.messages import Digest
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 KEPT_HEADS = 4  # of each peer

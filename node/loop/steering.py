@@ -7,8 +7,9 @@ a round needs a majority, and the others go on as soon as they know the same rev
 """
 
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.messages import Adoption, Commit, Digest
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import Adoption, Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import LimitError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
@@ -36,6 +37,11 @@ class Steering:
     def manifest_at(self, round_number: int) -> Manifest:
         """Return the manifest of a round after our head; its run id is not that of the run."""
         return self._revised(self._chain.head.revision, round_number).manifest
+
+    def tokens_at(self, round_number: int) -> int | None:
+        """Return the tokens of our chain after so many rounds; `None` if it does not keep their commits any more."""
+        commits = self._chain.commits_since(round_number)
+        return None if commits is None else self._chain.tokens - sum(entry.body.tokens for entry in commits)
 
     def manifest_after(self, commit: Commit) -> Manifest:
         """Return the manifest of the round after a commit that continues our chain."""

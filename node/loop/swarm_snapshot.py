@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.messages import Digest
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
+from protocol.pipeline.exact.reports import StepReports
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class SwarmSnapshot:
     """All live peers, this one included, and the peers that have left, with the state that they had.
 
     `other_stages` is the round that the other stages of a pipeline have all reached, None if nothing is known of them.
+    `missed`: peers that vanished, as most of the run sees it.
+    `steps` says how the stages have decided exact steps.
 
     Peers are asked in the order of `peers`, so a daemon shuffles it. Virtual peers of one process
     share a snapshot, and with it the indices.
@@ -48,6 +51,8 @@ class SwarmSnapshot:
     peers: Mapping[PeerId, PeerState]
     left: Mapping[PeerId, PeerState] = field(default_factory=dict)
     other_stages: int | None = None
+    missed: frozenset[PeerId] = frozenset()
+    steps: StepReports = StepReports(0)
     _trainers_at: dict[frozenset[Digest], frozenset[PeerId]] = field(default_factory=dict, compare=False)
 
     def has_others(self, peer_id: PeerId) -> bool:
@@ -94,13 +99,15 @@ class SwarmSnapshot:
         """Return the members of the round after our head: the peers on it, and those about to arrive.
 
         Records spread by gossip and lag behind fast rounds. So a trainer whose contribution is in the last commit is a
-        member too while its record is older than our head. Peers on a head that our chain does not have may have
-        decided the round, unless they could not show it.
+        member too while its record is older than our head. Where steps are exact, every trainer is one, because the
+        step may lack what it has. Peers on a head that our chain does not have may have decided the round, unless they
+        could not show it.
         """
         last = chain.commits_since(max(0, chain.round - 1)) or ()
         at_head = self.trainers_at(frozenset([chain.digest, *(commit.body.base for commit in last)]))
         contributors = {entry.sender for commit in last for entry in commit.body.contributions}
-        peers = at_head | {peer for peer in contributors & self.trainers if self._is_behind(peer, chain)}
+        late = self.trainers if self.steps.stages else contributors & self.trainers
+        peers = at_head | {peer for peer in late if self._is_behind(peer, chain)}
         unknown = [head for head in self.peers_by_head if not chain.has_head(head.digest)]
         ahead = [self.peers_by_head[head] for head in unknown if head.round and head.tokens >= chain.tokens]
         return MembershipChanged(
@@ -109,6 +116,7 @@ class SwarmSnapshot:
             self.resting & peers,
             frozenset(peer for peers_ahead in ahead for peer in peers_ahead) - avoided,
             self.trainers,
+            missed=self.missed,
         )
 
     def _is_behind(self, peer: PeerId, chain: Chain) -> bool:

@@ -12,10 +12,10 @@ from node.loop.contributions import ContributionTracker
 from node.loop.options import SyncOptions
 from node.loop.state_votes import StateVotes
 from node.loop.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain
-from protocol.consensus.fork_choice import Judgement, Witnesses, judge
-from protocol.consensus.messages import Digest
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.history.fork_choice import Judgement, Witnesses, judge
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 CONFIRM_SECONDS = 15.0  # for something to confirm a state that is here
@@ -39,6 +39,7 @@ class Syncing:
         self._contributions = contributions
         self._options = options
         self._trust = options.trust
+        self._lacks_state = options.lacks_state
         self._catch_up = CatchUp(peer_id, chain, options.compares_states)
         self._votes = StateVotes(peer_id)
         self._snapshot = SwarmSnapshot({})
@@ -68,9 +69,14 @@ class Syncing:
         self._look_at = 0.0
         self._catch_up.moved()
 
+    @property
+    def lacks_state(self) -> bool:
+        """Return whether we have no state yet: we cannot train or announce a head before a peer sends us one."""
+        return self._lacks_state
+
     def is_behind(self, now: float) -> bool:
-        """Return whether another peer, which we could ask, is elsewhere."""
-        return bool(self._catch_up.heads(now))
+        """Return whether another peer, which we could ask, is elsewhere, or has the state that we lack."""
+        return bool(self._catch_up.heads(now)) or (self._lacks_state and bool(self._catch_up.first_states(now)))
 
     def is_shut_out(self) -> bool:
         """Return whether all other peers are in a run under way, and none of them could show its chain."""
@@ -103,7 +109,7 @@ class Syncing:
 
     def begin(self, state: Digest, now: float) -> list[LoopAction]:
         """Ask a peer, if one can be asked."""
-        target = self._catch_up.target(state, now)
+        target = self._catch_up.target(state, now, self._lacks_state)
         if target is None:
             return []
         self._sync = Sync(target, self._chain.head)
@@ -145,7 +151,8 @@ class Syncing:
             return []
         sync.left = self._chain.head
         judgement = self._judge(offer, live)
-        is_other_state = offer.chain.head.digest == self._chain.digest and self._catch_up.is_state_wrong(state)
+        is_needed = self._lacks_state or self._catch_up.is_state_wrong(state)
+        is_other_state = is_needed and offer.chain.head.digest == self._chain.digest
         if judgement.relation != "ahead" and not is_other_state:
             return self._decline(judgement, now)
         if judgement.needs_person and not self._options.accepts_jumps:
@@ -229,6 +236,8 @@ class Syncing:
     def _is_confirmed(self, offer: SyncOffer) -> bool:
         if not self._options.compares_states:
             return True
+        if self._lacks_state and offer.chain.head.round == 0:  # the manifest has the hashes of the first weights
+            return True
         chain, trust = offer.chain, self._trust
         if trust is not None and trust.round == chain.head.round and chain.is_passed_by(trust):
             return True
@@ -267,6 +276,7 @@ class Syncing:
         """Revise the outcomes of our contributions after the state of the offer is installed."""
         if self._sync is None or self._sync.offer is None:
             return None
+        self._lacks_state = False
         chain, left = self._sync.offer.chain, self._sync.left
         commits = [entry.body for entry in chain.log.commits]
         fork_outcome = self._contributions.on_fork(self._peer_id, commits, chain.head.round, left)

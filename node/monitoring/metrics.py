@@ -6,7 +6,7 @@ that the status does not have.
 
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -21,10 +21,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from node.data.skipped_rows import SkipReason
+from node.ipc.device_use import DeviceUse
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome, StatusSource
 from node.units import ALL_INTERFACES, parse_host_port
-from protocol.consensus.messages import AppliedContributions
+from protocol.consensus.messages.contributions import AppliedContributions
 
 MAX_CONNECTIONS = 32
 
@@ -188,6 +189,7 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         "murmur_microbatches", "Microbatches of a pipeline, own and served ones", "result", status.microbatches
     )
     yield _labelled_counter("murmur_audits", "Audits of others' contributions", "verdict", status.audits)
+    yield from _card_metrics(status.cards)
     stage_rate = "Microbatches a second that this node can compute at its stage of a pipeline"
     gauges: tuple[tuple[str, str, float | None], ...] = (
         ("murmur_paused", "1 while training pauses for other programs that use the device", float(bool(status.paused))),
@@ -200,6 +202,7 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         ("murmur_tokens_per_second", "Speed of this node", status.tokens_per_second),
         ("murmur_learning_rate", "Learning rate of the newest inner step", status.learning_rate),
         ("murmur_gradient_norm", "Norm of the newest gradient, before clipping", status.gradient_norm),
+        ("murmur_ranks", "Devices that train together", status.ranks),
         ("murmur_device_use", "Share of the time in which the accelerator computes", status.device_use),
         ("murmur_device_memory_bytes", "Bytes in use on the accelerator", status.device_memory),
         ("murmur_device_memory_total_bytes", "Bytes of the accelerator's memory", status.device_memory_total),
@@ -209,6 +212,22 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     for name, text, value in gauges:
         if value is not None:
             yield GaugeMetricFamily(name, text, value=value)
+
+
+def _card_metrics(cards: Sequence[DeviceUse]) -> Iterator[Metric]:
+    """Yield the use of each of several accelerators that train together."""
+    values: tuple[tuple[str, str, list[float | None]], ...] = (
+        ("murmur_card_use", "Share of the time in which a card computes", [card.share for card in cards]),
+        ("murmur_card_memory_bytes", "Bytes in use on a card", [card.memory for card in cards]),
+        ("murmur_card_memory_total_bytes", "Bytes of a card's memory", [card.memory_total for card in cards]),
+    )
+    for name, text, by_card in values:
+        family = GaugeMetricFamily(name, text, labels=["card"])
+        for number, value in enumerate(by_card):
+            if value is not None:
+                family.add_metric([str(number)], value)
+        if family.samples:
+            yield family
 
 
 def _bytes_metric(status: NodeStatus) -> CounterMetricFamily:

@@ -6,11 +6,13 @@ from typing import Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from node.ipc.device_use import DeviceUse
 from node.monitoring.stage_table import StageEntry, describe_empty_stages, stage_lines, sum_microbatches
 from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
+from protocol.membership.source_losses import encode_source_losses
 from protocol.pipeline.stage import stage_of
 
 # Errors from which the node recovered, each with one line in the log; docs/reference/status.md explains the words.
@@ -24,6 +26,7 @@ RecoveredErrorKind = Literal[
     "not certified",  # a chain that a peer showed, so it is not followed
     "jump held",  # a preferred chain that lacks so many rounds of ours that only a person may follow it
     "not saved",  # a checkpoint
+    "not logged",  # a line of metrics, on disk or by a logger
     "not relayed",  # a blob between two other peers
     "no relay",  # for a blob that we cannot fetch ourselves
     "blob late",  # it did not arrive within a round, and is requested again
@@ -33,8 +36,12 @@ RecoveredErrorKind = Literal[
     "sent again",  # a contribution of the chain that was left
     "contribution missing",  # from the disk: it is not submitted again
     "checkpoint skipped",
+    "step void",  # an exact one: a stage lacks microbatches, or counts some twice, so it is made again
     "step skipped",  # by the trainer: the loss or the gradient was not finite
     "out of memory",  # the trainer continues with smaller microbatches
+    "not compiled",  # although it should be: the trainer goes on without
+    "machine refused",  # by the first machine of a site
+    "no bf16",  # the card lacks it and trains in fp32
     "memory not pinned",  # the shared memory: copies to and from the accelerator are slower
     "work dropped",  # of the trainer: after a change of chain it cannot tell which of it is still unsent
     "state gone",  # an earlier one that other peers may be fetching
@@ -114,12 +121,16 @@ class NodeStatus(BaseModel):
     loss: float | None = Field(default=None, description="recent training loss, nats a token")
     validation_loss: float | None = None
     validation_round: int | None = None
+    validation_by_source: dict[str, float] = Field(default={}, description="of a mixture, by name of the source")
     tokens_per_second: float = 0.0
     learning_rate: float | None = Field(default=None, description="of the newest inner step")
     gradient_norm: float | None = Field(default=None, description="of the newest inner step, before clipping")
+    device: str = Field(default="", description="that trains, or several together; empty before the trainer is ready")
+    ranks: int = Field(default=1, description="devices that train together")
     device_use: float | None = Field(default=None, description="share of the time in which the accelerator computes")
     device_memory: int | None = Field(default=None, description="bytes in use on the accelerator, by all programs")
     device_memory_total: int | None = None
+    cards: tuple[DeviceUse, ...] = Field(default=(), description="each of several accelerators that train together")
     digest: str = Field(default="", description="chained anchor digest, hexadecimal")
     trust: str = Field(default="", description="trust point of the newest round, for `murmur join --trust`")
     state_digest: str = Field(default="", description="hash of anchor and outer state, hexadecimal")
@@ -147,6 +158,7 @@ class NodeStatus(BaseModel):
     microbatches: dict[str, int] = Field(default={}, description="of a pipeline: own and served ones, by result")
     stage_rate: float = Field(default=0.0, description="microbatches a second that this node can compute")
     stages: tuple[StageEntry, ...] = Field(default=(), description="of a pipeline: the peers of each stage")
+    kept: str = Field(default="", description="of a pipeline: the states of other stages that this node keeps")
     audits: dict[str, int] = Field(default={}, description="contributions that this node repeated, by verdict")
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
@@ -199,6 +211,7 @@ class NodeStatus(BaseModel):
                 *([] if self.stage is None else [f"stage {self.stage} of {len(self.stages)}"]),
                 f"step {self.step}",
                 f"{format_count(self.tokens_per_second)} tok/s",
+                *([f"on {self.device}"] if self.ranks > 1 else []),
                 *pace,
                 f"sent {format_bytes(self.bytes_sent)}",
                 f"included {self.contributions_included}/{decided}",
@@ -225,7 +238,7 @@ class NodeStatus(BaseModel):
         lines = tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)
         revisions = (f"revision {line}" for line in self.revisions[-MAX_SHOWN_REVISIONS:])
         stages = stage_lines(self.stages, self.stage)
-        return (*stages, *revisions, *self.conduct[:MAX_SHOWN_CONDUCT], *lines)
+        return (*stages, *([self.kept] if self.kept else []), *revisions, *self.conduct[:MAX_SHOWN_CONDUCT], *lines)
 
     def _watching_summary(self) -> str:
         peers = format_plural(self.peers, "peer")
@@ -243,7 +256,7 @@ class NodeStatus(BaseModel):
         """Return `relayed 2.1 MB for others`, or nothing without relayed bytes."""
         return (f"relayed {format_bytes(self.bytes_carried)} for others",) if self.bytes_carried else ()
 
-    def record_fields(self) -> dict[str, str | int | float]:
+    def record_fields(self) -> dict[str, str | bytes | int | float]:
         """Return the fields of the peer record that describe this node's work."""
         device_use = {} if self.device_use is None else {"device_use": self.device_use}
         return {
@@ -263,10 +276,18 @@ class NodeStatus(BaseModel):
             "bytes_carried": self.bytes_carried,
             "validation_loss": self.validation_loss or 0.0,
             "validation_round": self.validation_round or 0,
+            "validation_by_source": encode_source_losses(self.validation_by_source.values()),
             "compute_seconds": sum_seconds(self.seconds, *COMPUTE_ACTIVITIES),
             "exchange_seconds": sum_seconds(self.seconds, "encode", "adopt", "snapshot"),
             "wait_seconds": sum_seconds(self.seconds, "wait"),
         }
+
+    def describe_validation(self) -> str:
+        """Return the validation loss for people, and those of the sources of a mixture; empty if there is none."""
+        if self.validation_loss is None:
+            return ""
+        sources = ", ".join(f"{name} {loss:.3f}" for name, loss in self.validation_by_source.items())
+        return f"validation {self.validation_loss:.3f}" + (f" ({sources})" if sources else "")
 
     def describe_round(self) -> str:
         return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")

@@ -27,9 +27,10 @@ from node.monitoring.return_summary import ReturnSummary
 from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
 from node.units import format_bytes, format_plural
 from optim.aggregation.base import LeftOut
-from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import RejectReason
-from protocol.consensus.messages import AppliedContributions, Commit, Digest
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import AppliedContributions, Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.steering.revisions import Revision, describe_changes
@@ -160,8 +161,9 @@ class StatusReporter:
             case Evaluated():
                 self._record_validation(message)
             case Ready():
-                logger.info("the trainer is ready on %s at step %d", message.device, message.step)
-                self._update(paused="")
+                resumed = "; training resumed" if self._status.paused else ""
+                logger.info("the trainer is ready on %s at step %d%s", message.device, message.step, resumed)
+                self._update(paused="", device=message.device, ranks=message.ranks)
             case ContributionHeader():
                 self._is_submitted = True
             case PauseChanged():
@@ -189,12 +191,17 @@ class StatusReporter:
             device_use=device.share if device else None,
             device_memory=device.memory if device else None,
             device_memory_total=device.memory_total if device else None,
+            cards=message.cards,
         )
 
     def _record_validation(self, message: Evaluated) -> None:
         if self._validation_since_round <= message.round <= self._status.round:  # else of a chain that we left
             logger.debug("round %d: validation loss %.4f", message.round, message.loss)
-            self._update(validation_loss=message.loss, validation_round=message.round)
+            self._update(
+                validation_loss=message.loss,
+                validation_round=message.round,
+                validation_by_source=dict(message.by_source),
+            )
 
     def _describe_stall(self) -> str:
         """Describe a stall of the round; empty while there is none. Its cause is not known here."""
@@ -284,7 +291,7 @@ class StatusReporter:
         found = [] if status.loss is None else [f"loss {status.loss:.3f}"]
         if status.validation_loss is not None and status.validation_round != self._logged_validation:
             self._logged_validation = status.validation_round
-            found.append(f"validation {status.validation_loss:.3f}")
+            found.append(status.describe_validation())
         return found
 
     def record_revised(self, settled: Sequence[SettledContribution]) -> None:
@@ -325,7 +332,7 @@ class StatusReporter:
     def reset_validation(self, head: ChainHead) -> None:
         """Forget the validation loss after a state download: it may be of another chain."""
         self._validation_since_round = head.round
-        self._update(validation_loss=None, validation_round=None)
+        self._update(validation_loss=None, validation_round=None, validation_by_source={})
 
     def record_catch_up(self, how: CatchUpKind, rounds: int) -> None:
         """Count rounds of others that were replayed, or skipped by downloading a state."""

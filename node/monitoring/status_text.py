@@ -93,8 +93,8 @@ def _training_parts(status: NodeStatus) -> list[Part]:
     figures = [Part(0, status.describe_round()), Part(7, f"step {status.step}")]
     if status.loss is not None:
         figures.append(Part(1, f"loss {status.loss:.3f}"))
-    if status.validation_loss is not None:
-        figures.append(Part(4, f"validation {status.validation_loss:.3f}"))
+    if validation := status.describe_validation():
+        figures.append(Part(4, validation))
     figures += [
         Part(3, f"{format_count(status.tokens_per_second)} tok/s"),
         Part(5, f"included {status.contributions_included}/{decided}"),

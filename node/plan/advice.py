@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from node.plan.arithmetic import (
-    AVAILABLE_FORMATS,
+    FORMATS,
     GOOD_WINDOW,
+    SUBSPACE_FORMATS,
+    SUBSPACE_PART,
     Prediction,
     peer_rate,
     round_bytes,
@@ -60,9 +62,11 @@ def _about_missing_peers(found: Prediction) -> Iterator[str]:
 def _about_links(work: Workload, found: Prediction) -> Iterator[str]:
     if found.links >= POOR:
         return
-    table = work.manifest.pipeline
-    better = [name for name in AVAILABLE_FORMATS if found.links_by_format[name] > 1.5 * found.links]
-    remedy = f'write pipeline.activations = "{better[-1]}", use ' if better else "use "
+    model, table = work.manifest.model, work.manifest.pipeline
+    better = [name for name in found.links_by_format if found.links_by_format[name] > 1.5 * found.links]
+    formats = [f'pipeline.activations = "{name}"' for name in FORMATS if name in better][-1:]
+    subspaces = [f"model.subspace = {model.width // SUBSPACE_PART}" for name in SUBSPACE_FORMATS if name in better][:1]
+    remedy = f"write {' or '.join((*formats, *subspaces))}, use " if better else "use "
     yield (
         f"links feed {found.links:.2f} of the compute with activations in {table.activations}; {remedy}"
         "fewer stages, a wider model or faster links"

@@ -27,6 +27,7 @@ from node.plan.peers import PeerKind
 from node.plan.workload import StageWork, Workload
 from optim.topologies import Groups
 from protocol.consensus.topology import Butterfly
+from protocol.manifest_pipeline import INT8_BLOCK, INT8_SCALE_BYTES
 
 WINDOW_POINTS = ((1.0, 0.65), (2.0, 0.87), (4.0, 0.97), (8.0, 1.0))
 TOO_LARGE_POINTS = ((8.0, 1.0), (32.0, 0.55))
@@ -36,10 +37,10 @@ EXCHANGE_ROUND_TRIPS = 4  # roster, fetch, proposal, commit
 FORMATS = {  # bytes of a value on its way
     "fp32": 4.0,
     "bf16": 2.0,
-    "int8": 1.0 + 8 / 256,  # an offset and a scale for each block of 256
-    "bf16, 1/8 of the values": 0.25,
+    "int8": 1.0 + INT8_SCALE_BYTES / INT8_BLOCK,
 }
-AVAILABLE_FORMATS = ("fp32", "bf16")
+SUBSPACE_PART = 8  # width / model.subspace, for comparison
+SUBSPACE_FORMATS = {f"{name}, subspace of width/{SUBSPACE_PART}": name for name in ("bf16", "int8")}
 
 Placement = tuple[Counter[int], ...]  # by stage: how many peers of each kind, by its number
 
@@ -159,8 +160,11 @@ def links_fraction(work: Workload, kinds: Sequence[PeerKind], factor: float = 1.
 def _links_by_format(work: Workload, kinds: Sequence[PeerKind]) -> dict[str, float]:
     if not work.is_cut:
         return {}
-    own = FORMATS[work.manifest.pipeline.activations]
-    return {name: links_fraction(work, kinds, size / own) for name, size in FORMATS.items()}
+    model = work.manifest.model
+    sizes = {name: size * model.stream_width for name, size in FORMATS.items()}
+    own = sizes[work.manifest.pipeline.activations]
+    sizes |= {name: FORMATS[base] * model.width / SUBSPACE_PART for name, base in SUBSPACE_FORMATS.items()}
+    return {name: links_fraction(work, kinds, size / own) for name, size in sizes.items()}
 
 
 def step_fraction(work: Workload) -> float:

@@ -9,11 +9,13 @@ from pathlib import Path
 from node.from_manifest import require_program
 from node.join.joined_folder import open_or_recall
 from node.monitoring.tables import table_console
+from node.own_loops import NO_CODE
 from node.plan.advice import POOR, factors
 from node.plan.arithmetic import predict
 from node.plan.peers import load_peers, typical_peers
 from node.plan.report import plan_values, print_plan
 from node.plan.workload import workload_of
+from protocol.errors import UsageError
 from protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ def plan(run: str, peer_file: Path | None, insecure: bool, as_json: bool) -> Non
     """Print the prediction for a run. Raises MurmurError."""
     invitation = open_or_recall(run, None, insecure)
     require_program(invitation.manifest, invitation.text)
+    if invitation.manifest.model.is_custom:
+        raise UsageError(NO_CODE)
     kinds = load_peers(peer_file) if peer_file else typical_peers(invitation.manifest)
     work = workload_of(invitation.manifest)
     found = predict(work, kinds)
@@ -43,9 +47,10 @@ def plan(run: str, peer_file: Path | None, insecure: bool, as_json: bool) -> Non
 def warn_if_poor(manifest: Manifest, listen: Sequence[str]) -> None:
     """Log one line if typical volunteers could use less than half of their compute.
 
-    Peers that listen on loopback only are all on this machine, and have no links.
+    Peers that listen on loopback only are all on this machine, and have no links. How long a step of a model without
+    code takes is not known.
     """
-    if all(address.startswith(LOOPBACK) for address in listen):
+    if manifest.model.is_custom or all(address.startswith(LOOPBACK) for address in listen):
         return
     line = describe_if_poor(manifest)
     if line:

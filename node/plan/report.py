@@ -13,7 +13,6 @@ from node.model import shape_table
 from node.monitoring.logs import sanitize
 from node.plan.advice import factors, format_seconds, format_stages, warnings_of
 from node.plan.arithmetic import (
-    AVAILABLE_FORMATS,
     Prediction,
     StagePrediction,
     fits,
@@ -105,10 +104,7 @@ def _seconds_each(predicted: StagePrediction) -> tuple[str, str]:
 
 
 def _other_formats(found: Prediction) -> str:
-    shares = (
-        f"{name} {fraction:.2f}{'' if name in AVAILABLE_FORMATS else ' (not available yet)'}"
-        for name, fraction in found.links_by_format.items()
-    )
+    shares = (f"{name} {fraction:.2f}" for name, fraction in found.links_by_format.items())
     return f"links with other activations: {', '.join(shares)}"
 
 

@@ -1,15 +1,16 @@
 """The work of a run in numbers: what a microbatch and a round cost each stage. Computed from the manifest alone."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from node.doctor.machine import DAEMON_BYTES_PER_PARAMETER
+from node.daemon.run_limits import peer_bytes
 from node.from_manifest import build_program
 from node.model import Cut, all_cuts, shape_table
 from node.model.cut import deal_blocks
 from node.model.families import model_family
-from node.model.memory_estimate import fixed_bytes, run_microbatch, sequence_bytes
+from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
 from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.manifest import Manifest
@@ -78,14 +79,14 @@ def workload_of(manifest: Manifest) -> Workload:
 def _activation_bytes(manifest: Manifest) -> float:
     if not manifest.pipeline.is_cut:
         return 0.0
-    return float(manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.width))
+    return float(manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.stream_width))
 
 
 def _stages_of(manifest: Manifest) -> Iterator[StageWork]:
     """Yield the work of all stages; those with equal blocks are computed once, as there may be many of them."""
     stages = manifest.pipeline.stages
     known: dict[tuple[int, bool, bool], StageWork] = {}
-    ranges = deal_blocks(tuple(model_family(manifest.model).blocks(manifest.model)), stages)
+    ranges = deal_blocks(model_family(manifest.model).block_work(manifest.model), stages)
     for cut, numbers in zip(all_cuts(stages), ranges, strict=True):
         kind = (len(numbers), cut.has_embedding, cut.has_head)
         if kind not in known:
@@ -115,31 +116,22 @@ def _stage_work(manifest: Manifest, cut: Cut) -> StageWork:
 def forward_flops(manifest: Manifest, cut: Cut) -> float:
     """Return the operations of a forward pass of one sequence of T tokens through a stage.
 
-    A matrix takes 2 T operations an element, the attention of a layer 4 T^2 width (scores and values, as if without a
-    mask). Looking up an embedding, norms and gates are left out.
+    A matrix takes 2 T operations an element, the attention of a layer 4 T^2 times the width of its heads (scores and
+    values, as if without a mask). Looking up an embedding, norms and gates are left out.
     """
     model = manifest.model
-    blocks = tuple(model_family(model).blocks(model))
-    numbers = model_family(model).block_range(model, cut)
-    elements = sum(_matrix_elements(blocks[number]) for number in numbers if number > 0)
-    if cut.has_head and model.tied:
-        elements += model.vocabulary * model.width
+    family = model_family(model)
+    numbers, work = family.block_range(model, cut), family.block_work(model)
+    elements = math.fsum(work[number] for number in numbers)
     layers = len(numbers) - cut.has_embedding - cut.has_head
-    return 2.0 * model.context * elements + 4.0 * model.context**2 * model.width * layers
-
-
-def _matrix_elements(block: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
-    return sum(shape[0] * shape[1] for _, shape in block if len(shape) == 2)
+    return 2.0 * model.context * elements + 4.0 * model.context**2 * model.head_width * model.heads * layers
 
 
 def _memory_by_device(manifest: Manifest, cut: Cut) -> Iterator[tuple[str, float]]:
     """Yield what training needs of the device; on a CPU the daemon and the activations share its memory."""
     sequences = run_microbatch(manifest)[1]
-    daemon = DAEMON_BYTES_PER_PARAMETER * shape_table(manifest.model, cut).numel
-    held = manifest.pipeline.memory if cut.stages > 1 else 0
-    for device, more in (("cuda", 0), ("cpu", daemon + held)):
-        needed = fixed_bytes(manifest, device, cut) + sequences * sequence_bytes(manifest, device, cut)
-        yield device, float(needed + more)
+    yield "cuda", float(fixed_bytes(manifest, "cuda", cut) + microbatch_bytes(manifest, sequences, "cuda", cut))
+    yield "cpu", float(PROCESS_BYTES + peer_bytes(manifest, build_program(manifest, cut=cut), "cpu", cut))
 
 
 def _settled_rounds(planner: RoundPlanner) -> list[int]:

@@ -9,7 +9,7 @@ from node.daemon.node import Node
 from node.model import shapes_of
 from node.receipts.commit_file import COMMIT_FILE_NAME, CommitFileHeader
 from node.receipts.commit_log import CommitLog
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
 from protocol.tasks import cancel_and_wait
@@ -21,10 +21,9 @@ RECORD_SECONDS = 2.0  # the chain keeps the last 64 commits
 
 def commit_file_header(manifest: Manifest) -> CommitFileHeader:
     """Return the first line of the file of a run's commits."""
-    shapes = shapes_of(manifest).hash()
-    return CommitFileHeader(
-        manifest.run_id, manifest.method.recipe, shapes, manifest.run.organiser_key, manifest.admission
-    )
+    shapes, organiser = shapes_of(manifest).hash(), manifest.run.organiser_key
+    whole_run = "" if manifest.run_id == manifest.whole_run_id else manifest.whole_run_id
+    return CommitFileHeader(manifest.run_id, manifest.method.recipe, shapes, organiser, manifest.admission, whole_run)
 
 
 @asynccontextmanager

@@ -30,7 +30,7 @@ def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]
     names = read_names(folder)
     peers = None if who is None else {find_peer(who, names, read_own_ledger(folder).accounts.keys())}
     ledger = read_own_ledger(folder, peers)
-    run, issuer = load_manifest(folder / "run.toml").run.name, Identity.load_or_create(RunDir(folder).key)
+    run, issuer = _run_of(folder), Identity.load_or_create(RunDir(folder).key)
     lines = []
     for peer in sorted(peers or ledger.accounts, key=lambda peer: (-ledger.accounts[peer].tokens, peer)):
         receipt = issue_receipt(ledger, run, peer, names.get(peer, ""), issuer)
@@ -40,6 +40,16 @@ def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]
     if peers is None:
         lines.append(f"together {ledger.tokens:,} tokens in {ledger.head.round:,} rounds{describe_missing(ledger)}")
     return [*lines, f"check them with `murmur verify RECEIPT... {folder / COMMIT_FILE_NAME}`"]
+
+
+def _run_of(folder: Path) -> str:
+    """Return the name of the run whose commits a folder has, with the stage of a pipeline. Raises UsageError."""
+    manifest, stage = load_manifest(folder / "run.toml"), RunDir(folder).read_stage()
+    if not manifest.pipeline.is_cut:
+        return manifest.run.name
+    if stage is None:
+        raise UsageError("a host follows no chain of a pipeline; name the folder of a node that serves a stage")
+    return f"{manifest.run.name}, stage {stage}"
 
 
 def verify_files(paths: Sequence[Path], commits: Path, issuer: PeerId | None) -> list[str]:

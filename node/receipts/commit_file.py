@@ -26,10 +26,10 @@ from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
 from protocol.admission.electorate import OPEN, Electorate
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.message_kinds import MAX_VOTES
-from protocol.consensus.messages import MAX_MESSAGE_BYTES, MAX_PARTS, MAX_TOKENS, ContributionLimits
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import MAX_MESSAGE_BYTES, MAX_PARTS, MAX_TOKENS, ContributionLimits
+from protocol.consensus.messages.kinds import MAX_VOTES
 from protocol.errors import CheckpointError, MissingFileError, PeerFault, ReceiptError
 from protocol.identity import PeerId
 from protocol.manifest import AdmissionSection
@@ -44,7 +44,8 @@ MAX_HEADER_BYTES = 256 * 1024
 MAX_BLOB_BYTES = 1 << 40  # no blobs are fetched, only their sizes are shown
 NO_ORGANISER = "-"
 HEADER = re.compile(
-    rb"murmur commits 2 ([0-9a-f]{64}) ([\w-]{1,64}) ([0-9a-f]{64}) (-|[1-9A-HJ-NP-Za-km-z]{52}) ({[^\s]*})\n"
+    rb"murmur commits 2 ([0-9a-f]{64})(?: of ([0-9a-f]{64}))? ([\w-]{1,64}) ([0-9a-f]{64}) "
+    rb"(-|[1-9A-HJ-NP-Za-km-z]{52}) ({[^\s]*})\n"
 )
 
 
@@ -52,7 +53,8 @@ HEADER = re.compile(
 class CommitFileHeader:
     """The run whose commits a file holds, and the values that all contributions to it share.
 
-    `organiser`: the key that may steer the run; empty if there is none. `rule`: who votes.
+    `organiser`: the key that may steer the run; empty if there is none. `rule`: who votes. `whole_run`: the run of
+    which this one is a stage; empty if it is not one.
     """
 
     run_id: str
@@ -60,15 +62,18 @@ class CommitFileHeader:
     shapes: bytes
     organiser: PeerId = ""
     rule: AdmissionSection = OPEN
+    whole_run: str = ""
 
     def to_line(self) -> bytes:
         organiser, rule = self.organiser or NO_ORGANISER, self.rule.model_dump_json()
-        return f"murmur commits 2 {self.run_id} {self.codec} {self.shapes.hex()} {organiser} {rule}\n".encode()
+        run = f"{self.run_id} of {self.whole_run}" if self.whole_run else self.run_id
+        return f"murmur commits 2 {run} {self.codec} {self.shapes.hex()} {organiser} {rule}\n".encode()
 
     def limits(self) -> ContributionLimits:
         """Return wide limits: the peers already checked their commits against the limits of the run."""
         return ContributionLimits(
-            self.codec, self.shapes, MAX_PARTS, MAX_TOKENS, MAX_BLOB_BYTES, organiser=self.organiser
+            *(self.codec, self.shapes, MAX_PARTS, MAX_TOKENS, MAX_BLOB_BYTES, self.organiser, self.whole_run),
+            microbatches=None,
         )
 
 
@@ -120,11 +125,12 @@ def read_header(file: BinaryIO, path: Path) -> CommitFileHeader:
     if match is None:
         raise ReceiptError(f"{path} does not hold the commits of a run; name the {COMMIT_FILE_NAME} of its host")
     try:
-        run_id, codec, shapes, organiser, rule = (field.decode() for field in match.groups())
+        run_id, whole_run, codec, shapes, organiser, rule = (field.decode() for field in match.groups(b""))
         admission = AdmissionSection.model_validate_json(rule)
     except ValueError as error:  # as pydantic's ValidationError is
         raise ReceiptError(f"{path} does not say who votes in its run; get the file again") from error
-    return CommitFileHeader(run_id, codec, bytes.fromhex(shapes), organiser.replace(NO_ORGANISER, ""), admission)
+    key = organiser.replace(NO_ORGANISER, "")
+    return CommitFileHeader(run_id, codec, bytes.fromhex(shapes), key, admission, whole_run)
 
 
 def read_records(file: BinaryIO, rule: AdmissionSection) -> Iterator[Record]:

@@ -22,8 +22,8 @@ from node.receipts.commit_file import (
     read_records,
 )
 from node.receipts.ledger import Ledger, commit_reader
-from protocol.consensus.certified import CertifiedCommit, ChainLog
-from protocol.consensus.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.history.certified import CertifiedCommit, ChainLog
+from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
 from protocol.errors import ReceiptError, StorageError
 
 logger = logging.getLogger(__name__)

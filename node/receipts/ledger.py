@@ -21,10 +21,11 @@ from node.receipts.commit_file import (
 )
 from protocol import murmur_pb2 as wire
 from protocol.admission.electorate import Electorate
-from protocol.consensus.certified import CertifiedCommit, open_certified
-from protocol.consensus.chain import ChainHead, extend_head, genesis_head
-from protocol.consensus.message_kinds import nested_parser, nested_reader
-from protocol.consensus.messages import Contribution, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit, open_certified
+from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.messages.contributions import Contribution
+from protocol.consensus.messages.kinds import nested_parser, nested_reader
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault, ReceiptError
 from protocol.identity import PeerId
 

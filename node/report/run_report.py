@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from node.evaluation.results import RESULT_HEADINGS, Result, result_rows
 from node.monitoring.logs import sanitize
 from node.run_dir import write_atomically
 from node.units import format_bytes, format_plural
@@ -57,6 +58,7 @@ class RunReport(ReportModel):
     validation_loss: float | None = None
     contributors: tuple[ContributorReport, ...] = ()
     missing_rounds: int = 0
+    evaluations: tuple[Result, ...] = Field(default=(), description="the newest result of each metric of `murmur eval`")
     sample: str = Field(default="", description="text of the final model, beginning with the prompt")
 
     def facts(self) -> list[tuple[str, str]]:
@@ -90,10 +92,17 @@ class RunReport(ReportModel):
         ]
         if self.contributors:
             parts.append(f"\n## Who gave what\n\n{self._contributor_table()}")
+        if self.evaluations:
+            parts.append(f"\n## Evaluations\n\n{self._evaluation_table()}")
         if self.sample:
             text = "".join(f"    {line}\n" for line in sanitize(self.sample, allowed="\n").splitlines())
             parts.append(f"\n## Text that the model writes\n\n{text}")
         return "".join(parts)
+
+    def _evaluation_table(self) -> str:
+        head = f"| {' | '.join(RESULT_HEADINGS)} |\n|---|---|{'---:|' * (len(RESULT_HEADINGS) - 2)}\n"
+        rows = result_rows(self.evaluations)
+        return head + "".join(f"| {' | '.join(map(escape_markdown, row))} |\n" for row in rows)
 
     def _contributor_table(self) -> str:
         head = "| name | tokens | share | rounds | time | sent | peer |\n|---|---:|---:|---:|---:|---:|---|\n"

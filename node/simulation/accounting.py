@@ -1,5 +1,6 @@
 """The outcome of every contribution and the costs of the swarm, from which the results are computed."""
 
+import hashlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,7 +8,8 @@ from typing import Literal
 from node.ipc.channel import ContributionHeader
 from optim.aggregation.base import LeftOut
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages import Commit, Digest
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 ContributionEnd = Literal["under way", "included", "given back", "lost", "died"]
@@ -60,6 +62,16 @@ class Accounting:
             entry = self.newest[contribution.sender]
             assert entry.parts == contribution.body.parts, "a commit of a contribution that is not under way"
             entry.times_included += 1
+
+    def withdraw(self, base: Digest) -> None:
+        """Forget the commit of this base, and those that continue it, because all peers that knew them are dead."""
+        while (commit := self.commits.pop(base, None)) is not None:
+            parts = {(entry.sender, entry.body.parts) for entry in commit.contributions}
+            for (peer, _), entry in self.contributions.items():
+                if (peer, entry.parts) in parts:
+                    entry.times_included -= 1
+                    entry.end = "died" if entry.end == "included" else entry.end
+            base = hashlib.sha256(base + commit.content_digest).digest()
 
     def record_end(self, peer: PeerId, made_for_round: int, end: ContributionEnd) -> None:
         """Record how a contribution ended."""

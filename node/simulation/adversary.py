@@ -70,8 +70,8 @@ class ObservedEncoder(ContributionEncoder):
         self._slot, self._espionage = slot, espionage
 
     def encode(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
-        payloads = super().encode(round_number, delta, residual)
         self._espionage.deltas[self._slot] = delta.clone()
+        payloads = super().encode(round_number, delta, residual)
         self._espionage.payloads[self._slot] = [bytes(payload) for payload in payloads]
         return payloads
 
@@ -87,7 +87,7 @@ class LyingEncoder(ContributionEncoder):
         self._falsify: Callable[[Tensor], Tensor] = self._falsifiers().get(kind, torch.clone)
 
     def encode(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
-        payloads = super().encode(round_number, self._falsify(delta), residual)
+        payloads = super().encode(round_number, delta.copy_(self._falsify(delta)), residual)
         if self._kind == "copy" and self._espionage.payloads:
             return self._espionage.payloads[min(self._espionage.payloads)]
         return payloads

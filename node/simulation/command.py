@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from node.data import name_text_faults, open_source
+from node.data import open_corpus
+from node.data.source import require_document_end
 from node.model import has_compiler
 from node.monitoring.tables import table_console
+from node.own_loops import require_our_loop
 from node.run_dir import write_atomically
+from node.run_file import load_run_file
 from node.simulation import plot, report
 from node.simulation.adversary import LIE_KINDS, Adversaries, LieKind
 from node.simulation.comparison import DATA_PARALLEL, LOCAL, Comparison, compare, count_steps
@@ -30,7 +34,6 @@ from protocol.errors import UsageError
 from protocol.fault_words import shorten
 from protocol.manifest import Manifest
 from protocol.manifest_faults import describe_toml_fault
-from protocol.signing import load_signed_manifest
 
 DEFAULT_STEPS = 200
 PLOT_POINTS = 20
@@ -62,13 +65,14 @@ def simulate(options: SimulationOptions) -> None:
     """Run the comparison and print it. Raises MurmurError."""
     config = build_config(options)
     methods = compose_methods(options.recipes, config.manifest, parse_overrides(options.overrides))
-    with name_text_faults(config.manifest.data):
-        corpus = open_source(config.manifest.data, config.base)
+    corpus = open_corpus(config.manifest.data, config.base)
     corpus.require_vocabulary(config.manifest.model.vocabulary)
+    require_document_end(config.manifest.model, config.manifest.data, config.base)
     skipped = corpus.skip_log.take_report()
     for line in skipped.lines if skipped else ():
         sys.stderr.write(f"data: {line}\n")
     points = PLOT_POINTS if options.plot else 1
+    torch.set_num_threads(1)  # the order of a sum, and so the losses of a seed, would depend on the number of cores
     with _progress_bar(count_steps(config, len(methods), options.seeds)) as on_step:
         comparison = compare(config, methods, corpus, options.seeds, points, on_step)
     _print_comparison(comparison, options.json)
@@ -94,7 +98,9 @@ def build_config(options: SimulationOptions) -> SimulationConfig:
         raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or omit the option")
     if options.plot and not options.plot.parent.is_dir():  # checked now, because a comparison may take hours
         raise UsageError(f"--plot: {options.plot.parent} is not a directory; create it, or name another file")
-    given = load_signed_manifest(options.run).manifest if options.run else None
+    given = load_run_file(options.run).manifest if options.run else None
+    if given is not None:
+        require_our_loop(given)
     manifest = given or default_manifest(DEFAULT_STEPS)
     stages = options.stages or manifest.pipeline.stages
     peers = _peers_per_stage(options, stages)

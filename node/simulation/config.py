@@ -7,20 +7,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from node.model import WHOLE, Cut, LanguageModel, build_compiled_model, build_model, initial_weights, stage_slice
+from node.model import WHOLE, Cut, LanguageModel, build_compiled_model, build_model, stage_slice
 from node.model.cut import require_stages
+from node.model.start_weights import start_weights
 from node.simulation.adversary import Adversaries
-from protocol.errors import UsageError
+from protocol.errors import MissingFileError, UsageError
 from protocol.manifest import (
-    DataSection,
     Manifest,
     MethodSection,
-    ModelSection,
     RoundSection,
     RunSection,
     TrainSection,
     manifest_of_values,
 )
+from protocol.manifest_data import DataSection
+from protocol.manifest_model import ModelSection
 
 DEFAULT_MODEL = ModelSection(width=64, layers=2, heads=4, hidden=172, context=64)
 
@@ -64,7 +65,10 @@ class SimulationConfig:
         """Return the weights at the start, flat fp32."""
         if self.initial is not None:
             return self.initial[stage_slice(self.manifest.model, self.cut)].clone()
-        return initial_weights(self.manifest.model, self.manifest.run.seed, self.cut)
+        weights = start_weights(self.manifest, self.base, self.cut)
+        if weights is None:
+            raise MissingFileError("the simulator needs the first weights; name their folder in model.from")
+        return weights
 
     @property
     def target_tokens(self) -> int:

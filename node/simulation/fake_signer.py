@@ -12,8 +12,9 @@ from google.protobuf.message import Message
 
 from node.loop.events import MessagesReceived
 from protocol import murmur_pb2 as wire
-from protocol.consensus.message_kinds import KINDS
-from protocol.consensus.messages import ContributionLimits, SignedMessage
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.kinds import KINDS
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 
 

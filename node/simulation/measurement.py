@@ -7,14 +7,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from node.data import Corpus, validation_batches
+from node.data import Corpus, validation_sets
+from node.data.batches import VALIDATION_TOKENS
 from node.from_manifest import topology_class
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
 from node.simulation.virtual_peer import VirtualPeer
-from node.trainer.inner_step import validation_loss
-
-VALIDATION_TOKENS = 16_384
+from node.trainer.validation import validate
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,11 @@ class Evaluator:
 
     def __init__(self, config: SimulationConfig, corpus: Corpus) -> None:
         self._model = config.build_model()
-        self._batches = validation_batches(corpus, config.manifest.model.context, VALIDATION_TOKENS)
+        self._held_out = validation_sets(corpus, config.manifest.model.context, VALIDATION_TOKENS)
 
     def loss(self, flat: Tensor) -> float:
         """Return the validation loss of flat weights in nats per token."""
-        return validation_loss(self._model, flat, self._batches)[0]
+        return validate(self._model, flat, self._held_out).loss
 
 
 class CurveRecorder:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from node.daemon.outer_state import OuterState, RoundCompute, SignedContributions, blobs_to_apply
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob, Bytes
-from protocol.consensus.messages import Commit, Contribution, Digest
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError, MissingFileError
 
 KEPT_ROUNDS = 6
@@ -60,7 +61,11 @@ class SharedCompute:
     """
 
     def __init__(
-        self, planner: RoundPlanner, rate_decay: Callable[[int], float], initial: OuterState, states_per_round: int
+        self,
+        planner: RoundPlanner,
+        rate_decay: Callable[[int, int, int], float],
+        initial: OuterState,
+        states_per_round: int,
     ) -> None:
         self._store = MemoryBlobStore()
         self._compute = RoundCompute(planner, self._store, rate_decay)
@@ -98,14 +103,19 @@ class SharedCompute:
         return self._compute.reduce_part(round_number, part, contributions).blob
 
     def apply_commit(
-        self, before: AppliedState, commit: Commit, signed_contributions: SignedContributions
+        self, before: AppliedState, commit: Commit, signed_contributions: SignedContributions, tokens: int = 0
     ) -> AppliedState:
-        """Return the state after a commit."""
+        """Return the state after a commit; `tokens` are those of the run before it."""
         counted = commit.counted_tokens
         weights = (counted[entry.sender].to_bytes(8, "big") + bytes([entry.body.age]) for entry in signed_contributions)
-        key = (before[1].digest, *(blob.digest for blob in blobs_to_apply(commit, signed_contributions)), *weights)
+        key = (
+            before[1].digest,
+            tokens.to_bytes(8, "big"),
+            *(blob.digest for blob in blobs_to_apply(commit, signed_contributions)),
+            *weights,
+        )
         if key not in self._applied:
-            after = self._compute.apply_commit(before[0], commit, signed_contributions)
+            after = self._compute.apply_commit(before[0], commit, signed_contributions, tokens)
             self._applied[key] = after, self._compute.lend_state(after)
         return self._applied[key]
 

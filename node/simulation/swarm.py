@@ -3,15 +3,13 @@
 import hashlib
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cached_property
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.daemon.outer_state import OuterState
 from node.data import Corpus
-from node.data.corpus import TokenArray
-from node.from_manifest import build_program, rate_by_round, round_settings_by_number, topology_class
+from node.from_manifest import build_program, rate_of_outer_steps, round_settings_by_number, topology_class
 from node.loop.events import SwarmChanged
 from node.loop.steering import unsteered
 from node.model import shape_table
@@ -26,12 +24,14 @@ from node.simulation.virtual_gossip import VirtualGossip
 from node.simulation.virtual_network import VirtualClock, VirtualNetwork
 from node.simulation.virtual_peer import VirtualPeer
 from node.simulation.virtual_trainer import VirtualTrainer
+from node.step_settings import step_settings
 from optim.exchange import ContributionEncoder
 from optim.method import Method
 from protocol import murmur_pb2 as wire
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import ContributionLimits, Digest
-from protocol.consensus.weights import MAX_MULTIPLE
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import Commit, ContributionLimits
+from protocol.consensus.messages.signed import Digest
+from protocol.consensus.messages.weights import MAX_MULTIPLE
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import TargetSection
@@ -80,7 +80,9 @@ class VirtualSwarm:
 
     def _build_shared_parts(self) -> None:
         manifest, method = self.config.manifest, self.method
-        self.planner = program = build_program(manifest, method, self.config.cut)
+        target = TargetSection(tokens=self.config.target_tokens, keepers=0)
+        self.manifest_with_target = manifest.model_copy(update={"target": target})
+        self.planner = program = build_program(self.manifest_with_target, method, self.config.cut)
         shapes = shape_table(manifest.model, self.config.cut)
         self.numel = shapes.numel
         most = MAX_MULTIPLE * program.max_steps * manifest.train.batch_tokens
@@ -88,10 +90,9 @@ class VirtualSwarm:
         self.fake_signer = FakeSigner(self.limits)
         initial = OuterState.initial(self.config.start_weights(), method)
         replicas = 1 if topology_class(method).has_shared_state else self.config.peers
-        target = TargetSection(tokens=self.config.target_tokens, keepers=0)
-        self.manifest_with_target = manifest.model_copy(update={"target": target})
-        steering = unsteered(manifest)
-        self.compute = SharedCompute(program, rate_by_round(steering, program), initial, replicas)
+        rate = rate_of_outer_steps(unsteered(self.manifest_with_target), program)
+        self.compute = SharedCompute(program, rate, initial, replicas)
+        steering = unsteered(manifest)  # its run id decides on groups, as among real peers
         self.round_settings = round_settings_by_number(steering, program, checks_sums=False)  # methods are compared
 
     def run(self) -> None:
@@ -146,6 +147,7 @@ class VirtualSwarm:
             peer.peer_id,
         )
         trainer.start(peer.chain.round, peer.applied_state[0].shared_vectors(self.method))
+        trainer.use_settings(step_settings(self.manifest_with_target, peer.chain.round, peer.chain.tokens))
         return trainer
 
     def _new_encoder(self, slot: int) -> ContributionEncoder:
@@ -158,11 +160,7 @@ class VirtualSwarm:
 
     def _corpus_of(self, slot: int) -> Corpus:
         """Return the text of a peer: all of it, or a part of its own."""
-        training = self._corpus.training
-        if not self.config.unequal or not isinstance(training, TokenArray):
-            return self._corpus
-        bounds = [len(training) * edge // self.config.peers for edge in (slot, slot + 1)]
-        return replace(self._corpus, training=training.slice(*bounds))
+        return self._corpus.part(slot, self.config.peers) if self.config.unequal else self._corpus
 
     def send(self, sender: VirtualPeer, receivers: Iterable[PeerId], signed: wire.Signed) -> None:
         """Send a signed message over the virtual network."""
@@ -185,6 +183,13 @@ class VirtualSwarm:
         """Note that a peer has died."""
         self.accounting.record_death(peer.peer_id)
         self.gossip.remove(peer.peer_id)
+
+    def record_commit(self, commit: Commit) -> None:
+        """Record a commit that a peer has applied; if only dead peers knew another one, it takes its place."""
+        known = self.accounting.commits.get(commit.base, commit)
+        if known.content_digest != commit.content_digest and not any(_may_hold(one, known) for one in self.live_peers):
+            self.accounting.withdraw(commit.base)
+        self.accounting.record_commit(commit)
 
     def on_step(self, peer: VirtualPeer) -> None:
         """Count an inner step of the peer."""
@@ -234,6 +239,12 @@ class VirtualSwarm:
     def _refresh_all(self) -> None:
         for peer in self.live_peers:
             peer.post(SwarmChanged(self.gossip.snapshot))
+
+
+def _may_hold(peer: VirtualPeer, commit: Commit) -> bool:
+    """Return whether a commit is in a peer's chain, as far as its log goes back."""
+    known = [entry.body for entry in peer.chain.log.commits if entry.body.round == commit.round]
+    return peer.chain.round > commit.round and all(one.content_digest == commit.content_digest for one in known)
 
 
 def simulated_identity(slot: int, incarnation: int = 1) -> Identity:

@@ -14,16 +14,17 @@ from node.audits.work_keeper import WorkKeeper
 from node.daemon.outer_state import OuterState
 from node.data import Corpus
 from node.ipc.channel import ContributionHeader
-from node.ipc.shared_memory import SharedLayout
+from node.ipc.shared_layout import SharedLayout
 from node.simulation.virtual_trainer import VirtualTrainer
+from node.step_settings import StepSettings, step_settings
 from protocol import murmur_pb2 as wire
 from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
 from protocol.audits.draw import Audit
 from protocol.audits.findings import FINDING_KIND, Finding, SignedFinding
 from protocol.audits.work import Conditions, WorkRecord
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain
-from protocol.consensus.messages import Digest
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError, MissingFileError, StaleError
 from protocol.identity import PeerId
 
@@ -40,6 +41,7 @@ class SwarmAudits:
         self._swarm = swarm
         self._corpus = corpus
         self._anchors: deque[tuple[int, torch.Tensor]] = deque(maxlen=KEPT_ANCHORS)
+        self._tokens: dict[int, int] = {}  # of the run, by round
         self._judgements: dict[tuple[Digest, PeerId], Judgement] = {}
         self.conditions = Conditions(
             device="simulated", text=corpus.fingerprint(swarm.config.manifest.model.context),
@@ -49,7 +51,7 @@ class SwarmAudits:
         self.audited: Counter[PeerId] = Counter()
         self.caught: dict[PeerId, int] = {}  # by round
         self.struck: Counter[str] = Counter()
-        self.remember_anchor(0, swarm.compute.initial[0])
+        self.remember_anchor(0, 0, swarm.compute.initial[0])
 
     @property
     def share(self) -> float:
@@ -58,7 +60,10 @@ class SwarmAudits:
     @cached_property
     def _repeater(self) -> Repeater:
         config = self._swarm.config
-        return Repeater(self._swarm.planner, self._corpus, lambda _: config.manifest, config.build_model)
+        return Repeater(config.manifest, self._swarm.planner, self._corpus, self._settings_at, config.build_model)
+
+    def _settings_at(self, number: int) -> StepSettings:
+        return step_settings(self._swarm.manifest_with_target, number, self._tokens[number])
 
     @cached_property
     def _layout(self) -> SharedLayout:
@@ -67,8 +72,9 @@ class SwarmAudits:
     def new_keeper(self, trainer: VirtualTrainer) -> WorkKeeper:
         return WorkKeeper(self._swarm.compute, trainer.shared_memory)
 
-    def remember_anchor(self, round_number: int, state: OuterState) -> None:
-        """Keep the anchor of a round, once."""
+    def remember_anchor(self, round_number: int, tokens: int, state: OuterState) -> None:
+        """Keep the anchor of a round and the tokens of the run, once."""
+        self._tokens[round_number] = tokens
         if round_number not in dict(self._anchors):
             self._anchors.append((round_number, torch.cat(state.shared_vectors(self._swarm.method))))
 
@@ -135,7 +141,7 @@ class PeerAudits:
 
     def on_new_head(self, chain: Chain, state: OuterState) -> None:
         """Draw the audits of the newest round, and repeat what is ours."""
-        self._shared.remember_anchor(chain.round, state)
+        self._shared.remember_anchor(chain.round, chain.tokens, state)
         self._follow(self._docket.open_round(chain, self._shared.share))
 
     def learn(self, finding: SignedFinding) -> None:

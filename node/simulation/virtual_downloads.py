@@ -4,7 +4,8 @@ from collections.abc import Set
 from functools import partial
 from typing import TYPE_CHECKING
 
-from protocol.consensus.messages import Digest, PartBlob
+from protocol.consensus.messages.contributions import PartBlob
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
 if TYPE_CHECKING:

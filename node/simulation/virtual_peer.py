@@ -56,11 +56,13 @@ from node.simulation.shared_compute import KEPT_ROUNDS, AppliedState
 from node.simulation.virtual_audits import PeerAudits
 from node.simulation.virtual_downloads import VirtualDownloads
 from node.simulation.virtual_trainer import VirtualTrainer
+from node.step_settings import step_settings
 from protocol import murmur_pb2 as wire
-from protocol.consensus.chain import Chain
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
-from protocol.consensus.fork_choice import ChainOffer
-from protocol.consensus.messages import Digest, PartBlob
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.messages.contributions import PartBlob
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.steering.revision_log import RevisionLog
 
@@ -274,14 +276,16 @@ class VirtualPeer:
         self._obtaining = None
         if lacking:
             return self._result(ApplyFailed("nobody has it any more"))
-        self._computed = self.swarm.compute.apply_commit(self.applied_state, action.commit.body, contributions)
+        self._computed = self.swarm.compute.apply_commit(
+            self.applied_state, action.commit.body, contributions, self.chain.tokens
+        )
         self._result(CommitComputed(contributions))
 
     def _advance(self, action: AdvanceState) -> None:
         assert self._computed is not None
         self.applied_state, self._computed = self._computed, None
         self.chain.append(action.commit)
-        self.swarm.accounting.record_commit(action.commit.body)
+        self.swarm.record_commit(action.commit.body)
         self._settle(action.outcome)
         self._results.append(CommitApplied(self.applied_state[1].digest))
 
@@ -359,6 +363,7 @@ class VirtualPeer:
         shared = self.applied_state[0].shared_vectors(self.swarm.method)
         revised = [entry for entry in self.contributions.settled if entry.previous_outcome is not None]
         trainer.apply_anchor(self.chain.round, shared, outcome, revised, self.swarm.compute.read_payloads)
+        trainer.use_settings(step_settings(self.swarm.manifest_with_target, self.chain.round, self.chain.tokens))
         trainer.step_target.set(self.chain.round, self._pacing.steps_for(self.chain.round))
         self._unapplied_outcome = None
 

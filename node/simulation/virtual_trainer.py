@@ -7,11 +7,14 @@ from torch import Tensor
 
 from node.data import BatchReader, Corpus
 from node.ipc.channel import ContributionHeader, ContributionOutcome
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import SettledContribution
 from node.model import LanguageModel
+from node.step_settings import StepSettings
 from node.trainer.counters import Counters
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
+from node.trainer.live import live_vectors
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
 from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder
@@ -44,7 +47,13 @@ class VirtualTrainer:
         self._model = model
         self.step_target = StepTarget()
         self._contribution_timer = ContributionTimer()
-        self.state = TrainerState(model, self._optimizer, planner, encoder, self.shared_memory)
+        self.state = TrainerState(
+            live_vectors(model, self._optimizer, has_open_gradient=manifest.pipeline.is_cut),
+            self._optimizer,
+            planner,
+            encoder,
+            self.shared_memory,
+        )
         self._open_batches(0)
 
     def _open_batches(self, position: int) -> None:
@@ -53,12 +62,17 @@ class VirtualTrainer:
 
     @property
     def train(self) -> TrainSection:
-        """Return the settings of the inner steps, which may change between two of them."""
+        """Return the settings of the optimizer."""
         return self._optimizer.train
 
     @train.setter
     def train(self, train: TrainSection) -> None:
         self._optimizer.train = train
+
+    def use_settings(self, settings: StepSettings) -> None:
+        """Make the next inner steps with these settings."""
+        self._optimizer.train = settings.train
+        self._batches.weights = settings.weights
 
     def start(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Begin at the anchor after `round_number` rounds."""
@@ -90,11 +104,10 @@ class VirtualTrainer:
         step = self.state.counters.step
         windows, at_weights = self._next_windows(), self._optimizer.lookahead_weights(step)
         loss = accumulate_gradient(self._model, windows, self._manifest.train.microbatch, at_weights)
-        norm = self._optimizer.step(step)
+        norm = self.state.take_step(self._manifest.train.batch_tokens, loss, self._batches.position)
         self._optimizer.clear_gradient()
         if norm is None:
             raise MurmurError("a simulated peer's gradient is not finite; lower train.learning_rate")
-        self.state.count_step(self._manifest.train.batch_tokens, loss, self._batches.position)
 
     def _next_windows(self) -> Tensor:
         return self._batches.next_batch(self._sequences)

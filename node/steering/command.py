@@ -16,10 +16,11 @@ from node.paths import find_node_dirs, organiser_key_path
 from node.run_dir import read_json_if_whole
 from node.steering.client import RunContact, contact_run
 from node.units import format_plural
-from protocol.consensus.messages import SignedMessage
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import MissingFileError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest, load_manifest
+from protocol.manifest_data import DataSection
 from protocol.signing import MAX_ROUND, sign
 from protocol.steering.revisions import (
     MAX_REVISIONS,
@@ -58,6 +59,7 @@ def steer(options: SteerOptions) -> None:
     values = parse_assignments(options.changes)
     manifest, addresses = open_run(options.run, options.insecure)
     require_organiser_key(manifest)
+    require_source_names(manifest.data, values.get("data.weights"))
     identity = load_organiser_key(options.key, manifest) if values or options.action else None
     asyncio.run(_steer(manifest, addresses, values, identity, options))
 
@@ -95,6 +97,13 @@ def parse_assignments(changes: Sequence[str]) -> dict[str, Value]:
     return values
 
 
+def require_source_names(data: DataSection, weights: Value) -> None:
+    """Raise UsageError if new weights do not name the sources of the run."""
+    names = [source.name for source in data.sources]
+    if isinstance(weights, dict) and sorted(weights) != sorted(names):
+        raise UsageError(f"--set data.weights: name each source once: {', '.join(names) or 'this run has only one'}")
+
+
 def _parse_value(text: str) -> Value:
     """Return a TOML value; `none` removes a target, and all else is text."""
     if text == "none":
@@ -103,7 +112,7 @@ def _parse_value(text: str) -> Value:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    return value if isinstance(value, bool | int | float | str | list) else text
+    return value if isinstance(value, bool | int | float | str | list | dict) else text
 
 
 def changes_of(action: Action | None, from_round: int) -> dict[str, Value]:

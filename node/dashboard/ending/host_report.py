@@ -7,6 +7,7 @@ from pathlib import Path
 from node.dashboard.event_log import EventLog
 from node.dashboard.run_state.contributors import mean_seconds
 from node.dashboard.state import RunState
+from node.evaluation.results import newest_of_each
 from node.report.run_report import REPORT_MARKDOWN, ContributorReport, RunReport, write_report
 from protocol.errors import StorageError
 
@@ -36,6 +37,7 @@ def build_host_report(state: RunState) -> RunReport:
         validation_loss=measured[-1] if measured else None,
         contributors=_count_contributors(state),
         missing_rounds=state.missing_rounds,
+        evaluations=tuple(newest_of_each(state.evaluations)),
         sample=state.sample.prompt + state.sample.text if state.sample else "",
     )
 

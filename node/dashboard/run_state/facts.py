@@ -5,7 +5,8 @@ from pathlib import Path
 from node.dashboard.events import RunAbout, RunFacts
 from node.model import shape_table
 from protocol.identity import PeerId
-from protocol.manifest import DataSection, Manifest
+from protocol.manifest import Manifest
+from protocol.manifest_data import DataSection, SourceSection
 
 
 def run_facts(base: Manifest, organiser: PeerId, revised: Manifest | None = None) -> RunFacts:
@@ -23,11 +24,22 @@ def run_facts(base: Manifest, organiser: PeerId, revised: Manifest | None = None
         target_tokens=manifest.target.tokens,
         organiser=organiser,
         expiry=manifest.membership.expiry,
-        about=RunAbout(**manifest.about.model_dump(), source=describe_source(manifest.data)),
+        about=RunAbout(**manifest.about.model_dump(), source=describe_sources(manifest.data)),
     )
 
 
-def describe_source(data: DataSection) -> str:
+def describe_sources(data: DataSection) -> str:
+    """Return the sources of the text with their shares at the beginning of the run."""
+    if data.source == "own":
+        return data.source
+    if len(data.mixture) == 1:
+        return _describe_source(data.mixture[0])
+    total = sum(data.first_weights)
+    shares = ((source, f"{source.weight / total:.0%}") for source in data.mixture)
+    return ", ".join(f"{source.name} {share} ({_describe_source(source)})" for source, share in shares)
+
+
+def _describe_source(source: SourceSection) -> str:
     """Return the data set's name; of a path on some machine, only the end."""
-    name = Path(data.path).name if data.source != "hf" else data.path
-    return f"{data.source}: {name}" if name else data.source
+    name = Path(source.path).name if source.source != "hf" else source.path
+    return f"{source.source}: {name}" if name else source.source

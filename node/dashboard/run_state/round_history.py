@@ -1,7 +1,7 @@
 """The committed rounds, in chunks that later histories share, so that a round's cost does not grow. Immutable."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 CHUNK_ROWS = 256
 
@@ -10,7 +10,7 @@ CHUNK_ROWS = 256
 class RoundSummary:
     """One committed round; the byte counts are per peer, `seconds` is the time since the previous round.
 
-    `sent_bytes` and `validation_loss` (of the model after this round) are measured later, or never.
+    `sent_bytes` and the validation losses (of the model after this round) are measured later, or never.
     """
 
     round: int
@@ -25,6 +25,7 @@ class RoundSummary:
     seconds: float | None
     sent_bytes: float | None = None
     validation_loss: float | None = None
+    validation_by_source: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

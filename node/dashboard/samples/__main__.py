@@ -8,35 +8,34 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from node.checkpoints.checkpoint import ANCHOR
-from node.checkpoints.trained_weights import load_trained_weights
+from node.child_process import give_way
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS
 from node.dashboard.samples.prompt import choose_prompt
 from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
 from node.doctor.machine import free_memory
 from node.model.generate import continue_text
-from node.paths import find_newest_checkpoint
-from node.process import lower_priority
+from node.model.opened_model import open_folder
+from node.paths import newest_checkpoints
 from protocol.errors import CheckpointError, MurmurError
 from protocol.manifest import Manifest, load_manifest
 
-NICENESS = 15
 TOKENS = 60
 BYTE_TOKENS = 240  # if each token is one byte
 WRITING_SECONDS = 45.0  # then the text ends as it is
-COPIES = 2  # the weights as they were saved, and in the model
+COPIES = 2  # the pages of the file, and the weights of the model
 MAX_MEMORY_SHARE = 0.5  # of the free memory
-OUT_OF_MEMORY_SCORE = Path("/proc/self/oom_score_adj")
 
 
 def main(arguments: list[str]) -> int:
     """Print the sample; returns the exit code of an error, after one line on standard error."""
+    signal.alarm(int(DEADLINE_SECONDS))
     give_way()
+    torch.set_num_threads(1)
     folder, base = Path(arguments[0]), Path(arguments[1])
     try:
         manifest = load_manifest(folder / "run.toml")
@@ -49,34 +48,25 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def give_way() -> None:
-    """Lower the priority of this process, and set its deadline."""
-    signal.alarm(int(DEADLINE_SECONDS))
-    lower_priority(NICENESS)
-    torch.set_num_threads(1)
-    with suppress(OSError):
-        OUT_OF_MEMORY_SCORE.write_text("1000")
-
-
 def require_memory(folder: Path, free: int) -> None:
     """Raise CheckpointError if the newest model needs too much of the `free` bytes of memory."""
-    saved = find_newest_checkpoint(folder)
-    size = (saved / ANCHOR).stat().st_size if saved else 0
+    size = sum((saved / ANCHOR).stat().st_size for saved in newest_checkpoints(folder))
     if COPIES * size > MAX_MEMORY_SHARE * free:
         raise CheckpointError(f"the model of {size / 1e9:.1f} GB is too large for the free memory of this machine")
 
 
 def token_count(manifest: Manifest) -> int:
     """Return the length of a sample, which is about the same text whether tokens are bytes or words."""
-    has_bytes = not manifest.data.tokenizer and manifest.data.source != "tokens"
+    has_bytes = not manifest.data.tokenizer and all(source.source != "tokens" for source in manifest.data.mixture)
     return BYTE_TOKENS if has_bytes else TOKENS
 
 
 def write_sample(folder: Path, prompt: str, tokens: int) -> Sample:
     """Continue the prompt, until all tokens are written or the time is over."""
-    trained, deadline = load_trained_weights(folder), time.monotonic() + WRITING_SECONDS
-    text = "".join(_until(continue_text(trained, folder, prompt, tokens), deadline))
-    return Sample(round=trained.round, prompt=prompt, text=text[:MAX_SAMPLE_CHARACTERS])
+    opened, deadline = open_folder(folder), time.monotonic() + WRITING_SECONDS
+    text = "".join(_until(continue_text(opened, prompt, tokens), deadline))
+    assert opened.run is not None, "it is the folder of a node"
+    return Sample(round=opened.run.round, prompt=prompt, text=text[:MAX_SAMPLE_CHARACTERS])
 
 
 def _until(pieces: Iterator[str], deadline: float) -> Iterator[str]:

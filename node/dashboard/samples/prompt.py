@@ -9,7 +9,7 @@ from pathlib import Path
 from node.data.corpus import is_held_out
 from node.data.text_files import list_stdlib_files
 from node.monitoring.logs import sanitize
-from protocol.manifest import DataSection
+from protocol.manifest_data import DataSection
 
 PROMPT_CHARACTERS = 48
 READ_BYTES = 4000
@@ -19,14 +19,18 @@ FIXED_PROMPT = "The "
 def choose_prompt(data: DataSection, base: Path) -> str:
     """Return the first words of held-out text that is at hand as files; a fixed word for other sources.
 
-    `base` is the folder of the manifest, to which paths are relative.
+    `base` is the folder of the manifest, to which paths are relative. Of several sources, that of the largest weight
+    gives the words.
     """
-    if data.source == "python-stdlib":
+    source = max(data.mixture, key=lambda source: source.weight, default=None)
+    if source is None:
+        return FIXED_PROMPT
+    if source.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return first_words(_read_held_out(list_stdlib_files(root), root, data.validation_share))
-    if data.source == "text":
-        files = [Path(name) for name in sorted(glob.glob(os.path.join(base, data.path), recursive=True))]
-        root = Path(base.anchor or "/") if Path(data.path).is_absolute() else base
+    if source.source == "text":
+        files = [Path(name) for name in sorted(glob.glob(os.path.join(base, source.path), recursive=True))]
+        root = Path(base.anchor or "/") if Path(source.path).is_absolute() else base
         return first_words(_read_held_out([path for path in files if path.is_file()], root, data.validation_share))
     return FIXED_PROMPT
 

@@ -141,7 +141,9 @@ class MicrobatchFlow:
         return self._random.choices(candidates, speeds)[0]
 
     def _read(self, worker: StageWorker) -> Microbatch:
-        windows = self._readers[worker.peer.slot].next_batch(self._config.manifest.pipeline.microbatch)
+        reader, chain, manifest = self._readers[worker.peer.slot], worker.peer.chain, self._config.manifest
+        reader.weights = manifest.source_weights(chain.round, chain.tokens)
+        windows = reader.next_batch(manifest.pipeline.microbatch)
         return Microbatch(windows[:, 1:], [windows[:, :-1]])
 
     def _assign(self, task: Task, stage: int, worker: StageWorker) -> None:
@@ -162,7 +164,7 @@ class MicrobatchFlow:
     def _send(self, task: Task, source: int, worker: StageWorker) -> None:
         """Carry a task's activation from the peer of stage `source` to the worker."""
         manifest = self._config.manifest
-        size = manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.width)
+        size = manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.stream_width)
         sender = task.microbatch.route[source]
         self.network.send_blob(self._link(sender), self._link(worker), size, partial(self._arrive, task, worker))
 

@@ -129,14 +129,14 @@ class StageWorker:
         self._work()
 
     def _run(self, task: Task) -> None:
-        microbatch, inputs = task.microbatch, task.microbatch.inputs[self.stage]
+        microbatch, inputs, tokens = task.microbatch, task.microbatch.inputs[self.stage], task.microbatch.inputs[0]
         if task.direction == "forward" and not self._is_last:
-            return self._flow.on_forward(microbatch, self.stage, self._trainer.forward(inputs))
+            return self._flow.on_forward(microbatch, self.stage, self._trainer.forward(inputs, tokens))
         if self._is_last:
-            gradient = self._trainer.finish(inputs, microbatch.targets)
+            gradient = self._trainer.finish(inputs, microbatch.targets, tokens)
         else:
             assert task.gradient is not None
-            gradient = self._trainer.backward(inputs, task.gradient)
+            gradient = self._trainer.backward(inputs, task.gradient, tokens)
         self.pending.discard(microbatch)
         microbatch.has_counted = True
         self.returned += 1

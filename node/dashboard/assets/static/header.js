@@ -16,7 +16,8 @@ function showSummary() {
   const aim = s.target_tokens ? `of ${si(s.target_tokens)}` : s.target_rounds ? `round ${digits(s.round, 0)} of ${digits(s.target_rounds, 0)}` : "no target";
   put("target", s.seconds_left ? `${aim} · ${duration(s.seconds_left)} left` : aim);
   put("loss", digits(s.loss, 3));
-  put("validation", `validation ${digits(s.validation, 3)}`);
+  const sources = Object.entries(s.validation_by_source).map(([name, loss]) => `${name} ${digits(loss, 3)}`).join(", ");
+  put("validation", `validation ${digits(s.validation, 3)}${sources && ` (${sources})`}`);
   put("speed", si(s.tokens_per_second));
   put("active", s.active);
   put("coming", `${s.joining} joining · ${s.left_today} left today`);

@@ -3,7 +3,7 @@
 
 const page = $("page");
 const STALE_MS = 6000;
-const KINDS = ["opened", "started", "joined", "left", "committed", "timed", "measured", "sampled", "steered", "strayed", "forked", "missing", "lost", "found"];
+const KINDS = ["opened", "started", "joined", "left", "committed", "timed", "measured", "sampled", "evaluated", "steered", "strayed", "forked", "missing", "lost", "found"];
 let state = null, lastMessageAt = Date.now(), skew = 0;
 const now = () => Date.now() / 1000 - skew;
 
@@ -21,6 +21,7 @@ function begin(snapshot) {
   showSample(snapshot.sample);
   if (snapshot.about) showAbout(snapshot.about);
   showSteering(snapshot.revisions);
+  showEvaluations(snapshot.evaluations);
   showEnd();
 }
 const HANDLERS = {
@@ -41,6 +42,7 @@ const HANDLERS = {
   forked: (event) => { rows = rows.filter((row) => row.round < event.round); showChartsSoon(); },
   sampled: showSample,
   steered: () => refreshSoon(),
+  evaluated: () => refreshSoon(),
   joined: () => refreshSoon(),
   left: () => refreshSoon(),
   started: () => refreshSoon(),

@@ -1,0 +1,111 @@
+"""The node of a training loop: `murmur join RUN --own-loop`, in a process that outlives the loop."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from node.ipc import loop_socket
+from node.process import python_environment
+from node.run_dir import is_locked, read_json_if_whole
+from protocol.errors import AlreadyRunningError, error_with_code
+
+START_SECONDS: Final = 180.0
+END_SECONDS: Final = 60.0
+POLL_SECONDS: Final = 0.1
+LOG: Final = "daemon.log"
+TAIL_BYTES: Final = 4096
+
+
+def tell(line: str) -> None:
+    """Print a line for the person who runs the script."""
+    print(f"murmuration: {line}", file=sys.stderr, flush=True)
+
+
+class Daemon:
+    """The node in a folder, started by this loop or by an earlier one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def connect(self, run: str, arguments: Sequence[str]) -> tuple[socket.socket, list[int]]:
+        """Connect to the node, and start it where none runs; return connection and descriptors of the memory.
+
+        Raises MurmurError with the node's own line if it does not start.
+        """
+        try:
+            connected = self._connect()
+        except TimeoutError as error:
+            text = f"another training loop is connected to the node in {self.folder}; give this one its own folder"
+            raise AlreadyRunningError(text) from error
+        if connected is not None:
+            return connected
+        tell(f"starting a node in {self.folder}; its log is daemon.log there")
+        self._start(run, arguments)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                if connected := self._connect():
+                    return connected
+            self._require_running()
+            time.sleep(POLL_SECONDS)
+        self.end()
+        raise AlreadyRunningError(f"the node in {self.folder} does not answer: {self.last_line()}")
+
+    def _connect(self) -> tuple[socket.socket, list[int]] | None:
+        """Connect to a node; None if none listens. Raises TimeoutError if it has another loop."""
+        try:
+            return loop_socket.connect(self.folder)
+        except TimeoutError:
+            raise
+        except OSError:
+            return None
+
+    def end(self) -> None:
+        """Let the node leave the run, and wait for it."""
+        if not is_locked(self.folder):  # the process id of a node that has ended may be another program's
+            return
+        pid = self._process.pid if self._process else int(read_json_if_whole(self.folder / "node.json").get("pid", 0))
+        deadline = time.monotonic() + END_SECONDS
+        if pid > 0:
+            os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < deadline and self._is_running():
+            time.sleep(POLL_SECONDS)
+
+    def last_line(self) -> str:
+        """Return the last line of the node's log."""
+        try:
+            tail = (self.folder / LOG).read_bytes()[-TAIL_BYTES:]
+        except OSError:
+            return "it left no log"
+        lines = [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip().removeprefix("murmur: ") if lines else "it said nothing"
+
+    def _start(self, run: str, arguments: Sequence[str]) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "node.cli", "join", run, "--own-loop", "--dir", str(self.folder), *arguments]
+        with (self.folder / LOG).open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=python_environment(),
+                start_new_session=True,  # a terminal's Ctrl-C must reach the loop alone
+            )
+
+    def _require_running(self) -> None:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise error_with_code(code, self.last_line())
+
+    def _is_running(self) -> bool:
+        return is_locked(self.folder) if self._process is None else self._process.poll() is None

@@ -1,0 +1,59 @@
+"""The void rule: a round of exact steps changes nothing unless the commits of all stages cover their step. PURE.
+
+Without exact steps every round counts.
+"""
+
+from dataclasses import dataclass
+
+from node.loop.actions import LoopAction, PublishStep, ReportPhase, ReportRecovered
+from protocol.consensus.messages.contributions import Commit
+from protocol.pipeline.exact.ledger import covers_step
+from protocol.pipeline.exact.reports import StepHistory, StepReports
+
+VOID_ROUND = "the step is made again, because a stage lacks microbatches or counts some twice"
+
+
+@dataclass(frozen=True)
+class ExactOptions:
+    """`microbatches`: of a step; `stage`: ours."""
+
+    microbatches: int
+    stage: int
+
+
+class ExactRounds:
+    """The verdicts on the rounds of one replica."""
+
+    def __init__(self, options: ExactOptions | None) -> None:
+        self._options = options
+        self._history = StepHistory()
+
+    def review(self, commit: Commit, reports: StepReports) -> tuple[bool | None, list[LoopAction]]:
+        """Return the verdict on a round that our stage has decided, and let the other stages know of the decision."""
+        verdict, actions = self.verdict(commit, reports), list[LoopAction]()
+        if self._options is None:
+            return verdict, actions
+        before = self._history.record_fields()
+        self._history.decide(commit.round, self._covers_step(self._options, commit))
+        if (fields := self._history.record_fields()) != before:
+            actions.append(PublishStep(fields, urgent=True))
+        if verdict is None:
+            actions.append(ReportPhase("waiting for peers", f"other stages have not decided round {commit.round} yet"))
+        return verdict, actions
+
+    def verdict(self, commit: Commit, reports: StepReports) -> bool | None:
+        """Return whether a decided round counts; None until all stages have decided it, or one without its step."""
+        if self._options is None:
+            return True
+        return reports.verdict(commit.round, {self._options.stage: self._covers_step(self._options, commit)})
+
+    def apply(self, commit: Commit, counts: bool) -> list[LoopAction]:
+        """Record a round that was applied, or passed over as void."""
+        if self._options is None:
+            return []
+        self._history.apply(commit.round, counts)
+        reports = [] if counts else [ReportRecovered("step void", f"{VOID_ROUND} in round {commit.round}")]
+        return [PublishStep(self._history.record_fields(), urgent=False), *reports]
+
+    def _covers_step(self, options: ExactOptions, commit: Commit) -> bool:
+        return covers_step((entry.body.ledger for entry in commit.contributions), options.microbatches)

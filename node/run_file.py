@@ -1,0 +1,99 @@
+"""Read a manifest whose [model] names a config.json, or a folder of weights, instead of single keys.
+
+Only a file that a user names may do so. The manifest that peers get has the keys and the hashes of the weights.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.manifest import parse_manifest_values, read_manifest_bytes, validate_manifest
+from protocol.manifest_faults import ManifestText
+from protocol.manifest_model import ModelSection
+from protocol.manifest_tensors import CUSTOM_KIND, format_tensor
+from protocol.signing import MAX_SIGNED_MANIFEST_BYTES, SignedManifest, open_signed_manifest
+
+logger = logging.getLogger(__name__)
+
+SIGNATURE: Final = b"# signature "
+# Keys that may stand beside a config.json.
+BESIDE_FILES: Final = ("config", "from", "context", "subspace", "document_end")
+
+
+def load_run_file(path: Path) -> SignedManifest:
+    """Read a manifest that a user names, and verify its signature if it has one.
+
+    Raises MurmurError, one line that says what to fix.
+    """
+    text = read_manifest_bytes(path, MAX_SIGNED_MANIFEST_BYTES)
+    if SIGNATURE in text:
+        return open_signed_manifest(text, str(path))
+    values, decoded = parse_manifest_values(text, str(path))
+    if not _names_files(values.get("model")):
+        return open_signed_manifest(text, str(path))
+    base = path.parent.resolve() if path.is_file() else Path.cwd()
+    _expand(values, decoded, base)
+    return SignedManifest(validate_manifest(values, decoded), None, None, decoded)
+
+
+def _names_files(model: object) -> bool:
+    if not isinstance(model, dict):
+        return False
+    return "config" in model or isinstance(model.get("tensors"), str) or ("from" in model and "weights" not in model)
+
+
+def _expand(values: dict[str, Any], text: ManifestText, base: Path) -> None:
+    """Replace `model.config` and `model.from` by the keys and hashes that they stand for."""
+    from node.model.hugging_face.config_file import CONFIG_FILE, read_config  # loads torch
+    from node.model.hugging_face.hub import weights_folder
+
+    model: dict[str, Any] = values["model"]
+    for key in ("config", "from"):
+        if not isinstance(model.get(key, ""), str):
+            raise text.fault_at(("model", key), "must be text")
+    if model.get("kind") == CUSTOM_KIND and "config" not in model:
+        _expand_custom(values, text, base)
+        return
+    if "config" in model and "from" in model:
+        raise text.fault_at(("model", "config"), f"model.from has its own {CONFIG_FILE}; remove one of the two")
+    if "from" in model and "subspace" in model:
+        raise text.fault_at(("model", "subspace"), "weights of others are in no subspace; remove it, or model.from")
+    if more := [key for key in model if key not in BESIDE_FILES]:
+        raise text.fault_at(("model", more[0]), f"comes from {CONFIG_FILE}; remove this key")
+    source = model.pop("from", None)
+    folder = weights_folder(source, base) if source is not None else None
+    found = read_config(folder / CONFIG_FILE if folder else base / model.pop("config"))
+    wanted, largest = model.get("context"), found["context"]
+    if isinstance(wanted, int) and isinstance(largest, int) and wanted > largest:
+        raise text.fault_at(("model", "context"), f"{CONFIG_FILE} has {largest}; write at most that")
+    values["model"] = found | model
+    if folder is not None:
+        values["model"] |= {"from": source, "weights": _hashes(values, text, folder)}
+
+
+def _expand_custom(values: dict[str, Any], text: ManifestText, base: Path) -> None:
+    """Replace the names of files by the lines and hashes that they stand for."""
+    from node.model.custom.tensor_file import read_tensor_file  # loads torch
+    from node.model.hugging_face.hub import weights_folder
+    from node.model.hugging_face.weight_files import read_shapes
+
+    model: dict[str, Any] = values["model"]
+    if isinstance(model.get("tensors"), str):
+        model["tensors"] = read_tensor_file(base / Path(model["tensors"]).expanduser())
+    if "from" not in model or "weights" in model:
+        return
+    source = model.pop("from")
+    folder = weights_folder(source, base)
+    if "tensors" not in model:
+        model["tensors"] = [format_tensor(name, shape) for name, shape in read_shapes(folder)]
+    model["weights"] = [64 * "0"] * len(model["tensors"])  # makes first values needless
+    model |= {"weights": _hashes(values, text, folder), "from": source}
+
+
+def _hashes(values: dict[str, Any], text: ManifestText, folder: Path) -> list[str]:
+    from node.model.hugging_face.weight_files import WeightFiles
+
+    config: ModelSection = validate_manifest(values, text).model  # sizes of others decide what is read
+    logger.info("reading the weights in %s", folder)
+    with WeightFiles(folder, config) as files:
+        return list(files.digests())
