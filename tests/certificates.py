@@ -4,11 +4,12 @@ from collections.abc import Collection
 
 from node.loop.catch_up import SyncOffer
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain
-from protocol.consensus.fork_choice import ChainOffer
-from protocol.consensus.message_kinds import Acknowledgement, Basis, CommitCertificate, kind_of
-from protocol.consensus.messages import Commit, Digest, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.kinds import Acknowledgement, Basis, CommitCertificate, kind_of
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import Identity
 from protocol.signing import sign
 

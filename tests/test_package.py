@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.swarm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-PACKAGES = ("node", "protocol", "optim")
+PACKAGES = ("murmuration", "node", "protocol", "optim")
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
@@ -67,7 +67,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert {"protocol/murmur_pb2.pyi", "node/dashboard/assets/index.html", "node/bootstrap.toml"} < names
     assert licences == {"LICENSE", "node/dashboard/assets/static/uPlot.LICENSE"}
     assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
-    assert {"data", "hf", "test"} == set(metadata.get_all("Provides-Extra", ()))
+    assert {"data", "eval", "hf", "tensorboard", "test", "wandb"} == set(metadata.get_all("Provides-Extra", ()))
 
 
 def test_sdist_holds_what_a_wheel_is_made_of(sdist: Path) -> None:

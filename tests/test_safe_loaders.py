@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("node", "protocol", "optim")
+PACKAGES = ("murmuration", "node", "protocol", "optim")
 ALLOWED = {("optim/kernels/jit.py", "exec")}  # the kernel compiler runs text of our own
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 CALLS = {"eval", "exec", "compile", "__import__", "execfile"}

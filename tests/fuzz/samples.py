@@ -8,7 +8,8 @@ from google.protobuf.message import Message
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.conduct.proofs import Proof
-from protocol.consensus.message_kinds import (
+from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, ContributionLimits, Roster
+from protocol.consensus.messages.kinds import (
     KINDS,
     Acknowledgement,
     Body,
@@ -18,7 +19,7 @@ from protocol.consensus.message_kinds import (
     ReducerAssignment,
     kind_of,
 )
-from protocol.consensus.messages import NO_ROSTER, Commit, Contribution, ContributionLimits, Roster, SignedMessage
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.signing import sign
 from protocol.steering.revisions import REVISION_KIND, Revision

@@ -13,7 +13,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.server import BlobService
 from protocol.blobs.store import BlobStore
 from protocol.consensus.events import LocalContribution, MessageReceived, Send
-from protocol.consensus.message_kinds import KINDS
+from protocol.consensus.messages.kinds import KINDS
 from protocol.errors import PeerFault
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from node.audits.inner_state import InnerState
 from node.daemon.outer_state import OuterState
-from node.ipc.shared_memory import SharedLayout
+from node.ipc.shared_layout import SharedLayout
 from node.model import shape_table
 from node.trainer.counters import Counters, Outstanding, StepTotals
 from optim.codecs.base import Codec
@@ -20,9 +20,9 @@ from protocol.audits.findings import FINDING_KIND, Finding, open_finding
 from protocol.audits.work import BlobName, Conditions, WorkRecord, WorkTrace
 from protocol.blobs.blob import Blob
 from protocol.blobs.wire_format import Chunk, compress_piece, decompress_piece, parse_chunk
-from protocol.consensus.briefs.codec import abridge, restore
-from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.message_kinds import parse
+from protocol.consensus.messages.briefs.codec import abridge, restore
+from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.kinds import parse
 from protocol.errors import PeerFault
 from protocol.manifest import parse_manifest
 from protocol.membership.dht_storage import KIND as RENDEZVOUS

@@ -15,7 +15,7 @@ from node.options import LISTEN_ON_LOOPBACK
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from tests.hostile.peers import ROUNDS_FILE
-from tests.hostile.scoreboard import RoundLine, read_rounds
+from tests.hostile.scoreboard import RoundLine, count_foreign_rounds, read_rounds
 from tests.hostile.switches import set_switches, was_used
 from tests.hostile.template import ForkedProcess, Template
 from tests.swarm.process_swarm import ENDLESS, manifest_with, write_run
@@ -170,6 +170,11 @@ class Arena:
 
     def rounds(self) -> dict[str, list[RoundLine]]:
         return {peer.name: peer.rounds for peer in self.honest}
+
+    def foreign_rounds(self, since: float) -> int:
+        """Return how many rounds of the honest peers have a contribution of a stranger."""
+        trainers = {Identity.load_or_create(peer.folder / "key").peer_id for peer in self.trainers}
+        return count_foreign_rounds(self.rounds(), since, trainers)
 
     def counters(self) -> Counter[str]:
         """Return the sums over the honest peers of all their counters of trouble."""

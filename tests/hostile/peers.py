@@ -116,7 +116,7 @@ def _hand_over_trainer(control: socket.socket, pid: int) -> None:
             return await original(self, channel_fd)
         trainer = waiting.pop()
         read_end, write_end = os.pipe()
-        socket.send_fds(control, [b"!"], [channel_fd, self._shared_memory.fd, write_end])
+        socket.send_fds(control, [b"!"], [channel_fd, self._shared_memory.fds[0], write_end])
         os.close(write_end)
         await trainer.read_errors(read_end)
         return trainer

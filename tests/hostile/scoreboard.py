@@ -4,14 +4,15 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 LOSS_LIMIT = 1.05  # above: the attack did harm; honest losses of a few rounds differ by 2 %
 PACE_LIMIT = 0.9
 RUINED_LOSS = 1.15  # a control must do harm that noise cannot
-RUINED_PACE = 0.7
+RUINED_PACE = 0.5
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ def are_digests_equal(by_peer: Mapping[str, Sequence[RoundLine]], window: Window
     return max(map(len, digests.values()), default=1) == 1 and max(seen.values(), default=0) == len(by_peer)
 
 
+def count_foreign_rounds(by_peer: Mapping[str, Sequence[RoundLine]], since: float, trainers: Set[str]) -> int:
+    """Return how many rounds since then have, at some peer, a contribution of a key that is none of the trainers'."""
+    inside = [line for rounds in by_peer.values() for line in rounds if line.time >= since]
+    return len({line.round for line in inside if not trainers >= set(chain.from_iterable(line.senders))})
+
+
 @dataclass(frozen=True)
 class Score:
     """One attack against one swarm; `facts` are what the attacker measured beside the rounds."""
@@ -105,17 +112,20 @@ class Score:
     digests_equal: bool
     counters: Mapping[str, int]
     facts: Mapping[str, float] = field(default_factory=dict)
+    foreign_rounds: int = 0
 
     def is_harmed(self, min_pace: float, limits: Mapping[str, float]) -> bool:
         """Return whether the honest are worse off than without the attack."""
         is_slow = self.pace_ratio < min_pace
-        return is_slow or not self.digests_equal or self.loss_ratio > LOSS_LIMIT or self._is_above(limits, 1.0)
+        is_changed = not self.digests_equal or self.foreign_rounds > 0
+        return is_slow or is_changed or self.loss_ratio > LOSS_LIMIT or self._is_above(limits, 1.0)
 
     def is_ruined(self, limits: Mapping[str, float]) -> bool:
         """Return whether the harm is so large that no noise explains it."""
         if limits:
             return self._is_above(limits, 2.0)
-        return not self.digests_equal or self.loss_ratio > RUINED_LOSS or self.pace_ratio < RUINED_PACE
+        is_changed = not self.digests_equal or self.foreign_rounds > 0
+        return is_changed or self.loss_ratio > RUINED_LOSS or self.pace_ratio < RUINED_PACE
 
     def _is_above(self, limits: Mapping[str, float], factor: float) -> bool:
         return any(self.facts.get(name, 0.0) > factor * limit for name, limit in limits.items())

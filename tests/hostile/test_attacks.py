@@ -17,7 +17,7 @@ from tests.hostile.trial import Timing, attack_once, attack_until_ruin, open_are
 
 pytestmark = [pytest.mark.hostile, pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(240)]
 
-TIMING = Timing(clean=2.0, after=1.5, control=15.0, share=0.7)
+TIMING = Timing(clean=2.0, after=1.5, control=30.0, share=0.7)  # a control ends with the first harm
 PACE_SLACK = 0.2  # of windows of a few seconds on a busy machine
 STRANGERS = ("log-flood", "chain-flood", "fresh-keys", "knocking", "announce-only", "state-vote", "invented-history")
 MEMBERS = ("invented-contributors", "lying-reducer", "token-claim-at-target")
@@ -47,7 +47,7 @@ def require_defended(attack: Attack, score: Score, min_pace: float) -> None:
 def test_strangers_do_no_harm_and_are_counted(arena: Arena, name: str) -> None:
     attack = ATTACKS[name]
     min_pace = attack.min_pace - PACE_SLACK
-    for _ in range(2):  # if they were only slow, another program may have taken the processors meanwhile
+    for _ in range(3):  # if they were only slow, another program may have taken the processors meanwhile
         arena.wait_until_recovered()
         score = attack_once(arena, attack, TIMING)
         if score.pace_ratio >= min_pace:
@@ -72,5 +72,9 @@ def test_manifests_of_hostile_organisers_are_refused(arena: Arena, name: str) ->
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_same_attack_succeeds_with_the_rule_off(template: Template, name: str) -> None:
-    score = try_control(template, ATTACKS[name], TIMING)
-    assert score.is_ruined(ATTACKS[name].limits), score
+    attack = ATTACKS[name]
+    for _ in range(2):  # a liar that a busy machine has silenced cannot lie
+        score = try_control(template, attack, TIMING)
+        if score.is_ruined(attack.limits):
+            break
+    assert score.is_ruined(attack.limits), score

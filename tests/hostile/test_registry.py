@@ -2,12 +2,13 @@
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.hostile.attacks import ATTACKS, Attack
-from tests.hostile.scoreboard import RoundLine, Score, Window, are_digests_equal, pace
+from tests.hostile.scoreboard import RoundLine, Score, Window, are_digests_equal, count_foreign_rounds, pace
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "hostile.md"
 ROWS = {"1", "1b", "1c", "1d", *map(str, range(2, 18)), "6b", "6c", "13b"}
@@ -54,9 +55,16 @@ def test_digests_differ_where_one_peer_decided_otherwise_or_alone() -> None:
     assert not are_digests_equal({"a": same, "b": [line(1.0, 3)]}, window)
 
 
-def test_score_is_harmed_by_loss_pace_digests_or_facts() -> None:
+def test_round_with_a_contribution_of_a_stranger_is_foreign() -> None:
+    rounds = {"a": [replace(line(1.0, 1), senders=(("x",),)), replace(line(2.0, 2), senders=(("x", "y"), ("z",)))]}
+    assert count_foreign_rounds(rounds, 0.0, {"x", "y"}) == count_foreign_rounds(rounds, 2.0, {"x", "y"}) == 1
+    assert count_foreign_rounds(rounds, 0.0, {"x", "y", "z"}) == count_foreign_rounds(rounds, 2.5, {"x"}) == 0
+
+
+def test_score_is_harmed_by_loss_pace_digests_foreign_rounds_or_facts() -> None:
     fine = Score(1.0, 1.0, True, {}, {"knocks": 3.0})
     assert not fine.is_harmed(0.9, {"knocks": 3.0}) and not fine.is_ruined({})
-    harmed = [Score(1.2, 1.0, True, {}), Score(1.0, 0.5, True, {}), Score(1.0, 1.0, False, {})]
+    harmed = [Score(1.2, 1.0, True, {}), Score(1.0, 0.4, True, {}), Score(1.0, 1.0, False, {})]
+    harmed.append(replace(fine, foreign_rounds=1))
     assert all(score.is_harmed(0.9, {}) and score.is_ruined({}) for score in harmed)
     assert fine.is_harmed(0.9, {"knocks": 2.0}) and fine.is_ruined({"knocks": 1.0})

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.hostile.arena import Arena, small_manifest
@@ -14,7 +14,7 @@ from tests.hostile.scoreboard import Result, Score, Window, are_digests_equal, m
 from tests.hostile.template import Template
 from tests.swarm.process_swarm import isolated_processes
 
-MIN_CONTROL_SECONDS = 4.0  # less says nothing about the pace
+MIN_CONTROL_SECONDS, PACE_SECONDS = 4.0, 6.0  # less says nothing about the pace; what was longer ago, neither
 LOSS_SECONDS = 2.0  # over which the losses at the end are averaged
 
 
@@ -60,7 +60,8 @@ def attack_until_ruin(arena: Arena, attack: Attack, timing: Timing) -> Score:
         second = _pass(1.0)
         if second.end - start < MIN_CONTROL_SECONDS:
             continue
-        score = _score(arena, clean, Window(start, second.end), before)
+        recent = _score(arena, clean, Window(max(start, second.end - PACE_SECONDS), second.end), before)
+        score = replace(recent, foreign_rounds=arena.foreign_rounds(start))
         if score.is_ruined(attack.limits) or second.end - start > timing.control:
             return score
 
@@ -103,6 +104,7 @@ def _score(
         digests_equal=are_digests_equal(rounds, Window(attacked.start, end)),
         counters=dict(sorted((+Counter(counters)).items())),
         facts=arena.facts(),
+        foreign_rounds=arena.foreign_rounds(attacked.start),
     )
 
 

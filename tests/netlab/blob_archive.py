@@ -15,8 +15,8 @@ from node.daemon.run_limits import contribution_limits
 from node.from_manifest import build_program
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.blobs.store import BlobStore
-from protocol.consensus.message_kinds import parse
-from protocol.consensus.messages import Commit, Contribution
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.kinds import parse
 from protocol.manifest import Manifest
 from protocol.transport.transport import Transport
 from tests.netlab.laboratory import Laboratory, Node
@@ -76,7 +76,7 @@ class BlobArchive:
 
     def make_round_compute(self) -> RoundCompute:
         """It computes from what is kept here."""
-        return RoundCompute(self._program, BlobStore(self._folder, MAX_BYTES), lambda _: 1.0)
+        return RoundCompute(self._program, BlobStore(self._folder, MAX_BYTES), lambda *_: 1.0)
 
     def has_all(self, contributions: Sequence[Contribution]) -> bool:
         return all((self._folder / part.digest.hex()).exists() for given in contributions for part in given.parts)

@@ -30,6 +30,11 @@ class LabPeer(PeerProcess):
         with self.laboratory.inside(self.node):
             super().start(peers)
 
+    def replace_module(self, module: str) -> None:
+        """It runs this instead of the module that `-m` named, with the same arguments."""
+        python, option, _, *words = self._command
+        self._command = (python, option, module, *words)
+
     def replace_program(self, code: str) -> None:
         """It runs this instead of the module that `-m` named, with the same arguments."""
         python, _, _, *words = self._command
@@ -73,11 +78,16 @@ class LabSwarm(ProcessSwarm):
         """The latest round that any of them has applied."""
         return max(status.round for status in self.poll(*peers))
 
-    def _make_peer(self, index: int) -> PeerProcess:
+    def _make_peer(self, index: int, *more: str) -> PeerProcess:
         name = f"peer-{index}"
         home = self.run.parent / name
-        command = join_command(self.run, home, "--name", name, "--verbose", listen=LISTEN)
+        command = join_command(self.run, home, "--name", name, "--verbose", *self._words(index), *more, listen=LISTEN)
         return LabPeer(name, home, command, self.laboratory, self.nodes[index])
+
+    def _words(self, index: int) -> tuple[str, ...]:
+        """More words of its command: in a pipeline it takes a stage by turns."""
+        stages = self.manifest.pipeline.stages
+        return () if stages == 1 else ("--stage", str(index % stages))
 
 
 @contextlib.contextmanager

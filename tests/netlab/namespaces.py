@@ -53,15 +53,19 @@ def create(name: str) -> str:
 
 
 def remove(namespace: str) -> None:
-    """With every process in it."""
-    for found in run(f"ip netns pids {namespace}").split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(found), signal.SIGKILL)
-    run(f"ip netns del {namespace}")
+    """With every process in it. Another process may remove it at the same time: afterwards it is gone all the same."""
+    try:
+        for found in run(f"ip netns pids {namespace}").split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(found), signal.SIGKILL)
+        run(f"ip netns del {namespace}")
+    except RuntimeError:
+        if (FOLDER / namespace).exists():
+            raise
 
 
 def remove_orphans() -> None:
-    """What killed processes have left."""
+    """What killed processes have left, and what a machine that was restarted has left of its mounts."""
     for path in FOLDER.glob(f"{PREFIX}-*-*-*"):
         _, pid, start_time, _ = path.name.split("-", 3)
         if _start_time(int(pid)) != start_time:

@@ -1,9 +1,12 @@
 """A machine whose clock is an hour off takes part like any other."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
@@ -15,6 +18,7 @@ pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
 ROUNDS = 5
 FOUNDING_SECONDS = 60.0
+SHARED = Path("/dev/shm")
 HOUR = 3600.0
 LIBRARY = Path("/usr/lib") / f"{sys.implementation._multiarch}" / "faketime" / "libfaketimeMT.so.1"
 # Left to guess, the library takes the waits of Python's interpreter lock for ones by the wall clock, and they spin.
@@ -25,7 +29,7 @@ SHIFT = (
 
 
 @pytest.fixture
-def shifted() -> list[str]:
+def shifted() -> Iterator[list[str]]:
     """Words before a command that put its wall clock an hour ahead, and no other clock."""
     if not LIBRARY.exists():
         pytest.skip("a clock that is wrong needs libfaketime: apt-get install faketime")
@@ -36,7 +40,26 @@ def shifted() -> list[str]:
         for command in (tell, [*words, *tell])
     ]
     assert times[1][0] - times[0][0] > HOUR - 1 and 0 <= times[1][1] - times[0][1] < 60, times
-    return words
+    yield words
+    remove_orphans(SHARED)
+
+
+def remove_orphans(folder: Path) -> None:
+    """Remove the shared memory of killed processes: another one of that number could not make its own."""
+    for path in folder.glob("*faketime_*_*"):
+        if not psutil.pid_exists(int(path.name.rpartition("_")[2])):
+            path.unlink(missing_ok=True)
+
+
+def test_shared_memory_of_dead_processes_is_removed_and_that_of_living_ones_stays(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    names = [f"{kind}_{pid}" for kind in ("faketime_shm", "sem.faketime_sem") for pid in (dead.pid, os.getpid())]
+    for name in (*names, "other_1"):
+        (tmp_path / name).touch()
+    remove_orphans(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"other_1", f"faketime_shm_{os.getpid()}", f"sem.faketime_sem_{os.getpid()}"}
 
 
 def test_a_clock_that_is_an_hour_ahead(laboratory: Laboratory, tmp_path: Path, shifted: list[str]) -> None:

@@ -17,7 +17,7 @@ from tests.swarm.process_swarm import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 
-ROUNDS = 8
+ROUNDS = 4
 LINK = Link(up=20, down=50, delay=0.01)
 CIRCUIT_BYTES = 128 * 1024  # that a relay passes on
 DENSE: Mapping[str, Mapping[str, Any]] = {
@@ -26,7 +26,7 @@ DENSE: Mapping[str, Mapping[str, Any]] = {
     "round": {"parts": 3, "exchange_timeout": 4.0},
     "target": {"rounds": ENDLESS},
 }
-LONELY = 25.0  # seconds
+LONELY = 16.0  # seconds
 NOT_CARRIED = "from node.daemon import downloads; downloads.MAX_RELAYS = 0; from node.cli import main; main()"
 
 

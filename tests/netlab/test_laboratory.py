@@ -1,25 +1,36 @@
 """The laboratory measured by itself: what it says of its links is so, and nothing of it stays behind."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.netlab import socket_probe
+from tests.netlab import namespaces, socket_probe
 from tests.netlab.laboratory import HOME, Laboratory, Link, Node, read_line
-from tests.netlab.namespaces import FOLDER, PREFIX, remove_orphans
+from tests.netlab.namespaces import FOLDER, remove_orphans, run
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
 
+ROOT = Path(__file__).parents[2]
 PORT = "5001"
 PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame, what TCP carries
 COUNT = 400
-OWNER = """
+OWN_PREFIX = "murmurtest"
+REMOVER = f"""
+from tests.netlab import namespaces
+namespaces.PREFIX = "{OWN_PREFIX}"
+namespaces.remove_orphans()
+"""
+OWNER = f"""
 import sys, time
+from tests.netlab import namespaces
 from tests.netlab.laboratory import Laboratory, Link
+namespaces.PREFIX = "{OWN_PREFIX}"
 with Laboratory() as made:
     made.node(Link(delay=0.01))
     print(made.start(made.node(), ["sleep", "60"]).pid, flush=True)
@@ -143,13 +154,82 @@ def test_a_home_router_hides_who_is_behind_it(laboratory: Laboratory) -> None:
     assert answered(laboratory, hidden[0], public.address) == 20
 
 
+@pytest.fixture
+def own_prefix(permitted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laboratories beside this test leave its orphans alone."""
+    monkeypatch.setattr(namespaces, "PREFIX", OWN_PREFIX)
+
+
+@pytest.fixture
+def orphan(own_prefix: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a namespace whose owner is dead, without the namespace."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as owner:
+        owner.wait()
+    name = f"{OWN_PREFIX}-{owner.pid}-1-node1"
+    yield name
+    monkeypatch.setattr(namespaces, "run", run)
+    namespaces.remove(name)
+
+
+def test_orphan_that_two_laboratories_remove_at_once_is_no_error(orphan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another process remove it before each command of ours: it fails on what is not there any more."""
+    run = namespaces.run
+    for rival in ("pids", "del"):
+        run(f"ip netns add {orphan}")
+
+        def overtaken(command: str, rival: str = rival) -> str:
+            if f"netns {rival} {orphan}" in command:
+                run(f"ip netns del {orphan}")
+                with pytest.raises(RuntimeError, match="No such file"):
+                    run(command)  # the control: by itself the command fails
+            return run(command)
+
+        monkeypatch.setattr(namespaces, "run", overtaken)
+        remove_orphans()
+        assert not (FOLDER / orphan).exists()
+
+
+def test_orphan_that_cannot_be_removed_is_an_error(orphan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(f"ip netns add {orphan}")
+
+    def refuse(command: str) -> str:
+        raise RuntimeError(f"{command}: not permitted")
+
+    monkeypatch.setattr(namespaces, "run", refuse)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        remove_orphans()
+    monkeypatch.setattr(namespaces, "run", run)
+    remove_orphans()
+    assert not (FOLDER / orphan).exists()
+
+
+def test_file_that_a_restart_left_without_its_mount_is_removed(orphan: str) -> None:
+    (FOLDER / orphan).touch()
+    with pytest.raises(OSError, match="setns"), namespaces.inside(orphan):
+        pass  # the control: it is no namespace
+    remove_orphans()
+    assert not (FOLDER / orphan).exists()
+
+
+def test_many_laboratories_remove_the_same_orphans(orphan: str) -> None:
+    names = [f"{orphan}{number}" for number in range(8)]
+    for name in names:
+        run(f"ip netns add {name}")
+    command = [sys.executable, "-c", REMOVER]
+    removers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(4)]
+    said = [remover.communicate(timeout=60)[1] for remover in removers]
+    assert [remover.returncode for remover in removers] == [0] * 4, said
+    assert not any((FOLDER / name).exists() for name in names)
+
+
 def own_namespaces(pid: int) -> list[Path]:
-    return list(FOLDER.glob(f"{PREFIX}-{pid}-*"))
+    return list(FOLDER.glob(f"{OWN_PREFIX}-{pid}-*"))
 
 
-def test_nothing_stays_behind_not_even_of_a_killed_owner(permitted: None) -> None:
+def test_nothing_stays_behind_not_even_of_a_killed_owner(own_prefix: None) -> None:
+    interfaces = {name for _, name in socket.if_nameindex()}
     command = [sys.executable, "-c", OWNER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as owner:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
         assert owner.stdout
         sleeper = int(owner.stdout.readline())
         assert len(own_namespaces(owner.pid)) == 3
@@ -163,3 +243,4 @@ def test_nothing_stays_behind_not_even_of_a_killed_owner(permitted: None) -> Non
     while Path(f"/proc/{sleeper}/cmdline").exists() and Path(f"/proc/{sleeper}/cmdline").read_bytes():
         assert time.monotonic() < end, "its processes go, too"
         time.sleep(0.05)
+    assert {name for _, name in socket.if_nameindex()} == interfaces, "bridges and cables are in the namespaces alone"

@@ -16,10 +16,11 @@ from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.message_kinds import kind_of
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits, Digest, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
+from protocol.consensus.messages.kinds import kind_of
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.errors import DeniedError, GoneError, MalformedError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, parse_manifest
@@ -125,7 +126,7 @@ async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def replica_in(store: BlobStore) -> ReplicatedState:
-    workshop = RoundCompute(PROGRAM, store, lambda step: 1.0)
+    workshop = RoundCompute(PROGRAM, store, lambda *_: 1.0)
     anchor = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
     return ReplicatedState(Chain.from_genesis(RUN_ID), OuterState.initial(anchor, METHOD), workshop, at_once, at_once)
 

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
 LIGHT = {
     *("node", "node.cli", "node.commands", "node.commands.guard", "node.flags", "node.process"),
-    *("node.commands.models", "node.commands.options", "node.commands.tickets", "node.commands.waiting"),
+    *("node.commands.evaluation", "node.commands.models", "node.commands.options", "node.commands.tickets"),
+    *("node.commands.sites", "node.commands.waiting"),
     *("protocol", "protocol.errors"),
 }
 
@@ -123,7 +124,7 @@ def test_usage_errors_exit_with_two(words: tuple[str, ...]) -> None:
         (("up", "--peers", "0"), "Error: Invalid value for '--peers': must be at least 1"),
         (("generate", ".", "--prompt", "x", "--temperature", "nan"), "'--temperature': must be at least 0"),
         (("generate", ".", "--prompt", "x", "--seed", str(2**63)), f"'--seed': must be at most {2**63 - 1}"),
-        (("up", "--device", "tpu"), "Error: Invalid value for '--device': 'tpu' is not one of"),
+        (("up", "--recompute", "half"), "Error: Invalid value for '--recompute': 'half' is not one of"),
     ],
 )
 def test_refused_values_are_described_in_our_words(words: tuple[str, ...], text: str) -> None:
@@ -188,7 +189,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]
         return ["text"]
 
     monkeypatch.setitem(sys.modules, "node.model.export", module(export=note))
-    monkeypatch.setitem(sys.modules, "node.model.generate", module(generate=note))
+    monkeypatch.setitem(sys.modules, "node.model.generate", module(continue_text=note, require_sampling=note))
+    monkeypatch.setitem(sys.modules, "node.commands.opening", module(open_model=lambda source, *_: source))
+    evaluation = module(EvalOptions=dict, evaluate=lambda options: note(**options), print_results=note)
+    monkeypatch.setitem(sys.modules, "node.evaluation.command", evaluation)
     monkeypatch.setitem(sys.modules, "node.join.command", module(join_run=note))
     monkeypatch.setitem(sys.modules, "node.data.token_shards", module(tokenize_files=lambda *words: len(note(*words))))
     yield calls
@@ -213,16 +217,36 @@ def test_commands_pass_on_their_arguments(
     run(monkeypatch, "tokenize", "words.json", "shards", "a.txt", "b.txt")
     assert called == [
         (tmp_path, Path("out")),
-        (tmp_path, "def ", 9, 0.8, None, 3),
+        ("def ", 9, 0.8, None),
+        (str(tmp_path), "def ", 9, 0.8, None, 3),
         (Path("words.json"), [Path("a.txt"), Path("b.txt")], Path("shards")),
     ]
     assert "def text\n" in capsys.readouterr().out
 
 
+def test_eval_passes_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "--tasks a,b --tasks c --data run.toml --limit 5 --batch 2 --device cpu --peer /a --insecure --allow-data"
+    run(monkeypatch, "eval", "model", *options.split(), "--json")
+    assert dict(called[0]) == {  # type: ignore[arg-type]
+        "source": "model",
+        "tasks": ("a,b", "c"),
+        "data": Path("run.toml"),
+        "limit": 5,
+        "batch": 2,
+        "device": "cpu",
+        "peers": ("/a",),
+        "insecure": True,
+        "allow_data": True,
+    }
+    assert called[1] == (["text"], True)
+
+
 def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json -v"
-    options += " --memory 4GB --pause-when-busy --upload 20mbit --download 1MB --direct off"
-    options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data --stage 2"
+    options += " --memory 4GB --compile --recompute full --weights bf16 --pause-when-busy --direct off"
+    options += " --upload 20mbit --download 1MB --devices 0,1 --memory-mode small"
+    options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data --stage 2 --own-loop"
+    options += " --log tensorboard --log wandb --site 10.0.0.1:29400 --site-shard all"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     run_argument, flags, *keywords = called[0]
     assert run_argument == "run.toml" and isinstance(flags, NodeFlags)
@@ -233,6 +257,11 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
         "name": "n",
         "threads": 2,
         "memory": "4GB",
+        "compile": True,
+        "devices": "0,1",
+        "memory_mode": "small",
+        "recompute": "full",
+        "weights": "bf16",
         "pause_when_busy": True,
         "listen": ["/c"],
         "metrics": ":7",
@@ -247,5 +276,9 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
         "trust": "7:def",
         "accept_jump": True,
         "allow_data": True,
-        "stage": 2,
+        "stage": "2",
+        "own_loop": True,
+        "log": ["tensorboard", "wandb"],
+        "site": "10.0.0.1:29400",
+        "site_shard": "all",
     }

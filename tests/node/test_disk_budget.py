@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.disk_budget import checkpoints_within, choose_budget, folder_bytes, watch_budget
+from node.disk_budget import DiskRoom, checkpoints_within, choose_budget, folder_bytes, watch_budget
 from protocol.errors import StorageError
 
 
@@ -36,3 +36,14 @@ async def test_node_ends_when_its_folder_exceeds_the_budget(tmp_path: Path) -> N
     (tmp_path / "log").write_bytes(os.urandom(1 << 20))
     with pytest.raises(StorageError, match="--disk"):
         await watch_budget(tmp_path, 1 << 19)
+
+
+async def test_states_for_others_take_a_quarter_of_the_budget_at_most_and_no_more_than_is_left(tmp_path: Path) -> None:
+    (tmp_path / "own").write_bytes(os.urandom(600_000))
+    room = DiskRoom(tmp_path, 1_000_000)
+    await room.require(250_000)
+    with pytest.raises(StorageError, match="--disk"):
+        await room.require(260_000)
+    (tmp_path / "more").write_bytes(os.urandom(200_000))
+    with pytest.raises(StorageError, match="25% of it for others"):
+        await room.require(250_000)

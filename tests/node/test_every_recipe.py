@@ -9,7 +9,7 @@ from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.daemon.outer_state import OuterState
 from node.from_manifest import build_program
-from node.ipc.shared_memory import SharedLayout
+from node.ipc.shared_layout import SharedLayout
 from node.local.up import UpOptions, adapt_manifest
 from node.model import shape_table
 from node.model.memory_estimate import fit_microbatch

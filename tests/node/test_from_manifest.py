@@ -7,7 +7,9 @@ import pytest
 
 from node.from_manifest import (
     build_method,
+    build_node_program,
     build_program,
+    in_memory_mode,
     learning_rate_scale,
     require_program,
     round_settings_by_number,
@@ -17,7 +19,7 @@ from node.model import all_cuts, shape_table
 from optim.compose import TOPOLOGIES as OPTIONS
 from optim.recipes import RECIPES
 from protocol.consensus.topology import TOPOLOGIES, Butterfly, Groups, make_topology
-from protocol.errors import ManifestError
+from protocol.errors import ManifestError, UsageError
 from protocol.manifest import Manifest, TrainSection, parse_manifest
 from protocol.manifest_faults import ManifestText
 
@@ -217,3 +219,21 @@ recipe = "diloco"
 [method.codec]
 block = 256
 """
+
+
+def test_little_memory_is_an_option_of_one_node_or_of_the_run() -> None:
+    """Controls: the mode of a node wins, and a run that excludes it says so in one line."""
+    manifest = manifest_of("frugal")
+    small = in_memory_mode(manifest, "small")
+    assert manifest.run_id == in_memory_mode(manifest, "normal").run_id != small.run_id
+    for program in (build_node_program(manifest, "small"), build_node_program(small, None)):
+        method = program.method
+        assert method.has_small_memory and method.inner.kind == "adamw-8bit"
+    assert not build_node_program(small, "normal").method.has_small_memory
+    with pytest.raises(UsageError, match="^--memory-mode small: recipe local-adam exchanges 'first_moment'"):
+        build_node_program(manifest_of("local-adam"), "small")
+    with pytest.raises(ManifestError, match='^train.memory = "small": recipe local-adam exchanges'):
+        build_program(in_memory_mode(manifest_of("local-adam"), "small"))
+    audited = manifest.model_copy(update={"audits": manifest.audits.model_copy(update={"share": 0.5})})
+    with pytest.raises(UsageError, match="peers repeat steps of one another"):
+        build_node_program(audited, "small")

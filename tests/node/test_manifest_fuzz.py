@@ -15,7 +15,7 @@ from node.flags import NodeFlags
 from node.from_manifest import require_program
 from node.model import shape_table
 from node.options import parse_node_options
-from node.trainer.device import require_usable_device
+from node.trainer.devices.device import require_usable_device
 from protocol.errors import DeviceError, MurmurError
 from protocol.identity import Identity
 from protocol.manifest import parse_manifest

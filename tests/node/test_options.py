@@ -29,6 +29,19 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "devices"),
+    [
+        ("0,1", ("cuda:0", "cuda:1")),
+        ("cuda:3", ("cuda:3",)),
+        (" 1, 0 ", ("cuda:1", "cuda:0")),
+        ("cpu,cpu", ("cpu", "cpu")),
+    ],
+)
+def test_list_of_devices(typed: str, devices: tuple[str, ...]) -> None:
+    assert make_options(devices=typed).devices == devices == make_options(devices=devices).devices
+
+
+@pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"peers": ("203.0.113.7:4001",)}, "--peer: '203.0.113.7:4001' is not a multiaddress"),
@@ -39,7 +52,12 @@ def test_defaults() -> None:
         ({"listen": ("/ip6/zz/tcp/0",)}, "--listen: '/ip6/zz/tcp/0' has no address of ip6"),
         ({"listen": ("/ip4/127.0.0.1/tcp/",)}, "--listen: '/ip4/127.0.0.1/tcp/' is not a multiaddress"),
         ({"listen": ("0.0.0.0",)}, "--listen: '0.0.0.0' is not a multiaddress"),
-        ({"device": "tpu"}, "--device: "),
+        ({"device": "tpu"}, "--device: 'tpu' is not a device; use auto, cpu, cuda, cuda:N or all"),
+        ({"device": "cuda:x"}, "--device: 'cuda:x' is not a device"),
+        ({"devices": "0,0"}, "--devices: '0,0' is not a list of different cards; use 0,1"),
+        ({"devices": "0,cpu"}, "--devices: '0,cpu' is not a list of different cards"),
+        ({"devices": ""}, "--devices: '' is not a list"),
+        ({"devices": "0,1", "device": "cpu"}, "--device and --devices exclude each other; remove one"),
         ({"metrics": "0.0.0.0:70000"}, "--metrics: .* is not an address"),
         ({"metrics": "192.0.2.1:80"}, "--metrics: .* all interfaces"),
         ({"direct": "abc"}, "--direct: 'abc' is not a port; use 0 to 65535, or off$"),
@@ -51,6 +69,8 @@ def test_defaults() -> None:
         ({"folder": Path(os.fsdecode(b"caf\xe9"))}, r"--dir: the path 'caf\\udce9' is not UTF-8 text; use another"),
         ({"name": os.fsdecode(b"caf\xe9")}, "--name: must be UTF-8 text"),
         ({"upload": 0.0}, "--upload: "),
+        ({"log": ("paper",)}, "--log: "),
+        ({"recompute": "half"}, "--recompute: .*'none', 'selective' or 'full'"),
         ({"colour": 1}, "--colour: "),
     ],
 )
@@ -58,6 +78,13 @@ def test_invalid_value_raises_one_line_that_names_the_option(changes: dict[str, 
     with pytest.raises(UsageError, match=text) as caught:
         make_options(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.options.is_installed", lambda name: name == "tensorboard")
+    assert make_options(log=("tensorboard", "tensorboard")).log == ("tensorboard",)
+    with pytest.raises(UsageError, match=r"--log: the package wandb is not installed; .*murmuration\[wandb\]"):
+        make_options(log=("wandb",))
 
 
 def test_threads_per_process_is_at_least_one() -> None:

@@ -90,8 +90,23 @@ def test_newest_checkpoint_is_the_last_save_though_its_round_is_lower(home: Path
     checkpoint(home, number=1, round_number=12)
     last = checkpoint(home, number=2, round_number=7)
     (home / "checkpoints" / ".0000000003.round-8").mkdir()
+    (home / "checkpoints" / f"{last.name}{paths.KEEP_MARK}").touch()
     assert paths.find_newest_checkpoint(home) == last
     assert paths.find_newest_checkpoint(home / "elsewhere") is None
+
+
+def test_model_of_a_pipeline_is_that_of_the_newest_round_of_all_stages(home: Path) -> None:
+    swarm = home / "swarm"
+    for stage, folder, rounds in ((0, "peer-0", (4, 5)), (1, "peer-1", (4,)), (1, "peer-0/stage-1", (5,))):
+        for round_number in rounds:
+            checkpoint(swarm / folder, number=round_number, round_number=round_number)
+        (swarm / folder / "stage.json").write_text(json.dumps({"stage": stage, "stages": 2}))
+    assert paths.find_newest_model([swarm]) == (5, swarm) and paths.find_trained_dir(swarm) == swarm
+    assert [saved.parents[1] for saved in paths.newest_checkpoints(swarm)] == [
+        swarm / "peer-0", swarm / "peer-0" / "stage-1",
+    ]  # fmt: skip
+    assert paths.find_newest_model([swarm / "peer-0"]) == (5, swarm / "peer-0"), "its own stage and the kept one"
+    assert paths.find_newest_model([swarm / "peer-1"]) is None, "nobody there has stage 0"
 
 
 def test_nothing_trained(home: Path) -> None:

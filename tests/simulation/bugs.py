@@ -10,27 +10,21 @@ from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
 from protocol.admission.electorate import Electorate
-from protocol.consensus import fork_choice, messages
-from protocol.consensus.chain import Chain
 from protocol.consensus.events import Reduce
+from protocol.consensus.history import fork_choice
+from protocol.consensus.history.chain import Chain
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.leader import Leader
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages import (
-    AppliedContributions,
-    Commit,
-    Contribution,
-    Digest,
-    PartBlob,
-    SignedMessage,
-    blobs_of,
-)
-from protocol.consensus.quorum import Election, VoterSet
+from protocol.consensus.messages import contributions as messages
+from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution, PartBlob, blobs_of
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.reduction.sums import Sums
 from protocol.consensus.rules import roster_content, view_change
 from protocol.consensus.state import RoundState
-from protocol.consensus.sums import Sums
 from protocol.consensus.topology import Contributions, Groups, Topology
-from protocol.consensus.view import View
+from protocol.consensus.views.leader import Leader
+from protocol.consensus.views.quorum import Election, VoterSet
+from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.murmur_pb2 import Signed

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 from protocol.blobs.blob import Blob
 from protocol.conduct.proofs import Proof
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.messages import Digest, PartBlob, SignedMessage
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import PartBlob
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 from protocol.steering.revision_log import SignedRevision
 from tests.simulation.work_accounting import SavedWork

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from node.loop.catch_up import SyncOffer
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.fork_choice import ChainOffer
-from protocol.consensus.message_kinds import Acknowledgement, Basis, CommitCertificate, kind_of
-from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.kinds import Acknowledgement, Basis, CommitCertificate, kind_of
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from tests.simulation.disk import state_of

@@ -21,8 +21,9 @@ from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.message_kinds import KINDS
-from protocol.consensus.messages import Contribution, ContributionLimits, Digest, SignedMessage
+from protocol.consensus.messages.contributions import Contribution, ContributionLimits
+from protocol.consensus.messages.kinds import KINDS
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Pattern, make_topology
 from protocol.errors import ForgedError

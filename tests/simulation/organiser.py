@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from node.loop.steering import Steering
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import Commit, Digest
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.manifest import RoundSection
 from protocol.steering.revision_log import RevisionLog, SignedRevision
 from protocol.steering.revisions import REFERENCE_MANIFEST, Revision, Value, encode_changes, manifest_of_round

@@ -56,12 +56,13 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.briefs.codec import Abridger, restore
-from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
-from protocol.consensus.fork_choice import ChainOffer
-from protocol.consensus.messages import AppliedContributions, Commit, Contribution, Digest, PartBlob, SignedMessage
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.messages.briefs.codec import Abridger, restore
+from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution, PartBlob
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.errors import PeerFault

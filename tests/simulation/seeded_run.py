@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from node.loop.actions import LoopAction, ReducePart
 from protocol.consensus.events import Send, VoteRecord
-from protocol.consensus.messages import Digest, Roster
+from protocol.consensus.messages.contributions import Roster
+from protocol.consensus.messages.signed import Digest
 from protocol.consensus.topology import Groups, Pattern
 from protocol.identity import PeerId
 from tests.simulation.liars import LIARS

@@ -4,7 +4,7 @@ from node.process import rare_garbage_collection
 from tests.simulation.liars import LIARS
 from tests.simulation.seeded_run import InvariantError, SeededRun
 
-SEEDS = 10_000
+SEEDS = 2_000  # ten thousand take `python -m tests.simulation.replay --seeds 10000`
 BATCH = 100
 FIRST_HALF = range(0, SEEDS // 2, BATCH)
 SECOND_HALF = range(SEEDS // 2, SEEDS, BATCH)

@@ -4,19 +4,18 @@ from collections.abc import Callable, Mapping, Set
 
 from node.loop.actions import ApplyCommit, FetchBlob, LoopAction
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import Send
-from protocol.consensus.messages import (
+from protocol.consensus.history.chain import genesis_head
+from protocol.consensus.messages.contributions import (
     AppliedContributions,
     Commit,
-    Digest,
     PartBlob,
-    SignedMessage,
     enumerate_parts,
     part_blobs_of,
 )
-from protocol.consensus.quorum import Election
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.topology import Groups
+from protocol.consensus.views.quorum import Election
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from tests.simulation.liars import DoubleDecisions

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from protocol.consensus import message_buffer
 from protocol.consensus.events import Rejected
+from protocol.consensus.messages import buffer as message_buffer
 from protocol.errors import ForgedError
 from tests.simulation.bugs import BUGS, HISTORY_BUGS, Bug
 from tests.simulation.network import NAMES, Network, make_contribution, make_signer

@@ -13,8 +13,9 @@ from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.loop.contributions import ContributionTracker, LastSent, SettledContribution, StoredContribution
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain, ChainHead, extend_head
-from protocol.consensus.messages import AppliedContributions, Commit, Digest
+from protocol.consensus.history.chain import Chain, ChainHead, extend_head
+from protocol.consensus.messages.contributions import AppliedContributions, Commit
+from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from tests.simulation.network import Scenario
 

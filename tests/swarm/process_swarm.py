@@ -29,6 +29,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"
 POLL_SECONDS = 0.05  # seconds between two looks at a condition
 START_SECONDS = 120.0  # until a peer answers; it imports torch, as others do beside it, on a machine that may be slow
 ENDLESS = 1_000_000  # rounds
+JOINED = "joined.toml"  # the manifest of all peers but the first
 WORDS = ("flock", "murmur", "wing", "evening", "reed", "turn", "seven", "neighbours", "sky", "roost", "falcon", "and")
 
 
@@ -42,11 +43,12 @@ def manifest_with(**changes: Mapping[str, Any]) -> Manifest:
 
 
 def write_run(folder: Path, manifest: Manifest) -> Path:
-    """The manifest, and the text that it names beside it."""
+    """The manifest, the one that peers without the first weights have, and the text that both name, beside them."""
     draw = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(20_000)))
     (folder / "run.toml").write_text(manifest.to_toml())
+    (folder / JOINED).write_text(manifest.published().to_toml())
     return folder / "run.toml"
 
 
@@ -74,9 +76,9 @@ class ProcessSwarm:
         self.run = write_run(folder, manifest)
         self.peers = [self._make_peer(index) for index in range(peers)]
 
-    def add_peer(self) -> PeerProcess:
-        """One more peer, not started yet."""
-        self.peers.append(self._make_peer(len(self.peers)))
+    def add_peer(self, *more: str) -> PeerProcess:
+        """One more peer, not started yet; `more`: words of its command alone."""
+        self.peers.append(self._make_peer(len(self.peers), *more))
         return self.peers[-1]
 
     def start(self) -> None:
@@ -100,6 +102,13 @@ class ProcessSwarm:
         for peer in self.peers:
             peer.kill()
         self.wait_until(lambda: not running_processes(doomed), "all are dead")
+
+    def kill_peer(self, peer: PeerProcess) -> None:
+        """Its daemon, trainer and p2pd at once."""
+        for process in process_tree(daemon_pid(peer)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        peer.kill()
 
     def leave(self) -> None:
         """Politely; what does not leave is killed."""
@@ -164,10 +173,11 @@ class ProcessSwarm:
     def log(self, peer: PeerProcess) -> str:
         return peer.log.read_text()
 
-    def _make_peer(self, index: int) -> PeerProcess:
+    def _make_peer(self, index: int, *more: str) -> PeerProcess:
         name = f"peer-{index}"
         home = self.run.parent / name
-        return PeerProcess(name, home, join_command(self.run, home, "--name", name, *self._more))
+        run = self.run if index == 0 else self.run.parent / JOINED
+        return PeerProcess(name, home, join_command(run, home, "--name", name, *self._more, *more))
 
 
 def join_command(run: Path, home: Path, *more: str, listen: str = LISTEN_ON_LOOPBACK) -> list[str]:

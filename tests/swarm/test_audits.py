@@ -15,7 +15,11 @@ LIED = "audit: lied"
 
 
 def audited_run() -> dict[str, dict[str, object]]:
+    """Return changes of a run on a mixture, whose weights are others from its first round on."""
+    sources = [{"name": name, "source": "text", "path": "corpus.txt", "weight": 1.0} for name in ("few", "many")]
+    phases = [{"tokens": 1, "weights": {"few": 1.0, "many": 9.0}}]
     return {
+        "data": {"source": None, "path": "", "sources": sources, "phases": phases},
         "run": {"min_peers": PEERS},
         "round": {"grace": 5.0, "leader_timeout": 5.0},
         "method": {"recipe": "diloco", "schedule": {"inner_steps": 30}},

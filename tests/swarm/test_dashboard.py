@@ -24,7 +24,7 @@ from node.status_command import status_lines
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.signing import open_signed_manifest
-from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm
+from tests.swarm.process_swarm import ENDLESS, START_SECONDS, ProcessSwarm, manifest_with, running_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -83,7 +83,7 @@ class DashboardProcess:
         self.swarm.peers[-1].start(peers)
         return self.swarm.peers[-1]
 
-    def wait_for_round(self, number: int, seconds: float = 60.0) -> None:
+    def wait_for_round(self, number: int, seconds: float = START_SECONDS) -> None:
         self.swarm.wait_until(lambda: self.state()["round"] >= number, f"the host knows round {number}", seconds)
 
 
@@ -122,7 +122,7 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
 
         scene.host.kill()
         at_death = max(status.round for status in scene.swarm.poll())
-        scene.swarm.wait_for_round(at_death + AWAY_ROUNDS, seconds=90)
+        scene.swarm.wait_for_round(at_death + AWAY_ROUNDS)
         scene.start()
         scene.wait_for_round(at_death + AWAY_ROUNDS)
         rounds = scene.get("/api/v1/history").json()["round"]
@@ -135,9 +135,7 @@ def test_one_copied_line_is_enough_and_a_killed_host_misses_nothing(tmp_path: Pa
         address = scene.swarm.peers[0].addresses()[0]
         run_id = scene.swarm.manifest.run_id
         late = scene.join(f"murmur://{run_id}@{address}", "late")
-        scene.swarm.wait_until(
-            lambda: any(told.contributions_included for told in scene.swarm.poll(late)), "it gives", 60
-        )
+        scene.swarm.wait_until(lambda: any(told.contributions_included for told in scene.swarm.poll(late)), "it gives")
         scene.swarm.wait_until(lambda: scene.state()["active"] == 3, "the host sees all three")
 
 
@@ -175,7 +173,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     with running_dashboard(tmp_path) as scene:
         for folder, name in (("ada", "ada"), ("bob", "bob"), ("eve", "eve"), ("last", HOSTILE)):
             scene.join(f"{scene.base}/run.toml", folder, name)
-        scene.wait_for_round(3, 90)
+        scene.wait_for_round(3)
         with browser_page(viewport={"width": 1240, "height": 900}) as page:
             page.goto(scene.base)
             scene.swarm.wait_until(lambda: page.locator(PRESENT).count() == 4, "all four are on the page")

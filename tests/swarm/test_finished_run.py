@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,7 @@ import pytest
 
 from node.local.peer_process import PeerProcess
 from node.process import python_environment
+from node.training_log.file import METRICS_FILE
 from protocol.manifest import Manifest
 from tests.swarm.process_swarm import manifest_with, running_swarm
 from tests.swarm.test_dashboard import DashboardProcess
@@ -25,11 +27,11 @@ EVERYWHERE = {"source": "python-stdlib", "path": ""}
 LOCAL = {"source": "text", "path": "corpus.txt"}  # next to the manifest, and nowhere else
 
 
-def short_run(min_peers: int = 1, data: Mapping[str, str] = EVERYWHERE) -> Manifest:
+def short_run(min_peers: int = 1, data: Mapping[str, str] = EVERYWHERE, inner_steps: int = 20) -> Manifest:
     return manifest_with(
         run={"min_peers": min_peers},
         data=data,
-        method={"schedule": {"inner_steps": 20}},
+        method={"schedule": {"inner_steps": inner_steps}},
         target={"rounds": ROUNDS},
     )
 
@@ -59,6 +61,15 @@ def export(source: str, out: Path) -> None:
     assert ended.returncode == 0 and f"the model of round {ROUNDS} is in {out}" in ended.stdout, ended.stderr
 
 
+def evaluate(source: str) -> None:
+    command = [sys.executable, "-m", "node.cli", "eval", source, "--limit", "8", "--json"]
+    ended = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    loss, *_ = json.loads(ended.stdout)["results"]
+    assert (loss["task"], loss["metric"], loss["round"]) == ("validation", "loss", ROUNDS)
+    assert loss["tokens"] and 0 < loss["value"] < 6
+
+
 def load(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -86,10 +97,12 @@ def test_model_of_a_finished_run_is_on_its_host_when_all_trainers_have_gone(tmp_
             archive.extractall(tmp_path, filter="data")
         load(tmp_path / f"test-round-{ROUNDS}")
         link = f"murmur://{scene.swarm.manifest.run_id}@{scene.host.addresses()[0]}"
-        for source, out in ((f"{scene.base}/run.toml", "url"), (link, "link")):
-            export(source, tmp_path / out)
-        weights = {(tmp_path / out / "model.safetensors").read_bytes() for out in ("url", "link")}
-        assert weights == {(tmp_path / f"test-round-{ROUNDS}" / "model.safetensors").read_bytes()}
+        export(link, tmp_path / "link")
+        weights = (tmp_path / f"test-round-{ROUNDS}" / "model.safetensors").read_bytes()
+        assert (tmp_path / "link" / "model.safetensors").read_bytes() == weights
+        evaluate(f"{scene.base}/run.toml")
+        last = json.loads((scene.host.folder / METRICS_FILE).read_text().splitlines()[-1])
+        assert last["round"] == ROUNDS and last["loss"] > 0 and last["step"] == 0, "a host that only watches"
 
 
 def restarted(peer: PeerProcess) -> PeerProcess:
@@ -124,7 +137,8 @@ def test_last_peer_stays_until_a_host_holds_the_final_state(tmp_path: Path) -> N
 
 
 def test_run_goes_on_from_the_state_of_a_host_when_all_trainers_have_gone(tmp_path: Path) -> None:
-    manifest = short_run().model_copy(update={"target": short_run().target.model_copy(update={"rounds": 10_000})})
+    run = short_run(inner_steps=100)  # a state that is gone after a seventh of a second can hardly be fetched
+    manifest = run.model_copy(update={"target": run.target.model_copy(update={"rounds": 10_000})})
     with hosted_run(tmp_path, manifest) as scene:
         ada = scene.join(f"{scene.base}/run.toml", "ada")
         scene.swarm.wait_until(lambda: scene.state()["model"] is not None, "the host holds a state", 120)

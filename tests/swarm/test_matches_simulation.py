@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.data import open_source
+from node.data import open_corpus
 from node.from_manifest import build_program
 from node.run_dir import RunDir
 from node.simulation.config import SimulationConfig
@@ -20,10 +20,8 @@ PEERS, ROUNDS = 3, 4
 SHORT = {"inner_steps": 4}
 RECIPES: dict[str, OptionTables] = {
     "diloco": {"schedule": SHORT},
-    "sparseloco": {"schedule": SHORT},
     "streaming-diloco": {"schedule": {"inner_steps": 6, "fragments": 2, "ahead": 2, "delay": 2}},
     "noloco": {"schedule": SHORT},
-    "demo": {},
 }
 
 
@@ -42,7 +40,7 @@ def simulated(manifest: Manifest, base: Path) -> dict[str, str]:
     torch.set_num_threads(1)
     steps = build_program(manifest).steps_before(ROUNDS)
     setting = SimulationConfig(manifest, base, PEERS, steps, (1.0,) * PEERS, (1e7,) * PEERS, 0.01)
-    corpus = open_source(manifest.data, base)
+    corpus = open_corpus(manifest.data, base)
     swarm = VirtualSwarm(setting, build_program(manifest).method, corpus, lambda *_: None, lambda: None)
     swarm.run()
     assert all(peer.chain.round == ROUNDS for peer in swarm.live_peers)

@@ -1,4 +1,7 @@
-"""One process dies or sleeps; the run goes on. One swarm for all tests of this file, whole again after each."""
+"""One process dies or sleeps; the run goes on. One swarm for all tests of this file, whole again after each.
+
+It trains a mixture of experts from weights of which the first peer alone has a copy.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,20 +9,24 @@ from collections.abc import Iterator
 import pytest
 
 from node.local.peer_process import PeerProcess
-from protocol.consensus.quorum import Election
+from protocol.consensus.views.quorum import Election
+from protocol.manifest import load_manifest
+from tests.node.model.weights_folder import start_from_weights
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, manifest_with, running_swarm
 from tests.swarm.processes import find_p2pd, find_trainer, process_tree
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
+EXPERTS = {"kind": "qwen3-moe", "hidden": 16, "experts": 4, "experts_per_token": 2}
 INNER_STEPS = 60  # a round takes long enough that who leads it can be told, and killed
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSwarm]:
     method = {"schedule": {"inner_steps": INNER_STEPS}}
-    manifest = manifest_with(target={"rounds": ENDLESS}, method=method, membership={"expiry": 3.0})
-    with running_swarm(tmp_path_factory.mktemp("deaths"), manifest) as made:
+    manifest = manifest_with(target={"rounds": ENDLESS}, method=method, membership={"expiry": 3.0}, model=EXPERTS)
+    folder = tmp_path_factory.mktemp("deaths")
+    with running_swarm(folder, start_from_weights(manifest, folder / "weights")) as made:
         made.start()
         made.wait_for_round(1)
         yield made
@@ -45,6 +52,13 @@ def wait_until_whole(swarm: ProcessSwarm) -> None:
 
 def highest(swarm: ProcessSwarm, *peers: PeerProcess) -> int:
     return max(status.round for status in swarm.poll(*peers))
+
+
+def test_peers_without_the_weights_got_them_from_the_first(swarm: ProcessSwarm) -> None:
+    manifests = [load_manifest(peer.folder / "run.toml") for peer in swarm.peers]
+    assert manifests[0].model.from_ and not any(manifest.model.from_ for manifest in manifests[1:])
+    assert len({manifest.run_id for manifest in manifests}) == 1
+    swarm.wait_for_agreement(after=1)
 
 
 def test_a_trainer_dies_and_its_peer_stays(swarm: ProcessSwarm) -> None:

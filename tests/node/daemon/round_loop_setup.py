@@ -9,22 +9,24 @@ from typing import Any, cast
 from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox
-from node.daemon.outer_state import ReplicatedState, SignedContributions
+from node.daemon.outer_state import OuterState, ReplicatedState, Rooms, SignedContributions
+from node.daemon.outer_vectors import OuterVectors
 from node.daemon.state_effects import StateEffects, StateTools
 from node.from_manifest import round_settings_by_number
 from node.loop.actions import LoopAction
 from node.loop.catch_up import SyncOffer
 from node.loop.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
 from node.loop.events import SwarmChanged, TimePassed
-from node.loop.options import LoopOptions, RoundOptions
+from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering, unsteered
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from optim.aggregation.base import LeftOut
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain, ChainHead
-from protocol.consensus.messages import AppliedContributions, Commit, Contribution, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from protocol.manifest import Manifest
 from protocol.steering.revision_log import RevisionLog
@@ -113,14 +115,21 @@ class FakeTrainerLink:
     started: list[int] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
 
-    async def start(self, round_number: int, anchor: object, train: object) -> None:
+    async def start(self, round_number: int, anchor: object, train: object, exact_step: int = 0) -> None:
         self.started.append(round_number)
 
     def record_fork(self, verdict: ForkOutcome) -> None:
         """Nobody asks."""
 
-    async def apply_anchor(self, round_number: int, anchor: object, train: object) -> None:
+    async def apply_anchor(self, round_number: int, anchor: object, train: object, exact_step: int = 0) -> None:
         self.adopted.append(round_number)
+
+    def share_memory(self, round_number: int, state: OuterState, method: object) -> OuterState:
+        return state
+
+    def anchor_rooms(self, round_number: int, method: object) -> Rooms:
+        """There is no shared memory."""
+        return {}
 
 
 class FakeRevisionKeeper:
@@ -147,6 +156,12 @@ class FakeCheckpointer:
 
     def prune_blobs(self, *_: object) -> None:
         pass
+
+    async def free_anchor(self, *_: object) -> None:
+        """There is no shared memory."""
+
+    def is_anchor_free(self, *_: object) -> bool:
+        return True
 
     async def save_in_background(self, replica: ReplicatedState, offers: ContributionTracker) -> None:
         self.kept.append(replica.chain.round)
@@ -242,6 +257,7 @@ class RoundLoopSetup:
         fakes: dict[str, Any] = {
             "swarm_view": self.members, "sync_client": self.scout, "trainer": self.trainer,
             "checkpointer": self.keeper, "revisions": FakeRevisionKeeper(),
+            "outer_vectors": OuterVectors(folder, PROGRAM), "run_in_thread": asyncio.to_thread,
             "downloads": Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
         }  # fmt: skip
         target = manifest.target.model_copy(update={"keepers": 0})
@@ -261,6 +277,7 @@ class RoundLoopSetup:
             min_peers=manifest.run.min_peers,
             expiry=manifest.membership.expiry,
             has_contacts=has_contacts,
+            sync=SyncOptions(lacks_state=bool(manifest.model.weights)),
         )
         state, session = self.replica.blob.digest, cast(RoundSession, self.session)
         return RoundLoop(options, self.replica.chain, state, self.trainer.contributions, session)

@@ -15,9 +15,9 @@ from node.daemon.blob_relay import BlobRelay, RelayOptions
 from node.daemon.peer_rpc import request_relay
 from node.daemon.services import CarriersService
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.message_kinds import ReducedPart
-from protocol.consensus.messages import Roster
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import Roster
+from protocol.consensus.messages.kinds import ReducedPart
 from protocol.errors import LimitError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Signed

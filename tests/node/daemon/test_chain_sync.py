@@ -12,8 +12,8 @@ from node.loop.catch_up import SyncOffer, best_head
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, UnreachableError
 from protocol.murmur_pb2 import ChainLog as WireLog
 from protocol.murmur_pb2 import ChainReply, ChainRequest
@@ -36,6 +36,7 @@ from tests.protocol.local_server import serve_locally
 pytestmark = pytest.mark.slow
 
 THEM = PEERS[3].peer_id
+STRANGER = "stranger"  # does not answer for this run
 
 
 class ScriptedRounds(RoundsServicer):
@@ -68,10 +69,15 @@ class ChainSyncSetup:
         self.mine = replica_in(self.store)
         self.answer = ScriptedRounds(self.theirs.chain, self.theirs.blob)
         self.channel: grpc.aio.Channel
+        self.nobody = grpc.aio.insecure_channel(f"unix:{folder / 'nobody'}")
+        self.witnesses: tuple[str, ...] = ()
+
+    def stage_witnesses(self) -> tuple[str, ...]:
+        return self.witnesses
 
     async def ask(self, contacts: tuple[str, ...] = (), since: int = 2**24) -> SyncOffer:
-        reader = ChainReader(RUN_ID, TERMS, lambda _: self.channel, OPEN)
-        client = ChainSyncClient(reader, self.mine.chain, contacts, STATE_BYTES, has_shared_state=True)
+        reader = ChainReader(RUN_ID, TERMS, lambda peer: self.channel if peer != STRANGER else self.nobody, OPEN)
+        client = ChainSyncClient(reader, self.mine.chain, contacts, self, STATE_BYTES, has_shared_state=True)
         return await client.ask(THEM, since)
 
 
@@ -112,6 +118,13 @@ async def test_contacts_have_a_word_only_where_no_voters_are_known(world: ChainS
     await grown(world.theirs, world.store, 1)
     world.answer.chain, world.answer.state = world.theirs.chain, world.theirs.blob
     assert (await world.ask(contacts=("friend",))).word is None, "the voters can certify it"
+
+
+async def test_peers_of_a_stage_have_a_word_where_no_contact_knows_its_chain(world: ChainSyncSetup) -> None:
+    contacts = (STRANGER,)  # it serves another stage
+    assert (await world.ask(contacts)).word is None, "control: nobody vouches for it"
+    world.witnesses = ("member", STRANGER, "keeper")
+    assert (await world.ask(contacts)).word is True
 
 
 async def test_lies_are_refused(world: ChainSyncSetup) -> None:

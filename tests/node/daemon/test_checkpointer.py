@@ -14,7 +14,7 @@ from node.loop.catch_up import RETAINED_ROUNDS
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.history.chain import ChainHead
 from protocol.errors import StorageError
 from tests.node.daemon.checkpointer_setup import CheckpointerSetup
 from tests.node.small_run import PROGRAM, TERMS, commit_of, grown, payload, until
@@ -78,6 +78,36 @@ async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world:
         states.append(world.replica.blob.digest)
         await world.pruned(ContributionTracker(PROGRAM), [commit.body])
     assert sum(world.store.has(digest) for digest in states) <= MAX_RETAINED_STATES, "a flood of fetches pins no more"
+
+
+async def test_memory_of_a_state_is_free_once_it_is_on_disk_or_gone(world: CheckpointerSetup) -> None:
+    """A peer that downloads the state of two rounds before gets its bytes, not those of the next round."""
+    shared = torch.arange(8, dtype=torch.float32)
+    expected = bytes(shared.numpy().data)
+    old, kept = world.store.lend(shared.numpy().data), world.store.lend(b"the newest")
+    await world.keeper.retain_state(old)
+    piece = world.store.read_piece(old.digest, 0)
+    world.wanted.add(old.digest)
+    assert not world.keeper.is_anchor_free(2, kept)
+    await world.keeper.free_anchor(2, kept)
+    assert world.keeper.is_anchor_free(2, kept)
+    shared.fill_(7.0)
+    assert bytes(piece) == bytes(world.store.read_piece(old.digest, 0)) == expected
+    world.wanted.clear()
+    control = world.store.lend(shared.numpy().data)
+    await world.keeper.retain_state(control)
+    await world.keeper.free_anchor(4, kept)
+    assert not world.store.has(control.digest), "nobody wants it"
+
+
+async def test_memory_of_a_state_is_not_free_while_it_is_saved(world: CheckpointerSetup) -> None:
+    await world.keeper.save_in_background(world.replica, ContributionTracker(PROGRAM))
+    number = world.replica.chain.round
+    assert not world.keeper.is_anchor_free(number + 2, world.replica.blob)
+    assert world.keeper.is_anchor_free(number + 1, world.replica.blob)
+    world.adopted.set()
+    await world.keeper.free_anchor(number + 2, world.replica.blob)
+    assert world.saved() == [number]
 
 
 async def test_what_is_carried_for_others_stays(world: CheckpointerSetup) -> None:

@@ -9,7 +9,8 @@ import pytest
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.checkpointer import restore_contributions, restore_trainer_snapshot
 from node.ipc.channel import ContributionHeader
-from node.ipc.shared_memory import RESIDUAL, SharedLayout, SharedMemory
+from node.ipc.shared_layout import RESIDUAL, SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import (
     ContributionFile,
     ContributionTracker,
@@ -18,7 +19,7 @@ from node.loop.contributions import (
     StoredContribution,
 )
 from optim.compose import compose
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.history.chain import ChainHead
 from protocol.errors import CheckpointError, StorageError
 from tests.node.daemon.checkpointer_setup import OUTBOX, CheckpointerSetup
 from tests.node.daemon.recorded_errors import RecordedErrors

@@ -15,7 +15,7 @@ from node.daemon.downloads import (
 )
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.consensus.messages import PartBlob
+from protocol.consensus.messages.contributions import PartBlob
 from protocol.errors import GoneError, LimitError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed

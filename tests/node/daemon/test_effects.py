@@ -11,11 +11,11 @@ from node.daemon import inbox, round_effects
 from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
 from protocol.conduct.conduct import NOT_SERVED
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import MembershipChanged
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages import PartBlob
+from protocol.consensus.messages.contributions import PartBlob
 from protocol.errors import StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed

@@ -1,8 +1,8 @@
 """Which messages the round loop takes: early ones, those of strangers, forged ones."""
 
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.message_kinds import Inventory
-from protocol.consensus.messages import NO_ROSTER
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import NO_ROSTER
+from protocol.consensus.messages.kinds import Inventory
 from protocol.murmur_pb2 import Signed
 from tests.node.daemon.loopback_network import HEAD, LoopbackNetwork
 from tests.node.small_run import PEERS, contribution_of, stated

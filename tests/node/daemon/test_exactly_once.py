@@ -17,15 +17,16 @@ from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
 from node.daemon.checkpointer import CONTRIBUTION_VECTOR, OFFER_KEY, restore_contributions, restore_trainer_snapshot
 from node.ipc.channel import ContributionOutcome
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, LastSent, StoredContribution, store_parts
 from node.model import shape_table
 from node.run_dir import RunDir
 from optim.compose import compose
 from optim.options import Scalar
 from optim.round_plan import RoundPlanner
-from protocol.consensus.chain import ChainHead, extend_head, genesis_head
-from protocol.consensus.messages import Commit
+from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.messages.contributions import Commit
 from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import PEERS, RUN_ID, commit_of, store_in
 from tests.node.trainer.state_harness import MODEL, NUMEL, StateHarness, decoded

@@ -35,7 +35,7 @@ class Node:
         self.directory = SimpleNamespace(run=for_ever, leave=at_once)
         self.rendezvous = SimpleNamespace(run=for_ever)
         self.run_replicas = trainer
-        self.finish = at_once
+        self.finish = self.drain = at_once
         self.reporter = StatusReporter(NodeStatus(peer_id="p", run="demo", run_id="0", step=300), Metrics())
         self.status = self.reporter.status
 

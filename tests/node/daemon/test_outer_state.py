@@ -16,8 +16,8 @@ from optim.method import REFERENCE_WEIGHT, USUAL_NORM
 from optim.options import Scalar
 from optim.recipes import RECIPES
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import extend_head, genesis_head
-from protocol.consensus.messages import Contribution
+from protocol.consensus.history.chain import extend_head, genesis_head
+from protocol.consensus.messages.contributions import Contribution
 from protocol.errors import MalformedError, MissingFileError, StaleError
 from tests.node.small_run import (
     METHOD,
@@ -217,7 +217,7 @@ async def test_take_over_keeps_the_commits_that_lead_to_the_head(tmp_path: Path)
 
 def test_reduce_and_check_refuse_what_does_not_decode(tmp_path: Path) -> None:
     store, program = store_in(tmp_path), program_of(method_of("butterfly"), 3)
-    workshop = RoundCompute(program, store, lambda step: 1.0)
+    workshop = RoundCompute(program, store, lambda *_: 1.0)
     start, stop = program.plan(0).part_spans[1]
     good = [store.put(payload(seed, stop - start)) for seed in range(2)]
     bad = store.put(b"bad")
@@ -239,7 +239,7 @@ def test_reduction_names_those_that_its_rule_leaves_out(tmp_path: Path) -> None:
     start, stop = program.plan(0).part_spans[1]
     values = torch.full((stop - start,), 0.01)
     blobs = [store.put(METHOD.codec.encode(values * scale)) for scale in (1.0, 1.1, 0.9, 1e9)]
-    found = RoundCompute(program, store, lambda step: 1.0).reduce_part(0, 1, contributions(blobs, [1] * 4, [0] * 4))
+    found = RoundCompute(program, store, lambda *_: 1.0).reduce_part(0, 1, contributions(blobs, [1] * 4, [0] * 4))
     assert found.left_out == {3: "too large"}
 
 
@@ -265,7 +265,7 @@ def test_the_methods_rule_says_what_a_contribution_weighs(tmp_path: Path) -> Non
     ]
     for options in rules:
         program = program_of(compose("averaging", LOSSLESS | {"aggregate": options}))
-        reduced = RoundCompute(program, store, lambda step: 1.0).reduce_part(
+        reduced = RoundCompute(program, store, lambda *_: 1.0).reduce_part(
             0, 0, contributions(blobs, [100, 200], [0, 1])
         )
         found.append(float(METHOD.codec.decode(store.read(reduced.blob.digest), NUMEL)[0]))
@@ -290,10 +290,10 @@ async def test_a_lone_round_moves_by_its_share_and_so_it_does_for_who_took_the_s
 
 async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
     """Of two fragments, each moves in its rounds; and the update hears of the learning rate that is left."""
-    heard: list[int] = []
+    heard: list[tuple[int, int, int]] = []
 
-    def decay(number: int) -> float:
-        heard.append(number)
+    def decay(step: int, rounds: int, tokens: int) -> float:
+        heard.append((step, rounds, tokens))
         return 1.0
 
     store = store_in(tmp_path)
@@ -306,12 +306,12 @@ async def test_each_round_is_applied_by_its_own_plan(tmp_path: Path) -> None:
         plan = program.plan(number)
         blob = store.put(METHOD.codec.encode(torch.ones(plan.numel)))
         commit = commit_of(head, {1: blob}).body
-        after_it = workshop.apply_commit(before, commit, commit.contributions)
+        after_it = workshop.apply_commit(before, commit, commit.contributions, 100 * number)
         moved = torch.zeros(NUMEL)
         plan.scatter(torch.ones(plan.numel), moved)
         assert torch.equal(before.anchor - after_it.anchor, moved)
         before, head = after_it, extend_head(head, commit)
-    assert heard == [0, 1, 2]
+    assert heard == [(0, 0, 0), (1, 1, 100), (2, 2, 200)]
 
 
 def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypat
     blobs = [store.put(codec.encode(torch.randn(NUMEL))) for _ in range(3)]
     commit = commit_of(genesis_head(RUN_ID), dict(enumerate(blobs))).body
     workshop, state = (
-        RoundCompute(program, store, lambda step: 1.0),
+        RoundCompute(program, store, lambda *_: 1.0),
         OuterState.initial(torch.zeros(NUMEL), program.method),
     )
     expected = workshop.apply_commit(state, commit, commit.contributions)
@@ -342,7 +342,7 @@ def test_a_checked_sparse_message_is_not_decoded_again(tmp_path: Path, monkeypat
 
 def test_what_is_kept_of_checked_messages_is_bounded(tmp_path: Path) -> None:
     program, store = program_of(compose("sparseloco", {"codec": {"k": 512}})), store_in(tmp_path)
-    workshop = RoundCompute(program, store, lambda step: 1.0)
+    workshop = RoundCompute(program, store, lambda *_: 1.0)
     for number in range(2):
         codec = program.plan(number).codecs[0]
         for _ in range(5):  # each takes 12 bytes a kept value, and an eighth is kept
@@ -354,7 +354,7 @@ def test_what_is_kept_of_checked_messages_is_bounded(tmp_path: Path) -> None:
 
 def test_no_share_leaves_the_state_as_it_was(tmp_path: Path) -> None:
     store = store_in(tmp_path)
-    workshop, state = RoundCompute(PROGRAM, store, lambda step: 1.0), state_of(1)
+    workshop, state = RoundCompute(PROGRAM, store, lambda *_: 1.0), state_of(1)
     commit = commit_of(genesis_head(RUN_ID), {1: store.put(payload(1))}).body
     assert workshop.apply_commit(state, commit, ()) is state
 

@@ -64,7 +64,7 @@ async def test_replicas_share_the_node_and_keep_their_own_state(node: Node) -> N
     first, second = both(node)
     assert first.run_id != second.run_id and first.replicated.blob != second.replicated.blob
     assert first.store.path(bytes(32)) != second.store.path(bytes(32))
-    assert first.shared_memory.fd != second.shared_memory.fd
+    assert first.shared_memory.fds != second.shared_memory.fds
     first.status_reporter.record_recovered("not saved", "no space")
     second.status_reporter.set_phase("training")
     assert (node.status().run_id, node.status().phase) == (first.run_id, "starting")

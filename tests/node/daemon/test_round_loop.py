@@ -15,7 +15,7 @@ from node.loop.actions import PrecomputeCommit
 from node.loop.contributions import StoredContribution
 from node.loop.events import ContributionReady
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import GoneError, MalformedError, UnreachableError
 from tests.certificates import offer_of
 from tests.node.daemon.round_loop_setup import FRIEND, LIAR, RoundLoopFactory

@@ -7,9 +7,10 @@ import pytest
 from node.daemon.peer_rpc import MAX_BATCH_BYTES
 from node.daemon.services import ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE, InboundQuota
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.message_kinds import CommitCertificate, Inventory, ReducerAssignment
-from protocol.consensus.messages import Commit, Contribution, Roster, SignedMessage
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import Commit, Contribution, Roster
+from protocol.consensus.messages.kinds import CommitCertificate, Inventory, ReducerAssignment
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError
 from tests.node.small_run import PEERS, contribution_of, stated
 

@@ -13,9 +13,9 @@ from node.daemon.outer_state import ReplicatedState
 from node.daemon.peer_rpc import deliver, request_chain
 from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService, ServedChain
 from node.loop.steering import unsteered
-from protocol.consensus.briefs.codec import Abridger, restore
-from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.chain import Chain
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.briefs.codec import Abridger, restore
+from protocol.consensus.messages.briefs.seen import SeenMessages
 from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Brief, Contribution, Roster, Signed

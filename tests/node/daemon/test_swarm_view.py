@@ -12,9 +12,9 @@ from node.daemon.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
 from protocol.admission.electorate import OPEN, Electorate
 from protocol.admission.gate import Gate
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.consensus.events import MembershipChanged
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revisions import REFERENCE_MANIFEST

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from node.daemon import trainer_link
+from node.daemon.outer_state import OuterState
 from node.daemon.trainer_link import TrainerLink, TrainerTools
 from node.ipc.channel import (
     AnchorApplied,
@@ -17,23 +18,26 @@ from node.ipc.channel import (
     Evaluate,
     Evaluated,
     FromTrainer,
+    PauseChanged,
     Ready,
     RevisedOutcome,
     SubmitEarly,
     ToTrainer,
     TrainerProgress,
 )
-from node.ipc.shared_memory import SharedLayout, SharedMemory
+from node.ipc.shared_layout import SharedLayout
+from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import MAX_AGE_ROUNDS, ContributionFile, ContributionTracker, LastSent
+from node.step_settings import step_settings
 from optim.compose import compose
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead
+from protocol.consensus.history.chain import ChainHead
 from protocol.errors import DeviceError
 from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import MANIFEST, PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
 
 NUMEL = 8
-TRAIN = MANIFEST.train
+SETTINGS = step_settings(MANIFEST, 0, 0)
 ME = PEERS[1].peer_id
 
 
@@ -42,6 +46,8 @@ class ScriptedProcess:
 
     def __init__(self) -> None:
         self.crash_count = 0
+        self.is_absent = False
+        self.handing_over = asyncio.Lock()
         self.heard: list[ToTrainer] = []
         self.failure: Exception | None = None
         self.stopped = False
@@ -101,7 +107,7 @@ class TrainerLinkSetup:
         self.heard.append(message)
 
     async def begin(self, round_number: int = 0) -> None:
-        await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))], TRAIN)
+        await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))], SETTINGS)
 
     async def say(self, *messages: FromTrainer) -> None:
         wanted = len(self.heard) + len(messages)
@@ -123,7 +129,7 @@ class TrainerLinkSetup:
             messages[1] = offer.parts
         commit = commit_of(ChainHead(number, bytes(32), 0), messages)
         fate = self.offers.on_commits(ME, [commit.body], number + 1)
-        await self.link.apply_anchor(number + 1, [torch.full((NUMEL,), number + 1.0)], TRAIN)
+        await self.link.apply_anchor(number + 1, [torch.full((NUMEL,), number + 1.0)], SETTINGS)
         return fate
 
 
@@ -153,6 +159,33 @@ async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: Trainer
     assert torch.equal(world.arena.anchor(2), torch.full((NUMEL,), 2.0))
 
 
+async def test_rounds_go_on_while_no_loop_of_the_user_is_connected(world: TrainerLinkSetup) -> None:
+    """Control: a loop that is connected is waited for, and so is one that connects meanwhile."""
+    await world.begin()
+    await world.say(ready(0))
+    await world.decide(0, included=False)
+    late = asyncio.create_task(world.decide(1, included=False))
+    await asyncio.sleep(0)
+    await until(lambda: not late.done() and world.link.round == 1)
+    assert not world.arena.anchor(0).any(), "the loop has not applied round 1, and may still read round 0"
+    world.process.is_absent = True
+    world.process.crash_count = 1
+    await world.say(PauseChanged(reason="no training loop is connected"))
+    await late
+    await world.decide(2, included=False)
+    assert world.link.round == 3 and torch.equal(world.arena.anchor(3), torch.full((NUMEL,), 3.0))
+    async with world.process.handing_over:  # a loop connects while the next anchor waits to be written
+        late = asyncio.create_task(world.decide(3, included=False))
+        await asyncio.sleep(0)
+        world.process.is_absent = False
+    await world.say(ready(0))
+    assert not late.done() and world.link.round == 3
+    assert world.process.adopts[-1] == (3, "none"), "it gets the newest anchor and not those between"
+    await world.say(AnchorApplied(round=3))
+    await late
+    assert world.process.adopts[-1] == (4, "none")
+
+
 async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(Ready(device="cpu", step=0, round=0, outstanding=None))
@@ -160,7 +193,8 @@ async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: Trai
     await world.decide(0, included=True)
     await world.link.request_early_submit()
     adopt, hurry = world.process.heard[-2:]
-    assert (adopt, hurry) == (ApplyAnchor(round=1, outcome="included", steps=5, train=TRAIN), SubmitEarly(round=1))
+    assert adopt == ApplyAnchor(round=1, outcome="included", steps=5, settings=SETTINGS)
+    assert hurry == SubmitEarly(round=1)
 
 
 async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_nothing(world: TrainerLinkSetup) -> None:
@@ -218,7 +252,7 @@ async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: Tr
     await world.message(0)
     assert world.offers.on_commits(ME, [], MAX_AGE_ROUNDS) == "none" and world.offers.pending is not None
     assert world.offers.on_commits(ME, [], MAX_AGE_ROUNDS + 1) == "excluded" and world.offers.pending is None
-    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)], TRAIN)
+    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)], SETTINGS)
     assert world.process.adopts == [(MAX_AGE_ROUNDS + 1, "excluded")]
 
 
@@ -228,7 +262,7 @@ async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at
     world.offers = world.link.contributions = ContributionTracker(program_of(fragments))
     await world.begin()
     await world.say(ready(0))
-    await world.link.apply_anchor(1, [torch.zeros(NUMEL)], TRAIN)
+    await world.link.apply_anchor(1, [torch.zeros(NUMEL)], SETTINGS)
     await world.message(0)
     assert world.offers.pending is None and world.process.adopts == [(1, "none"), (1, "excluded")]
     await world.say(AnchorApplied(round=1))
@@ -255,7 +289,7 @@ async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_bac
         return await work(function, *arguments)
 
     world.work = slowly
-    adopting = asyncio.create_task(world.link.apply_anchor(1, [torch.zeros(NUMEL)], TRAIN))
+    adopting = asyncio.create_task(world.link.apply_anchor(1, [torch.zeros(NUMEL)], SETTINGS))
     await world.message(0)
     copying.set()
     await adopting
@@ -277,7 +311,7 @@ async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_off
     await world.message(7)
     await world.decide(7, included=True)
     await world.say(AnchorApplied(round=8))
-    await world.link.apply_anchor(7, [torch.zeros(NUMEL)], TRAIN)
+    await world.link.apply_anchor(7, [torch.zeros(NUMEL)], SETTINGS)
     assert not await world.link.wait_until_applied(7, 0.01), "round 8 of the other chain passed for round 7 of this one"
     await world.say(AnchorApplied(round=7))
     assert await world.link.wait_until_applied(7, 0.01)
@@ -292,7 +326,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     await world.message(0)
     first = world.offers.pending
     assert first is not None and world.offers.on_commits(ME, [], MAX_AGE_ROUNDS + 1) == "excluded"
-    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)], TRAIN)
+    await world.link.apply_anchor(MAX_AGE_ROUNDS + 1, [torch.zeros(NUMEL)], SETTINGS)
     await world.say(AnchorApplied(round=MAX_AGE_ROUNDS + 1))
     taken = commit_of(ChainHead(0, bytes(32), 0), {1: first.parts}).body
     verdict = world.offers.on_fork(ME, [taken], 1, ChainHead(MAX_AGE_ROUNDS + 1, b"ours".ljust(32), 0))
@@ -307,7 +341,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert isinstance(adopt, ApplyAnchor) and (adopt.round, adopt.outcome) == (MAX_AGE_ROUNDS + 1, "excluded")
     parts = tuple(blob.name for blob in first.parts)
     assert adopt.revised == (RevisedOutcome(header=first.header, parts=parts, outcome="included"),)
-    await world.link.apply_anchor(1, [torch.zeros(NUMEL)], TRAIN)
+    await world.link.apply_anchor(1, [torch.zeros(NUMEL)], SETTINGS)
     await world.say(AnchorApplied(round=1))
     await world.message(1, b"clean")
     assert world.offers.pending is not None
@@ -320,15 +354,38 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
 async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
-    await world.link.apply_anchor(1, [torch.ones(NUMEL)], TRAIN)
+    await world.link.apply_anchor(1, [torch.ones(NUMEL)], SETTINGS)
     adopting = asyncio.create_task(
-        world.link.apply_anchor(2, [torch.full((5,), 2.0), torch.full((NUMEL - 5,), 2.0)], TRAIN)
+        world.link.apply_anchor(2, [torch.full((5,), 2.0), torch.full((NUMEL - 5,), 2.0)], SETTINGS)
     )
     await asyncio.sleep(0.02)
     assert not adopting.done() and torch.equal(world.arena.anchor(2), torch.zeros(NUMEL))
     await world.say(AnchorApplied(round=1))
     await adopting
     assert torch.equal(world.arena.anchor(2), torch.full((NUMEL,), 2.0))
+
+
+async def test_next_anchor_is_computed_in_its_place_once_the_last_but_one_is_not_read_any_more(
+    world: TrainerLinkSetup,
+) -> None:
+    method = PROGRAM.method
+    before = world.link.anchor_rooms(4, method)["weights"]
+    await world.link.apply_anchor(4, [torch.full((NUMEL,), 4.0)], SETTINGS)
+    assert bool((world.arena.anchor(4) == 4).all())
+    downloaded = OuterState(torch.full((NUMEL,), 4.0), {})
+    assert world.link.share_memory(4, downloaded, method).anchor.data_ptr() == before.data_ptr()
+    await world.begin()
+    await world.say(ready(0))
+    room = world.link.anchor_rooms(1, method)["weights"]
+    assert room.data_ptr() == world.arena.anchor(1).data_ptr()
+    room.fill_(1.0)
+    await world.link.apply_anchor(1, [room], SETTINGS)
+    assert not world.link.anchor_rooms(2, method), "the trainer may still read the anchor of round 0"
+    state = OuterState(torch.ones(NUMEL), {})
+    assert world.link.share_memory(0, state, method) is state
+    assert world.link.share_memory(1, state, method).anchor.data_ptr() == room.data_ptr()
+    await world.say(AnchorApplied(round=1))
+    assert world.link.anchor_rooms(2, method) and not world.link.anchor_rooms(3, method)
 
 
 async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: TrainerLinkSetup) -> None:
@@ -343,11 +400,11 @@ async def test_where_no_trainer_runs_nobody_waits_for_it(
     world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await world.link.wait_until_applied(5, 0.01)
-    await world.link.apply_anchor(5, [torch.zeros(NUMEL)], TRAIN)
+    await world.link.apply_anchor(5, [torch.zeros(NUMEL)], SETTINGS)
     assert world.process.adopts == []
     await world.begin(5)
     await world.say(ready(5))
-    await world.link.apply_anchor(6, [torch.zeros(NUMEL)], TRAIN)
+    await world.link.apply_anchor(6, [torch.zeros(NUMEL)], SETTINGS)
     waiting = asyncio.create_task(world.link.wait_until_applied(6, 30.0))
     await asyncio.sleep(0)
     monkeypatch.setattr(trainer_link, "LAST_APPLY_ANCHOR_SECONDS", 0.01)
@@ -363,9 +420,9 @@ async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
     monkeypatch.setattr(trainer_link, "APPLY_ANCHOR_SECONDS", 0.02)
     await world.begin()
     await world.say(ready(0))
-    await world.link.apply_anchor(1, [torch.ones(NUMEL)], TRAIN)
+    await world.link.apply_anchor(1, [torch.ones(NUMEL)], SETTINGS)
     assert world.errors.recovered == []
-    adopting = asyncio.create_task(world.link.apply_anchor(2, [2 * torch.ones(NUMEL)], TRAIN))
+    adopting = asyncio.create_task(world.link.apply_anchor(2, [2 * torch.ones(NUMEL)], SETTINGS))
     await until(lambda: len(world.errors.recovered) > 1)
     assert set(world.errors.recovered) == {"trainer late"} and float(world.arena.anchor(0).sum()) == 0
     await world.say(AnchorApplied(round=1))
@@ -397,6 +454,13 @@ async def test_trainer_measures_the_last_round_before_it_stops(world: TrainerLin
     await world.say(Evaluated(round=4, loss=2.0, tokens=8))
     await asyncio.wait_for(stopping, 10)
     assert world.process.stopped
+
+
+async def test_evaluations_take_a_tenth_of_the_time_but_the_last_is_made(world: TrainerLinkSetup) -> None:
+    little, much = (AnchorApplied(round=4, evaluation_share=share) for share in (0.1, 0.11))
+    assert world.link.affords_evaluation(little, is_last=False)
+    assert not world.link.affords_evaluation(much, is_last=False)
+    assert world.link.affords_evaluation(much, is_last=True)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

@@ -13,6 +13,7 @@ from node.dashboard.events import (
     CommittedContribution,
     LoggedEvent,
     LogOpened,
+    ModelEvaluated,
     PeerDeparted,
     PeersUpdated,
     RoundCommitted,
@@ -20,6 +21,7 @@ from node.dashboard.events import (
     SampleGenerated,
     ValidationMeasured,
 )
+from node.evaluation.results import Result
 from tests.node.dashboard.browser import WINDOWS, Window, find_unreadable, open_browser, open_window, served_page
 from tests.node.dashboard.example_events import FACTS, NAMES, joined, peer_report, timed
 
@@ -48,6 +50,15 @@ def opening(peers: int = 3) -> list[LoggedEvent]:
             for peer, (name, device) in list(zip(NAMES, people, strict=False))[:peers]
         ),
     ]
+
+
+def evaluation(number: int) -> tuple[Result, ...]:
+    """Return the results of two tasks after a round."""
+    quiz = Result(
+        time=number, round=number, tokens=number * 1000, task="quiz", metric="acc", value=number / 100 - 0.38,
+        standard_error=0.02, samples=50,
+    )  # fmt: skip
+    return (quiz, quiz.model_copy(update={"task": HOSTILE, "metric": "loss", "tokens": None, "standard_error": None}))
 
 
 def committed_round(number: int, rng: random.Random) -> RoundCommitted:
@@ -145,9 +156,15 @@ async def test_page_of_each_moment_is_sound_in_light_and_dark_narrow_and_wide() 
 
 
 async def test_facts_of_the_script_are_those_of_the_server() -> None:
-    async with open_browser() as browser, served_page(EventLog(None, opening()), now()) as url:
+    log = EventLog(None, opening())
+    for number in (40, 80):
+        log.record(ModelEvaluated(at=START + number, results=evaluation(number)))
+    async with open_browser() as browser, served_page(log, now()) as url:
         async with open_window(browser, url) as window:
             shown = await window.page.inner_html("#about")
+            table = await window.page.inner_html("#results")
+            assert HOSTILE in await window.text("#results") and "0.4200" in table and "points" in table
+            await keep_picture(window, "evaluations")
             assert "Ada Lovelace" in shown and window.faults == []
             hostile = {**ABOUT.model_dump(), "description": HOSTILE, "url": "javascript:alert(1)"}
             await window.page.evaluate("showAbout", hostile)
@@ -155,6 +172,7 @@ async def test_facts_of_the_script_are_those_of_the_server() -> None:
         page = await browser.new_page(java_script_enabled=False)
         await page.goto(url)
         assert await page.inner_html("#about") == shown
+        assert await page.inner_html("#results") == table
         await page.close()
 
 

@@ -11,9 +11,9 @@ from node.dashboard.chain_follower import ChainFollower, find_diverged, known_he
 from node.dashboard.events import ChainForked, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain, ChainHead, genesis_head
-from protocol.consensus.messages import MAX_PARTS, ContributionLimits
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
+from protocol.consensus.messages.contributions import MAX_PARTS, ContributionLimits
 from protocol.errors import MalformedError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, PeerRecord
 from tests.node.dashboard.example_events import OPENED, apply_all, joined

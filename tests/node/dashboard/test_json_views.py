@@ -124,6 +124,13 @@ def test_seconds_left_follow_from_the_token_target() -> None:
     assert summary(apply_all(events), 1.0)["progress"] == 0.5
 
 
+def test_validation_of_a_mixture_has_a_loss_for_each_source() -> None:
+    losses = {"code": 1.5, "books": 2.5}
+    state = apply_all([*RUN, ValidationMeasured(at=1.0, peer=NAMES[0], round=9, loss=2.0, by_source=losses)])
+    assert summary(state, 1.0)["validation_by_source"] == losses and summary(state, 1.0)["validation"] == 2.0
+    assert summary(apply_all(RUN), 1.0)["validation_by_source"] == {}
+
+
 def test_history_is_complete_and_thinned_on_request() -> None:
     state = apply_all([*RUN, ValidationMeasured(at=1.0, peer=NAMES[0], round=3, loss=2.0)])
     columns = history(state, 100)

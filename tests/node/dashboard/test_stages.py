@@ -1,7 +1,7 @@
 """The page of a run whose model is cut into stages: the figures are those of the peers' records."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -10,10 +10,8 @@ from node.dashboard.event_log import EventLog
 from node.dashboard.events import PeerDeparted, PeersUpdated
 from node.dashboard.html_page import render_page
 from node.dashboard.json_views import run_status, snapshot
-from node.dashboard.observer_node import node_handle
 from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import build_peer_report
-from protocol.manifest import Manifest
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.dashboard.example_events import FACTS, NAMES, OPENED, apply_all, joined, peer_report
 from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle, watcher_of
@@ -58,6 +56,18 @@ def test_round_is_that_of_the_stage_behind_and_stays_when_its_peers_leave() -> N
     assert gone.round == 6 and run_status(gone)[0] == "looking"
 
 
+def test_pipeline_is_done_once_all_stages_have_reached_the_target() -> None:
+    """Control: with one stage at the target it is not, and all left is not the end."""
+    target = FACTS.target_rounds or 0
+    for behind, status in ((0, "done"), (1, "empty")):
+        ended = tuple(
+            peer_report(name, stage=stage, round=target - behind * (stage == 1)) for stage, name in enumerate(NAMES[:3])
+        )
+        state = apply_all([PeersUpdated(at=1.0, peers=ended)], run(0, 1, 2))
+        gone = apply_all([PeerDeparted(at=2.0, peer=name, reason="left") for name in NAMES[:3]], state)
+        assert run_status(gone)[0] == status
+
+
 def test_one_of_three_peers_cannot_claim_a_round() -> None:
     state = apply_all(
         [PeersUpdated(at=1.0, peers=(peer_report(NAMES[0], stage=0, round=2**53),))], run(0, 0, 0, opened=CUT)
@@ -97,18 +107,3 @@ async def test_host_asks_nobody_for_a_chain_that_a_pipeline_does_not_have(
             await asyncio.sleep(0)
     watching.cancel()
     assert bool(asked) is not is_cut
-
-
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_host_of_a_pipeline_has_no_whole_model(is_cut: bool) -> None:
-    class FakeNode:
-        def __init__(self, manifest: Manifest) -> None:
-            self.options = self
-            self.manifest = manifest
-            self.revisions = self
-            self.replicas: dict[str, object] = {}
-            self.base = self.identity = self.directory = self.transport = self.log = None
-
-    cut = MANIFEST.pipeline.model_copy(update={"stages": 2 if is_cut else 1})
-    node = FakeNode(MANIFEST.model_copy(update={"pipeline": cut}))
-    assert node_handle(cast(Any, node)).has_model is not is_cut

@@ -5,20 +5,21 @@ from typing import Any
 
 import pytest
 
-from node.dashboard.events import RevisionReport, RunSteered
+from node.dashboard.events import LogOpened, RevisionReport, RunSteered
 from node.dashboard.json_views import run_status, snapshot
 from node.dashboard.page.steering import render_revisions
 from node.dashboard.run_state.steering import AdoptionRecord, revision_values
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain
-from protocol.consensus.messages import Adoption
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.contributions import Adoption
+from protocol.manifest import Manifest
 from protocol.steering.revision_log import SignedRevision
 from tests.node.dashboard.browser import WINDOWS, open_browser, open_window, served_page
 from tests.node.dashboard.example_events import FACTS, committed
 from tests.node.dashboard.test_browser import busy_log, keep_picture, now, require_sound
-from tests.node.dashboard.test_swarm_watcher import ADA, Scene, record
+from tests.node.dashboard.test_swarm_watcher import ADA, FakeNodeHandle, Scene, record, watcher_of
 from tests.node.loop.test_steering import signed_revision
-from tests.node.small_run import RUN_ID, commit_of
+from tests.node.small_run import MANIFEST, RUN_ID, commit_of
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 FIRST = RevisionReport(
@@ -35,8 +36,11 @@ def steered(*reports: RevisionReport, **fields: Any) -> RunSteered:
 class SteeredScene(Scene):
     """A host that watches a run with one trainer, and the revisions that reach it."""
 
-    def __init__(self) -> None:
+    def __init__(self, manifest: Manifest = MANIFEST) -> None:
         super().__init__()
+        facts = FACTS.model_copy(update={"stages": manifest.pipeline.stages})
+        self.event_log.record(LogOpened(at=0.0, facts=facts))
+        self.watcher = watcher_of(FakeNodeHandle(self.directory, manifest=manifest), self.event_log)
         self.directory.records = {ADA: record()}
         self.log = self.watcher._node.revisions
         self.watcher.poll(1.0)
@@ -70,6 +74,26 @@ def test_host_records_a_revision_when_it_hears_of_it_and_when_a_commit_adopts_it
     facts = scene.event_log.state.facts
     assert facts is not None and facts.target_rounds == 7
     assert scene.event_log.state.log[-1].text.endswith("holds from round 5")
+
+
+def test_revision_of_a_pipeline_holds_once_all_stages_have_reached_its_round() -> None:
+    """The host follows no chain of a stage. Control: of a run that is not cut it waits for a commit."""
+    for stages in (2, 1):
+        cut = MANIFEST.pipeline.model_copy(update={"stages": stages, "microbatch": 1})
+        scene = SteeredScene(MANIFEST.model_copy(update={"pipeline": cut}))
+        scene.sign(2, paused=True)
+        found = []
+        for number in (1, 2):
+            scene.directory.records = {
+                name: record(10 * number, stage=stage, stage_life=1, round=number + stage - 1)
+                for name, stage in ((ADA, 1), ("bob", 2))
+            }
+            for _ in range(2):  # the second time sees the round that the first has recorded
+                scene.watcher.poll(1.0 + number)
+            steered = scene.event_log.state.steered
+            found.append((scene.shown(), steered is not None and steered.is_paused))
+        assert found[0] == ([(1, None)], False)
+        assert found[1] == (([(1, 2)], True) if stages > 1 else ([(1, None)], False))
 
 
 def test_page_says_that_a_run_is_paused_and_for_how_long_a_target_holds() -> None:

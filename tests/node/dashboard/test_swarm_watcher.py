@@ -19,11 +19,13 @@ from node.dashboard.swarm_watcher import (
     build_peer_report,
 )
 from node.receipts.commit_file import CommitFileHeader
-from protocol.consensus.chain import genesis_head
-from protocol.consensus.messages import NOTHING_ADOPTED
+from protocol.consensus.history.chain import genesis_head
+from protocol.consensus.messages.contributions import NOTHING_ADOPTED
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
+from protocol.manifest_data import DataSection, SourceSection
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
+from protocol.membership.source_losses import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revision_log import RevisionLog
 from tests.node.dashboard.example_events import OPENED, committed
@@ -167,6 +169,20 @@ def test_validation_is_recorded_once_and_after_its_round() -> None:
     assert scene.kinds().count("measured") == 1
     row = scene.event_log.state.rows.last
     assert row is not None and row.validation_loss == 2.5
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, {"code": 1.5, "books": 2.5}), (0, {}), (1, {}), (3, {})])
+def test_validation_losses_of_sources_are_named_by_the_manifest(count: int, expected: dict[str, float]) -> None:
+    sources = tuple(SourceSection(name=name, source="text") for name in ("code", "books"))
+    mixture = MANIFEST.model_copy(update={"data": DataSection(sources=sources)})
+    directory, event_log = FakeDirectory(), KindRecordingEventLog()
+    watcher = watcher_of(FakeNodeHandle(directory, manifest=mixture), event_log)
+    losses = encode_source_losses([1.5, 2.5, 3.5][:count])
+    directory.records = {ADA: record(validation_round=1, validation_loss=2.0, validation_by_source=losses)}
+    event_log.record(committed(0))
+    watcher.poll(1.0)
+    row = event_log.state.rows.last
+    assert row is not None and (row.validation_loss, row.validation_by_source) == (2.0, expected)
 
 
 async def test_validation_on_the_chain_after_a_fork_is_recorded() -> None:

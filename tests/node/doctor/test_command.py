@@ -49,7 +49,8 @@ def test_run_is_checked_and_exit_code_shows_the_result(
     run = written(tmp_path)
     code = doctor(run, tmp_path / "node", (), False, True)
     findings = {found["check"]: found for found in json.loads(capsys.readouterr().out)}
-    assert {"version", "device", "run", "key", "data", "model", "memory", "disk", "clock", "ports"} == set(findings)
+    checks = {"version", "device", "run", "key", "data", "model", "memory", "disk", "speed", "clock", "ports"}
+    assert checks == set(findings)
     assert code == (1 if any(found["level"] == "fail" for found in findings.values()) else 0)
     assert not (tmp_path / "node").exists()
     assert doctor(run, tmp_path / "node", (), False, False) == code and "what to do" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from node.doctor.findings import (
     judge_public_peers,
     judge_versions,
 )
+from node.model.memory_estimate import fixed_bytes
 from tests.node.small_run import MANIFEST
 
 NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
@@ -42,6 +43,7 @@ RELAYED = "/ip4/8.8.4.4/tcp/4001/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsK
         (judge_microbatch(MANIFEST, 1e9, "cpu"), "ok"),
         (judge_microbatch(MANIFEST, 4e4, "cuda"), "warn"),
         (judge_microbatch(MANIFEST, 0.0, "cpu"), "fail"),
+        (judge_microbatch(MANIFEST, 0.0, "cuda", 8), "fail"),
         (judge_nat([HOME, PUBLIC], [PUBLIC, PUBLIC]), "ok"),
         (judge_nat([HOME], [PUBLIC]), "warn"),
         (judge_nat([HOME], [PUBLIC, OTHER]), "warn"),
@@ -61,3 +63,11 @@ def test_findings_that_are_not_ok_say_what_to_fix(finding: Finding | None, level
 def test_missing_measurements_give_no_finding() -> None:
     assert judge_nat([HOME], []) is None and judge_nat([HOME], [RELAYED]) is None
     assert judge_dial_back({}, 4001) is None and judge_versions("1.0", {""}) is None
+
+
+def test_other_cards_are_named_where_they_help() -> None:
+    deep = MANIFEST.model_copy(update={"model": MANIFEST.model.model_copy(update={"layers": 64})})
+    free = fixed_bytes(deep, "cuda")
+    alone, together = judge_microbatch(deep, free, "cuda"), judge_microbatch(deep, free, "cuda", 4)
+    assert alone.level == "fail" and alone.mend == "this device is too small for the run"
+    assert together.level == "warn" and together.mend.startswith("use --device all: 4 cards hold a part")

@@ -1,5 +1,6 @@
 """What `murmur join` prints about a run that is over."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,25 @@ def test_newcomer_is_told_the_end_and_where_the_model_is(monkeypatch: pytest.Mon
     ]
 
 
-def test_peer_with_the_model_exports_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_with_the_model_exports_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answering(monkeypatch, 404)
-    assert describe_end(FinishedRun(8, 80, None, is_ours=True), URL, Path("/my node")) == [
+    node, ended = tmp_path / "my node", FinishedRun(8, 80, None, is_ours=True)
+    (node / "checkpoints" / "0000000001.round-8").mkdir(parents=True)
+    assert describe_end(ended, URL, node) == [
         "the run is over: round 8, 80 tokens",
-        "to get the model as a folder: murmur export '/my node' OUT",
+        f"to get the model as a folder: murmur export '{node}' OUT",
     ]
+
+
+def test_peer_with_one_stage_of_the_model_exports_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Control: with the same round of the other stage it has the whole model."""
+    answering(monkeypatch, 404)
+    ended = FinishedRun(8, 80, None, is_ours=True)
+    for folder, stage, number in ((tmp_path, 0, 8), (tmp_path / "stage-1", 1, 7), (tmp_path / "stage-1", 1, 8)):
+        assert describe_end(ended, URL, tmp_path)[-1] == f"to get the model as a folder: murmur export {URL} OUT"
+        (folder / "checkpoints" / f"000000000{number}.round-{number}").mkdir(parents=True)
+        (folder / "stage.json").write_text(json.dumps({"stage": stage, "stages": 2}))
+    assert describe_end(ended, URL, tmp_path)[-1] == f"to get the model as a folder: murmur export {tmp_path} OUT"
 
 
 def test_no_page_is_asked_for_a_file_or_a_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The link to the model on the page, before the run has ended."""
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -45,6 +46,8 @@ async def test_link_follows_the_newest_model(event_log: EventLog, archive: Model
             async with open_window(browser, url, scheme, width) as window:
                 await window.wait_until("document.querySelector('#model').hidden === (state.model === null)")
                 save_round(tmp_path, 7)
+                while event_log.subscriber_count != 1:  # this window listens, and the one before does not any more
+                    await asyncio.sleep(0.01)
                 event_log.broadcast("now", {**summary(event_log.state, NOW), **model_values(archive), "moved": []})
                 await window.wait_until("document.querySelector('#model a')")
                 assert "after round 7" in await window.text("#model") and not await find_unreadable(window)

@@ -16,16 +16,19 @@ from node.daemon.chain_sync import ShownChain
 from node.daemon.outer_state import OuterState, state_bytes
 from node.from_manifest import build_program
 from node.keeper import state_keeper
+from node.keeper.announcing import WholeRunAnnouncer
 from node.keeper.state_folder import KeptState, StateFolder
 from node.keeper.state_keeper import KeeperParts, StateKeeper
+from node.model.hugging_face.weight_files import block_digests
 from node.run_dir import RunDir
 from protocol.blobs.blob import PIECE_BYTES, Blob
-from protocol.consensus.chain import Chain, ChainHead, genesis_head
-from protocol.errors import MalformedError, StorageError, UnreachableError
+from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
+from protocol.errors import CheckpointError, MalformedError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import Manifest, parse_manifest
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revision_log import RevisionLog
+from tests.node.model.weights_folder import start_from_weights
 from tests.node.small_run import TOML, certified, commit_of, until
 from tests.protocol.blobs.fake_sources import ScriptedSource, SourcePool, flip_last_bit
 
@@ -90,9 +93,10 @@ class KeptRun:
             requests=SimpleNamespace(recently_requested=set),
             contacts=("a",),
             revisions=RevisionLog(),
+            announcer=WholeRunAnnouncer(cast(Any, self.directory)),
         )
         keeper = StateKeeper(self.manifest, state_folder, parts, has_one_state=True)
-        keeper.restore()
+        keeper.restore(self.folder)
         return keeper
 
     def make_round(self) -> bytes:
@@ -160,6 +164,16 @@ async def test_before_the_first_state_the_record_says_that_this_host_keeps(run: 
     task.cancel()
     assert run.directory.published["digest"] == genesis_head(run.manifest.run_id).digest
     assert run.directory.published["state_digest"] == b""
+
+
+async def test_host_that_does_not_train_serves_the_weights_with_which_the_run_starts(tmp_path: Path) -> None:
+    run = KeptRun(tmp_path, start_from_weights(MANIFEST, tmp_path / "weights"))
+    assert run.keeper.blob is not None and run.keeper.describe() == "holding the state of round 0"
+    state = bytes(run.keeper.store.read(run.keeper.blob.digest))
+    assert block_digests(run.manifest.model, run.weights(state)) == run.manifest.model.weights
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run.new_keeper()
 
 
 async def test_corrupted_state_of_a_lying_peer_is_refused(run: KeptRun) -> None:

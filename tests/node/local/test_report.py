@@ -118,6 +118,12 @@ def test_lines_of_the_report() -> None:
     assert "    def f():\n        return" in text
 
 
+def test_peers_of_a_pipeline_send_activations_and_are_compared_with_no_all_reduce() -> None:
+    cut = replace(outcome(), stages={"peer-0": 0, "peer-1": 1, "peer-2": 1})
+    text = "\n".join(build_report(MANIFEST, cut, FOUND).lines())
+    assert "with the activations of microbatches" in text and "times fewer" not in text
+
+
 def test_lines_name_peers_that_differ() -> None:
     text = "\n".join(build_report(MANIFEST, outcome(digests=("d", "d", "")), FOUND).lines())
     assert "DIFFER: peer-0 d, peer-1 d, peer-2 none" in text

@@ -6,7 +6,7 @@ import torch
 
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, save
-from node.data import open_source, validation_batches
+from node.data import open_corpus, validation_batches
 from node.local.report import VALIDATION_TOKENS, evaluate_model, validation_losses
 from node.model import build_model, initial_weights, shape_table
 from protocol.errors import CheckpointError
@@ -54,7 +54,7 @@ def test_losses_equal_those_of_one_token_at_a_time(manifest: Manifest) -> None:
     model.load_flat(flat)
     total, count = 0.0, 0
     with torch.no_grad():
-        for batch in validation_batches(open_source(manifest.data, ROOT), manifest.model.context, VALIDATION_TOKENS):
+        for batch in validation_batches(open_corpus(manifest.data, ROOT), manifest.model.context, VALIDATION_TOKENS):
             scores = torch.log_softmax(model(batch[:, :-1]).double(), dim=-1)
             total -= scores.gather(2, batch[:, 1:, None]).sum().item()
             count += batch[:, 1:].numel()

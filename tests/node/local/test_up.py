@@ -16,6 +16,7 @@ from node.local.up import UpOptions, adapt_manifest, build_peer_processes, resol
 from node.run_dir import RunDir
 from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
 from protocol.manifest import load_manifest
+from protocol.manifest_data import DataSection, SourceSection
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +92,9 @@ def test_data_paths_become_absolute(tmp_path: Path, source: str, path: str, expe
     data = given.data.model_copy(update={"source": source, "path": path, "tokenizer": "words.json"})
     made = adapt_manifest(given.model_copy(update={"data": data}), tmp_path, 3, UpOptions())
     assert made.data.path == expected.format(base=tmp_path)
+    mixed = DataSection(sources=(SourceSection.model_validate({"name": "a", "source": source, "path": path}),))
+    made_mixed = adapt_manifest(given.model_copy(update={"data": mixed}), tmp_path, 3, UpOptions())
+    assert made_mixed.data.mixture[0].path == expected.format(base=tmp_path)
     assert made.data.tokenizer == str(tmp_path / "words.json")
 
 

@@ -18,8 +18,8 @@ from node.loop.contributions import (
 )
 from optim.compose import compose
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead, extend_head, genesis_head
-from protocol.consensus.messages import Commit
+from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.messages.contributions import Commit
 from tests.node.small_run import PEERS, PROGRAM, RUN_ID, TERMS, commit_of, program_of
 from tests.optim.fake_peers import Tables, constant
 

@@ -10,8 +10,8 @@ from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.admission.electorate import Electorate
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.manifest import TargetSection
 from protocol.steering.revision_log import RevisionLog
 from protocol.steering.revisions import REFERENCE_MANIFEST

@@ -9,10 +9,10 @@ from node.daemon.inbox import Inbox, MessageReceiver
 from node.loop.events import LoopEvent
 from node.loop.swarm_snapshot import PeerState
 from protocol.conduct.conduct import Conduct
-from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import MisbehaviourSeen
-from protocol.consensus.message_kinds import signed_round
+from protocol.consensus.history.chain import genesis_head
+from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.kinds import signed_round
 from protocol.consensus.rules import view_change
 from protocol.murmur_pb2 import Contribution, Roster, Signed
 from protocol.signing import sign

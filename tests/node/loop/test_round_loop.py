@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from node.ipc.channel import ContributionHeader
 from node.loop.actions import (
     AdoptState,
@@ -47,11 +49,13 @@ from node.loop.round_loop import POLL_SECONDS, RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.loop.syncing import Syncing
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import CertifiedCommit
-from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import Send, VoteRecord
-from protocol.consensus.messages import Adoption, Commit, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import Adoption, Commit
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import make_topology
@@ -249,6 +253,23 @@ def test_newcomer_takes_the_state_of_a_host_that_has_no_blobs_to_replay() -> Non
     assert of_kind(TakeState, follow(is_trainer=False)) and of_kind(ApplyCommit, follow(is_trainer=True))
 
 
+def test_joiner_trains_once_it_holds_the_state_of_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that is ready serves its stage of a pipeline. The control starts it with the initial weights."""
+
+    def join() -> tuple[LoopUnderTest, list[LoopAction]]:
+        peer = LoopUnderTest()
+        peer.meet(friend=PeerState(chain_of(2)[0].head, STATE.digest, is_trainer=False))
+        return peer, peer.post(Started())
+
+    peer, actions = join()
+    actions += peer.post(PathFound(offer_of(chain_of(2)[0], STATE, word=True)))
+    assert of_kind(TakeState, actions) and not of_kind(StartTrainer, actions)
+    peer.chain.switch_to(chain_of(2)[0].head, chain_of(2)[0].log)
+    assert of_kind(StartTrainer, peer.post(StateInstalled(STATE.digest), HeadPublished()))
+    monkeypatch.setattr(Syncing, "is_behind", lambda self, now: False)
+    assert of_kind(StartTrainer, join()[1])
+
+
 def test_restarted_peer_of_a_run_that_is_over_starts_no_trainer() -> None:
     peer = LoopUnderTest(target_rounds=1, has_contacts=True, expiry=3.0, keepers=1)
     peer.chain.append(chain_of(1)[1][0])
@@ -402,6 +423,21 @@ def test_state_of_a_chain_is_not_taken_without_the_revisions_that_the_chain_has_
         assert bool(of_kind(TakeState, actions)) == is_taken
         reasons = [action.line for action in of_kind(ReportRecovered, actions)]
         assert is_taken or "revisions of the organiser that are not known here" in reasons[0]
+
+
+def test_paused_stage_serves_on_until_the_other_stages_have_reached_the_pause() -> None:
+    """Its trainer computes what the others need for their last round. Control: nobody is behind, and it rests."""
+    for other_stages, phase in ((-1, "waiting for peers"), (0, "paused")):
+        peer = LoopUnderTest()
+        pause = signed_revision((), 0, paused=True)
+        peer.log.add(pause)
+        peer.start()
+        peer.loop.session.close()
+        peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest), peer.chain.log)
+        seen = SwarmSnapshot({ME: PeerState(peer.chain.head, peer.loop.state)}, other_stages=other_stages)
+        actions = [*peer.post(SwarmChanged(seen)), *peer.pass_time(1.0)]
+        assert bool(of_kind(SetResting, actions)) == (phase == "paused") and not peer.loop.session.is_open
+        assert of_kind(ReportPhase, actions)[-1].phase == phase
 
 
 def test_paused_run_opens_no_round_and_goes_on_with_the_news() -> None:

@@ -11,7 +11,7 @@ from node.loop.round_loop import POLL_SECONDS
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.syncing import FORK_CONFIRM_SECONDS
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.history.chain import Chain, ChainHead
 from tests.certificates import offer_of
 from tests.node.loop.test_round_loop import FRIEND, ME, OTHER, STATE, LoopUnderTest, head_state, of_kind
 from tests.node.small_run import PEERS, RUN_ID, certified, commit_of

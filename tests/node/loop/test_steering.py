@@ -9,8 +9,9 @@ import pytest
 from node.loop.steering import Steering
 from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import Chain
-from protocol.consensus.messages import Adoption, SignedMessage
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.signing import sign
 from protocol.steering.revision_log import RevisionLog, SignedRevision

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from node.ipc.device_use import DeviceUse
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus, fetch_status
 from protocol.errors import UsageError
@@ -166,8 +167,22 @@ async def test_documented_figures_of_training_exist_in_status_and_metrics() -> N
     page = (Path(__file__).parents[3] / "docs" / "reference" / "status.md").read_text()
     table = page.split("## Figures of training")[1].split("## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", table, re.MULTILINE))
-    assert len(rows) == 7 and rows.keys() <= NodeStatus.model_fields.keys()
+    assert len(rows) == 8 and rows.keys() <= NodeStatus.model_fields.keys()
     status = STATUS.model_copy(update=dict.fromkeys(rows, 0.5))
     async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(status)) as port:
         values = samples((await get(port, "/metrics"))[2])
     assert {name: values[name, ()] for name in rows.values()} == dict.fromkeys(rows.values(), 0.5)
+
+
+async def test_each_of_several_cards_has_its_own_figures() -> None:
+    cards = (DeviceUse(share=0.5, memory=1, memory_total=4), DeviceUse(memory=2, memory_total=4))
+    async with serve_metrics(LOOPBACK, Metrics(), FixedStatus(STATUS.model_copy(update={"cards": cards}))) as port:
+        values = samples((await get(port, "/metrics"))[2])
+    found = {key: value for key, value in values.items() if key[0].startswith("murmur_card")}
+    assert found == {
+        ("murmur_card_use", ("0",)): 0.5,
+        ("murmur_card_memory_bytes", ("0",)): 1,
+        ("murmur_card_memory_bytes", ("1",)): 2,
+        ("murmur_card_memory_total_bytes", ("0",)): 4,
+        ("murmur_card_memory_total_bytes", ("1",)): 4,
+    }

@@ -7,7 +7,7 @@ from typing import get_args
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.stage_table import ServedStage, build_stage_table
 from node.monitoring.status import NodeStatus
-from node.pipeline.pipeline import SERVED_COUNTS
+from node.pipeline.microbatch_counts import SERVED_COUNTS
 from node.pipeline.stage_peers import served_stages
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.course import DropReason

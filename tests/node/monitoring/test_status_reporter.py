@@ -7,7 +7,6 @@ import pytest
 
 from node.ipc.channel import (
     ContributionHeader,
-    DeviceUse,
     Evaluated,
     PauseChanged,
     Ready,
@@ -15,14 +14,16 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
+from node.ipc.device_use import DeviceUse
 from node.loop.contributions import SettledContribution, StoredContribution
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus, Phase
 from node.monitoring.status_reporter import StatusReporter
 from protocol.blobs.blob import Blob
-from protocol.consensus.chain import ChainHead
-from protocol.consensus.messages import AppliedContributions, Commit
+from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.errors import ForgedError, MalformedError
+from protocol.membership.source_losses import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import PEERS, commit_of
 
@@ -63,6 +64,16 @@ def test_status_has_trainer_messages_and_fields_of_sources(reporter: StatusRepor
     assert (status.step, status.tokens, status.loss, status.seconds) == (7, 70, 2.5, {"compute": 1.0})
     assert (status.validation_loss, status.validation_round, status.peers) == (2.0, 3, 4)
     assert status.since > 0
+
+
+def test_validation_of_a_mixture_is_shown_by_source(reporter: StatusReporter) -> None:
+    reporter.set_head(ChainHead(3, bytes(32), 0), bytes(32))
+    reporter.on_trainer_message(Evaluated(round=3, loss=2.0, tokens=10))
+    assert reporter.status().describe_validation() == "validation 2.000"
+    reporter.on_trainer_message(Evaluated(round=3, loss=2.0, tokens=10, by_source={"code": 1.5, "books": 2.5}))
+    status = reporter.status()
+    assert status.describe_validation() == "validation 2.000 (code 1.500, books 2.500)"
+    assert status.record_fields()["validation_by_source"] == encode_source_losses((1.5, 2.5))
 
 
 def test_learning_rate_and_device_use_reach_the_record(reporter: StatusReporter) -> None:

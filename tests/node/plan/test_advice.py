@@ -29,7 +29,7 @@ def test_good_layout_has_no_warnings() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"activations": "fp32", "width": 512}, 'write pipeline.activations = "bf16"'),
+        ({"activations": "fp32", "width": 512}, 'write pipeline.activations = "int8" or model.subspace = 64, use'),
         ({"in_flight": 1}, "pipeline.in_flight = 1 is too small for these peers and round trips; write about"),
         ({"memory": 2**27}, "pipeline.memory holds"),
         ({"batch_tokens": 4 * 2048}, "write train.batch_tokens = 98304"),

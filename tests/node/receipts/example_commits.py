@@ -14,9 +14,10 @@ from node.receipts.commit_file import (
 from node.receipts.commit_log import CommitLog
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.certified import CertifiedCommit, ChainLog
-from protocol.consensus.chain import Chain, ChainHead, extend_head, genesis_head
-from protocol.consensus.messages import Commit, Contribution, SignedMessage
+from protocol.consensus.history.certified import CertifiedCommit, ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
+from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from tests.node.small_run import PEERS, RUN_ID, SHAPES, certified, stated
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from node.receipts.chain_recorder import append_new_commits
-from protocol.consensus.certified import ChainLog
-from protocol.consensus.chain import Chain
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain
 from tests.node.receipts.example_commits import THREE_PEERS, chain, chain_to, head_after, log_in, log_of
 from tests.node.small_run import RUN_ID
 

@@ -107,9 +107,9 @@ def test_log_of_another_run_is_refused(tmp_path: Path) -> None:
         CommitLog.open(tmp_path / COMMIT_FILE_NAME, other)
 
 
-def test_header_survives_with_and_without_an_organiser(tmp_path: Path) -> None:
-    for organiser in ("", MARY.peer_id):
-        header = CommitFileHeader("cd" * 32, "streaming-diloco", bytes(32), organiser)
+def test_header_survives_with_and_without_an_organiser_and_a_whole_run(tmp_path: Path) -> None:
+    for organiser, whole_run in (("", ""), (MARY.peer_id, ""), (MARY.peer_id, "ab" * 32)):
+        header = CommitFileHeader("cd" * 32, "streaming-diloco", bytes(32), organiser, whole_run=whole_run)
         (tmp_path / "file").write_bytes(header.to_line())
         with (tmp_path / "file").open("rb") as file:
             assert read_header(file, tmp_path) == header

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from node.audits.inner_state import InnerState
+from node.data import Corpus
 from node.ipc.channel import ContributionHeader
 from node.simulation.adversary import Adversaries, LieKind
 from node.simulation.swarm import VirtualSwarm
 from node.simulation.virtual_trainer import VirtualTrainer
+from node.step_settings import step_settings
 from optim.method import Method
 from optim.recipes import RECIPES
 from protocol.manifest import AuditSection
+from protocol.manifest_data import DataSection, PhaseSection, SourceSection
 from tests.node.simulation.test_swarm import BLOCKS, shortened
-from tests.node.simulation.virtual_swarm import make_config, make_corpus, make_method
+from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +59,31 @@ def test_every_lie_is_found_and_nobody_else_is_accused(lie: LieKind) -> None:
     assert not swarm.audits.struck
 
 
+def mixing_swarm() -> VirtualSwarm:
+    """Run a swarm whose peers read two sources, with other weights from half of the run on."""
+    method, text = make_method("sparseloco", 2), make_corpus()
+    sources = [SourceSection(name=name, source="text", weight=weight) for name, weight in (("a", 1.0), ("b", 3.0))]
+    phase = PhaseSection(tokens=8 * BATCH, weights={"a": 5.0, "b": 1.0})
+    config = make_config(3, 8)
+    manifest = config.manifest.model_copy(
+        update={"audits": AuditSection(share=1.0), "data": DataSection(sources=tuple(sources), phases=(phase,))}
+    )
+    corpus = Corpus(tuple(replace(text.sources[0], config=source) for source in sources))
+    swarm = VirtualSwarm(replace(config, manifest=manifest), method, corpus, lambda *_: None, lambda: None)
+    swarm.run()
+    return swarm
+
+
+def test_auditor_draws_from_the_sources_by_the_weights_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    audits = mixing_swarm().audits
+    assert audits is not None and set(audits.verdicts) == {"equal"} and audits.verdicts["equal"] >= 4
+    monkeypatch.setattr(
+        "node.simulation.virtual_audits.step_settings", lambda manifest, *_: step_settings(manifest, 0, 0)
+    )
+    forgetful = mixing_swarm().audits
+    assert forgetful is not None and forgetful.verdicts["different"] >= 1, "the negative control"
+
+
 def test_only_a_share_is_audited() -> None:
     swarm = audited_swarm(make_method("diloco", 1), 5, 20, share=0.1)
     assert swarm.audits is not None
@@ -63,7 +91,7 @@ def test_only_a_share_is_audited() -> None:
 
 
 def inflate_residual(trainer: VirtualTrainer, header: ContributionHeader) -> None:
-    trainer.state.residual += 1.0
+    trainer.state.residual.add_(1.0)
 
 
 def test_peer_that_invents_an_inner_state_never_passes(monkeypatch: pytest.MonkeyPatch) -> None:

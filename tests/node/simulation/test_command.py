@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from node.recipes_command import describe_recipe, show_recipes
 from node.simulation import command
@@ -53,7 +54,9 @@ def test_table_is_printed_although_the_plot_cannot_be_written(
 
 
 def test_comparison_for_people(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(2)
     simulate(replace(OPTIONS, peers=2, steps=4, seeds=1, run=manifest))
+    assert torch.get_num_threads() == 1, "the losses of a seed depend on no number of cores"
     printed = capsys.readouterr()
     assert "data-parallel" in printed.out and "round machines" in printed.out
     assert "inner steps" in printed.err

@@ -101,7 +101,7 @@ def test_data_parallel_with_equal_data_equals_one_peer(monkeypatch: pytest.Monke
         ).validation_loss
 
     assert loss(2) != pytest.approx(loss(1), abs=1e-6)
-    monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer: seed)
+    monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer, source: seed)
     assert loss(2) == pytest.approx(loss(1), abs=1e-6)
 
 

@@ -8,10 +8,11 @@ import pytest
 from node.model import shape_table
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from node.simulation.virtual_peer import VirtualPeer
-from protocol.consensus.leader import Leader
 from protocol.consensus.pacing import Pacing
+from protocol.consensus.views.leader import Leader
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection, ModelSection
+from protocol.manifest import AdmissionSection
+from protocol.manifest_model import ModelSection
 from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
 
 pytestmark = pytest.mark.slow

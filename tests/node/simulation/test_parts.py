@@ -1,7 +1,11 @@
 """Fake signer, shared compute, accounting, batched round machine and curves, each alone."""
 
+import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from node.simulation.fake_signer import FakeSigner
 from node.simulation.measurement import CurvePoint, CurveRecorder, Evaluator, compute_result
 from node.simulation.plot import mean_curve
 from node.simulation.shared_compute import KEPT_ROUNDS, AppliedState, SharedCompute
-from node.simulation.swarm import simulated_peer_id
+from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from optim.exchange import ContributionEncoder
 from optim.layout import Layout
 from optim.round_plan import RoundPlanner
@@ -22,8 +26,9 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Action, Event
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.message_kinds import ReducedPart
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits, Roster, SignedMessage
+from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits, Roster
+from protocol.consensus.messages.kinds import ReducedPart
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import MissingFileError
 from protocol.identity import Identity
 from protocol.signing import sign
@@ -87,7 +92,7 @@ PROGRAM = RoundPlanner(
 
 
 def make_shared_compute(replicas: int = 1) -> SharedCompute:
-    return SharedCompute(PROGRAM, lambda step: 1.0, OuterState.initial(torch.zeros(NUMEL), PROGRAM.method), replicas)
+    return SharedCompute(PROGRAM, lambda *_: 1.0, OuterState.initial(torch.zeros(NUMEL), PROGRAM.method), replicas)
 
 
 def commit_of(shared: SharedCompute, scale: float) -> Commit:
@@ -163,6 +168,51 @@ def test_accounting_detects_inconsistencies() -> None:
     invented = signed_message(signer, PEERS[0], contribution(b"another", b"c" * 32))
     with pytest.raises(AssertionError, match="not under way"):
         ledger.record_commit(Commit(0, 0, b"c" * 32, (invented,), ()))
+
+
+def test_commit_of_dead_peers_is_withdrawn_with_its_successors() -> None:
+    ledger, signer = Accounting(), FakeSigner(TERMS)
+    parts = (Blob.of(b"payload"),)
+    for peer in PEERS[:2]:
+        ledger.record_contribution(peer, message(0), parts)
+    first, second = (signed_message(signer, peer, contribution()) for peer in PEERS[:2])
+    commit = Commit(0, 0, b"b" * 32, (first,), ())
+    ledger.record_commit(commit)
+    head = hashlib.sha256(b"b" * 32 + commit.content_digest).digest()
+    ledger.record_commit(Commit(1, 0, head, (), ()))
+    ledger.record_end(PEERS[0], 0, "included")
+    ledger.withdraw(b"b" * 32)
+    lost = ledger.contributions[PEERS[0], 0]
+    assert (ledger.commits, lost.times_included, lost.end) == ({}, 0, "died")
+    ledger.record_commit(Commit(0, 0, b"b" * 32, (second,), ()))
+    assert [*ledger.commits] == [b"b" * 32] and ledger.contributions[PEERS[1], 0].times_included == 1
+
+
+@dataclass
+class KnownCommits:
+    """The chain of a peer that knows one commit of round 0."""
+
+    commit: Commit
+    is_alive: bool
+
+    def as_peer(self) -> Any:
+        log = SimpleNamespace(commits=[SimpleNamespace(body=self.commit)])
+        return SimpleNamespace(is_alive=self.is_alive, chain=SimpleNamespace(round=1, log=log))
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_round_is_decided_again_only_if_nobody_alive_knows_its_commit(is_alive: bool) -> None:
+    swarm = VirtualSwarm(make_config(2, 4), make_method("diloco", 2), make_corpus(), lambda *_: None, lambda: None)
+    signer = FakeSigner(TERMS)
+    for peer in PEERS[:2]:
+        swarm.accounting.record_contribution(peer, message(0), (Blob.of(b"payload"),))
+    entries = [signed_message(signer, peer, contribution()) for peer in PEERS[:2]]
+    before, after = (Commit(0, 0, b"b" * 32, (entry,), ()) for entry in entries)
+    swarm.peers = {PEERS[0]: KnownCommits(before, is_alive).as_peer(), PEERS[1]: KnownCommits(after, True).as_peer()}
+    swarm.record_commit(before)
+    with pytest.raises(AssertionError, match="two commits") if is_alive else nullcontext():
+        swarm.record_commit(after)
+    assert swarm.accounting.commits == {b"b" * 32: before if is_alive else after}
 
 
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])

@@ -25,7 +25,7 @@ from optim.options import Scalar
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
 from protocol.errors import MurmurError
-from protocol.manifest import ModelSection
+from protocol.manifest_model import ModelSection
 from tests.node.simulation.virtual_swarm import BATCH, Tables, make_config, make_method, run_to_target
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_two_peers_with_the_same_data_equal_one(recipe: str, monkeypatch: pytest
     # The token count is part of the state, and is twice as large with two peers.
     whole: Tables = {"update": {"shorten": False}} if recipe == "diloco" else {}
     assert end(2) != end(1)  # different data does matter
-    monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer: seed)
+    monkeypatch.setattr(node.data.batches, "order_key", lambda seed, peer, source: seed)
     assert end(2) == end(1)
 
 
@@ -228,7 +228,7 @@ def test_contributions_of_liars(kind: LieKind) -> None:
     composed = make_method("averaging", 1, {"codec": {"kind": "none"}})
     delta = torch.linspace(-1, 1, 100)
     sender = LyingEncoder(RoundPlanner(composed, Layout(((100,),)), 1), kind, 0)
-    sent = composed.codec.decode(sender.encode(0, delta, torch.zeros(100))[0], 100)
+    sent = composed.codec.decode(sender.encode(0, delta.clone(), torch.zeros(100))[0], 100)
     works = ("fewer-steps", "wrong-data", "garbled-text", "stale-replay", "late-replay", "quiet-backdoor")
     true = dict.fromkeys(("alie", "copy", *works), delta)
     expected = true | {
@@ -251,7 +251,7 @@ def test_liars_know_what_the_honest_send() -> None:
     planner = RoundPlanner(composed, Layout(((100,),)), 1)
     deltas = [torch.linspace(-1, 1, 100), torch.linspace(0, 1, 100)]
     sent = [
-        bytes(ObservedEncoder(planner, slot, espionage).encode(0, delta, torch.zeros(100))[0])
+        bytes(ObservedEncoder(planner, slot, espionage).encode(0, delta.clone(), torch.zeros(100))[0])
         for slot, delta in enumerate(deltas)
     ]
     rows = torch.stack(deltas)

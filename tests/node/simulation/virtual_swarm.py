@@ -15,16 +15,10 @@ from node.simulation.swarm import VirtualSwarm
 from optim.compose import compose
 from optim.method import Method
 from optim.options import Scalar
-from protocol.manifest import (
-    DataSection,
-    Manifest,
-    MembershipSection,
-    ModelSection,
-    RoundSection,
-    RunSection,
-    TrainSection,
-)
+from protocol.manifest import Manifest, MembershipSection, RoundSection, RunSection, TrainSection
 from protocol.manifest import MethodSection as MethodTable
+from protocol.manifest_data import DataSection
+from protocol.manifest_model import ModelSection
 
 torch.set_num_threads(1)
 MODEL = ModelSection(vocabulary=32, width=16, layers=1, heads=2, hidden=40, context=16)
@@ -37,7 +31,7 @@ def make_corpus() -> Corpus:
     chance = random.Random(0)
     text = b" ".join(chance.choice(WORDS) for _ in range(4000))
     tokens = np.frombuffer(text, np.uint8) % 32
-    return Corpus(TokenArray([tokens[:20_000]]), TokenArray([tokens[20_000:]]), 32)
+    return Corpus.of(TokenArray([tokens[:20_000]]), TokenArray([tokens[20_000:]]), 32)
 
 
 def make_config(

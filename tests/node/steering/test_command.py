@@ -1,16 +1,18 @@
 """`murmur steer`: what it makes of its words, and what it says where it cannot steer."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from node.steering.command import SteerOptions, changes_of, choose_round, parse_assignments, steer
+from node.steering.command import SteerOptions, changes_of, choose_round, parse_assignments, require_source_names, steer
 from node.steering.round_clock import RoundClock
 from protocol.errors import MissingFileError, MurmurError, OrganiserError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.manifest_data import DataSection
 from protocol.steering.revisions import RevisedManifest
 from tests.node.small_run import MANIFEST
 
@@ -24,9 +26,11 @@ def test_assignments_take_numbers_words_and_none() -> None:
             "target.rounds = 200",
             "target.tokens=none",
             "about.description=A run, go on = yes",
+            "data.weights={code = 1, books = 2.5}",
         ]
     )
     assert found == {
+        "data.weights": {"code": 1, "books": 2.5},
         "train.learning_rate": 1e-3, "target.rounds": 200, "target.tokens": None,
         "about.description": "A run, go on = yes",
     }  # fmt: skip
@@ -105,3 +109,14 @@ def test_who_may_not_steer_is_told_before_anybody_is_asked(
     with pytest.raises(kind, match=words):
         steer(options)
     assert not (tmp_path / "state" / "murmur" / "organiser.key").exists(), "a key that is made now steers nothing"
+
+
+def test_new_weights_must_name_the_sources(tmp_path: Path) -> None:
+    single = MANIFEST.data
+    sources = [{"name": name, "source": "text", "path": "*.txt"} for name in ("code", "books")]
+    mixture = DataSection.model_validate_json(json.dumps({"sources": sources}))
+    require_source_names(mixture, {"books": 1.0, "code": 2.0})
+    require_source_names(mixture, None)
+    for data, words in ((mixture, "name each source once: code, books"), (single, "this run has only one")):
+        with pytest.raises(UsageError, match=words):
+            require_source_names(data, {"code": 1.0})

@@ -12,7 +12,7 @@ import pytest
 
 from node.steering import keeper as keeper_module
 from node.steering.keeper import CALL_BURST, RevisionKeeper, exchange_revisions
-from protocol.consensus.messages import SignedMessage
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import Identity, PeerId
 from protocol.manifest import Manifest
