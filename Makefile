@@ -11,10 +11,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+# To collect all ten thousand tests takes each pytest, and each of its workers, five seconds.
+PROCESSES := tests/swarm tests/pipelines tests/test_package.py tests/node/test_process_environment.py
+SEEDS := tests/simulation tests/protocol/pipeline
 # Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check warmup modules processes test-long ordeals hostile seeds links proto dist image image-check clean
+.PHONY: demo quick test check warmup modules processes test-long ordeals hostile seeds links rare proto dist image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
@@ -24,7 +27,7 @@ quick: check
 
 test: check modules processes
 
-test-long: ordeals hostile seeds links
+test-long: ordeals hostile seeds links rare
 
 check: .venv/installed-for-tests
 	$(BIN)/ruff check .
@@ -37,20 +40,23 @@ warmup: .venv/installed-for-tests  # compile the kernels once for all processes 
 modules: warmup
 	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
 
-processes: .venv/installed-for-tests
-	$(BIN)/pytest -m "swarm and not ordeal and not hostile"
+processes: .venv/installed-for-tests  # two swarms at a time: peers wait for each other, and for what starts
+	$(BIN)/pytest $(PROCESSES) -n 2 --dist loadfile -m "swarm and not ordeal and not hostile and not rare"
 
 ordeals: .venv/installed-for-tests
-	$(BIN)/pytest -m ordeal
+	$(BIN)/pytest tests/swarm -n 2 --dist loadfile -m ordeal
 
 hostile: .venv/installed-for-tests
-	$(BIN)/pytest -m hostile
+	$(BIN)/pytest tests/hostile -m hostile
 
 seeds: .venv/installed-for-tests
-	$(BIN)/pytest -n logical --dist loadfile -p no:cacheprovider --timeout 900 -m seeds
+	$(BIN)/pytest $(SEEDS) -n logical --dist loadfile -p no:cacheprovider --timeout 900 -m seeds
 
 links: .venv/installed-for-tests  # two laboratories at a time: links wait more than they compute
-	$(BIN)/pytest -n 2 --dist loadfile -m netlab
+	$(BIN)/pytest tests/netlab -n 2 --dist loadfile -m "netlab and not rare"
+
+rare: .venv/installed-for-tests
+	$(BIN)/pytest -m rare
 
 proto: .venv/installed-for-tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \

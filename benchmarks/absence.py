@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.endurance.run_control import make_manifest
-from node.data import open_source, validation_batches
+from node.data import open_corpus, validation_batches
+from node.data.batches import VALIDATION_TOKENS
 from node.from_manifest import build_program
 from node.ipc.channel import ContributionOutcome
 from node.model import build_model, initial_weights
-from node.simulation.measurement import VALIDATION_TOKENS
 from node.simulation.virtual_trainer import VirtualTrainer
 from node.trainer.inner_step import validation_loss
 from optim.compose import compose
@@ -61,7 +61,7 @@ class Peers:
     """All of them, and the state that they agree on."""
 
     def __init__(self, manifest: Manifest, method: Method) -> None:
-        corpus, weights = open_source(manifest.data, Path()), initial_weights(manifest.model, manifest.run.seed)
+        corpus, weights = open_corpus(manifest.data, Path()), initial_weights(manifest.model, manifest.run.seed)
         self._program = build_program(manifest, method)
         self._agreed = FakePeer(self._program)
         self._round = 0

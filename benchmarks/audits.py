@@ -23,16 +23,9 @@ from node.simulation.adversary import Adversaries, LieKind
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
 from optim.compose import compose
-from protocol.manifest import (
-    AuditSection,
-    DataSection,
-    Manifest,
-    MethodSection,
-    ModelSection,
-    RoundSection,
-    RunSection,
-    TrainSection,
-)
+from protocol.manifest import AuditSection, Manifest, MethodSection, RoundSection, RunSection, TrainSection
+from protocol.manifest_data import DataSection
+from protocol.manifest_model import ModelSection
 
 LIES: tuple[LieKind, ...] = ("fewer-steps", "wrong-data", "stale-replay", "zero", "random")
 MODEL = ModelSection(vocabulary=32, width=16, layers=1, heads=2, hidden=40, context=16)
@@ -44,7 +37,7 @@ def make_corpus() -> Corpus:
     chance = random.Random(0)
     words = [bytes(chance.randbytes(5)) for _ in range(40)]
     tokens = np.frombuffer(b" ".join(chance.choice(words) for _ in range(4000)), np.uint8) % 32
-    return Corpus(TokenArray([tokens[:20_000]]), TokenArray([tokens[20_000:]]), 32)
+    return Corpus.of(TokenArray([tokens[:20_000]]), TokenArray([tokens[20_000:]]), 32)
 
 
 def run_swarm(share: float, rounds: int, seed: int, lie: LieKind | None = None) -> VirtualSwarm:

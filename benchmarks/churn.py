@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.endurance.run_control import has_reached, make_manifest, run_until, wait_for_agreement
 from benchmarks.endurance.run_observer import Curve, RunObserver, Standstill, loss_at
-from node.data import open_source
+from node.data import open_corpus
 from node.from_manifest import build_program
 from node.local.peer_process import PeerProcess
 from node.simulation.comparison import run_simulation
@@ -177,7 +177,7 @@ def virtual(share: float, rounds: int, seeds: int, peers: int) -> Report:
     report, lost = Report(), 0.0
     for seed in range(seeds):
         manifest = make_manifest(seed, VIRTUAL_STEPS, peers)
-        corpus = open_source(manifest.data, Path())
+        corpus = open_corpus(manifest.data, Path())
         outcomes = []
         for churn in (0.0, share):
             links = (MEGABITS * 1e6 / 8,) * peers

@@ -27,7 +27,7 @@ from typing import Any, Final, get_args
 import numpy as np
 import torch
 
-from node.data import Corpus, open_source, validation_batches
+from node.data import Corpus, open_corpus, validation_batches
 from node.data.corpus import TokenArray
 from node.simulation.adversary import LIE_KINDS, TARGET, TRIGGER, Adversaries, LieKind
 from node.simulation.config import SimulationConfig, default_manifest
@@ -36,7 +36,7 @@ from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from optim.compose import compose
 from optim.recipes import OptionTables
 from protocol.errors import MurmurError
-from protocol.manifest import ModelSection
+from protocol.manifest_model import ModelSection
 
 PEERS, LIARS, SEEDS, INNER_STEPS, ROUNDS = 10, 2, 3, 4, 40
 STEPS: Final = INNER_STEPS * ROUNDS
@@ -109,11 +109,12 @@ class Laboratory:
 
     @cached_property
     def _corpus(self) -> Corpus:
-        corpus = open_source(default_manifest(STEPS).data, Path())
-        training = corpus.training
+        corpus = open_corpus(default_manifest(STEPS).data, Path())
+        source = corpus.sources[0]
+        training = source.training
         if isinstance(training, TokenArray):  # one shard is read several times faster than a thousand files
             training = TokenArray([training.read(0, len(training)).astype(np.uint16)])
-        return replace(corpus, training=training)
+        return replace(corpus, sources=(replace(source, training=training),))
 
     def run(self, setting: Setting, cell: Cell) -> dict[str, Any]:
         """Run a cell; a run that diverges has the loss of a model that knows nothing."""

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from node.data import BatchReader, Corpus, open_source, validation_batches
+from node.data import BatchReader, Corpus, open_corpus, validation_batches
 from node.data.corpus import TokenArray
 from node.data.text_files import find_stdlib_files
 from node.model import build_model, initial_weights
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validation_loss
 from optim.inner.adamw import AdamW
-from protocol.manifest import DataSection, Manifest, load_manifest
+from protocol.manifest import Manifest, load_manifest
+from protocol.manifest_data import DataSection
 
 DOCUMENTS, DOCUMENT_BYTES, LONG_BYTES = 200, 5500, 2_000_000
 SEQUENCES = 32
@@ -77,7 +78,7 @@ def make_texts() -> list[str]:
 def measure(texts: Sequence[str], folder: Path, steps: int) -> Iterator[Report]:
     manifest = load_manifest(Path(__file__).parents[1] / "configs" / "test.toml")
     for name, config in write_sources(texts, folder):
-        corpus, context = open_source(config, folder), manifest.model.context
+        corpus, context = open_corpus(config, folder), manifest.model.context
         reader = BatchReader(corpus, context, 0, "peer")
         yield report_of(name, texts, manifest, corpus, lambda reader=reader: reader.next_batch(SEQUENCES), steps)  # type: ignore[misc]
         if name == "text":
@@ -95,7 +96,7 @@ def write_sources(texts: Sequence[str], folder: Path) -> Iterator[tuple[str, Dat
 
 def batches_in_order(corpus: Corpus, context: int) -> Callable[[], Tensor]:
     """Return a reader of consecutive windows."""
-    tokens, starts = corpus.training, iter(range(0, 10**12, context))
+    tokens, starts = corpus.sources[0].training, iter(range(0, 10**12, context))
     assert isinstance(tokens, TokenArray)
 
     def next_batch() -> Tensor:

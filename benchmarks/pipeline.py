@@ -1,6 +1,7 @@
 """How much of its peers' compute a pipeline uses over real connections, and what a microbatch costs their daemons.
 
-    python benchmarks/pipeline.py [--unit 1.0] [--seconds 40] [--parts routing everybody local uneven hop] [--json]
+    python benchmarks/pipeline.py [--unit 1.0] [--seconds 40] [--json]
+        [--parts routing everybody local uneven flow hop shaped ratio]
 
 Each peer is a process with the product's transport, directory, calls, activation memory and pipeline; its trainer
 sleeps for a quarter of 1 / rate in a forward pass and for three quarters in a backward pass, and writes a result of the
@@ -14,6 +15,14 @@ right size. Four stages; rates 1:2:4:8 times `--unit` microbatches a second in e
   flight of each: as many together as the open steps of a stage take.
 - `uneven`: the same at rates 1:2:4:8, with four in flight of each of 16 peers.
 - `hop`: Ask, fetch of 1 MiB, compute slot and Tell of a task without compute, one microbatch in flight.
+- `flow`: three stages of one peer each, activations of 4 MiB: `mb_per_second` that the middle peer downloads, with as
+  many uploads, and the delays of its event loop and of small calls meanwhile and before (`idle`).
+- `shaped`: two equal peers at each stage, each behind a link of 100 Mbit/s, with a round trip of 50 ms: the fraction of
+  the ideal as `measured` and as `murmur plan` has `predicted` it. With eight microbatches in flight of each peer,
+  `few` with two, and `thin` on links of 10 Mbit/s, which are too slow. Needs root, iproute2, nftables and
+  iptables.
+- `ratio`: `local.ratio`, the loss of a pipeline over that of full replicas at equal tokens, by the simulator (real
+  gradients, virtual time; see `benchmarks/pipeline_local.py`): processes on two cores would take an hour.
 
 Exit code 1 where a figure misses its target; the reason is printed with it.
 """
@@ -26,6 +35,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.pipeline_local import PIPELINE, REPLICAS, measure
+from benchmarks.pipelining.shaped import measure_window, predicted_fraction
 from benchmarks.pipelining.swarm import Setting, Swarm, Window
 
 STAGES = 4
@@ -37,15 +48,22 @@ WARM_SECONDS = 20.0
 STRAGGLER_SECONDS = 10.0  # until routes must have changed
 IDLE_SECONDS = 6.0
 HOP_SECONDS = 15.0
+FLOW_BYTES, FLOW_RATE, FLOW_PEERS = 4 * 1024 * 1024, 7.0, 3  # 56 MiB/s through the middle peer
+FLOW_TARGET, MAX_LOOP_DELAY_MS = 50.0, 500.0  # of the shortest heartbeat of our configurations
 STRAGGLER = STAGES * (len(SPEEDS) - 1) + 1  # the fastest peer of stage 1
 SLOWER = 10
 BUSY_CORES = 0.8  # above this share of all cores, the processor may be the limit
 
-NOT_MEASURED = {
-    "shaped": "no limited links here; `murmur plan` predicts them",
-    "exact": "the mode does not exist yet",
-    "local.ratio": "trainers that sleep have no loss; see benchmarks/pipeline_local.py",
+SHAPED_TOLERANCE = 0.15
+# Mbit/s, bytes of an activation, microbatches a second of a peer, microbatches in flight of each.
+SHAPED: Mapping[str, tuple[int, int, float, int]] = {
+    "full": (100, 256 * 1024, 2.0, 8),
+    "few": (100, 256 * 1024, 2.0, 2),
+    "thin": (10, 256 * 1024, 4.0, 8),
 }
+RATIO_STEPS, RATIO_SEEDS, MAX_RATIO = 60, 3, 1.01
+
+NOT_MEASURED = {"exact": "real trainers: python benchmarks/exact.py"}
 
 Figures = dict[str, Any]
 
@@ -124,6 +142,27 @@ def measure_gate(rates: tuple[tuple[float, ...], ...], in_flight: int, seconds: 
     return figures | costs(window, idle)
 
 
+def measure_flow(seconds: float) -> Figures:
+    """Measure a peer through which large activations pass, and how punctual it stays."""
+    setting = Setting(((FLOW_RATE,),) * FLOW_PEERS, owners=1, in_flight=8, activation_bytes=FLOW_BYTES)
+    with Swarm(setting) as swarm:
+        swarm.start_watch()
+        swarm.idle_cpu(IDLE_SECONDS)
+        idle = swarm.watched()[1]
+        swarm.start()
+        swarm.measure(WARM_SECONDS)
+        swarm.start_watch()
+        window = swarm.measure(seconds)
+        delays = swarm.watched()[1]
+    return {
+        "mb_per_second": window.fetched[1] / window.seconds / 1e6,
+        **delays,
+        **{f"idle.{name}": value for name, value in idle.items()},
+        "cores": window.cpu_seconds / window.seconds,
+        "answers_per_microbatch": {kind: window.per_microbatch(count) for kind, count in window.answers.items()},
+    }
+
+
 def measure_hop() -> Figures:
     """Measure tasks without compute, one after another."""
     rates = ((INSTANT,),) * STAGES
@@ -141,12 +180,37 @@ def measure_hop() -> Figures:
     }
 
 
+def measure_shaped(unit: float, seconds: float) -> Figures:
+    """Measure pipelines on limited links, and predict them; the first one gives the figures without a name."""
+    figures: Figures = {}
+    for name, (mbit, activation_bytes, rate, in_flight) in SHAPED.items():
+        rates = ((unit * rate,) * 2,) * STAGES
+        setting = Setting(rates, owners=2 * STAGES, in_flight=in_flight, activation_bytes=activation_bytes)
+        window = measure_window(setting, mbit, WARM_SECONDS, seconds)
+        found: Figures = {"measured": window.rate / setting.ideal, "predicted": predicted_fraction(setting, mbit)}
+        found["cores"] = window.cpu_seconds / window.seconds
+        sys.stderr.write(f"shaped, {name}: {json.dumps(found)}\n")
+        figures |= {name: found} if figures else found
+    return figures
+
+
+def measure_ratio() -> Figures:
+    """Return the loss of a pipeline over that of full replicas, of each seed and their mean."""
+    names = (REPLICAS, PIPELINE)
+    replicas, pipelines = (measure([name], RATIO_STEPS, RATIO_SEEDS)[name] for name in names)
+    ratios = [cut["loss"] / whole["loss"] for cut, whole in zip(pipelines, replicas, strict=True)]
+    return {"ratio": statistics.fmean(ratios), "ratios": ratios}
+
+
 PARTS: Mapping[str, Callable[[float, float], Figures]] = {
     "routing": measure_routing,
     "everybody": measure_everybody,
     "local": lambda unit, seconds: measure_gate(((4 * unit, 4 * unit),) * STAGES, 16, seconds),
     "uneven": lambda unit, seconds: measure_gate(speeds(unit), 4, seconds),
+    "flow": lambda unit, seconds: measure_flow(seconds),
     "hop": lambda unit, seconds: measure_hop(),
+    "shaped": measure_shaped,
+    "ratio": lambda unit, seconds: measure_ratio(),
 }
 
 
@@ -157,15 +221,37 @@ def missed(report: Mapping[str, Figures]) -> list[str]:
         ("routing", "fraction_of_ideal", 0.95),
         ("routing", "straggler_fraction", 0.8),
         ("local", "fraction", 0.85),
+        ("flow", "mb_per_second", FLOW_TARGET),
     )
     for part, name, least in targets:
         figures = report.get(part)
-        if figures is not None and figures[name] < least:
+        if figures is not None and figures.get(name, least) < least:
             lines.append(f"{part}.{name} is {figures[name]:.3f}, not {least}: {reason(figures)}")
     ratios: Sequence[float] = report.get("routing", {}).get("shares", ())
     if any(abs(ratio - 1) > 0.15 for ratio in ratios):
         lines.append(f"routing.shares are {min(ratios):.2f} to {max(ratios):.2f} of speed, not within 15 %")
-    return lines
+    flow = report.get("flow", {})
+    if flow and (flow["loop_delay_ms"] > MAX_LOOP_DELAY_MS or flow["failed_calls"] or flow["peers_left"]):
+        lines.append(f"flow: a heartbeat may be late: {flow['loop_delay_ms']:.0f} ms of delay: {reason(flow)}")
+    return [*lines, *missed_predictions(report.get("shaped", {})), *missed_ratio(report.get("local", {}))]
+
+
+def missed_predictions(shaped: Figures) -> list[str]:
+    """Return a line for each prediction that is wrong by more than 15 %."""
+    pairs: dict[str, Mapping[str, Any]] = {"shaped": shaped} if shaped else {}
+    pairs |= {f"shaped.{name}": found for name, found in shaped.items() if isinstance(found, Mapping)}
+    return [
+        f"{name}.measured is {found['measured']:.3f}, predicted {found['predicted']:.3f}, not within "
+        f"{SHAPED_TOLERANCE:.0%}: the peers used {found['cores']:.2f} of {os.cpu_count()} cores"
+        for name, found in pairs.items()
+        if abs(found["measured"] / found["predicted"] - 1) > SHAPED_TOLERANCE
+    ]
+
+
+def missed_ratio(local: Figures) -> list[str]:
+    ratio = local.get("ratio", 0.0)
+    reason = "the pipeline learns less from as many tokens"
+    return [f"local.ratio is {ratio:.4f}, not {MAX_RATIO}: {reason}"] if ratio > MAX_RATIO else []
 
 
 def reason(figures: Figures) -> str:
@@ -204,8 +290,9 @@ def main() -> int:
     words = parser.parse_args()
     report: dict[str, Figures] = {}
     for part in words.parts:
-        report[part] = PARTS[part](words.unit, words.seconds)
-        sys.stderr.write(f"{part}: {json.dumps(report[part])}\n")
+        figures = PARTS[part](words.unit, words.seconds)
+        sys.stderr.write(f"{part}: {json.dumps(figures)}\n")
+        report.setdefault("local" if part == "ratio" else part, {}).update(figures)
     misses = missed(report)
     print(
         json.dumps({**report, "missed": misses, "not_measured": NOT_MEASURED}, indent=1)

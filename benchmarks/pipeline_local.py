@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from node.data import Corpus, open_source
+from node.data import Corpus, open_corpus
 from node.simulation.comparison import run_simulation
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import Evaluator
@@ -33,21 +33,22 @@ from optim.inner.adamw import AdamW
 from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
 from optim.method import Method
 from protocol.manifest import (
-    DataSection,
     Manifest,
     MembershipSection,
     MethodSection,
-    ModelSection,
     RoundSection,
     RunSection,
     TrainSection,
 )
+from protocol.manifest_data import DataSection
+from protocol.manifest_model import ModelSection
 from protocol.manifest_pipeline import PipelineSection
 
 MODEL = ModelSection(width=64, layers=4, heads=4, hidden=172, context=128, tied=False)
 STAGES = 4
 BATCH_TOKENS = 1024
 MAX_RATIO = 1.01
+REPLICAS, PIPELINE = "full replicas", "pipeline"
 
 
 class PredictingAdamW(AdamW):
@@ -68,7 +69,7 @@ class PredictingAdamW(AdamW):
 class Row:
     """One setup; `clip` is the largest norm of the gradient of the whole model, `base` the row to compare with."""
 
-    base: str = "full replicas"
+    base: str = REPLICAS
     stages: int = STAGES
     peers: int = 2
     microbatch: int = 2
@@ -83,9 +84,9 @@ class Row:
 FULL = Row(stages=1)
 DEATHS = Row(base="full replicas, deaths", peers=4, churn=0.25)
 ROWS: Mapping[str, Row] = {
-    "full replicas": FULL,
+    REPLICAS: FULL,
     "full replicas, clip 1/2": replace(FULL, clip=0.5),
-    "pipeline": Row(),
+    PIPELINE: Row(),
     "pipeline, bf16 on the way": Row(activations="bf16"),
     "pipeline, clip 1 at each stage": Row(clip=2.0),
     "pipeline, staleness 1": Row(staleness=1),
@@ -175,7 +176,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def measure(names: Iterable[str], steps: int, seeds: int) -> dict[str, list[dict[str, Any]]]:
     """Run all seeds of the rows of these names."""
-    corpus = open_source(DataSection(source="python-stdlib"), Path())
+    corpus = open_corpus(DataSection(source="python-stdlib"), Path())
     results: dict[str, list[dict[str, Any]]] = {}
     for name in names:
         for seed in range(seeds):
@@ -194,7 +195,7 @@ def main() -> int:
     torch.set_num_threads(1)
     report = summarise(measure(words.rows, words.steps, words.seeds))
     print(json.dumps(report, indent=1) if words.json else markdown(report))
-    ratio = report.get("pipeline", {}).get("ratio")
+    ratio = report.get(PIPELINE, {}).get("ratio")
     return 1 if ratio is not None and ratio > MAX_RATIO else 0
 
 

@@ -38,7 +38,7 @@ import torch
 
 from benchmarks import comparison_tables
 from benchmarks.comparison_tables import BASELINES
-from node.data import Corpus, open_source
+from node.data import Corpus, open_corpus
 from node.run_dir import write_atomically
 from node.simulation.comparison import (
     DATA_PARALLEL,
@@ -88,7 +88,7 @@ def rows(steps: int = STEPS) -> list[Row]:
     gap is left where messages are as frequent and whole: a hundred times the bits. `steps`: of the run."""
     recipes = [Row(name, name, for_short_runs(name)) for name in RECIPES if name not in BASELINES]
     whole = _row("averaging 5", "averaging", schedule={"inner_steps": 5})
-    return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth(steps), whole]
+    return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth(steps), whole, *with_muon(steps)]
 
 
 def for_short_runs(name: str) -> Tables:
@@ -117,6 +117,13 @@ def thousandth(steps: int = STEPS) -> list[Row]:
         _row("sparse 10", "sparseloco", schedule={"inner_steps": 10}),
         _row("senders 10", "sparseloco-senders", schedule={"inner_steps": 10}),
     ]
+
+
+def with_muon(steps: int) -> list[Row]:
+    """Muon as the inner optimizer, everything else as in the row of the recipe's name."""
+    names = ("averaging", "diloco", "sparseloco", "frugal")
+    rows = [Row(name, name, for_short_runs(name)) for name in names] + thousandth(steps)[:2]
+    return [Row(f"{row.name} muon", row.recipe, {**row.tables, "inner": {"kind": "muon"}}) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ class Keeping(Evaluator):
 
 
 def corpus_of(manifest: Manifest) -> Corpus:
-    return open_source(manifest.data, HOME)
+    return open_corpus(manifest.data, HOME)
 
 
 def run(job: Job) -> SimulationResult:

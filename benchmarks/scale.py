@@ -16,12 +16,14 @@ from pathlib import Path
 
 import torch
 
-from node.data import open_source
+from node.data import open_corpus
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
 from node.simulation.virtual_peer import VirtualPeer
 from optim.compose import compose
-from protocol.manifest import DataSection, Manifest, MethodSection, ModelSection, RoundSection, RunSection, TrainSection
+from protocol.manifest import Manifest, MethodSection, RoundSection, RunSection, TrainSection
+from protocol.manifest_data import DataSection
+from protocol.manifest_model import ModelSection
 
 MODEL = ModelSection(width=20, layers=1, heads=2, hidden=64, context=16)
 BATCH_TOKENS = 16
@@ -44,7 +46,7 @@ def main() -> int:
 def measure(peers: int, rounds: int, recipe: str) -> dict[str, float]:
     begun, busy = time.monotonic(), time.process_time()
     method = compose(recipe, {"schedule": {"inner_steps": 1}})
-    corpus = open_source(DataSection(source="python-stdlib"), Path())
+    corpus = open_corpus(DataSection(source="python-stdlib"), Path())
     swarm = VirtualSwarm(setting(peers, rounds, recipe), method, corpus, progress, lambda: None)
     swarm.run()
     seconds = time.process_time() - busy

@@ -20,8 +20,8 @@ import torch
 from benchmarks.codecs import seconds, tensors
 from optim.codecs.topk import ChunkTopK
 from protocol.blobs.blob import Blob
-from protocol.consensus.message_kinds import kind_of, parse
-from protocol.consensus.messages import Contribution, ContributionLimits
+from protocol.consensus.messages.contributions import Contribution, ContributionLimits
+from protocol.consensus.messages.kinds import kind_of, parse
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.signing import sign

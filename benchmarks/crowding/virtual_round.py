@@ -15,8 +15,6 @@ from node.simulation.fake_signer import FakeSigner
 from node.simulation.swarm import simulated_peer_id
 from node.simulation.virtual_network import VirtualClock
 from protocol.blobs.blob import Blob
-from protocol.consensus.briefs.codec import Abridger
-from protocol.consensus.briefs.seen import SeenMessages
 from protocol.consensus.events import (
     BlobAvailable,
     Event,
@@ -30,8 +28,11 @@ from protocol.consensus.events import (
     Tick,
 )
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.message_kinds import Body
-from protocol.consensus.messages import Commit, Contribution, ContributionLimits, Roster, SignedMessage
+from protocol.consensus.messages.briefs.codec import Abridger
+from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits, Roster
+from protocol.consensus.messages.kinds import Body
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.topology import make_topology
 from protocol.identity import PeerId

@@ -59,11 +59,11 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
-from protocol.consensus.briefs.codec import Abridger
-from protocol.consensus.briefs.seen import SeenMessages
-from protocol.consensus.chain import Chain
 from protocol.consensus.events import Rejected
-from protocol.consensus.messages import ContributionLimits
+from protocol.consensus.history.chain import Chain
+from protocol.consensus.messages.briefs.codec import Abridger
+from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import AllGather, Butterfly
@@ -90,13 +90,14 @@ class Peer:
         self.program = RoundPlanner(compose(words.recipe, overrides(words)), Layout(((words.numel,),)), PARTS)
         self.identity = Identity.load_or_create(folder / "key")
         self._own = random_vector(words.rank, words.numel)
+        self._progress = self._own
         self._residual = torch.zeros(words.numel)
         self._weights = random_vector(words.peers, words.numel)  # as of one peer more
         self._terms = ContributionLimits(
             words.recipe, SHAPES, self.program.max_parts, 1 << 40, self.program.max_part_bytes
         )
         self._store = BlobStore(folder / "blobs", STORE_BYTES, DEFAULT_MEMORY_BYTES)
-        self._workshop = RoundCompute(self.program, self._store, lambda step: 1.0)
+        self._workshop = RoundCompute(self.program, self._store, lambda *_: 1.0)
         self._replica = ReplicatedState(
             Chain.from_genesis(RUN_ID), self._begun(), self._workshop, self._work, at_work.low_priority
         )
@@ -178,6 +179,7 @@ class Peer:
     async def prepare(self) -> None:
         """Open a round, from an anchor that has all bits, like weights."""
         self._residual.zero_()
+        self._progress = self._own.clone()  # a trainer measures it into memory that it has
         self._replica.state = self._begun()
         self._store.retain(set())  # a state that comes out the same as in the turn before would not be written
         head = PeerState(self._replica.chain.head)
@@ -211,7 +213,9 @@ class Peer:
 
     def _encode(self) -> tuple[Blob, ...]:
         sender = ContributionEncoder(self.program)
-        payloads = sender.encode(self._replica.chain.round, self._own, self._residual)
+        number = self._replica.chain.round
+        payloads = sender.encode(number, self._progress, self._residual)
+        sender.keep_remainder(number, self._progress, self._residual)
         return tuple(self._store.put(payload) for payload in payloads)
 
     def _begun(self) -> OuterState:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from node.data import BatchReader, open_source
+from node.data import BatchReader, open_corpus
 from node.model import build_model, initial_weights
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
@@ -21,7 +21,7 @@ class Stepper:
         self._model = build_model(manifest.model, device)
         self._model.load_flat(initial_weights(manifest.model, manifest.run.seed))
         self._optimizer = InnerOptimizer(self._model, manifest.train, AdamW())
-        corpus = open_source(manifest.data, path.parent)
+        corpus = open_corpus(manifest.data, path.parent)
         self._reader = BatchReader(corpus, manifest.model.context, manifest.run.seed, str(rank))
         self._sequences = manifest.train.batch_tokens // manifest.model.context
         self._step = 0
