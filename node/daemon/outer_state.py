@@ -80,6 +80,14 @@ class OuterState:
         made = self.slots.get(STEPS_MADE)
         return round_number if made is None else int(made)
 
+    @property
+    def exact_step(self) -> int:
+        """Return the step that the next round makes where steps are exact; 0 in other runs.
+
+        A trainer keeps it in its state, which auditors repeat bit for bit from its work alone.
+        """
+        return int(self.slots.get(STEPS_MADE, 0))
+
     def shared_vectors(self, method: Method) -> list[Tensor]:
         """Return the vectors that a trainer applies: the anchor, and its own vectors that are shared too."""
         return [self.anchor, *(self.slots[name] for name in method.signal.shared_names[1:])]

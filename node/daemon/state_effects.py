@@ -115,7 +115,7 @@ class StateEffects:
     async def start_trainer(self) -> None:
         round_number = self._tools.replicated.chain.round
         self._remember_anchor(round_number, self._shared_vectors())
-        step = self._tools.replicated.state.steps_before(round_number)
+        step = self._tools.replicated.state.exact_step
         await self._tools.checkpointer.free_anchor(round_number, self._tools.replicated.blob)
         await self._tools.trainer.start(round_number, self._shared_vectors(), self._settings(), step)
         await self._place_state()
@@ -150,7 +150,7 @@ class StateEffects:
         head = tools.replicated.chain.head_after([action.commit])
         settings = step_settings(tools.steering.manifest_after(action.commit.body), head.round, head.tokens)
         self._remember_anchor(round_number, state.shared_vectors(tools.method))
-        step = state.steps_before(round_number)
+        step = state.exact_step
         await tools.checkpointer.free_anchor(round_number, tools.replicated.blob)
         await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method), settings, step)
         await tools.replicated.advance(action.commit, await self._placed(round_number, state))
@@ -218,7 +218,7 @@ class StateEffects:
         tools = self._tools
         round_number, shared = tools.replicated.chain.round, self._shared_vectors()
         self._remember_anchor(round_number, shared)
-        step = tools.replicated.state.steps_before(round_number)
+        step = tools.replicated.state.exact_step
         await tools.checkpointer.free_anchor(round_number, tools.replicated.blob)
         await tools.trainer.apply_anchor(round_number, shared, self._settings(), step)
         await self._place_state()

@@ -12,7 +12,7 @@ import torch
 from node.daemon.outer_state import OuterState, RoundCompute, state_bytes
 from optim.compose import compose
 from optim.kernels.vectors import Vector
-from optim.method import REFERENCE_WEIGHT, USUAL_NORM
+from optim.method import REFERENCE_WEIGHT, STEPS_MADE, USUAL_NORM
 from optim.options import Scalar
 from optim.recipes import RECIPES
 from protocol.blobs.blob import Blob
@@ -46,6 +46,14 @@ def state_of(seed: int) -> OuterState:
     anchor, momentum = torch.randn(2, NUMEL, generator=generator)
     small = {REFERENCE_WEIGHT: torch.tensor([4096.0]), USUAL_NORM: torch.tensor([0.5])}
     return OuterState(anchor.clone(), {"momentum": momentum.clone(), **small})
+
+
+def test_only_a_run_of_exact_steps_tells_its_trainers_a_step() -> None:
+    """An auditor, who repeats the work alone, would find another state with any other number."""
+    state = state_of(1)
+    exact = replace(state, slots={**state.slots, STEPS_MADE: torch.tensor([7.0])})
+    assert (state.steps_before(9), state.exact_step) == (9, 0)
+    assert (exact.steps_before(9), exact.exact_step) == (7, 7)
 
 
 def test_state_to_bytes_and_back() -> None:
