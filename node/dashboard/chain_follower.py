@@ -27,14 +27,21 @@ from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection, RunId
+from protocol.manifest import AdmissionSection, Manifest, RunId
 from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN_LOSS = 1e6  # larger claims would spoil every mean
 AVOID_SECONDS = 10.0  # do not ask a peer again that could not prove its head
 RECENT_SECONDS = 5.0  # rounds that arrive within this time of the last fetch are dated with the current time
+
+
+def shown_manifest(manifest: Manifest) -> Manifest:
+    """Return the manifest of the chain that a page shows: of a pipeline, the last stage, which has losses."""
+    table = manifest.pipeline
+    return StageManifest.of(manifest, table.stages - 1) if table.is_cut else manifest
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,7 @@ def _build_committed(state: RunState, step: ChainStep, at: float | None) -> Roun
 
 def _find_late(state: RunState, included: set[PeerId]) -> tuple[PeerId, ...]:
     """Return the trainers that contributed before and are not resting, but are missing in this round."""
-    expected = [peer for peer in state.trainers if peer.included_count and not peer.report.resting]
+    expected = [peer for peer in state.chain_trainers if peer.included_count and not peer.report.resting]
     return tuple(sorted(peer.report.peer for peer in expected if peer.report.peer not in included))
 
 

@@ -112,8 +112,9 @@ def _describe_sources(losses: Mapping[str, float]) -> str:
 
 def _describe_in_time(values: Values) -> str:
     if values["expected"]:
-        return f"{values['in_time']} of {values['expected']} in time"
-    return "each stage makes its own" if values["stages"] else "no round yet"
+        where = " at the last stage" if values["stages"] else ""
+        return f"{values['in_time']} of {values['expected']} in time{where}"
+    return "no round yet"
 
 
 def format_target(values: Values) -> str:

@@ -10,7 +10,7 @@ from node.dashboard.run_state.evaluations import evaluation_values
 from node.dashboard.run_state.log_groups import LogLine
 from node.dashboard.run_state.loss_trend import find_warnings
 from node.dashboard.run_state.round_history import RoundSummary
-from node.dashboard.run_state.stages import lowest_sum, mean_loss
+from node.dashboard.run_state.stages import lowest_sum
 from node.dashboard.run_state.steering import revision_values
 from node.dashboard.state import UNSEEN_SINCE_RESTART, PeerHistory, RunState, timings_of_round
 from node.monitoring.stage_table import bar_share, describe_empty_stages
@@ -88,8 +88,7 @@ def summary(state: RunState, now: float) -> Values:
         "expected": last.contributors + last.late_count if last else None,
         "lost": state.lost_since,
         "missing": state.missing_rounds,
-        "microbatches": {},
-        **_pipeline_values(state),
+        "microbatches": _count_microbatches(state),
     }
 
 
@@ -106,18 +105,10 @@ def _speed(state: RunState) -> float:
     return lowest_sum(len(state.stages), speeds) if state.stages else sum(speed for _, speed in speeds)
 
 
-def _pipeline_values(state: RunState) -> Values:
-    """Return the figures of a pipeline that come from its peers' records; none for a model that is not cut."""
-    count, target = len(state.stages), state.facts.target_rounds if state.facts else None
-    if not count:
-        return {}
-    reports = [peer.report for peer in state.peers.values()]
-    return {
-        "tokens": int(lowest_sum(count, ((report.stage, report.tokens) for report in reports))),
-        "loss": mean_loss(count, [peer.report for peer in state.trainers]),
-        "progress": min(1.0, state.round / target) if target else None,
-        "microbatches": dict(sum((Counter(report.microbatches) for report in reports), Counter[str]())),
-    }
+def _count_microbatches(state: RunState) -> dict[str, int]:
+    """Return the microbatches of all owners of a pipeline by result; none for a model that is not cut."""
+    reports = [peer.report.microbatches for peer in state.peers.values()] if state.stages else []
+    return dict(sum(map(Counter, reports), Counter[str]()))
 
 
 def run_status(state: RunState) -> tuple[str, Tone, str]:
@@ -126,8 +117,6 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
     if state.is_over:
         stopped, reached = "the organiser has stopped the run", "the run has reached its target"
         return "done", "ok", stopped if state.was_stopped else reached
-    if state.have_stages_ended:
-        return "done", "ok", "all stages have reached the target"
     if state.have_all_left:
         return "empty", "busy", "all peers have left; murmur join continues the run"
     if state.lost_since is not None:
@@ -168,6 +157,7 @@ def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
 def peer_values(state: RunState, peer: PeerHistory) -> Values:
     word, tone = peer_status(state, peer)
     rounds, given = peer.included_count + peer.missed_count, state.contributors.of(peer.report.peer)
+    is_known = given.rounds > 0 or peer in state.chain_trainers or not state.stages  # else its stage counts its work
     total = state.rows.last.tokens if state.rows.last else 0
     return {
         **peer.report.model_dump(exclude={"stage_rate", "microbatches"}),
@@ -179,10 +169,10 @@ def peer_values(state: RunState, peer: PeerHistory) -> Values:
         "since": peer.since,
         "gone": peer.gone_at,
         "reason": peer.reason,
-        "given_rounds": given.rounds,
-        "given_tokens": given.tokens,
-        "given_seconds": round(given.seconds, 1),
-        "share": given.tokens / total if total else None,
+        "given_rounds": given.rounds if is_known else None,
+        "given_tokens": given.tokens if is_known else None,
+        "given_seconds": round(given.seconds, 1) if is_known else None,
+        "share": given.tokens / total if total and is_known else None,
         "accepted": peer.included_count / rounds if rounds else None,
         "speeds": [round(speed, 1) for speed in peer.speeds],
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from node.daemon.node import Node
+from node.dashboard.chain_follower import shown_manifest
 from node.keeper.announcing import WholeRunAnnouncer
 from node.keeper.stage_keepers import StageKeepers, keep_stages
 from node.keeper.state_keeper import KeeperPlan, StateKeeper, build_keeper
@@ -37,7 +38,8 @@ Keeper = StateKeeper | StageKeepers
 class NodeHandle:
     """The parts of a node that the dashboard uses; `is_trainer` means that the page shows the node as a peer.
 
-    `base` is the folder of the manifest, and `own_chain` the chain of a node that trains. `has_model` means that the
+    `base` is the folder of the manifest, and `own_chain` the chain of a node that trains the
+    stage that the page follows, or the whole model. `has_model` means that the
     node's folder has checkpoints, or will have them.
     """
 
@@ -66,6 +68,7 @@ class NodeHandle:
 
 
 def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
+    shown = node.replicas.get(shown_manifest(node.options.manifest).run_id)
     return NodeHandle(
         node.options.manifest,
         node.options.base,
@@ -75,7 +78,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         is_trainer=bool(node.replicas),
         has_model=has_model,
         revisions=node.revisions.log,
-        own_chain=next((replica.replicated.chain for replica in node.replicas.values()), None),
+        own_chain=shown.replicated.chain if shown is not None else None,
         node=node,
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from node.dashboard.chain_follower import shown_manifest
 from node.dashboard.ending.host_report import ReportWriter
 from node.dashboard.evaluations import EvaluationKeeper, EvaluationPlan
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
@@ -26,7 +27,7 @@ from node.keeper.model_archive import ModelArchive
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
 from node.own_loops import join_line, needs_own_loop
-from node.receipts.chain_recorder import commit_file_header
+from node.receipts.chain_recorder import commit_file_header, receipt_name
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.commit_log import CommitLog
 from node.receipts.issuer import ReceiptIssuer
@@ -144,10 +145,10 @@ async def serve_dashboard(
 
     Samples are of the newest model in this node's folder or in `more_models`, folders of other nodes on this machine.
     """
-    facts = run_facts(node.manifest, node.peer_id)
+    facts, shown = run_facts(node.manifest, node.peer_id), shown_manifest(node.manifest)
     listener = open_listener(address.host, address.port, "--http")
     event_log = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
-    commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, commit_file_header(node.manifest))
+    commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, commit_file_header(shown))
     folders = (run_dir.path, *more_models)
     model = ModelArchive(folders, node.manifest, partial(is_final_round, event_log)) if node.has_model else None
     watcher = asyncio.create_task(SwarmWatcher(node, event_log, commit_log, model).run(), name="swarm watcher")
@@ -162,7 +163,9 @@ async def serve_dashboard(
         own_loops=needs_own_loop(node.manifest),
         is_live=lambda: not watcher.done(),
         model=model,
-        receipts=ReceiptIssuer(commit_log, facts.run, node.identity, lambda peer: event_log.state.name_of(peer)),
+        receipts=ReceiptIssuer(
+            commit_log, receipt_name(shown), node.identity, lambda peer: event_log.state.name_of(peer)
+        ),
     )
     evaluations = asyncio.create_task(_evaluate_while_possible(run_dir.path, event_log, evaluates), name="evaluations")
     report_writer = ReportWriter(run_dir.path, event_log)

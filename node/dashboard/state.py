@@ -40,7 +40,7 @@ from node.dashboard.run_state.log_groups import LogLine, append_line
 from node.dashboard.run_state.loss_trend import LossTrend, trend_of
 from node.dashboard.run_state.outcome import progress_to_target, was_stopped
 from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
-from node.dashboard.run_state.stages import lowest_round, served_stages
+from node.dashboard.run_state.stages import served_stages
 from node.evaluation.results import Result
 from node.monitoring.stage_table import StageEntry
 from protocol.identity import PeerId
@@ -77,7 +77,7 @@ class RunState:
     """The state after `index` durable events, the last of them at `newest_at`.
 
     `sent_bytes` and `all_reduce_bytes` are sums over the rounds for which both are known. `past_names` are those of
-    contributors that are no longer among `peers`. `stage_round` is the lowest round of a pipeline's stages.
+    contributors that are no longer among `peers`. The rounds of a pipeline are those of its last stage.
     """
 
     index: int = 0
@@ -98,7 +98,6 @@ class RunState:
     lost_since: float | None = None
     missing_rounds: int = 0
     past_names: Mapping[PeerId, str] = field(default_factory=dict)
-    stage_round: int = 0
 
     def name_of(self, peer: PeerId) -> str:
         """Return the name of a peer, also if it is gone and no longer among `peers`; empty if it has none."""
@@ -114,14 +113,20 @@ class RunState:
         return [peer for peer in self.live.values() if peer.report.role == "trainer"]
 
     @property
+    def chain_trainers(self) -> list[PeerHistory]:
+        """Return the trainers that make the known rounds; of a pipeline, those of the last stage."""
+        stages = self.facts.stages if self.facts else 1
+        return [peer for peer in self.trainers if stages == 1 or peer.report.stage == stages - 1]
+
+    @property
     def stages(self) -> tuple[StageEntry, ...]:
         """Return the stages of a pipeline with their live peers; empty if the model is not cut."""
         return served_stages(self.facts, (peer.report for peer in self.live.values()))
 
     @property
     def round(self) -> int:
-        """Return the number of committed rounds; of a pipeline, of the stage that is behind, by all known peers."""
-        return self.rows.last.round + 1 if self.rows.last is not None else self.stage_round
+        """Return the number of committed rounds."""
+        return self.rows.last.round + 1 if self.rows.last is not None else 0
 
     @property
     def has_begun(self) -> bool:
@@ -136,12 +141,6 @@ class RunState:
     def is_over(self) -> bool:
         """Return whether the run has reached its target."""
         return self.progress == 1.0
-
-    @property
-    def have_stages_ended(self) -> bool:
-        """Return whether all stages of a pipeline have reached the target in rounds, by all known peers."""
-        target = self.facts.target_rounds if self.facts and self.facts.stages > 1 else None
-        return target is not None and self.stage_round >= target
 
     @property
     def was_stopped(self) -> bool:
@@ -237,12 +236,7 @@ def _apply_updates(state: RunState, event: PeersUpdated) -> RunState:
         known = peers.get(now.peer)
         if known is not None and known.gone_at is None:
             peers[now.peer] = replace(known, report=now)
-    return replace(state, peers=peers, stage_round=_stage_round(state, peers))
-
-
-def _stage_round(state: RunState, peers: Mapping[PeerId, PeerHistory]) -> int:
-    """Return the lowest round of a pipeline's stages, by the last reports of all known peers."""
-    return lowest_round(served_stages(state.facts, (peer.report for peer in peers.values())))
+    return replace(state, peers=peers)
 
 
 def _apply_joined(state: RunState, event: PeerAppeared) -> RunState:
@@ -252,8 +246,7 @@ def _apply_joined(state: RunState, event: PeerAppeared) -> RunState:
     else:
         peer = replace(known, report=event.now, since=event.at, gone_at=None, reason="", speeds=())
     others = {name: other for name, other in state.peers.items() if name != event.now.peer}
-    peers = {**others, event.now.peer: peer}
-    return replace(state, peers=peers, stage_round=_stage_round(state, peers))
+    return replace(state, peers={**others, event.now.peer: peer})
 
 
 def _apply_left(state: RunState, event: PeerDeparted) -> RunState:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from node.dashboard.chain_follower import MAX_SHOWN_LOSS, ChainFollower, find_diverged
+from node.dashboard.chain_follower import MAX_SHOWN_LOSS, ChainFollower, find_diverged, shown_manifest
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import (
     ChainForked,
@@ -47,8 +47,10 @@ from protocol.consensus.history.certified import ChainLog
 from protocol.identity import PeerId
 from protocol.manifest_pipeline import MAX_STAGES
 from protocol.membership import peer_table
+from protocol.membership.served_stages import record_of_stage
 from protocol.membership.source_losses import parse_source_losses
 from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.stage import stage_of
 from protocol.tasks import run_until_one_ends
 from protocol.transport.nat import is_relay_only, relays_of
 from protocol.transport.rate_limit import TokenBuckets
@@ -80,11 +82,12 @@ class SwarmWatcher:
         self._event_log = event_log
         self._commit_log = commit_log
         self._model = model
-        limits = commit_file_header(node.manifest).limits()
+        shown = shown_manifest(node.manifest)
         own = {node.peer_id: node.own_chain} if node.own_chain else {}
-        self._chain_follower = ChainFollower(node.manifest.run_id, limits, node.channel, own, node.manifest.admission)
+        limits = commit_file_header(shown).limits()
+        self._chain_follower = ChainFollower(shown.run_id, limits, node.channel, own, shown.admission)
+        self._stage = stage_of(shown)  # of a pipeline, the one whose chain is followed
         self._has_one_state = topology_class(build_method(node.manifest)).has_shared_state
-        self._is_cut = node.manifest.pipeline.is_cut  # each stage has a chain of its own, and the run has none
         self._known: dict[PeerId, PeerRecord] = {}
         self._leave_reasons: dict[PeerId, str] = {}
         self._parting_records: dict[PeerId, PeerRecord] = {}  # the last ones of the trainers that left last
@@ -100,7 +103,7 @@ class SwarmWatcher:
 
     async def run(self) -> None:
         """Watch until cancelled. Raises StorageError if the event log cannot be written."""
-        await run_until_one_ends(self._poll_forever(), *([] if self._is_cut else [self._follow_chain_forever()]))
+        await run_until_one_ends(self._poll_forever(), self._follow_chain_forever())
 
     async def _poll_forever(self) -> None:
         while True:
@@ -115,7 +118,7 @@ class SwarmWatcher:
     async def _follow_chain(self) -> None:
         now = time.time()
         known = self._commit_log.head
-        target = self._chain_follower.find_trusted_head(known, self._trainers(now), now)
+        target = self._chain_follower.find_trusted_head(known, self._chain_trainers(now), now)
         if target is None:
             return
         steps = await self._chain_follower.fetch_steps(known, *target, now)
@@ -161,6 +164,13 @@ class SwarmWatcher:
     def _trainers(self, now: float) -> dict[PeerId, PeerRecord]:
         return {peer: record for peer, record in self._live(now).items() if record.role == "trainer"}
 
+    def _chain_trainers(self, now: float) -> dict[PeerId, PeerRecord]:
+        """Return the trainers that make the rounds of the chain; of a pipeline, as peers of its last stage alone."""
+        if self._stage is None:
+            return self._trainers(now)
+        seen = {peer: record_of_stage(record, self._stage) for peer, record in self._live(now).items()}
+        return {peer: record for peer, record in seen.items() if record is not None}
+
     def _is_news(self, peer: PeerId, record: PeerRecord) -> bool:
         known = self._known.get(peer)
         return known is None or known.sequence != record.sequence
@@ -173,7 +183,7 @@ class SwarmWatcher:
         if peer not in self._known:
             self._news_bucket.try_take(SHARED_BUCKET, now)
             self._event_log.record(PeerAppeared(at=now, now=report))
-        if record.role == "trainer":
+        if record.role == "trainer" and self._stage is None:
             self._timeline.record(peer, record, now, self._known_round)
         return report
 
@@ -213,9 +223,7 @@ class SwarmWatcher:
         revisions = log.list_to(log.newest(self._adoptions.newest)) or ()
         if not revisions or state.facts is None:
             return
-        next_round = state.round if self._is_cut else self._known_round + 1
-        if self._is_cut:
-            self._adoptions.assume(revisions, next_round)
+        next_round = self._known_round + 1
         reports = build_reports(revisions, self._adoptions, state.steered)
         revised = manifest_at_head(self._node.manifest, revisions, reports, next_round)
         facts = run_facts(self._node.manifest, state.facts.organiser, revised.manifest)

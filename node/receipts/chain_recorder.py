@@ -12,6 +12,7 @@ from node.receipts.commit_log import CommitLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import StorageError
 from protocol.manifest import Manifest
+from protocol.pipeline.stage import stage_of
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,12 @@ def commit_file_header(manifest: Manifest) -> CommitFileHeader:
     shapes, organiser = shapes_of(manifest).hash(), manifest.run.organiser_key
     whole_run = "" if manifest.run_id == manifest.whole_run_id else manifest.whole_run_id
     return CommitFileHeader(manifest.run_id, manifest.method.recipe, shapes, organiser, manifest.admission, whole_run)
+
+
+def receipt_name(manifest: Manifest) -> str:
+    """Return the name of a run in its receipts, with the stage of a pipeline."""
+    stage = stage_of(manifest)
+    return manifest.run.name if stage is None else f"{manifest.run.name}, stage {stage}"
 
 
 @asynccontextmanager

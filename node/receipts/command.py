@@ -7,13 +7,15 @@ from pathlib import Path
 from node.dashboard.event_log import EVENT_FILE_NAME, read_events
 from node.dashboard.events import PeerAppeared
 from node.monitoring.logs import sanitize
+from node.receipts.chain_recorder import receipt_name
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.ledger import Ledger, commit_reader, read_ledger
 from node.receipts.receipt import Receipt, describe_missing, issue_receipt, read_receipt, verify_receipts
 from node.run_dir import RunDir, write_atomically
 from protocol.errors import ReceiptError, StorageError, UsageError
 from protocol.identity import Identity, PeerId
-from protocol.manifest import load_manifest
+from protocol.manifest import RunId, load_manifest
+from protocol.pipeline.stage import StageManifest
 
 RECEIPTS_FOLDER = "receipts"
 MIN_ID_END = 4  # characters of a peer id that may stand for it
@@ -30,7 +32,7 @@ def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]
     names = read_names(folder)
     peers = None if who is None else {find_peer(who, names, read_own_ledger(folder).accounts.keys())}
     ledger = read_own_ledger(folder, peers)
-    run, issuer = _run_of(folder), Identity.load_or_create(RunDir(folder).key)
+    run, issuer = _run_of(folder, ledger.header.run_id), Identity.load_or_create(RunDir(folder).key)
     lines = []
     for peer in sorted(peers or ledger.accounts, key=lambda peer: (-ledger.accounts[peer].tokens, peer)):
         receipt = issue_receipt(ledger, run, peer, names.get(peer, ""), issuer)
@@ -42,14 +44,13 @@ def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]
     return [*lines, f"check them with `murmur verify RECEIPT... {folder / COMMIT_FILE_NAME}`"]
 
 
-def _run_of(folder: Path) -> str:
-    """Return the name of the run whose commits a folder has, with the stage of a pipeline. Raises UsageError."""
-    manifest, stage = load_manifest(folder / "run.toml"), RunDir(folder).read_stage()
+def _run_of(folder: Path, run_id: RunId) -> str:
+    """Return the name of the run whose commits a folder has, with the stage of a pipeline."""
+    manifest = load_manifest(folder / "run.toml")
     if not manifest.pipeline.is_cut:
         return manifest.run.name
-    if stage is None:
-        raise UsageError("a host follows no chain of a pipeline; name the folder of a node that serves a stage")
-    return f"{manifest.run.name}, stage {stage}"
+    stages = (StageManifest.of(manifest, stage) for stage in range(manifest.pipeline.stages))
+    return next(receipt_name(each) for each in stages if each.run_id == run_id)
 
 
 def verify_files(paths: Sequence[Path], commits: Path, issuer: PeerId | None) -> list[str]:

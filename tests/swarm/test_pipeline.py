@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from node.dashboard.event_log import EventLog, read_events
 from node.injected_faults import VARIABLE
 from node.process import python_environment
 
@@ -41,7 +42,7 @@ def final_status(folder: Path) -> dict[str, Any]:
 
 def test_pipeline_learns_over_a_death_and_exports_the_whole_model(tmp_path: Path) -> None:
     folder = tmp_path / "swarm"
-    report = run_up(folder, "--drill", "--rounds", str(ROUNDS))
+    report = run_up(folder, "--drill", "--rounds", str(ROUNDS), "--http", "127.0.0.1:0")
     assert report["validation_loss"] < report["initial_validation_loss"] - 1.0, report
     assert (report["peers_lost"], report["peers_rejoined"]) == (1, 1)
     assert report["agreed"] and sorted(report["stages"].values()) == sorted([*range(STAGES)] * 2)
@@ -52,6 +53,10 @@ def test_pipeline_learns_over_a_death_and_exports_the_whole_model(tmp_path: Path
     counts = [status["microbatches"] for status in statuses]
     assert sum(count["done"] > 0 for count in counts) >= PEERS - 1, "each sends microbatches of its own text"
     assert sum(count["served: computed"] > 0 for count in counts) >= PEERS - 1
+    page = EventLog(None, read_events(folder / "page" / "events.jsonl")).state
+    losses = [row.loss for row in page.rows]
+    assert len(losses) > ROUNDS / 2 and losses[-1] < losses[0] - 1.0, "the page has the losses of the last stage"
+    assert page.rows.last is not None and page.rows.last.tokens > 0 and not page.missing_rounds
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(report["export"])
     assert model.num_parameters() == report["parameters"]

@@ -1,4 +1,4 @@
-"""The stages of a pipelined run, by the records of its peers: the host follows no chain of theirs. Pure."""
+"""The stages of a pipelined run, by the records of its peers. Pure."""
 
 from collections.abc import Iterable
 
@@ -19,11 +19,6 @@ def served_stages(facts: RunFacts | None, reports: Iterable[PeerReport]) -> tupl
     return build_stage_table(peers, [0] * facts.stages)
 
 
-def lowest_round(stages: Iterable[StageEntry]) -> int:
-    """Return the round that all stages with a peer have reached; 0 if there is none."""
-    return min((entry.round for entry in stages if entry.peers), default=0)
-
-
 def lowest_sum(stages: int, figures: Iterable[tuple[int | None, float]]) -> float:
     """Return the lowest sum of a stage, for example of tokens, because each token passes all stages.
 
@@ -34,9 +29,3 @@ def lowest_sum(stages: int, figures: Iterable[tuple[int | None, float]]) -> floa
         if stage is not None and stage < stages:
             sums[stage] += figure
     return min(sums)
-
-
-def mean_loss(stages: int, reports: Iterable[PeerReport]) -> float | None:
-    """Return the mean loss of the peers of the last stage, which has the output layer."""
-    losses = [report.loss for report in reports if report.stage == stages - 1 and report.loss is not None]
-    return sum(losses) / len(losses) if losses else None

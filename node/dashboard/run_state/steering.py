@@ -26,12 +26,6 @@ class AdoptionRecord:
             for digest in (*(entry.digest for entry in commit.adoption.added), self.newest):
                 self._rounds[digest] = min(commit.round + 1, self._rounds.get(digest, commit.round + 1))
 
-    def assume(self, revisions: Sequence[SignedRevision], round_number: int) -> None:
-        """Take it that a pipeline has adopted what holds by now: the host follows the chain of no stage."""
-        for revision in revisions:
-            if revision.body.from_round <= round_number:
-                self._rounds.setdefault(revision.digest, revision.body.from_round)
-
     def holds_from(self, revision: SignedRevision, before: Mapping[int, RevisionReport]) -> int | None:
         """Return the first round for which a revision holds; None while no commit names it.
 

@@ -176,6 +176,7 @@ async def test_facts_of_the_script_are_those_of_the_server() -> None:
         await page.close()
 
 
+PIPELINE_ROUNDS = 40
 COUNTS = {"done": 1200, "torn": 0, "lost": 1, "replayed": 2, "dropped": 1}
 
 
@@ -185,7 +186,9 @@ def pipeline_log() -> EventLog:
     facts = opened.facts.model_copy(update={"stages": 3})
     peers = [(NAMES[0], 0, 2.0), (NAMES[1], 0, 1_234.3), (NAMES[2], 2, 1.0)]
     figures = [joined(peer, stage=stage, stage_rate=rate, round=4, microbatches=COUNTS) for peer, stage, rate in peers]
-    return EventLog(None, [opened.model_copy(update={"facts": facts}), *figures])
+    rng = random.Random(1)
+    rounds = [committed_round(number, rng) for number in range(PIPELINE_ROUNDS)]  # of the last stage
+    return EventLog(None, [opened.model_copy(update={"facts": facts}), *figures, *rounds])
 
 
 async def test_stages_of_the_script_are_those_of_the_server() -> None:
@@ -201,7 +204,10 @@ async def test_stages_of_the_script_are_those_of_the_server() -> None:
                 await keep_picture(window, f"pipeline-{scheme}-{width}")
                 await require_sound(window, width)
                 assert await window.text("#stages") == plain
-                assert not await is_any_visible(window, (".charts", ".timeline"))
+                assert await window.page.locator("#loss-chart canvas").is_visible()
+                assert await x_range(window) == [1, PIPELINE_ROUNDS]
+                assert not await is_any_visible(window, ("#bytes-chart", ".timeline")), "those of one stage say little"
+                assert await window.text("#loss") != "-" and await window.text("#tokens") != "0"
 
 
 async def test_no_axes_and_no_slider_before_the_first_round() -> None:

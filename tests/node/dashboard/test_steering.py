@@ -76,26 +76,6 @@ def test_host_records_a_revision_when_it_hears_of_it_and_when_a_commit_adopts_it
     assert scene.event_log.state.log[-1].text.endswith("holds from round 5")
 
 
-def test_revision_of_a_pipeline_holds_once_all_stages_have_reached_its_round() -> None:
-    """The host follows no chain of a stage. Control: of a run that is not cut it waits for a commit."""
-    for stages in (2, 1):
-        cut = MANIFEST.pipeline.model_copy(update={"stages": stages, "microbatch": 1})
-        scene = SteeredScene(MANIFEST.model_copy(update={"pipeline": cut}))
-        scene.sign(2, paused=True)
-        found = []
-        for number in (1, 2):
-            scene.directory.records = {
-                name: record(10 * number, stage=stage, stage_life=1, round=number + stage - 1)
-                for name, stage in ((ADA, 1), ("bob", 2))
-            }
-            for _ in range(2):  # the second time sees the round that the first has recorded
-                scene.watcher.poll(1.0 + number)
-            steered = scene.event_log.state.steered
-            found.append((scene.shown(), steered is not None and steered.is_paused))
-        assert found[0] == ([(1, None)], False)
-        assert found[1] == (([(1, 2)], True) if stages > 1 else ([(1, None)], False))
-
-
 def test_page_says_that_a_run_is_paused_and_for_how_long_a_target_holds() -> None:
     scene = SteeredScene()
     scene.sign(0, paused=True)

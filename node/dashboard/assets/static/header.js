@@ -26,7 +26,7 @@ function showSummary() {
   put("sending-unit", `${letter}B`);
   put("saved", s.saved ? `${digits(s.saved, 0)}\u00d7 below all-reduce` : "of all peers together");
   put("pace", digits(s.round_seconds, 1));
-  put("in_time", s.expected ? `${s.in_time} of ${s.expected} in time` : s.stages.length ? "each stage makes its own" : "no round yet");
+  put("in_time", s.expected ? `${s.in_time} of ${s.expected} in time${s.stages.length ? " at the last stage" : ""}` : "no round yet");
   document.title = s.loss == null ? s.run : `${digits(s.loss, 3)} · ${s.run}`;
   showWarnings(s.warnings);
   showModel(s.model);
