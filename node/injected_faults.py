@@ -11,6 +11,8 @@ The variable is refused unless the run is named `test`. A part is `name=value`; 
 - `outcomes=drop:N`: each N-th outcome of this node's work is not told.
 - `tasks=copy:N`: of each N-th task of this node's a copy is sent once more, after its microbatch has ended.
 - `slow=FACTOR`: the trainer takes so many times as long.
+- `adds=always`: the trainer adds the gradient of every backward pass of an exact step, also of one that is made again
+  because it counts already, as a server without a ledger does.
 - `wrong=WHAT:N`: the N-th one is wrong. WHAT is `task size`, `task stage`, `task input` (one is missing), `token` (an
   id that the vocabulary does not have), `result size`, `result stage`, `nan` or `inf` (in a result).
 """
@@ -39,6 +41,7 @@ _FIELDS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
     ("outcomes", "drop"): ("dropped_outcomes",),
     ("tasks", "copy"): ("copied_tasks",),
     ("slow", ""): ("slow",),
+    ("adds", ""): ("adds",),
     ("wrong", ""): ("wrong", "wrong_at"),
 }
 
@@ -55,6 +58,7 @@ class Faults(BaseModel):
     late_answers: NonNegativeInt = 0
     dropped_outcomes: NonNegativeInt = 0
     copied_tasks: NonNegativeInt = 0
+    adds: Literal["always"] | None = None
     slow: float = Field(default=1.0, ge=1, le=1000)
     wrong: Wrong | None = None
     wrong_at: PositiveInt = 1

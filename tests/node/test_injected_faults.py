@@ -15,6 +15,7 @@ def test_variable_is_read_in_runs_named_test_only() -> None:
 
 def test_all_parts_are_parsed() -> None:
     text = "kill=node:told:3, answers=drop:2,answers=late:5,outcomes=drop:4,tasks=copy:1,slow=1.5,wrong=task size:7"
+    text += ",adds=always"
     assert parse_faults(text) == Faults(
         victim="node",
         point="told",
@@ -23,6 +24,7 @@ def test_all_parts_are_parsed() -> None:
         late_answers=5,
         dropped_outcomes=4,
         copied_tasks=1,
+        adds="always",
         slow=1.5,
         wrong="task size",
         wrong_at=7,
@@ -41,7 +43,7 @@ def test_all_parts_are_parsed() -> None:
         "slow=0.5",
         "slow=nan",
     ]
-    + ["answers=late", "answers=lost:1", "wrong=colour:1", "sleep=1", "tasks=copy:-1", "tasks=copy:1:2"],
+    + ["answers=late", "answers=lost:1", "wrong=colour:1", "sleep=1", "tasks=copy:-1", "tasks=copy:1:2", "adds=twice"],
 )
 def test_other_values_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(UsageError, match=VARIABLE) as caught:

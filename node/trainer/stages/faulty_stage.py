@@ -11,8 +11,10 @@ from node.injected_faults import Faults, PlaceCounter, injected_faults
 from node.ipc.activation_memory import ActivationMemory
 from node.ipc.stage_messages import ComputeStage, DrawMicrobatch, MicrobatchDrawn, StageComputed
 from node.model import LanguageModel
+from node.trainer.stages.exact_step import ExactStep
 from node.trainer.stages.stage_work import StageWork
 from protocol.manifest import Manifest
+from protocol.pipeline.exact.ledger import StepLedger
 
 NO_TOKEN = 2**31 - 1
 
@@ -38,6 +40,11 @@ class FaultClock:
         """Wait as a slower device would; return the seconds that a computation of `seconds` then takes."""
         time.sleep((self._faults.slow - 1) * seconds)
         return self._faults.slow * seconds
+
+    @property
+    def adds_always(self) -> bool:
+        """Return whether an exact step adds every gradient, however often."""
+        return self._faults.adds == "always"
 
     def is_wrong(self, *words: str) -> bool:
         """Return whether this result is the one to spoil."""
@@ -70,6 +77,17 @@ class FaultyStageWork(StageWork):
             view = self._memory.slot(command.output)
             view[:] = (self.fault_clock.wrong_bytes * len(view))[: len(view)]
         return computed.model_copy(update={"seconds": seconds})
+
+    def _count_exactly(self, exact: ExactStep, command: ComputeStage, loss: float | None) -> None:
+        """Add a gradient that counts already, or that another peer counts, without an entry in the ledger."""
+        is_naive = self.fault_clock.adds_always and not command.adds and not command.takes_away
+        if not is_naive or command.number is None:
+            super()._count_exactly(exact, command, loss)
+            return
+        honest = exact.ledger
+        exact.ledger = StepLedger(honest.count)
+        super()._count_exactly(exact, command.model_copy(update={"adds": True}), loss)
+        exact.ledger = honest
 
 
 def build_stage_work(
