@@ -3,6 +3,7 @@
 from node.model.cut import WHOLE, Cut, all_cuts, cut_of
 from node.model.families import (
     build_compiled_model,
+    build_layerwise_model,
     build_model,
     has_compiler,
     model_family,
@@ -23,6 +24,7 @@ __all__ = [
     "ShapeTable",
     "all_cuts",
     "build_compiled_model",
+    "build_layerwise_model",
     "build_model",
     "cut_of",
     "has_compiler",

@@ -75,6 +75,13 @@ def build_compiled_model(config: ModelSection, device: torch.device | str = "cpu
     return model_family(config).build_compiled(config, device)
 
 
+def build_layerwise_model(
+    config: ModelSection, device: torch.device | str, place: torch.device | str = "cpu"
+) -> LanguageModel:
+    """Build the model for long runs on several devices like `device`; its weights are on `place` at first."""
+    return model_family(config).build_layerwise(config, device, place)
+
+
 def has_compiler() -> bool:
     """Return whether torch would find a C++ compiler: CXX, or a common name."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", ""), *COMPILERS) if name)

@@ -262,6 +262,15 @@ class ModelFamily(ABC):
         """Build the module for long runs on `device`: compiled at its first use, with matrix products in bf16."""
 
     @abstractmethod
+    def build_layerwise(
+        self, config: ModelSection, device: torch.device | str, place: torch.device | str
+    ) -> LanguageModel:
+        """Build the module with its weights on `place`, for long runs on several devices like `device`.
+
+        Each layer is compiled by itself, so that its weights can be gathered before it and dropped after it.
+        """
+
+    @abstractmethod
     def first_values(self, config: ModelSection, entry: Entry) -> tuple[float, float]:
         """Return mean and standard deviation of a parameter's initial weights; one of the two is 0."""
 

@@ -3,7 +3,6 @@
 node.trainer.exchange_loop does what lies between the steps.
 """
 
-import contextlib
 import math
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ from node.model.memory_estimate import fit_microbatch
 from node.site.messages import own_version
 from node.step_settings import StepSettings, step_settings
 from node.trainer.counters import StepTotals
-from node.trainer.devices.compiling import build_trained_model
+from node.trainer.devices.compiling import build_trained_model, uncompiled
 from node.trainer.devices.device import (
     add_device_uses,
     choose_devices,
@@ -134,11 +133,14 @@ class Trainer(ExchangeLoop):
     ) -> LiveVectors:
         """Build the model on one device."""
         self._model, fault = build_trained_model(self._manifest, self._device, self._microbatch, config.options)
+        self._note_compiled(config, channel, fault)
+        self._optimizer = InnerOptimizer(self._model, self._manifest.train, program.method.inner)
+        return live_vectors(self._model, self._optimizer, has_open_gradient=has_open_gradient)
+
+    def _note_compiled(self, config: TrainerConfig, channel: TrainerChannel, fault: str) -> None:
         self._is_compiled = config.options.compile and not fault
         if fault:
             channel.send(TrainerWarning(reason="not compiled", line=f"training without --compile: {fault}"))
-        self._optimizer = InnerOptimizer(self._model, self._manifest.train, program.method.inner)
-        return live_vectors(self._model, self._optimizer, has_open_gradient=has_open_gradient)
 
     def _build_ranks(
         self, config: TrainerConfig, program: RoundPlanner, shared_memory: SharedMemory, channel: TrainerChannel
@@ -146,11 +148,9 @@ class Trainer(ExchangeLoop):
         """Build the model in parts, on several devices."""
         from node.trainer.ranks.leader import RankPlan, start_ranks  # torch's FSDP takes a second to import
 
-        if config.options.compile:
-            line = "training without --compile: a model on several devices is not compiled"
-            channel.send(TrainerWarning(reason="not compiled", line=line))
         plan = RankPlan(config, self._devices, self._microbatch, self._site, self._machines)
         self._ranks = start_ranks(plan, program, shared_memory, channel.fileno())
+        self._note_compiled(config, channel, self._ranks.compile_fault)
         self._model, self._optimizer = self._ranks.model, self._ranks.optimizer
         return self._ranks
 
@@ -217,9 +217,7 @@ class Trainer(ExchangeLoop):
             measured = [self._ranks.measure_loss(round_number, held.batches) for held in self._held_out]
             return combine_sources(self._held_out, measured)
         weights = self._shared_memory.anchor(round_number)[: self._model.flat.numel()]
-        # Batches of other shapes; a model that is not compiled does not need the compiler, which takes long to import.
-        eager = torch.compiler.set_stance("force_eager") if self._is_compiled else contextlib.nullcontext()
-        with eager:
+        with uncompiled(self._is_compiled):
             return validate(self._model, weights, self._held_out)
 
     def make_contribution(self) -> ContributionHeader:

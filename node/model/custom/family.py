@@ -52,6 +52,12 @@ class CustomFamily(ModelFamily):
         """Raise UsageError: no code travels with a run."""
         _refuse()
 
+    def build_layerwise(
+        self, config: ModelSection, device: torch.device | str, place: torch.device | str
+    ) -> LanguageModel:
+        """Raise UsageError: no code travels with a run."""
+        _refuse()
+
     def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:
         """Raise UsageError: transformers does not know the model."""
         raise UsageError(f'a model of the kind "{CUSTOM_KIND}" has no config.json; build it by your own code')

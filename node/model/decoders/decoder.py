@@ -135,18 +135,39 @@ class Decoder(LanguageModel):
 
 
 class CompiledDecoder(Decoder):
-    """The same model, compiled, its matrix products in bf16 where the device has that, its weights in fp32."""
+    """The same model, compiled, its matrix products in bf16 where the device has that, its weights in fp32.
 
-    def __init__(self, parts: Parts, config: ModelSection, device: torch.device | str = "cpu") -> None:
+    `place`: where its weights are before they are dealt to several devices; else on `device`, which computes.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: ModelSection,
+        device: torch.device | str = "cpu",
+        place: torch.device | str | None = None,
+    ) -> None:
         self._device_type, self._has_bf16 = torch.device(device).type, has_bf16(torch.device(device))
         self.attention_type = CompiledCausalAttention if self._device_type == "cpu" else DenseCausalAttention
-        super().__init__(parts, config, device)
+        super().__init__(parts, config, device if place is None else place)
         for module in self.modules():
             if isinstance(module, SparseMlp):
                 module.exclude_from_compiler()
+        self._compile()
+
+    def _compile(self) -> None:
         self.compile(dynamic=False)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
         """Return logits or loss, as `LanguageModel.forward`."""
         with torch.autocast(self._device_type, torch.bfloat16, enabled=self._has_bf16):
             return super().forward(inputs, targets, tokens)
+
+
+class LayerwiseDecoder(CompiledDecoder):
+    """The same, compiled layer by layer: one program for all layers, whose weights may be gathered before each pass."""
+
+    def _compile(self) -> None:
+        for layer in self.model.layers.values():
+            assert isinstance(layer, DecoderLayer)
+            layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from node.model.cut import WHOLE, Cut
 from node.model.decoders.attention import Attention, CausalAttention
-from node.model.decoders.decoder import CompiledDecoder, Decoder
+from node.model.decoders.decoder import CompiledDecoder, Decoder, LayerwiseDecoder
 from node.model.decoders.layers import GatedMlp
 from node.model.decoders.subspace import Subspace
 from node.model.hugging_face.config_keys import ConfigKeys
@@ -71,6 +71,12 @@ class DecoderFamily(ModelFamily):
     def build_compiled(self, config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
         """Build the decoder for long runs."""
         return CompiledDecoder(self, config, device)
+
+    def build_layerwise(
+        self, config: ModelSection, device: torch.device | str, place: torch.device | str
+    ) -> LanguageModel:
+        """Build the decoder for long runs on several devices."""
+        return LayerwiseDecoder(self, config, device, place)
 
     def first_values(self, config: ModelSection, entry: Entry) -> tuple[float, float]:
         """Return a deviation of 0.02, as in GPT-2, and less for matrices that write into the residual stream.

@@ -4,12 +4,14 @@ A machine that cannot compile trains all the same, at the speed of before; the t
 """
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from node.model import LanguageModel, build_compiled_model, build_model, cut_of, has_compiler
+from node.model import LanguageModel, build_compiled_model, build_layerwise_model, build_model, cut_of, has_compiler
 from node.options import TrainerOptions
 from node.trainer.devices.device import is_out_of_memory
 from protocol.manifest import Manifest
@@ -33,17 +35,56 @@ def build_trained_model(
         return plain, ""
     if manifest.pipeline.is_cut:
         return plain, "a stage of a pipeline is not compiled"
+    model, fault = _compile(device, microbatch, lambda: _prepare(build_compiled_model(manifest.model, device), options))
+    return model or plain, fault
+
+
+def build_dealt_model(
+    manifest: Manifest, device: torch.device, microbatch: int, options: TrainerOptions, vote: Callable[[float], float]
+) -> tuple[LanguageModel, str]:
+    """Build the model of one of several ranks, on the CPU; return it, and why it is not compiled although it should be.
+
+    A model of one layer shows first whether this device can compile. All ranks compile, or none does.
+
+    Args:
+        device: of this rank, to which its part of the model will go.
+        vote: adds up a number over all ranks.
+    """
+    if not options.compile:
+        return _prepare(build_model(manifest.model), options), ""
+    one_layer = manifest.model.model_copy(update={"layers": 1})
+    trial, fault = _compile(
+        device, microbatch, lambda: _prepare(build_layerwise_model(one_layer, device, device), options)
+    )
+    del trial
+    if not vote(float(bool(fault))):
+        return _prepare(build_layerwise_model(manifest.model, device), options), ""
+    return _prepare(build_model(manifest.model), options), fault or "another device of this peer cannot compile"
+
+
+def _compile(
+    device: torch.device, microbatch: int, build: Callable[[], LanguageModel]
+) -> tuple[LanguageModel | None, str]:
+    """Return a model that has computed on `device`, or why it cannot."""
     if device.type == "cpu" and not has_compiler():
-        return plain, "there is no C++ compiler (g++ or clang++)"
+        return None, "there is no C++ compiler (g++ or clang++)"
     os.environ.setdefault(CACHE_VARIABLE, str(_cache_directory()))
-    model = _prepare(build_compiled_model(manifest.model, device), options)
+    model = build()
     try:
         _try(model, microbatch)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return plain, f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}"
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}"
     return model, ""
+
+
+def uncompiled(is_compiled: bool) -> AbstractContextManager[object]:
+    """Return a context in which a compiled model computes plainly, because batches of other shapes follow.
+
+    A model that is not compiled does not need the compiler, which takes long to import.
+    """
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 def _prepare(model: LanguageModel, options: TrainerOptions) -> LanguageModel:

@@ -39,7 +39,7 @@ def follow(config: RankConfig, channel: FrameSocket, inherited: Sequence[int]) -
         group = RankGroup.join_site(config.rank, device, config.site)
     if device.type == "cuda" and memory is not None:
         memory.pin()
-    rank = Rank(manifest, program.method.inner, config.microbatch, group, memory, trainer.options.recompute)
+    rank = Rank(manifest, program.method.inner, config.microbatch, group, memory, trainer.options)
     while True:
         command = channel.receive_as(TO_RANK, None)
         if isinstance(command, EndRank):

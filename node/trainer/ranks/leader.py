@@ -84,6 +84,11 @@ class RankLeader(LiveVectors):
         return self._rank.model
 
     @property
+    def compile_fault(self) -> str:
+        """Return why the model is not compiled although it should be; empty if there is no reason."""
+        return self._rank.compile_fault
+
+    @property
     def optimizer(self) -> "ShardedOptimizer":
         """Return the optimizer of rank 0, whose settings the other ranks get with each step."""
         return self._rank.optimizer
@@ -216,7 +221,7 @@ def start_ranks(plan: RankPlan, program: RoundPlanner, memory: SharedMemory, dae
     else:
         _send_configs(plan, others, None)
         group = RankGroup.join(0, len(plan.devices), plan.devices[0], store_fd)
-    rank = Rank(manifest, program.method.inner, plan.microbatch, group, memory, config.options.recompute)
+    rank = Rank(manifest, program.method.inner, plan.microbatch, group, memory, config.options)
     return RankLeader(rank, others, plan.site)
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from node.ipc.shared_memory import SharedMemory
-from node.model import LanguageModel, build_model
-from node.model.computation.recompute import Recompute
+from node.model import LanguageModel
+from node.options import TrainerOptions
+from node.trainer.devices.compiling import build_dealt_model, uncompiled
 from node.trainer.devices.device import MicrobatchTooLarge, autocast_context, is_out_of_memory, uses_bf16
 from node.trainer.ranks.far_parts import receive_into, receive_part, send_from, send_part
 from node.trainer.ranks.group import RankGroup
@@ -18,6 +19,8 @@ from node.trainer.ranks.sharded_optimizer import ShardedOptimizer
 from node.trainer.ranks.shards import Shard, own_pieces, own_shards
 from optim.inner.base import WEIGHTS, InnerUpdateRule
 from protocol.manifest import Manifest
+
+DEFAULT_OPTIONS = TrainerOptions()
 
 
 class Rank:
@@ -33,14 +36,14 @@ class Rank:
         microbatch: int,
         group: RankGroup,
         shared_memory: SharedMemory | None,
-        recompute: Recompute = "none",
+        options: TrainerOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._context = manifest.model.context
         self._microbatch = microbatch
         self.group = group
         self._shared_memory = shared_memory
-        model = build_model(manifest.model)
-        model.recompute = recompute
+        model, self.compile_fault = build_dealt_model(manifest, group.device, microbatch, options, vote=self._add_up)
+        self._is_compiled = options.compile and not self.compile_fault
         self._model = ShardedModel(model, group, uses_bf16(group.device))
         self.optimizer = ShardedOptimizer(self._model, manifest.train, inner, group)
 
@@ -100,7 +103,8 @@ class Rank:
     def measure_loss(self, command: MeasureLoss, batches: Sequence[Tensor]) -> tuple[float, int]:
         """Return the mean loss of an anchor in nats per token, the same on all ranks, and the number of tokens."""
         total, tokens = 0.0, 0
-        with self._model.loaded(self._shared_memory.anchor(command.round) if self._shared_memory else None):
+        anchor = self._shared_memory.anchor(command.round) if self._shared_memory else None
+        with uncompiled(self._is_compiled), self._model.loaded(anchor):
             for windows in batches:
                 counted = len(windows) * self._context
                 self.group.broadcast(windows)
@@ -109,6 +113,9 @@ class Rank:
                     total += loss * piece.weight * counted
                 tokens += counted
         return self.group.sum(total)[0] / tokens, tokens
+
+    def _add_up(self, value: float) -> float:
+        return self.group.sum(value)[0]
 
     def _accumulate(self, windows: Tensor) -> float:
         try:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from node.model import build_model
-from node.model.decoders.decoder import CompiledDecoder
+from node.model.decoders.decoder import CompiledDecoder, LayerwiseDecoder
 from node.options import TrainerOptions
 from node.trainer.devices import compiling
-from node.trainer.devices.compiling import build_trained_model
+from node.trainer.devices.compiling import build_dealt_model, build_trained_model
 from node.trainer.devices.device import device_class
 from tests.swarm.process_swarm import manifest_with
 
@@ -48,6 +48,22 @@ def test_compile_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert not isinstance(model, CompiledDecoder)
     assert fault.startswith("RuntimeError: CppCompileError: C++ compile error long") and len(fault) < 250
     assert "\n" not in fault
+
+
+def test_all_ranks_compile_or_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that compute otherwise would wait for one another in other places."""
+    options = TrainerOptions(compile=True)
+    monkeypatch.setattr(compiling, "has_compiler", lambda: True)
+    monkeypatch.setattr(compiling, "_try", lambda model, microbatch: None)
+    model, fault = build_dealt_model(MANIFEST, CPU, 2, options, vote=lambda own: own)
+    assert isinstance(model, LayerwiseDecoder) and fault == ""
+    model, fault = build_dealt_model(MANIFEST, CPU, 2, options, vote=lambda own: own + 1)
+    assert not isinstance(model, LayerwiseDecoder) and fault == "another device of this peer cannot compile"
+    monkeypatch.setattr(compiling, "has_compiler", lambda: False)
+    model, fault = build_dealt_model(MANIFEST, CPU, 2, options, vote=lambda own: own)
+    assert not isinstance(model, LayerwiseDecoder) and fault == "there is no C++ compiler (g++ or clang++)"
+    model, fault = build_dealt_model(MANIFEST, CPU, 2, TrainerOptions(), vote=lambda own: 1 / 0)
+    assert not isinstance(model, LayerwiseDecoder) and fault == "", "nobody votes without the option"
 
 
 def test_memory_that_runs_out_is_not_a_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

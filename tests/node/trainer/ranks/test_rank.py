@@ -10,6 +10,7 @@ from node.from_manifest import build_program
 from node.ipc.shared_layout import SharedLayout
 from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights
+from node.options import TrainerOptions
 from node.trainer import inner_step
 from node.trainer.devices.device import MicrobatchTooLarge
 from node.trainer.inner_step import validation_loss
@@ -115,6 +116,30 @@ def test_ranks_that_gather_bf16_train_like_one_with_autocast(model: str, monkeyp
     monkeypatch.undo()
     exact = train_alone(manifest, STEPS, 4)
     assert 0 < distance(together, alone) < distance(exact, alone) / 2, "they differ by less than bf16 from fp32"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(("model", "programs"), [("", 4), (EXPERTS, 6)])
+def test_ranks_with_compiled_layers_train_like_one_with_autocast(
+    model: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All eight layers share their programs, although each has its own weights.
+
+    Control: ranks that do not add up their gradients are further away than bf16 products from fp32 ones.
+    """
+    base = manifest_of("frugal", model)
+    manifest = base.model_copy(update={"model": base.model.model_copy(update={"layers": 8})})
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["stats"]
+    counted.clear()
+    together = train_together(manifest, 2, STEPS, 4, options=TrainerOptions(compile=True))
+    assert 0 < counted["unique_graphs"] <= programs
+    exact = train_alone(manifest, STEPS, 4)
+    monkeypatch.setattr("torch.distributed.reduce_scatter_single", scatter_own)
+    apart = train_together(manifest, 2, STEPS, 4)
+    assert 0 < distance(together, exact) < distance(apart, exact) / 4
 
 
 def distance(vectors: Vectors, others: Vectors) -> float:

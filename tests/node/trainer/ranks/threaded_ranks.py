@@ -14,10 +14,11 @@ from node.from_manifest import build_program
 from node.ipc.shared_layout import SharedLayout
 from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights
+from node.options import TrainerOptions
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from node.trainer.ranks.group import RankGroup
 from node.trainer.ranks.messages import TakeStep
-from node.trainer.ranks.rank import Rank
+from node.trainer.ranks.rank import DEFAULT_OPTIONS, Rank
 from optim.inner.base import WEIGHTS
 from protocol.manifest import Manifest
 
@@ -88,14 +89,17 @@ def train_alone(manifest: Manifest, steps: int, rows: int) -> Vectors:
     return {WEIGHTS: model.flat, **optimizer.vectors}
 
 
-def train_together(manifest: Manifest, ranks: int, steps: int, rows: int, copies: int = 1) -> Vectors:
+def train_together(
+    manifest: Manifest, ranks: int, steps: int, rows: int, copies: int = 1, options: TrainerOptions = DEFAULT_OPTIONS
+) -> Vectors:
     """Return weights and optimizer vectors after the same steps of several ranks."""
     program = build_program(manifest)
     memory = SharedMemory.create(SharedLayout.of(program))
     memory.vectors[WEIGHTS].copy_(initial_weights(manifest.model, 0))
 
     def work(group: RankGroup) -> None:
-        rank = Rank(manifest, program.method.inner, manifest.train.microbatch, group, memory)
+        rank = Rank(manifest, program.method.inner, manifest.train.microbatch, group, memory, options)
+        assert not rank.compile_fault, rank.compile_fault
         rank.load(memory.vectors)
         for step in range(steps):
             windows = batch_of(manifest, step if group.rank == 0 else -1, rows)  # rank 0 has the batch
