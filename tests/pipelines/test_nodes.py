@@ -1,0 +1,94 @@
+"""Whole nodes: a peer dies while its sum travels, and several own the same microbatches."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.pipelining.exact_reference import SingleProcess, read_stages
+from node.local.peer_process import PeerProcess
+from node.run_dir import RunDir
+from protocol.manifest import Manifest, load_manifest
+from tests.swarm.process_swarm import ProcessSwarm, running_swarm
+from tests.swarm.test_pipeline import final_status
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+RUN = Path(__file__).parents[1] / "swarm" / "exact.toml"
+STAGES = (0, 0, 0, 1)  # of the peers; with three at a stage, two go on at once where one dies
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`steps`: that counted; `differing`: values of all finished peers that differ from one process."""
+
+    steps: int
+    differing: int
+    statuses: tuple[dict[str, Any], ...]
+
+    def total(self, name: str) -> int:
+        return sum(status["microbatches"][name] for status in self.statuses)
+
+
+def run_nodes(folder: Path, *words: str) -> Outcome:
+    """Run nodes with these patches to the end; the first one may die."""
+    with running_swarm(folder, _manifest(RUN, {"target": {"rounds": ROUNDS}}), 0) as swarm:
+        _start(swarm, words)
+        swarm.wait_until(lambda: not any(peer.is_running for peer in swarm.peers), "the run ends")
+        assert all(peer.returncode == 0 for peer in swarm.peers[1:]), swarm.describe()
+        ended = [peer for peer in swarm.peers if peer.returncode == 0]
+        return _compare(folder, ended)
+
+
+def _manifest(run: Path, changes: Mapping[str, Mapping[str, Any]]) -> Manifest:
+    """Return the manifest of a short run that begins with one peer at each stage."""
+    values = load_manifest(run).model_dump(mode="json", exclude_none=True)
+    values["data"] = {"source": "text", "path": "corpus.txt"}
+    values["run"]["min_peers"] = 2
+    return Manifest.model_validate_json(json.dumps({**values, **changes}))
+
+
+def _start(swarm: ProcessSwarm, words: Sequence[str]) -> None:
+    """Start a patched node for each of STAGES."""
+    for rank, (stage, patches) in enumerate(zip(STAGES, words, strict=True)):
+        made = swarm._make_peer(rank)
+        command = [sys.executable, "-m", "tests.pipelines.patched_node", patches, *made._command[3:]]
+        swarm.peers.append(PeerProcess(made.name, made.folder, command))
+        made.folder.mkdir()
+        RunDir(made.folder).write_stage(stage, max(STAGES) + 1)
+    swarm.start()
+
+
+def _compare(folder: Path, ended: Sequence[PeerProcess]) -> Outcome:
+    stages = read_stages(folder)
+    steps = max(stage.steps for stage in stages)
+    weights = SingleProcess(load_manifest(folder / "run.toml"), folder).run(steps)
+    finished = [stage for stage in stages if stage.steps == steps]
+    assert len(finished) >= len(ended)
+    differing = sum(int((stage.anchor != weights[stage.stage]).sum()) for stage in finished)
+    return Outcome(steps, differing, tuple(final_status(peer.folder) for peer in ended))
+
+
+@pytest.mark.parametrize("naive", [False, True])
+def test_all_or_none_apply_a_sum_whose_peer_dies_while_it_travels(naive: bool, tmp_path: Path) -> None:
+    """The control: nodes that apply a round whose sums lack microbatches."""
+    word = "counts incomplete steps" if naive else ""
+    outcome = run_nodes(tmp_path, f"dies while its sum travels,{word}", word, word, word)
+    digests = {(status["stage"], status["state_digest"]) for status in outcome.statuses}
+    assert len(outcome.statuses) == len(STAGES) - 1 and len(digests) == 2, "one state at each stage"
+    assert outcome.steps == (ROUNDS if naive else ROUNDS - 1), "without that sum the round is void"
+    assert (outcome.differing > 0) == naive
+
+
+@pytest.mark.parametrize("naive", [False, True])
+def test_microbatches_with_two_owners_count_once(naive: bool, tmp_path: Path) -> None:
+    """The control: trainers that add every gradient that they compute."""
+    word = "adds always" if naive else ""
+    outcome = run_nodes(tmp_path, *(f"owns every microbatch,{word}" for _ in STAGES))
+    assert outcome.total("served: subtracted") + outcome.total("replayed") > 0, "gradients are computed twice"
+    assert (outcome.differing > 0) == naive
