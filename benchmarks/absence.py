@@ -31,12 +31,12 @@ from node.data.batches import VALIDATION_TOKENS
 from node.from_manifest import build_program
 from node.ipc.channel import ContributionOutcome
 from node.model import build_model, initial_weights
-from node.simulation.virtual_trainer import VirtualTrainer
+from node.simulation.virtual.trainer import VirtualTrainer
 from node.trainer.inner_step import validation_loss
 from optim.compose import compose
 from optim.exchange import ContributionEncoder
 from optim.method import Method
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.optim.fake_peers import FakePeer
 
 PEERS = 8

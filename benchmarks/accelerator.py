@@ -26,7 +26,7 @@ from benchmarks.merge.training_step import Stepper
 from node.options import threads_per_process
 from node.trainer.devices.device import choose_device
 from protocol.errors import DeviceError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm, write_run
 
 WARM_STEPS, STEPS = 5, 40

@@ -24,7 +24,7 @@ from node.model import build_model, initial_weights
 from node.model.computation.output_loss import output_loss
 from node.model.computation.recompute import Recompute
 from node.trainer.inner_step import accumulate_gradient
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results" / "activations.json"

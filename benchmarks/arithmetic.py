@@ -23,7 +23,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.merge.random_vectors import random_vector, relative_error
-from node.daemon.outer_state import OuterState
+from node.daemon.state.outer_state import OuterState
 from optim.codecs.base import Payload
 from optim.compose import compose
 from optim.exchange import Aggregator, ContributionEncoder
@@ -31,7 +31,7 @@ from optim.kernels.vectors import Vector
 from optim.layout import Layout
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
-from protocol.manifest import RoundSection
+from protocol.manifest.sections import RoundSection
 
 PEERS = 4
 RECIPES = ("averaging", "sparseloco", "frugal")

@@ -17,7 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from protocol.manifest import Manifest, MethodSection, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MethodSection
 
 MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
 RUN_SECONDS = 3600

@@ -39,8 +39,8 @@ from node.run_dir import write_atomically
 from node.trainer.devices.device import autocast_context, choose_device, device_class
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results" / "device.json"

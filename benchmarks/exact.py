@@ -30,8 +30,8 @@ from pathlib import Path
 
 from benchmarks.pipelining.exact_reference import SingleProcess, read_stages
 from node.injected_faults import VARIABLE
-from node.process import python_environment
-from protocol.manifest import load_manifest
+from node.processes.process import python_environment
+from protocol.manifest.reading import load_manifest
 
 RUN = Path(__file__).parent.parent / "tests" / "swarm" / "exact.toml"
 PEERS = 4

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from node.data import open_corpus, validation_batches
 from node.local.report import VALIDATION_TOKENS
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.run_file import load_run_file
 
 INNER_STEPS = 5

@@ -36,7 +36,7 @@ from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from optim.compose import compose
 from optim.recipes import OptionTables
 from protocol.errors import MurmurError
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 PEERS, LIARS, SEEDS, INNER_STEPS, ROUNDS = 10, 2, 3, 4, 40
 STEPS: Final = INNER_STEPS * ROUNDS

@@ -44,7 +44,7 @@ import psutil
 from node.from_manifest import build_program
 from node.local.peer_process import PeerProcess
 from node.monitoring.status import NodeStatus
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 
 SAMPLE_SECONDS = 0.03
 WAIT_SECONDS = 240.0

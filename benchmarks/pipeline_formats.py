@@ -28,10 +28,10 @@ from node.trainer.stages.activation_format import FORMATS
 from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage
 from node.trainer.stages.stage_work import stage_train
 from optim.inner.adamw import AdamW
-from protocol.manifest import TrainSection
-from protocol.manifest_data import DataSection
-from protocol.manifest_model import ModelSection
-from protocol.manifest_pipeline import Activations, PipelineSection
+from protocol.manifest.data import DataSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.pipeline import Activations, PipelineSection
+from protocol.manifest.sections import TrainSection
 
 STAGES = 4
 WIRE: tuple[Activations, ...] = ("fp32", "bf16", "int8")

@@ -27,22 +27,16 @@ from node.simulation.comparison import run_simulation
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import Evaluator
 from node.simulation.pipeline.pipeline_swarm import run_pipeline
-from node.simulation.virtual_network import BYTES_PER_MEGABIT
+from node.simulation.virtual.network import BYTES_PER_MEGABIT
 from optim.compose import compose
 from optim.inner.adamw import AdamW
 from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
 from optim.method import Method
-from protocol.manifest import (
-    Manifest,
-    MembershipSection,
-    MethodSection,
-    RoundSection,
-    RunSection,
-    TrainSection,
-)
-from protocol.manifest_data import DataSection
-from protocol.manifest_model import ModelSection
-from protocol.manifest_pipeline import PipelineSection
+from protocol.manifest.data import DataSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.pipeline import PipelineSection
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MembershipSection, MethodSection, RoundSection, RunSection, TrainSection
 
 MODEL = ModelSection(width=64, layers=4, heads=4, hidden=172, context=128, tied=False)
 STAGES = 4

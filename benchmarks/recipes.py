@@ -51,11 +51,12 @@ from node.simulation.comparison import (
 )
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import CurvePoint, Evaluator, SimulationResult
-from node.simulation.virtual_network import BYTES_PER_MEGABIT
+from node.simulation.virtual.network import BYTES_PER_MEGABIT
 from optim.compose import compose
 from optim.options import OptionValue
 from optim.recipes import RECIPES
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 
 HOME: Final = Path(__file__).parent
 RESULTS: Final = HOME / "results" / "recipes.json"

@@ -26,7 +26,7 @@ import grpc
 import psutil
 
 from benchmarks.paths import opened
-from node.process_memory import enable_frequent_gc, trim, use_one_malloc_arena
+from node.processes.process_memory import enable_frequent_gc, trim, use_one_malloc_arena
 from protocol.blobs.blob import CHUNK_BYTES
 from protocol.murmur_pb2 import FetchRequest
 from protocol.murmur_pb2_grpc import BlobsStub

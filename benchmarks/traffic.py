@@ -26,7 +26,7 @@ from optim.exchange import ContributionEncoder
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlan, RoundPlanner
 from optim.topologies import Groups
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 
 MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
 

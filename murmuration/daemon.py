@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from node.ipc import loop_socket
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.run_dir import is_locked, read_json_if_whole
 from protocol.errors import AlreadyRunningError, error_with_code
 

@@ -21,7 +21,7 @@ from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder
 from protocol.errors import MurmurError
-from protocol.manifest import parse_manifest
+from protocol.manifest.reading import parse_manifest
 
 CONFIG_SECONDS = 60.0
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from node.model import ModelFamily, model_family, shapes_of
 from node.model.shapes import ShapeTable
 from protocol.errors import UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 MAX_NAMED: Final = 5  # parameters in an error
 

@@ -17,7 +17,7 @@ from node.commands.guard import PlainGroup, run_guarded
 from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
 from node.commands.waiting import loading
 from node.flags import MachineFlags, NodeFlags, expand_flags
-from node.process import prepare_standard_streams, rare_garbage_collection
+from node.processes.process import prepare_standard_streams, rare_garbage_collection
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -74,8 +74,8 @@ def init(
 ) -> None:
     """Write a first manifest: five questions, or flags."""
     with rare_garbage_collection():
-        from node.init_command import InitOptions
-        from node.init_command import init as write_manifest
+        from node.commands.init import InitOptions
+        from node.commands.init import init as write_manifest
 
     options = InitOptions(
         name=name,
@@ -306,7 +306,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show for each node what it does and whether it contributes, and count its errors by reason."""
-    from node.status_command import status_lines
+    from node.commands.status import status_lines
 
     for line in status_lines(folder, as_json, check):
         typer.echo(line)
@@ -348,7 +348,7 @@ def rollback(
     ] = None,
 ) -> None:
     """List a node's checkpoints, or return to an earlier one."""
-    from node.rollback_command import roll_back
+    from node.commands.rollback import roll_back
 
     for line in roll_back(folder, round_number):
         typer.echo(line)
@@ -359,7 +359,7 @@ def key(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's directory; the key is created if missing")],
 ) -> None:
     """Show the peer id of a node."""
-    from node.status_command import key_line
+    from node.commands.status import key_line
 
     typer.echo(key_line(folder))
 

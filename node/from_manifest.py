@@ -21,9 +21,10 @@ from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import TOPOLOGIES, Topology, make_topology
 from protocol.errors import ManifestError, UsageError
 from protocol.fault_words import shorten
-from protocol.manifest import Manifest, MemoryMode, TrainSection
-from protocol.manifest_faults import ManifestText
-from protocol.pipeline.stage import stage_of
+from protocol.manifest.faults import ManifestText
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MemoryMode, TrainSection
+from protocol.pipeline.stages.stage import stage_of
 
 MAX_ERROR_CHARACTERS = 1000  # of a method's error, which may quote a long value and name all recipes
 RateOfOuterStep = Callable[[int, int, int], float]

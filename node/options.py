@@ -31,7 +31,8 @@ from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import MalformedError, UsageError
 from protocol.fault_words import describe_value, shorten
 from protocol.identity import PeerId
-from protocol.manifest import Manifest, MemoryMode
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MemoryMode
 from protocol.transport.nat import listen_on_all_interfaces
 
 if TYPE_CHECKING:

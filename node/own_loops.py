@@ -3,7 +3,7 @@
 from typing import Final
 
 from protocol.errors import UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 JOIN_BY: Final = "join by murmuration.join(RUN, model, optimizer) in a script of yours (docs/user/own-loop.md)"
 NO_CODE: Final = f'murmur has no code of this run\'s model (model.kind = "custom"); {JOIN_BY}'

@@ -9,7 +9,7 @@ from protocol.admission.ticket import Ticket, open_ticket, ticket_from_text, tic
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import AdmissionError, MissingFileError, PeerFault
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 MAX_FILE_BYTES = 4096
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from node.run_dir import STAGE, read_json_if_whole
 from protocol.errors import CheckpointError, MissingFileError, UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 SWARMS_DIR = Path("runs")
 KEEP_MARK = ".keep"  # the suffix of a file that protects a checkpoint, see node.checkpoints.checkpoint

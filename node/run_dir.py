@@ -12,7 +12,7 @@
     revisions.json the organiser's revisions of the manifest
     site-key       the key behind the token of its site (node.site)
     ticket         the organiser's permission to take part (node.own_ticket)
-    proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.proof_file)
+    proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.state.proof_file)
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from protocol.errors import AlreadyRunningError, DataError, OtherRunError, PortTakenError, StorageError
-from protocol.manifest import Manifest, changed_keys, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest, changed_keys
 from protocol.steering.revisions import steerable_keys
 from protocol.transport.local_sockets import retry_while_port_taken
 from protocol.transport.nat import find_common_port, is_port_free

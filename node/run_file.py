@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.manifest import parse_manifest_values, read_manifest_bytes, validate_manifest
-from protocol.manifest_faults import ManifestText
-from protocol.manifest_model import ModelSection
-from protocol.manifest_tensors import CUSTOM_KIND, format_tensor
+from protocol.manifest.faults import ManifestText
+from protocol.manifest.model import ModelSection
+from protocol.manifest.reading import parse_manifest_values, read_manifest_bytes, validate_manifest
+from protocol.manifest.tensors import CUSTOM_KIND, format_tensor
 from protocol.signing import MAX_SIGNED_MANIFEST_BYTES, SignedManifest, open_signed_manifest
 
 logger = logging.getLogger(__name__)

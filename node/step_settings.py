@@ -2,7 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol.manifest import Manifest, TrainSection
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import TrainSection
 
 
 class StepSettings(BaseModel):

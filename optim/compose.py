@@ -14,7 +14,6 @@ from optim.aggregation.edit_penalty import EditPenalty
 from optim.aggregation.filtered import Filtered
 from optim.aggregation.mean import Mean, SenderMean
 from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
-from optim.bit_budget import BitBudget, read_bit_budget
 from optim.codecs.base import SAMPLE_SIZE, Codec
 from optim.codecs.dct_topk import DctTopK
 from optim.codecs.e3m0 import BlockE3M0
@@ -27,7 +26,6 @@ from optim.codecs.subset import RandomSubset
 from optim.codecs.topk import ChunkTopK
 from optim.compatibility import check_compatibility, check_defence
 from optim.errors import UnknownOption, UnknownRecipe, plain_words
-from optim.exchange_schedule import EverySteps, Schedule
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
 from optim.inner.adamw import AccumulatingAdamW, AdamW, QuasiHyperbolic
 from optim.inner.base import InnerUpdateRule
@@ -38,7 +36,6 @@ from optim.inner.growing_batch import GrowingBatch
 from optim.inner.muon import Muon
 from optim.merge_policy import Interpolate, MergePolicy, RebaseOnAnchor
 from optim.method import Method
-from optim.option_schedules import OptionSchedule, read_option
 from optim.options import OptionValue, Scalar
 from optim.outer import (
     Adam,
@@ -55,6 +52,9 @@ from optim.outer import (
     StalenessPenalised,
 )
 from optim.recipes import RECIPES, OptionTable, OptionTables, Recipe
+from optim.schedules.bit_budget import BitBudget, read_bit_budget
+from optim.schedules.exchange_schedule import EverySteps, Schedule
+from optim.schedules.option_schedules import OptionSchedule, read_option
 from optim.signals import (
     Gradient,
     Momentum,

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from optim.aggregation.base import AggregationRule
 from optim.codecs.base import Codec
-from optim.exchange_schedule import Schedule
 from optim.feedback import Feedback
 from optim.inner.base import InnerUpdateRule
 from optim.merge_policy import MergePolicy
 from optim.outer import OuterOptimizer
+from optim.schedules.exchange_schedule import Schedule
 from optim.signals import Signal
 from optim.topologies import Topology
 

@@ -16,10 +16,10 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from optim.errors import UnknownOption
-from optim.exchange_schedule import Schedule
 from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
 from optim.layout import Layout, Span
 from optim.options import STRICT
+from optim.schedules.exchange_schedule import Schedule
 
 MAX_PERIOD = 1000  # rounds
 

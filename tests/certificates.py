@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from node.loop.catch_up import SyncOffer
+from node.loop.peers.catch_up import SyncOffer
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.certified import CertifiedCommit
 from protocol.consensus.history.chain import Chain

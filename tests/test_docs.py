@@ -9,7 +9,7 @@ import typer
 from node.cli import app
 from optim.compose import REGISTRY
 from optim.recipes import RECIPES
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]

@@ -13,7 +13,7 @@ from functools import partial
 
 from node.simulation.fake_signer import FakeSigner
 from node.simulation.swarm import simulated_peer_id
-from node.simulation.virtual_network import VirtualClock
+from node.simulation.virtual.network import VirtualClock
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import (
     BlobAvailable,

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.endurance.run_observer import RunObserver
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with
 
 POLL_SECONDS = 0.2

@@ -22,14 +22,14 @@ import torch
 from benchmarks.merge.random_vectors import random_vector, relative_error
 from benchmarks.merge.worker import OrderChannel, peer_parser
 from node.checkpoints.vote_log import VoteLog
-from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
-from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute
-from node.daemon.peer_rpc import Outbox, PeerRpc
-from node.daemon.proof_file import ProofFile
+from node.daemon.peers.downloads import Downloads
+from node.daemon.peers.peer_rpc import Outbox, PeerRpc
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota, RoundsService
+from node.daemon.state.outer_state import OuterState, ReplicatedState, RoundCompute
+from node.daemon.state.proof_file import ProofFile
 from node.daemon.state_effects import StateEffects
 from node.ipc.channel import ContributionHeader
 from node.loop.actions import AdvanceState, ApplyCommit, PrecomputeCommit, PublishHead
@@ -44,13 +44,13 @@ from node.loop.events import (
     TrainerStarted,
 )
 from node.loop.options import LoopOptions, RoundOptions
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import unsteered
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status_reporter import StatusReporter
-from node.process_memory import enable_frequent_gc, use_one_malloc_arena
-from node.workers import Workers, start_workers
+from node.processes.process_memory import enable_frequent_gc, use_one_malloc_arena
+from node.processes.workers import Workers, start_workers
 from optim.compose import compose
 from optim.exchange import ContributionEncoder
 from optim.layout import Layout
@@ -69,7 +69,7 @@ from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import AllGather, Butterfly
 from protocol.errors import PeerFault
 from protocol.identity import Identity, PeerId
-from protocol.manifest import RoundSection
+from protocol.manifest.sections import RoundSection
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
 from protocol.signing import sign
 from protocol.traffic import ControlTraffic

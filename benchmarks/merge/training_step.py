@@ -9,7 +9,7 @@ from node.data import BatchReader, open_corpus
 from node.model import build_model, initial_weights
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 
 
 class Stepper:

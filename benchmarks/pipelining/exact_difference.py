@@ -17,7 +17,7 @@ from node.run_dir import RunDir
 from optim.exact import Doubles, Float64Sum
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Commit, Contribution
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from protocol.pipeline.exact.ledger import StepLedger, covers_step
 
 Commits = dict[int, dict[int, Commit]]  # by round and stage

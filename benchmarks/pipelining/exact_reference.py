@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from node.checkpoints.checkpoint import load_newest
-from node.daemon.outer_state import OuterState
+from node.daemon.state.outer_state import OuterState
 from node.data import BatchReader, Corpus, open_corpus
 from node.from_manifest import build_program, learning_rate_scale
 from node.ipc.activation_memory import ActivationMemory
@@ -26,8 +26,9 @@ from node.trainer.stages.stage_work import StageWork
 from optim.exact import Doubles, Float64Sum
 from optim.exchange import Aggregator
 from optim.method import SMALL_SLOTS, STEPS_MADE
-from protocol.manifest import Manifest, load_manifest
-from protocol.pipeline.stage import StageManifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import StageManifest
 
 ACTIVATION_IN, ACTIVATION_OUT, GRADIENT_IN, GRADIENT_OUT = range(4)
 

@@ -24,18 +24,18 @@ from node.pipeline.calls import StageCalls
 from node.pipeline.node_stages import NodeStages
 from node.pipeline.pipeline import Pipeline
 from node.pipeline.service import StagesService
+from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
-from node.workers import BackgroundTasks
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Manifest, RunId
+from protocol.manifest.run import Manifest, RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import DirectoryOptions
 from protocol.murmur_pb2 import StepStatement
 from protocol.murmur_pb2_grpc import add_StagesServicer_to_server
 from protocol.pipeline.messages import Answer, Outcome, Task
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 from protocol.transport.transport import AddServicer, Transport, caller
 
 HOP_SAMPLES = 100_000

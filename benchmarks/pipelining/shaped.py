@@ -6,7 +6,7 @@ from benchmarks.pipelining.swarm import Setting, Swarm, Window
 from node.plan.arithmetic import predict
 from node.plan.peers import PeerKind
 from node.plan.workload import workload_of
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.netlab.laboratory import Laboratory, Link
 
 RTT_SECONDS = 0.05

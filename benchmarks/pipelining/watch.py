@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from node.pipeline.calls import StageCalls
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 

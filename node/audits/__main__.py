@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from node.process import LOW_PRIORITY_NICENESS, lower_priority, rare_garbage_collection
+from node.processes.process import LOW_PRIORITY_NICENESS, lower_priority, rare_garbage_collection
 from node.trainer.__main__ import die_with_parent
 
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
         from node.step_settings import StepSettings
         from node.trainer.devices.device import choose_device
         from protocol.errors import MalformedError, MurmurError
-        from protocol.manifest import parse_manifest
+        from protocol.manifest.reading import parse_manifest
 
     folder = Path(arguments[0])
     job = RepeatJob.model_validate_json((folder / JOB_FILE).read_text(encoding="utf-8"))

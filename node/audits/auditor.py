@@ -20,12 +20,12 @@ from node.audits.inner_state import max_state_bytes
 from node.audits.job import JobResult, RepeatJob
 from node.audits.screening import Judgement, Screening, find_broken_link, next_link
 from node.audits.work_keeper import WorkKeeper
-from node.child_process import run_module
 from node.ipc.shared_layout import SharedLayout
 from node.loop.steering import Steering
 from node.options import Device
+from node.processes.child_process import run_module
+from node.processes.workers import BackgroundTasks, FaultSink
 from node.step_settings import StepSettings, step_settings
-from node.workers import BackgroundTasks, FaultSink
 from optim.round_plan import RoundPlanner
 from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
 from protocol.audits.draw import Audit, AuditKey

@@ -8,7 +8,7 @@ from torch import Tensor
 from node.audits.inner_state import InnerState
 from node.data import Corpus
 from node.model import LanguageModel
-from node.simulation.virtual_trainer import VirtualTrainer
+from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import StepSettings
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
@@ -17,7 +17,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 Anchors = Mapping[int, Tensor]  # the shared vectors of rounds, one after another, weights first
 

@@ -12,7 +12,7 @@ from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import nested_reader
 from protocol.errors import CheckpointError, PeerFault
-from protocol.manifest import AdmissionSection
+from protocol.manifest.sections import AdmissionSection
 
 HEAD_KEY = "head"
 

@@ -45,7 +45,7 @@ from node.paths import KEEP_MARK
 from node.run_dir import write_atomically
 from optim.inner.base import WEIGHTS
 from protocol.errors import CheckpointError, OtherRunError, StorageError
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from node.checkpoints.checkpoint import load_anchor
 from node.model.families import shapes_of
 from node.paths import stage_checkpoints
 from protocol.errors import CheckpointError
-from protocol.manifest import Manifest, load_manifest
-from protocol.pipeline.stage import StageManifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import StageManifest
 
 
 @dataclass(frozen=True)

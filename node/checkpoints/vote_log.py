@@ -15,7 +15,7 @@ from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.kinds import parse
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault, StorageError
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import Signed
 
 

@@ -1,1 +1,1 @@
-"""The command line of `murmur`, apart from the commands themselves."""
+"""The commands of `murmur`: their declarations, apart from those in `node.cli`, and the small ones as a whole."""

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from node.process import INTERRUPTED, discard_output
+from node.processes.process import INTERRUPTED, discard_output
 from protocol.errors import MissingFileError, MurmurError, StorageError
 
 MAX_SHOWN_PATH = 200

@@ -144,7 +144,7 @@ def recipes(
 ) -> None:
     """Show the training methods and their parts."""
     with say_when_interrupted(NOTHING_WRITTEN), loading():
-        from node.recipes_command import show_recipes
+        from node.commands.recipes import show_recipes
 
     with say_when_interrupted(NOTHING_WRITTEN):
         show_recipes(name, as_json)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import typer
 
-from node.process import rare_garbage_collection
+from node.processes.process import rare_garbage_collection
 
 
 @contextmanager

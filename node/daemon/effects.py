@@ -3,7 +3,7 @@
 import asyncio
 
 from node.daemon.inbox import Inbox, MessageReceiver
-from node.daemon.peer_rpc import Outbox
+from node.daemon.peers.peer_rpc import Outbox
 from node.daemon.round_effects import RoundEffects
 from node.daemon.state_effects import StateEffects
 from node.loop.actions import (
@@ -35,7 +35,7 @@ from node.loop.actions import (
 )
 from node.loop.events import LoopEvent, Started, Stopped, TimePassed
 from node.loop.round_loop import RoundLoop
-from node.workers import BackgroundTasks
+from node.processes.workers import BackgroundTasks
 from protocol.consensus.events import Rejected, RequestEarlySubmit, Send, VoteRecord
 
 

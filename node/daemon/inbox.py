@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from node.daemon.peer_rpc import MAX_BATCH_BYTES, Outbox
+from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES, Outbox
 from node.loop.actions import Answer
 from node.loop.events import LoopEvent, MessagesReceived
 from node.monitoring.status_reporter import StatusReporter
@@ -18,7 +18,7 @@ from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import parse, signed_round
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import Brief, Signed
 
 logger = logging.getLogger(__name__)

@@ -23,15 +23,15 @@ from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
 from node.options import NodeOptions
 from node.pipeline.choose_stage import choose_stages
-from node.process import give_up_privileges, handle_stop_signals, raise_fd_limit
-from node.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
+from node.processes.process import give_up_privileges, handle_stop_signals, raise_fd_limit
+from node.processes.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
+from node.processes.running_nodes import registered
+from node.processes.workers import start_workers
 from node.run_dir import RunDir
-from node.running_nodes import registered
 from node.site.command import describe_site
 from node.training_log.recorder import recorded_metrics
-from node.workers import start_workers
 from protocol.errors import MurmurError, describe_error
-from protocol.pipeline.stage import stage_of
+from protocol.pipeline.stages.stage import stage_of
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)

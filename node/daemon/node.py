@@ -17,15 +17,15 @@ from node.options import NodeOptions
 from node.own_ticket import load_own_ticket
 from node.pipeline.node_stages import NodeStages
 from node.pipeline.service import StagesService
+from node.processes.workers import Workers
 from node.run_dir import RunDir, reuse_last_port
 from node.steering.keeper import RevisionKeeper
-from node.workers import Workers
 from protocol.blobs.server import BlobService, CallerLimits, register_blob_service
 from protocol.blobs.store import BlobStore
 from protocol.blobs.store_group import StoreGroup
 from protocol.consensus.history.trust import TrustPoint
 from protocol.identity import Identity
-from protocol.manifest import Manifest, RunId
+from protocol.manifest.run import Manifest, RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import DirectoryOptions

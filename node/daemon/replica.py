@@ -10,23 +10,23 @@ from google.protobuf.message import Message
 from node.audits.auditor import Auditor, AuditTools
 from node.audits.work_keeper import WorkKeeper
 from node.checkpoints.vote_log import VoteLog
-from node.daemon.blob_relay import BlobRelay, RelayOptions
-from node.daemon.chain_sync import ChainReader, ChainSyncClient
-from node.daemon.checkpointer import Checkpointer, CheckpointerOptions
-from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.node_parts import NodeParts
-from node.daemon.outer_state import ReplicatedState, RoundCompute, state_bytes
-from node.daemon.outer_vectors import OuterVectors
-from node.daemon.peer_rpc import Outbox, PeerRpc
-from node.daemon.proof_file import ProofFile
-from node.daemon.restoring import RestoreTargets, restore_run
+from node.daemon.peers.blob_relay import BlobRelay, RelayOptions
+from node.daemon.peers.chain_sync import ChainReader, ChainSyncClient
+from node.daemon.peers.downloads import Downloads
+from node.daemon.peers.peer_rpc import Outbox, PeerRpc
+from node.daemon.peers.swarm_view import SwarmView
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.run_limits import blob_memory_bytes, contribution_limits, max_store_bytes
 from node.daemon.services import InboundQuota, ServedChain
+from node.daemon.state.checkpointer import Checkpointer, CheckpointerOptions
+from node.daemon.state.outer_state import ReplicatedState, RoundCompute, state_bytes
+from node.daemon.state.outer_vectors import OuterVectors
+from node.daemon.state.proof_file import ProofFile
+from node.daemon.state.restoring import RestoreTargets, restore_run
 from node.daemon.state_effects import StateEffects, StateTools
-from node.daemon.swarm_view import SwarmView
 from node.daemon.trainer_config import build_trainer_config
 from node.daemon.trainer_link import TrainerLink, TrainerTools
 from node.disk_budget import choose_budget
@@ -61,9 +61,9 @@ from node.monitoring.status import first_status
 from node.monitoring.status_reporter import StatusReporter
 from node.own_ticket import load_own_ticket
 from node.pipeline.build import build_pipeline, stage_config
+from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
 from node.trainer.vectors import TrainerVectors
-from node.workers import BackgroundTasks
 from optim.kernels.warmup import warm_up
 from optim.round_plan import RoundPlanner
 from protocol.admission.gate import Gate
@@ -71,11 +71,11 @@ from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.consensus.messages.briefs.codec import Abridger
 from protocol.consensus.messages.briefs.seen import SeenMessages
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
-from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
+from protocol.membership.records.fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import Signed
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 from protocol.signing import sign
 from protocol.tasks import cancel_and_wait
 from protocol.traffic import ControlTraffic

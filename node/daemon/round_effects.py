@@ -4,14 +4,14 @@ import asyncio
 from dataclasses import dataclass
 
 from node.checkpoints.vote_log import VoteLog
-from node.daemon.downloads import Downloads
 from node.daemon.inbox import Inbox
-from node.daemon.outer_state import RoundCompute
-from node.daemon.proof_file import ProofFile
+from node.daemon.peers.downloads import Downloads
+from node.daemon.state.outer_state import RoundCompute
+from node.daemon.state.proof_file import ProofFile
 from node.loop.actions import FetchBlob, ReducePart
 from node.loop.events import BlobFetched, FetchFailed, SumReady, VotePersisted
 from node.monitoring.status_reporter import StatusReporter
-from node.workers import BackgroundTasks, RunInThread
+from node.processes.workers import BackgroundTasks, RunInThread
 from protocol.blobs.store import BlobStore
 from protocol.conduct.proofs import Proof
 from protocol.consensus.events import PartReduced, VoteRecord

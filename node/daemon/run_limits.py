@@ -1,7 +1,7 @@
 """Bound what a run may ask of a node: contributions, the blob store, and the memory of its vectors."""
 
-from node.daemon.blob_relay import MAX_CONTRIBUTIONS
-from node.daemon.outer_state import state_bytes
+from node.daemon.peers.blob_relay import MAX_CONTRIBUTIONS
+from node.daemon.state.outer_state import state_bytes
 from node.ipc.shared_layout import SharedLayout
 from node.model import Cut, shapes_of
 from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
@@ -9,7 +9,7 @@ from optim.round_plan import RoundPlanner
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.weights import MAX_MULTIPLE
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 TEMPORARY_BYTES = 8  # a parameter: an exporting process, or a state that is taken over; a trainer's start; messages
 LEAST_BLOB_MEMORY_BYTES = 1 << 24

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import grpc
 
-from node.daemon.peer_rpc import MAX_BATCH_BYTES
+from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES
 from node.loop.steering import Steering
-from protocol import manifest as run_manifest
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.history.trust import TrustPoint
@@ -26,7 +25,8 @@ from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS
 from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT
 from protocol.errors import LimitError, PeerFault, StaleError, StorageError, TransportError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest import run as run_manifest
+from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import (
     CarryReply,
     CarryRequest,

@@ -6,7 +6,7 @@ from node.options import NodeOptions
 from node.run_dir import RunDir
 from node.units import parse_host_port
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 
 def build_trainer_config(

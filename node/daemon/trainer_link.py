@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from node.audits.work_keeper import WorkKeeper
-from node.daemon.outer_state import OuterState, Rooms
+from node.daemon.state.outer_state import OuterState, Rooms
 from node.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
@@ -48,9 +48,9 @@ from node.loop.contributions import (
 )
 from node.monitoring.status import ErrorRecorder
 from node.pipeline.pipeline import Pipeline
+from node.processes.workers import RunInThread
 from node.step_settings import StepSettings
 from node.trainer.vectors import TrainerVectors
-from node.workers import RunInThread
 from optim.method import Method
 from protocol.blobs.store import BlobStore
 

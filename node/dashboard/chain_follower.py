@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from node.daemon.chain_sync import ChainReader
-from node.daemon.peer_rpc import ChannelTo
-from node.daemon.swarm_view import peer_states
+from node.daemon.peers.chain_sync import ChainReader
+from node.daemon.peers.peer_rpc import ChannelTo
+from node.daemon.peers.swarm_view import peer_states
 from node.dashboard.events import ChainForked, CommittedContribution, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
-from node.loop.catch_up import best_head
-from node.loop.swarm_snapshot import SwarmSnapshot
+from node.loop.peers.catch_up import best_head
+from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from protocol.admission.electorate import OPEN, Electorate
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
@@ -27,9 +27,10 @@ from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection, Manifest, RunId
+from protocol.manifest.run import Manifest, RunId
+from protocol.manifest.sections import AdmissionSection
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 

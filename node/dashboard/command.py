@@ -41,15 +41,15 @@ from node.own_loops import WEIGHTS_ONLY, needs_own_loop, require_our_loop
 from node.own_ticket import require_admission
 from node.paths import host_dir
 from node.plan.command import warn_if_poor
-from node.process import handle_stop_signals, raise_fd_limit
-from node.process_memory import enable_frequent_gc, trim_periodically
+from node.processes.process import handle_stop_signals, raise_fd_limit
+from node.processes.process_memory import enable_frequent_gc, trim_periodically
+from node.processes.running_nodes import registered
 from node.run_dir import RunDir
 from node.run_file import load_run_file
-from node.running_nodes import registered
 from node.trainer.devices.device import require_usable_device
 from node.training_log.recorder import recorded_metrics
 from protocol.errors import DataError, MissingFileError, UsageError
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from protocol.membership.rendezvous import Rendezvous
 from protocol.signing import peer_id_of
 from protocol.tasks import cancel_and_wait

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.child_process import run_module
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_RESULTS, ModelEvaluated
 from node.evaluation.results import RESULTS_FILE, read_results
 from node.paths import find_newest_model
+from node.processes.child_process import run_module
 from protocol.errors import MurmurError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from node.run_dir import RunDir
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.history.trust import TrustPoint
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
 from protocol.steering.revision_log import RevisionLog
 from protocol.tasks import cancel_and_wait

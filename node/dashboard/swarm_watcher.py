@@ -45,12 +45,12 @@ from node.receipts.chain_recorder import commit_file_header
 from node.receipts.commit_log import CommitLog
 from protocol.consensus.history.certified import ChainLog
 from protocol.identity import PeerId
-from protocol.manifest_pipeline import MAX_STAGES
+from protocol.manifest.pipeline import MAX_STAGES
 from protocol.membership import peer_table
-from protocol.membership.served_stages import record_of_stage
-from protocol.membership.source_losses import parse_source_losses
+from protocol.membership.records.served_stages import record_of_stage
+from protocol.membership.records.source_losses import parse_source_losses
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stage import stage_of
+from protocol.pipeline.stages.stage import stage_of
 from protocol.tasks import run_until_one_ends
 from protocol.transport.nat import is_relay_only, relays_of
 from protocol.transport.rate_limit import TokenBuckets

@@ -36,11 +36,12 @@ from node.data.text_files import find_files, name_of, read_files
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.monitoring.logs import sanitize
 from node.own_loops import NO_DATA
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.units import format_count, format_plural
 from protocol.errors import DataError, MurmurError, error_with_code
-from protocol.manifest import Manifest, parse_manifest
-from protocol.manifest_data import DataSection, SourceSection
+from protocol.manifest.data import DataSection, SourceSection
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from node.data.byte_tokenizer import ByteTokenizer, SpecialToken, SpecialTokens
 from node.data.corpus import Shard, TokenIds
 from node.run_dir import tokenizer_path
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 logger = logging.getLogger(__name__)
 

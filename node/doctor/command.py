@@ -31,7 +31,7 @@ from node.paths import join_dir
 from node.trainer.devices.device import choose_device
 from node.units import format_count
 from protocol.errors import MurmurError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.transport.nat import listen_on_all_interfaces
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

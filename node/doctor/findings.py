@@ -8,7 +8,7 @@ from typing import Literal
 from node.model.memory_estimate import max_microbatch, run_microbatch
 from node.units import format_bytes
 from protocol.errors import MurmurError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
 from protocol.transport.nat import find_direct_host, is_public_address
 

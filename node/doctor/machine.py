@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from node.daemon.outer_state import state_bytes
 from node.daemon.run_limits import STORE_EXTRA_BYTES, STORE_STATES, peer_bytes, trainer_bytes
+from node.daemon.state.outer_state import state_bytes
 from node.doctor.findings import Finding, finding_of_error, judge_free_space, judge_microbatch
 from node.from_manifest import build_node_program
 from node.model import shape_table, smallest_cut
@@ -20,7 +20,7 @@ from node.trainer.devices.device import choose_device, device_name
 from node.units import format_bytes
 from protocol.errors import MurmurError
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

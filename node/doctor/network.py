@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from node.daemon.peer_rpc import await_reply, request_chain, request_peer_table
+from node.daemon.peers.peer_rpc import await_reply, request_chain, request_peer_table
 from node.doctor.findings import (
     Finding,
     judge_addresses,

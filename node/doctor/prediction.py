@@ -16,7 +16,7 @@ from node.plan.workload import forward_flops
 from node.trainer.devices.device import uses_bf16
 from node.units import format_bytes, format_count
 from protocol.errors import DeviceError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 PASSES = 3  # a backward pass computes twice as much as a forward pass
 DAEMON_PROCESS_BYTES = 280_000_000  # without a model

@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from node.child_process import give_way
 from node.commands.evaluation import PROGRESS_BARS
 from node.evaluation.command import EvalOptions, evaluate
+from node.processes.child_process import give_way
 from protocol.errors import MurmurError
 
 

@@ -34,7 +34,7 @@ from node.report.saved_report import update_report
 from node.run_file import load_run_file
 from node.trainer.devices.device import choose_devices
 from protocol.errors import UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 DEFAULT_BATCH = 8
 TASK_SEPARATOR = ","

@@ -22,7 +22,7 @@ from node.evaluation.scoring import Scorer
 from node.evaluation.tasks import Score
 from node.model.opened_model import OpenedModel
 from protocol.errors import UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 VALIDATION: Final = "validation"
 

@@ -40,7 +40,7 @@ from node.ipc.channel import (
 )
 from node.ipc.frames import ChannelClosed
 from node.ipc.shared_memory import SharedMemory
-from node.process import python_environment
+from node.processes.process import python_environment
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 

@@ -15,11 +15,11 @@ from node.options import parse_node_options
 from node.own_loops import require_our_loop
 from node.own_ticket import require_admission
 from node.paths import join_dir
-from node.process import rare_garbage_collection
+from node.processes.process import rare_garbage_collection
 from node.run_dir import RunDir
 from node.units import format_count
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from protocol.signing import fingerprint
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from urllib.parse import SplitResult
 
-from node.daemon.peer_rpc import await_reply
+from node.daemon.peers.peer_rpc import await_reply
 from node.join.http_download import download, split_url
 from node.run_file import load_run_file
 from node.units import multiaddress_fault
@@ -36,8 +36,9 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.identity import PeerId
-from protocol.manifest import Manifest, parse_manifest
-from protocol.manifest_faults import ManifestText, decode_text
+from protocol.manifest.faults import ManifestText, decode_text
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub
 from protocol.signing import (

@@ -9,9 +9,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.daemon.outer_state import state_bytes
-from node.daemon.outer_vectors import outer_file_bytes
 from node.daemon.run_limits import host_bytes, peer_bytes
+from node.daemon.state.outer_state import state_bytes
+from node.daemon.state.outer_vectors import outer_file_bytes
 from node.disk_budget import folder_bytes
 from node.doctor.machine import free_memory
 from node.from_manifest import build_node_program, in_memory_mode
@@ -23,7 +23,7 @@ from node.options import NodeOptions
 from node.trainer.devices.device import choose_devices
 from node.units import format_bytes
 from protocol.errors import DeviceError, ManifestError, StorageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 TRAINER_BYTES_PER_PARAMETER = 16  # in a checkpoint: moments, weights and the waiting contribution
 MIN_STATES = 2  # in the store of blobs: the newest one and its predecessor

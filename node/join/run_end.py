@@ -11,10 +11,10 @@ from pathlib import Path
 
 from node.daemon.lifecycle import FinishedRun
 from node.daemon.node import Node
-from node.daemon.swarm_view import find_newest_validation, states_at
+from node.daemon.peers.swarm_view import find_newest_validation, states_at
 from node.dashboard.observer_node import gossiping, open_observer_node
+from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from node.loop.steering import Steering
-from node.loop.swarm_snapshot import SwarmSnapshot
 from node.options import NodeOptions
 from node.run_dir import RunDir
 from protocol.consensus.history.chain import Chain

@@ -6,8 +6,8 @@ from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.kept_states import MAX_KEPT_STATES, KeptState, encode_kept_states
-from protocol.membership.served_stages import records_by_stage
+from protocol.membership.records.kept_states import MAX_KEPT_STATES, KeptState, encode_kept_states
+from protocol.membership.records.served_stages import records_by_stage
 
 Voters = frozenset[PeerId]
 

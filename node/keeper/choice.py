@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId

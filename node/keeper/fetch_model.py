@@ -23,7 +23,7 @@ from node.model.export import write_export
 from node.monitoring.logs import configure_logs
 from node.options import NodeOptions, parse_node_options
 from node.paths import join_dir
-from node.process import raise_fd_limit
+from node.processes.process import raise_fd_limit
 from node.run_dir import RunDir
 from protocol.errors import MissingFileError
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from protocol.identity import PeerId
-from protocol.membership.kept_states import parse_kept_states
-from protocol.membership.served_stages import record_of_stage
+from protocol.membership.records.kept_states import parse_kept_states
+from protocol.membership.records.served_stages import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 
 

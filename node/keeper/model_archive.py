@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from node.child_process import run_module
 from node.model import shape_table
 from node.paths import find_newest_model
+from node.processes.child_process import run_module
 from protocol.errors import StorageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 FOLDER_NAME = "model"  # in the node's folder
 PAUSE_FACTOR = 10.0  # seconds before the next archive per second that the last one took

@@ -12,9 +12,9 @@ from pathlib import Path
 from node.checkpoints import checkpoint
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.checkpointer import OFFER_KEY
-from node.daemon.outer_state import OuterState, state_bytes
 from node.daemon.run_limits import contribution_limits, max_store_bytes
+from node.daemon.state.checkpointer import OFFER_KEY
+from node.daemon.state.outer_state import OuterState, state_bytes
 from node.model import cut_of, shapes_of
 from node.model.start_weights import start_weights
 from node.run_dir import RunDir
@@ -25,8 +25,8 @@ from protocol.blobs.store import BlobStore
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import MalformedError
-from protocol.manifest import Manifest
-from protocol.pipeline.stage import stage_of
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import stage_of
 
 MIN_STAGE_CHECKPOINTS = 2  # stages are a round apart while their states arrive, and join only at a common one
 STATE_KEY = "state"  # in the chain's table of a checkpoint: the digest of the state

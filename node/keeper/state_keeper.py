@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from node.daemon.chain_sync import ChainReader, ask_for_word, needs_word
 from node.daemon.node import Node
+from node.daemon.peers.chain_sync import ChainReader, ask_for_word, needs_word
+from node.daemon.peers.swarm_view import find_newest_validation, stage_witnesses, states_at
 from node.daemon.run_limits import contribution_limits
 from node.daemon.services import ServedChain
-from node.daemon.swarm_view import find_newest_validation, stage_witnesses, states_at
 from node.disk_budget import DiskRoom
 from node.from_manifest import build_program, topology_class
 from node.keeper.announcing import StateAnnouncer
 from node.keeper.choice import ChoiceRules, StateOffer, choose_state
 from node.keeper.marks import Marks
 from node.keeper.state_folder import KeptState, StateFolder, Validation
-from node.loop.catch_up import MAX_VANISHED_STATES
+from node.loop.peers.catch_up import MAX_VANISHED_STATES
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from node.run_dir import RunDir
 from node.units import format_bytes
 from protocol.blobs.blob import Blob
@@ -41,9 +41,9 @@ from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
-from protocol.pipeline.stage import stage_of
+from protocol.pipeline.stages.stage import stage_of
 from protocol.steering.revision_log import RevisionLog
 from protocol.tasks import cancel_and_wait
 

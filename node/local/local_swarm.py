@@ -14,9 +14,9 @@ from node.local.peer_process import PeerProcess
 from node.local.report import SwarmResult
 from node.local.swarm_summary import SwarmSummary
 from node.local.swarm_table import SwarmDisplay
-from node.process import handle_stop_signals
+from node.processes.process import handle_stop_signals
 from protocol import errors
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 TICK_SECONDS = 0.5
 START_SECONDS = 90.0  # until a peer must answer; it imports torch on a busy machine

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from node.local.swarm_summary import PeerProcessState, PeerSummary, PeerTotals
 from node.monitoring.status import NodeStatus, fetch_status
-from node.process import python_environment
+from node.processes.process import python_environment
 from protocol.errors import StorageError, UnreachableError
 
 STATUS_SECONDS = 2.0

@@ -26,7 +26,7 @@ from node.receipts.ledger import commit_reader, read_ledger
 from node.report.run_report import ContributorReport, RunReport
 from node.trainer.validation import validate
 from node.units import format_bytes
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 
 class FinalReport(RunReport):

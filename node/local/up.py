@@ -32,7 +32,8 @@ from node.run_dir import RunDir
 from node.run_file import load_run_file
 from node.trainer.devices.device import choose_devices
 from protocol.errors import UsageError
-from protocol.manifest import Manifest, manifest_of_values
+from protocol.manifest.reading import manifest_of_values
+from protocol.manifest.run import Manifest
 
 DEFAULT_PEERS = 3
 PAGE_FOLDER = "page"

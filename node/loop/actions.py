@@ -7,10 +7,10 @@ them on.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from node.daemon.outer_state import SignedContributions
+from node.daemon.state.outer_state import SignedContributions
 from node.ipc.channel import ContributionOutcome
-from node.loop.catch_up import SyncOffer
 from node.loop.contributions import ForkOutcome
+from node.loop.peers.catch_up import SyncOffer
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from protocol.blobs.blob import Blob
 from protocol.conduct.proofs import Proof

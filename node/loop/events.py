@@ -6,9 +6,9 @@ Events and actions are values: a log of the events with their times replays a no
 from dataclasses import dataclass
 from typing import Any
 
-from node.daemon.outer_state import SignedContributions
-from node.loop.catch_up import SyncOffer
-from node.loop.swarm_snapshot import SwarmSnapshot
+from node.daemon.state.outer_state import SignedContributions
+from node.loop.peers.catch_up import SyncOffer
+from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.events import (
     MisbehaviourSeen,
     PartReduced,

@@ -2,8 +2,8 @@
 
 from node.loop import reports
 from node.loop.actions import LoopAction, ReportPhase, SetResting
+from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from node.loop.steering import Steering
-from node.loop.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.history.chain import Chain
 
 

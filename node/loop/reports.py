@@ -1,7 +1,7 @@
 """The words in which the round loop reports to people. PURE."""
 
 from node.loop.actions import LoopAction, ReportMissed, ReportRecovered
-from node.loop.catch_up import SyncTarget
+from node.loop.peers.catch_up import SyncTarget
 from node.units import format_bytes, format_plural
 from protocol.blobs.blob import Blob
 

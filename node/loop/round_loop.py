@@ -8,7 +8,7 @@ includes it. Events go in, actions come out; the daemon, the simulator and the t
 from collections.abc import Iterable
 from typing import Literal
 
-from node.daemon.outer_state import SignedContributions
+from node.daemon.state.outer_state import SignedContributions
 from node.loop import events, reports
 from node.loop.actions import (
     AdvanceState,
@@ -23,15 +23,15 @@ from node.loop.actions import (
     TargetReached,
 )
 from node.loop.applying import Applying
-from node.loop.conduct_keeper import ConductKeeper
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
 from node.loop.exact_rounds import ExactRounds
 from node.loop.holds import Holds
 from node.loop.options import LoopOptions
+from node.loop.peers.conduct_keeper import ConductKeeper
+from node.loop.peers.swarm_snapshot import SwarmSnapshot
+from node.loop.peers.syncing import Syncing
 from node.loop.round_session import RoundSession
-from node.loop.swarm_snapshot import SwarmSnapshot
-from node.loop.syncing import Syncing
 from node.monitoring.status import Phase
 from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
 from protocol.consensus.history.certified import CertifiedCommit

@@ -6,13 +6,13 @@ paused, or over, goes on. No round is made there that could adopt them. A peer t
 a round needs a majority, and the others go on as soon as they know the same revisions.
 """
 
-from node.loop.swarm_snapshot import SwarmSnapshot
+from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.messages.contributions import Adoption, Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import LimitError, StaleError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.steering.revision_log import RevisionLog, SignedRevision
 from protocol.steering.revisions import REFERENCE_MANIFEST, RevisedManifest, Revision, manifest_of_round
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from protocol.errors import ManifestError
-from protocol.manifest import Manifest
-from protocol.pipeline.stage import StageManifest
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import StageManifest
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from node.data.tokenizer import TextTokenizer, open_node_tokenizer
 from node.model.families import model_family, shape_table
 from node.model.model_card import model_card
 from node.monitoring.progress import ByteProgress
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 Json = dict[str, Any]
 READABLE = 0o644

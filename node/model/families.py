@@ -14,8 +14,8 @@ from node.model.decoders.qwen3_moe import Qwen3MoeFamily
 from node.model.interface import LanguageModel, ModelFamily
 from node.model.shapes import ShapeTable
 from protocol.errors import ManifestError
-from protocol.manifest import Manifest
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.run import Manifest
 
 FAMILIES: Final[dict[str, ModelFamily]] = {
     family.kind: family for family in (LlamaFamily(), Qwen3Family(), Qwen3MoeFamily(), CustomFamily())

@@ -10,7 +10,7 @@ from torch import Tensor
 from node.model.cut import WHOLE, Cut
 from node.model.families import model_family, shape_table
 from node.model.random_values import fill_bell_curve, stream_of
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 
 def initial_weights(config: ModelSection, seed: int, cut: Cut = WHOLE) -> Tensor:

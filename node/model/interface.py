@@ -26,7 +26,7 @@ from node.model.hugging_face.config_keys import ConfigKeys
 from node.model.shapes import Entry, ShapeTable
 from optim.layout import Span
 from protocol.errors import ManifestError
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 Block = Callable[[Tensor], Tensor]
 

@@ -22,7 +22,7 @@ from node.model.cut import Cut
 from node.model.families import model_family, shape_table, smallest_cut
 from node.model.shapes import ShapeTable
 from protocol.errors import DeviceError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 PROCESS_BYTES = 250_000_000  # torch itself, in a trainer process on a CPU
 BYTES_PER_PARAMETER = {"cpu": 12, "cuda": 24}

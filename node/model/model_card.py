@@ -6,7 +6,7 @@ import re
 from node.checkpoints.trained_weights import TrainedWeights
 from node.data.tokenizer import TextTokenizer
 from node.model.families import model_family
-from protocol.manifest import AboutSection
+from protocol.manifest.sections import AboutSection
 
 OWN_CODE = "The names are those of the parameters in the organiser's own code, with which `load_state_dict` takes them."
 LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")

@@ -21,8 +21,8 @@ from node.paths import find_trained_dir
 from node.run_dir import TOKENIZER, tokenizer_path
 from protocol.errors import ManifestError
 from protocol.fault_words import describe_faults
-from protocol.manifest import Manifest
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.run import Manifest
 
 
 @dataclass(frozen=True)

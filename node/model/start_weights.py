@@ -9,8 +9,8 @@ from node.model.hugging_face.hub import weights_folder
 from node.model.hugging_face.weight_files import WeightFiles, block_digests, expected_digests
 from node.model.initialization import initial_weights
 from protocol.errors import CheckpointError
-from protocol.manifest import Manifest
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.run import Manifest
 
 
 def start_weights(manifest: Manifest, base: Path, cut: Cut = WHOLE) -> Tensor | None:

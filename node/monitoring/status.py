@@ -11,9 +11,9 @@ from node.monitoring.stage_table import StageEntry, describe_empty_stages, stage
 from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
-from protocol.membership.source_losses import encode_source_losses
-from protocol.pipeline.stage import stage_of
+from protocol.manifest.run import Manifest
+from protocol.membership.records.source_losses import encode_source_losses
+from protocol.pipeline.stages.stage import stage_of
 
 # Errors from which the node recovered, each with one line in the log; docs/reference/status.md explains the words.
 RecoveredErrorKind = Literal[

@@ -1,8 +1,8 @@
 """The activations of a stage's peer: slots that it shares with its trainer, and the blobs that others fetch from them.
 
 A blob is held for one or several microbatches, by key, and once more for the owner's tokens; its slot is free again
-when nobody holds it. Which blobs a peer may hold at all is decided by `protocol.pipeline.server`, so a free slot is
-always there.
+when nobody holds it. Which blobs a peer may hold at all is decided by `protocol.pipeline.stages.server`, so a free slot
+is always there.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from typing import Literal
 from node.ipc.activation_memory import ActivationMemory, SlotSizes
 from protocol.blobs.blob import Blob, Bytes
 from protocol.blobs.store import BlobStore
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.pipeline.messages import Key
 
 Kind = Literal["activation", "tokens"]

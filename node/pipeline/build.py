@@ -12,16 +12,16 @@ from node.pipeline.faulty_calls import stage_calls
 from node.pipeline.node_stages import NodeStages
 from node.pipeline.parts import PipelineParts
 from node.pipeline.pipeline import Pipeline
+from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
-from node.workers import BackgroundTasks
 from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.pipeline.course import OwnerSettings
 from protocol.pipeline.exact.settlement import Settlement
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.stage import StageManifest, stage_run_ids
-from protocol.pipeline.stage_settings import StageSettings
+from protocol.pipeline.stages.settings import StageSettings
+from protocol.pipeline.stages.stage import StageManifest, stage_run_ids
 from protocol.transport.transport import Transport
 
 EXACT_PAUSE = 0.1  # seconds; in exact steps, every server is asked at its own round only

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from node.daemon.peer_rpc import PeerChannels, await_reply, call_by_best_channel
+from node.daemon.peers.peer_rpc import PeerChannels, await_reply, call_by_best_channel
 from node.pipeline.service import StagePeer
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.murmur_pb2_grpc import StagesStub
 from protocol.pipeline.exact.statements import Statement
 from protocol.pipeline.messages import Answer, Outcome, Task, invitation_to_wire, release_to_wire

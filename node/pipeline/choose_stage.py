@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from node.daemon.run_contacts import find_records
+from node.daemon.peers.run_contacts import find_records
 from node.options import NodeOptions
 from node.paths import kept_stage_dir, kept_stages_in
 from node.run_dir import RunDir
 from protocol.blobs.storage import disk_errors
 from protocol.errors import UsageError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
-from protocol.membership.served_stages import MAX_MORE_STAGES, records_by_stage
+from protocol.manifest.run import Manifest
+from protocol.membership.records.served_stages import MAX_MORE_STAGES, records_by_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from node.pipeline.stage_peers import stage_peers
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import StepStatement
-from protocol.pipeline import owner_events, server_events
+from protocol.pipeline import owner_events
 from protocol.pipeline.course import ExactPart
 from protocol.pipeline.exact.ledger import StepLedger
 from protocol.pipeline.exact.reports import read_step_reports
@@ -25,7 +25,8 @@ from protocol.pipeline.exact.statements import Statement
 from protocol.pipeline.messages import HeldBlob, Key
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.stage_settings import StageSettings
+from protocol.pipeline.stages import server_events
+from protocol.pipeline.stages.settings import StageSettings
 
 OWN = ""  # holder of the tokens of our own microbatches, beside their key at the server
 

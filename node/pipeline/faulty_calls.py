@@ -11,7 +11,7 @@ from node.pipeline.calls import StageCalls, StageChannels
 from protocol.blobs.blob import Blob
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.pipeline.messages import Answer, HeldBlob, Inputs, Outcome, Task
 from protocol.pipeline.owner import ASK_SECONDS
 

@@ -1,7 +1,7 @@
 """Count what became of microbatches, for the status of a node."""
 
 from protocol.pipeline.owner_events import OwnerCounts
-from protocol.pipeline.server_events import ServerCounts
+from protocol.pipeline.stages.server_events import ServerCounts
 
 OWN_COUNTS = ("done", "torn", "lost", "duplicates", "replayed", "void")
 SERVED_COUNTS = (

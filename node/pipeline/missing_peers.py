@@ -8,7 +8,7 @@ another one, knows that this one is dead or on the smaller side of a split; and 
 from collections.abc import Iterable
 
 from protocol.identity import PeerId
-from protocol.manifest import MembershipSection
+from protocol.manifest.sections import MembershipSection
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 
 

@@ -11,13 +11,13 @@ from node.pipeline.service import StagePeer
 from protocol.blobs.blob import Bytes
 from protocol.blobs.store import BlobStore
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import FieldValue
-from protocol.membership.served_stages import ServedStage, encode_served_stages
+from protocol.membership.records.served_stages import ServedStage, encode_served_stages
 from protocol.murmur_pb2 import StepStatement
 from protocol.pipeline.messages import Answer, Outcome, Task
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 
 ENTRY_FIELDS = frozenset(asdict(ServedStage(0))) - {"stage"}
 

@@ -7,7 +7,7 @@ from node.ipc.channel import ToTrainer
 from node.pipeline.activation_store import ActivationStore
 from node.pipeline.calls import StageCalls
 from node.pipeline.node_stages import NodeStages, StageBoard
-from node.workers import BackgroundTasks
+from node.processes.workers import BackgroundTasks
 from protocol.blobs.download import Downloader
 
 

@@ -1,7 +1,7 @@
 """One peer of a pipeline: it serves its stage, and sends microbatches of its own text through all stages.
 
-The decisions are made by two machines, `protocol.pipeline.server` and `protocol.pipeline.owner`. This module carries
-out their actions: calls to peers, downloads into slots, and commands to the trainer, in their order.
+The decisions are made by two machines, `protocol.pipeline.stages.server` and `protocol.pipeline.owner`. This module
+carries out their actions: calls to peers, downloads into slots, and commands to the trainer, in their order.
 """
 
 import asyncio
@@ -29,16 +29,17 @@ from node.pipeline.stage_peers import served_stages, stage_peers
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError, PeerFault, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import StepStatement
-from protocol.pipeline import owner_events, server_events
+from protocol.pipeline import owner_events
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, HeldBlob, Key, Outcome, Task, first_serial
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.server import StageServer
-from protocol.pipeline.stage_settings import StageSettings
+from protocol.pipeline.stages import server_events
+from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.stages.settings import StageSettings
 
 logger = logging.getLogger(__name__)
 

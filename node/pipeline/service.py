@@ -9,7 +9,7 @@ import grpc
 from node.daemon.services import RefusalRecorder
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import (
     AskReply,
     InviteReply,

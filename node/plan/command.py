@@ -16,7 +16,7 @@ from node.plan.peers import load_peers, typical_peers
 from node.plan.report import plan_values, print_plan
 from node.plan.workload import workload_of
 from protocol.errors import UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 logger = logging.getLogger(__name__)
 REASONS = {

@@ -13,8 +13,8 @@ from node.model.families import model_family
 from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
 from optim.method import Method
 from optim.round_plan import RoundPlanner
-from protocol.manifest import Manifest
-from protocol.pipeline.memory import RESERVED_SHARE
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.memory import RESERVED_SHARE
 
 PASSES_OF_STAGE = 4  # forward, the same again in the backward pass, and a backward pass of twice a forward
 PASSES_OF_WHOLE = 3  # without the recomputation

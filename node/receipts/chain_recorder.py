@@ -11,8 +11,8 @@ from node.receipts.commit_file import COMMIT_FILE_NAME, CommitFileHeader
 from node.receipts.commit_log import CommitLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import StorageError
-from protocol.manifest import Manifest
-from protocol.pipeline.stage import stage_of
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import stage_of
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from node.receipts.receipt import Receipt, describe_missing, issue_receipt, read
 from node.run_dir import RunDir, write_atomically
 from protocol.errors import ReceiptError, StorageError, UsageError
 from protocol.identity import Identity, PeerId
-from protocol.manifest import RunId, load_manifest
-from protocol.pipeline.stage import StageManifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import RunId
+from protocol.pipeline.stages.stage import StageManifest
 
 RECEIPTS_FOLDER = "receipts"
 MIN_ID_END = 4  # characters of a peer id that may stand for it

@@ -32,7 +32,7 @@ from protocol.consensus.messages.contributions import MAX_MESSAGE_BYTES, MAX_PAR
 from protocol.consensus.messages.kinds import MAX_VOTES
 from protocol.errors import CheckpointError, MissingFileError, PeerFault, ReceiptError
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection
+from protocol.manifest.sections import AdmissionSection
 
 COMMIT_FILE_NAME = "commits.log"
 START, COMMIT = b"S", b"C"

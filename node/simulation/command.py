@@ -24,7 +24,7 @@ from node.simulation import plot, report
 from node.simulation.adversary import LIE_KINDS, Adversaries, LieKind
 from node.simulation.comparison import DATA_PARALLEL, LOCAL, Comparison, compare, count_steps
 from node.simulation.config import SimulationConfig, default_manifest, expand_per_peer, with_stages
-from node.simulation.virtual_network import BYTES_PER_MEGABIT
+from node.simulation.virtual.network import BYTES_PER_MEGABIT
 from optim.compose import compose
 from optim.errors import OptimError
 from optim.method import Method
@@ -32,8 +32,8 @@ from optim.options import OptionValue
 from optim.recipes import OptionTable, OptionTables
 from protocol.errors import UsageError
 from protocol.fault_words import shorten
-from protocol.manifest import Manifest
-from protocol.manifest_faults import describe_toml_fault
+from protocol.manifest.faults import describe_toml_fault
+from protocol.manifest.run import Manifest
 
 DEFAULT_STEPS = 200
 PLOT_POINTS = 20

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from node.ipc.channel import ContributionHeader
 from node.simulation.adversary import Adversaries, insert_targets
-from node.simulation.virtual_trainer import VirtualTrainer
+from node.simulation.virtual.trainer import VirtualTrainer
 
 
 class LazyTrainer(VirtualTrainer):

@@ -12,7 +12,7 @@ from node.data.batches import VALIDATION_TOKENS
 from node.from_manifest import topology_class
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
-from node.simulation.virtual_peer import VirtualPeer
+from node.simulation.virtual.peer import VirtualPeer
 from node.trainer.validation import validate
 
 

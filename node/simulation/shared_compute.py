@@ -6,7 +6,7 @@ have equal results, so each is done once for all peers: peers still agree only i
 
 from collections.abc import Callable, Sequence
 
-from node.daemon.outer_state import OuterState, RoundCompute, SignedContributions, blobs_to_apply
+from node.daemon.state.outer_state import OuterState, RoundCompute, SignedContributions, blobs_to_apply
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob, Bytes
 from protocol.consensus.messages.contributions import Commit, Contribution

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.daemon.outer_state import OuterState
+from node.daemon.state.outer_state import OuterState
 from node.data import Corpus
 from node.from_manifest import build_program, rate_of_outer_steps, round_settings_by_number, topology_class
 from node.loop.events import SwarmChanged
@@ -19,11 +19,11 @@ from node.simulation.config import SimulationConfig
 from node.simulation.fake_signer import FakeSigner
 from node.simulation.lying_trainers import trainer_class
 from node.simulation.shared_compute import SharedCompute
-from node.simulation.virtual_audits import SwarmAudits
-from node.simulation.virtual_gossip import VirtualGossip
-from node.simulation.virtual_network import VirtualClock, VirtualNetwork
-from node.simulation.virtual_peer import VirtualPeer
-from node.simulation.virtual_trainer import VirtualTrainer
+from node.simulation.virtual.audits import SwarmAudits
+from node.simulation.virtual.gossip import VirtualGossip
+from node.simulation.virtual.network import VirtualClock, VirtualNetwork
+from node.simulation.virtual.peer import VirtualPeer
+from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import step_settings
 from optim.exchange import ContributionEncoder
 from optim.method import Method
@@ -34,8 +34,8 @@ from protocol.consensus.messages.signed import Digest
 from protocol.consensus.messages.weights import MAX_MULTIPLE
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
-from protocol.manifest import TargetSection
-from protocol.pipeline.stage import stage_run_id
+from protocol.manifest.sections import TargetSection
+from protocol.pipeline.stages.stage import stage_run_id
 
 MAX_STALLED_EXCHANGES = 20  # give up after this many exchange timeouts without a decision
 

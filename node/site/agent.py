@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from node.ipc.channel import Crashed, Failed
 from node.ipc.frames import ChannelClosed, FrameSocket
 from node.monitoring.logs import sanitize
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.site.messages import (
     TO_MACHINE,
     Answer,

@@ -9,7 +9,7 @@ import torch
 from node.flags import MachineFlags
 from node.monitoring.logs import configure_logs
 from node.options import NodeOptions, TrainerOptions, parse_options
-from node.process import handle_stop_signals, raise_fd_limit
+from node.processes.process import handle_stop_signals, raise_fd_limit
 from node.run_dir import RunDir
 from node.site.agent import SiteAgent, SiteMember
 from node.site.messages import own_version

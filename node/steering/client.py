@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from node.daemon.run_contacts import MAX_PEERS_ASKED, connect_to_peers, read_peer_table, temporary_transport
+from node.daemon.peers.run_contacts import MAX_PEERS_ASKED, connect_to_peers, read_peer_table, temporary_transport
 from node.steering.keeper import exchange_revisions
 from protocol.errors import PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.steering.revision_log import RevisionLog, SignedRevision, open_revision
 from protocol.steering.revisions import NO_REVISION, Digest
 from protocol.transport.transport import Transport

@@ -19,8 +19,9 @@ from node.units import format_plural
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import MissingFileError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
-from protocol.manifest import Manifest, load_manifest
-from protocol.manifest_data import DataSection
+from protocol.manifest.data import DataSection
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import MAX_ROUND, sign
 from protocol.steering.revisions import (
     MAX_REVISIONS,

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import grpc
 
-from node.daemon.peer_rpc import ChannelTo, await_reply
+from node.daemon.peers.peer_rpc import ChannelTo, await_reply
 from node.run_dir import read_json_if_whole, write_atomically
 from node.steering.round_clock import RoundClock
 from protocol.errors import ForgedError, LimitError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest, RunId
+from protocol.manifest.run import Manifest, RunId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import abort_call
 from protocol.membership.peer_table import MembershipEvent, PeerLeft

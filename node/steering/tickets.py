@@ -30,7 +30,7 @@ from protocol.admission.electorate import REVOKED_KEY
 from protocol.admission.ticket import MAX_NOTE_CHARACTERS, Ticket, issue_ticket, ticket_to_text
 from protocol.errors import MalformedError, StorageError, UnreachableError, UsageError
 from protocol.identity import Identity, public_key
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 DEFAULT_END = "30d"
 SPAN = re.compile(r"^([0-9]{1,5})([hd])\Z")

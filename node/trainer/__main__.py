@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 
-from node.process import TRAINER_NICENESS, lower_priority, rare_garbage_collection
+from node.processes.process import TRAINER_NICENESS, lower_priority, rare_garbage_collection
 
 CONFIG_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1
@@ -57,8 +57,8 @@ def train_until_stopped(connection: socket.socket, memory_fds: list[int]) -> int
         from node.trainer.ending import describe_end
         from node.trainer.loop import Trainer
         from protocol.errors import MurmurError
-        from protocol.manifest import parse_manifest
-        from protocol.pipeline.stage import StageManifest
+        from protocol.manifest.reading import parse_manifest
+        from protocol.pipeline.stages.stage import StageManifest
 
     channel, memory = TrainerChannel(connection), None
     try:

@@ -15,7 +15,7 @@ from node.model import LanguageModel
 from node.trainer.devices.device import autocast_context
 from optim.inner.base import InnerStep, InnerUpdateRule
 from optim.kernels.vectors import SLAB_SIZE, slabs
-from protocol.manifest import TrainSection
+from protocol.manifest.sections import TrainSection
 
 SLAB_SIZES = {"cpu": SLAB_SIZE, "cuda": 1 << 24}  # values of a slab, for all of which an operation is one launch
 

@@ -59,7 +59,8 @@ from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
 from protocol.audits.work import Conditions
 from protocol.errors import MurmurError
-from protocol.manifest import Manifest, TrainSection
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import TrainSection
 
 if TYPE_CHECKING:
     from node.site.head import JoinedMachine, SiteHead

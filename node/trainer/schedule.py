@@ -3,15 +3,15 @@
 A contribution is due once the one before is settled, and the plan's number of steps or the schedule's time has passed
 since. The daemon may ask for fewer steps, at least one (`protocol.consensus.pacing`). While a contribution travels, the
 peer trains for `ahead` more steps, and applies the result after `delay` of them at the earliest
-(`optim.exchange_schedule`).
+(`optim.schedules.exchange_schedule`).
 """
 
 from dataclasses import dataclass
 
 from node.ipc.channel import ApplyAnchor
 from node.trainer.counters import Counters
-from optim.exchange_schedule import Schedule
 from optim.round_plan import RoundPlan
+from optim.schedules.exchange_schedule import Schedule
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 from node.monitoring.logs import sanitize
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.training_log.file import METRICS_FILE
 from node.training_log.loggers import FINISH_SECONDS
 from protocol.tasks import cancel_and_wait

@@ -24,7 +24,7 @@ from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS, Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
-from protocol.manifest import MAX_ROUNDS, AdmissionSection
+from protocol.manifest.sections import MAX_ROUNDS, AdmissionSection
 
 WINDOW_ROUNDS = 32
 INCLUSIONS_FOR_VOTE = 8

@@ -10,7 +10,7 @@ from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import Ticket, open_ticket
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 Refusal = Literal["no ticket", "ticket expired", "not on the list", "revoked"]
 CLOCK_MARGIN_SECONDS = 120.0

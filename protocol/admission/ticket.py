@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from protocol import murmur_pb2 as wire
 from protocol.errors import ForgedError, MalformedError
 from protocol.identity import Identity, PeerId, public_key
-from protocol.manifest import RunId
-from protocol.membership.record_fields import MAX_TICKET_BYTES
+from protocol.manifest.run import RunId
+from protocol.membership.records.fields import MAX_TICKET_BYTES
 from protocol.signing import open_signed, read_unverified, sign
 
 TICKET_KIND = "ticket"

@@ -9,7 +9,7 @@ from protocol.consensus.messages.checks import check_round
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError
 from protocol.identity import Identity, PeerId, public_key
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.signing import open_signed, sign
 
 FINDING_KIND = "finding"

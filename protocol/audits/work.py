@@ -15,7 +15,7 @@ from protocol.blobs.blob import MAX_BLOB_BYTES, Blob
 from protocol.consensus.messages.contributions import MAX_WORK_RECORD_BYTES
 from protocol.errors import LimitError, MalformedError
 from protocol.fault_words import describe_faults
-from protocol.manifest_data import MAX_SOURCES, NUMBER_BITS, PLACE_BITS
+from protocol.manifest.data import MAX_SOURCES, NUMBER_BITS, PLACE_BITS
 from protocol.signing import MAX_ROUND
 
 Outcome = Literal["included", "excluded", "lost", "none"]  # of the contribution before, as its trainer learns it

@@ -10,7 +10,7 @@ from protocol.consensus.messages.kinds import Basis
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.topology import Topology
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.steering.revisions import NO_REVISION, Revision
 
 

@@ -39,7 +39,7 @@ from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.views.quorum import VoterSet
 from protocol.consensus.views.view import View
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 
 Contributions = tuple[SignedMessage[Contribution], ...]
 Group = tuple[PeerId, ...]  # in ascending order

@@ -39,10 +39,10 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import Identity, PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
-from protocol.membership.record_fields import check_addresses
+from protocol.membership.records.fields import check_addresses
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import open_signed, sign
 

@@ -48,7 +48,7 @@ from protocol.membership.peer_table import (
     FieldValue,
     MembershipListener,
 )
-from protocol.membership.summary import SALT_BYTES, Summary
+from protocol.membership.records.summary import SALT_BYTES, Summary
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.replies import require_reply

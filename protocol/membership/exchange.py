@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from protocol.identity import PeerId
 from protocol.membership.peer_table import PeerTable
-from protocol.membership.summary import Summary
+from protocol.membership.records.summary import Summary
 from protocol.murmur_pb2 import GossipReply, GossipRequest, Signed
 
 MAX_RECORDS = 256  # per message; with the largest records and MAX_PEERS known still below 1 MiB

@@ -9,7 +9,7 @@ import grpc
 
 from protocol.errors import LimitError, PeerFault, StaleError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft, PeerUpdated
 from protocol.murmur_pb2 import PeerRecord
 

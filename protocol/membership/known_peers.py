@@ -24,7 +24,7 @@ from protocol.membership.peer_table import (
     PeerTable,
     PeerUpdated,
 )
-from protocol.membership.record_fields import check_addresses
+from protocol.membership.records.fields import check_addresses
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import open_signed
 

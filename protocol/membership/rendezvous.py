@@ -13,13 +13,13 @@ from typing import Protocol
 
 from protocol import errors
 from protocol.identity import Identity, PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.membership import dht
 from protocol.membership.clock import SwarmClock
 from protocol.membership.dht import DHT_ERRORS, DhtNode
 from protocol.membership.dht_storage import Announcement, make_announcement, parse_announcement, run_topic
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
-from protocol.membership.record_fields import MAX_ADDRESSES
+from protocol.membership.records.fields import MAX_ADDRESSES
 from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Outcome, Task
 
 MAX_REFUSALS = 3  # peers

@@ -14,7 +14,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import DIGEST_BYTES, Blob
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.membership.key_conflict import RANDOM_BITS
 from protocol.signing import MAX_ROUND
 

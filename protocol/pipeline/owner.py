@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.pipeline.course import Course, DropReason, ExactPart, OwnerSettings, Request, Step
 from protocol.pipeline.ended import EndedMicrobatches
 from protocol.pipeline.messages import Answer, HeldBlob, Outcome, Task

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.pipeline.course import DropReason, Place
 from protocol.pipeline.messages import Answer, Outcome, Task
 from protocol.pipeline.routing import StagePeer

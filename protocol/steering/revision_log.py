@@ -12,7 +12,7 @@ from protocol import murmur_pb2 as wire
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.errors import ForgedError, LimitError, StaleError
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.signing import open_signed, read_unverified
 from protocol.steering.revisions import MAX_REVISION_BYTES, MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 

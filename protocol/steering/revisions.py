@@ -22,7 +22,7 @@ from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import check_digest
 from protocol.errors import MalformedError, UsageError
 from protocol.fault_words import describe_faults
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import MAX_ROUND
 
 Digest = bytes

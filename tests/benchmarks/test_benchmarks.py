@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from benchmarks import comparison_tables, horizon, paths, recipes, returns, traffic
+from node.commands.recipes import bits_over_rounds
 from node.from_manifest import build_program
 from node.model import shape_table
-from node.recipes_command import bits_over_rounds
 from node.simulation.comparison import LOCAL, Comparison, RecipeResults
 from node.simulation.measurement import CurvePoint, SimulationResult
 from optim.compose import compose
 from optim.outer.adaptive import Sign
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from protocol.transport.multipath_policy import BulkPath as Way
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from benchmarks.pipelining.exact_reference import SingleProcess
 from optim.exact import Float64Sum
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from protocol.pipeline.exact.ledger import StepLedger
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from node.audits.inner_state import InnerState
-from node.daemon.outer_state import OuterState
+from node.daemon.state.outer_state import OuterState
 from node.ipc.shared_layout import SharedLayout
 from node.model import shape_table
 from node.trainer.counters import Counters, Outstanding, StepTotals
@@ -24,12 +24,12 @@ from protocol.consensus.messages.briefs.codec import abridge, restore
 from protocol.consensus.messages.briefs.seen import SeenMessages
 from protocol.consensus.messages.kinds import parse
 from protocol.errors import PeerFault
-from protocol.manifest import parse_manifest
+from protocol.manifest.reading import parse_manifest
 from protocol.membership.dht_storage import KIND as RENDEZVOUS
 from protocol.membership.dht_storage import parse_announcement
 from protocol.membership.peer_table import PeerTable
+from protocol.membership.records.summary import Summary
 from protocol.membership.run_registry import parse_public_run
-from protocol.membership.summary import Summary
 from protocol.signing import open_signed_manifest, sign, sign_manifest
 from protocol.steering.revision_log import open_revision
 from tests.fuzz.frames import Target, changed_bytes, changed_json, changed_manifest, signed_frames, with_signed

@@ -13,7 +13,7 @@ from typing import Any
 from node.local.peer_process import PeerProcess
 from node.options import LISTEN_ON_LOOPBACK
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.hostile.peers import ROUNDS_FILE
 from tests.hostile.scoreboard import RoundLine, count_foreign_rounds, read_rounds
 from tests.hostile.switches import set_switches, was_used

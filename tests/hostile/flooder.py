@@ -20,7 +20,7 @@ import grpc
 
 from protocol.errors import UnreachableError
 from protocol.identity import Identity
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from protocol.murmur_pb2 import ChainRequest, DeliverRequest, FetchRequest, GossipRequest, Signed
 from protocol.murmur_pb2_grpc import BlobsStub, MembershipStub, RoundsStub
 from protocol.transport import transport as transports

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from node.daemon import outer_state, replica
+from node.daemon import replica
+from node.daemon.state import outer_state
 from node.monitoring.line_limit import LineLimit
 from protocol.consensus import handlers, machine
 from protocol.consensus.history import fork_choice

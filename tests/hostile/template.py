@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from node.process import python_environment
+from node.processes.process import python_environment
 
 PR_SET_PDEATHSIG = 1
 DEAD_SECONDS = 10.0

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from murmuration.own_model import OwnModel
 from node.model import build_model, initial_weights, model_family, shapes_of
 from protocol.errors import UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import manifest_with
 
 MANIFEST = manifest_with()

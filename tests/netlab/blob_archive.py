@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from node.daemon.outer_state import RoundCompute
-from node.daemon.peer_rpc import request_chain
+from node.daemon.peers.peer_rpc import request_chain
 from node.daemon.run_limits import contribution_limits
+from node.daemon.state.outer_state import RoundCompute
 from node.from_manifest import build_program
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.blobs.store import BlobStore
 from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.kinds import parse
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.transport.transport import Transport
 from tests.netlab.laboratory import Laboratory, Node
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from node.local.peer_process import PeerProcess
 from node.monitoring.status import NodeStatus
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.netlab.laboratory import Laboratory, Node
 from tests.swarm.process_swarm import ProcessSwarm, isolated_processes, join_command
 

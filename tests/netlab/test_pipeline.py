@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.laboratory import Laboratory, Link
 from tests.swarm.process_swarm import ENDLESS

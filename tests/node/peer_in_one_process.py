@@ -17,9 +17,9 @@ import torch
 
 from node.checkpoints import checkpoint
 from node.checkpoints.chain_file import SavedChain
-from node.daemon.checkpointer import CONTRIBUTION_VECTOR, restore_trainer_snapshot
-from node.daemon.outer_state import OuterState
-from node.daemon.outer_vectors import OuterVectors
+from node.daemon.state.checkpointer import CONTRIBUTION_VECTOR, restore_trainer_snapshot
+from node.daemon.state.outer_state import OuterState
+from node.daemon.state.outer_vectors import OuterVectors
 from node.ipc.shared_layout import SharedLayout
 from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights, shape_table
@@ -33,8 +33,8 @@ from optim.kernels.warmup import warm_up
 from optim.method import SMALL_SLOTS, Method
 from optim.round_plan import RoundPlanner
 from optim.small_memory import with_small_memory
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 
 MODEL = ModelSection(vocabulary=64, width=256, layers=11, heads=4, hidden=688, context=8)  # 9 million parameters
 TRAIN = TrainSection(batch_tokens=8, learning_rate=1e-3)

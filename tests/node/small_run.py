@@ -9,7 +9,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.daemon.outer_state import OuterState, ReplicatedState, RoundCompute, state_bytes
+from node.daemon.state.outer_state import OuterState, ReplicatedState, RoundCompute, state_bytes
 from node.model import shape_table
 from optim.compose import compose
 from optim.method import Method
@@ -23,7 +23,8 @@ from protocol.consensus.messages.kinds import kind_of
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.errors import DeniedError, GoneError, MalformedError, UnreachableError
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import Signed
 from protocol.signing import sign
 from tests.certificates import certify

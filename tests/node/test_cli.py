@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
 LIGHT = {
-    *("node", "node.cli", "node.commands", "node.commands.guard", "node.flags", "node.process"),
+    *("node", "node.cli", "node.commands", "node.commands.guard", "node.flags"),
+    *("node.processes", "node.processes.process"),
     *("node.commands.evaluation", "node.commands.models", "node.commands.options", "node.commands.tickets"),
     *("node.commands.sites", "node.commands.waiting"),
     *("protocol", "protocol.errors"),

@@ -7,14 +7,15 @@ import torch
 
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
-from node.daemon.outer_state import OuterState
+from node.daemon.state.outer_state import OuterState
 from node.from_manifest import build_program
 from node.ipc.shared_layout import SharedLayout
 from node.local.up import UpOptions, adapt_manifest
 from node.model import shape_table
 from node.model.memory_estimate import fit_microbatch
 from optim.recipes import RECIPES
-from protocol.manifest import Manifest, load_manifest, parse_manifest
+from protocol.manifest.reading import load_manifest, parse_manifest
+from protocol.manifest.run import Manifest
 
 pytestmark = pytest.mark.slow
 

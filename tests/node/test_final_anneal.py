@@ -13,7 +13,7 @@ from node.simulation.measurement import Evaluator
 from node.step_settings import StepSettings, step_settings
 from optim.compose import compose
 from protocol.errors import ManifestError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.steering.revisions import revise
 from tests.node.test_from_manifest import manifest_of
 
@@ -91,7 +91,7 @@ def test_virtual_peers_have_one_rate_in_each_round(monkeypatch: pytest.MonkeyPat
         return settings
 
     monkeypatch.setattr(Evaluator, "loss", lambda *_: 0.0)
-    for module in ("swarm", "virtual_peer"):
+    for module in ("swarm", "virtual.peer"):
         monkeypatch.setattr(f"node.simulation.{module}.step_settings", note)
     config = SimulationConfig(manifest, Path(), peers, steps, (1.0,) * peers, (1e6,) * peers, 0.05)
     corpus = open_corpus(manifest.data, Path())

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from node.commands.init import SIZES, InitOptions, choose_data, init, manifest_text
 from node.from_manifest import build_program
-from node.init_command import SIZES, InitOptions, choose_data, init, manifest_text
 from node.model import shape_table
 from node.paths import organiser_key_path
 from node.units import parse_count
 from protocol.errors import ManifestError, MurmurError, UsageError
 from protocol.identity import Identity
-from protocol.manifest import load_manifest, parse_manifest
+from protocol.manifest.reading import load_manifest, parse_manifest
 from protocol.signing import load_signed_manifest
 
 

@@ -18,7 +18,7 @@ from node.options import parse_node_options
 from node.trainer.devices.device import require_usable_device
 from protocol.errors import DeviceError, MurmurError
 from protocol.identity import Identity
-from protocol.manifest import parse_manifest
+from protocol.manifest.reading import parse_manifest
 from protocol.signing import load_signed_manifest, sign_manifest
 
 ROOT = Path(__file__).parents[2]

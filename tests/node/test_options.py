@@ -6,7 +6,7 @@ import pytest
 from node.flags import NodeFlags
 from node.options import NodeOptions, parse_options, threads_per_process
 from protocol.errors import UsageError
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 
 MANIFEST = load_manifest(Path(__file__).parents[2] / "configs" / "test.toml")
 PEER = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"

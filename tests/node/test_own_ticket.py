@@ -12,7 +12,7 @@ from node.steering.tickets import TicketOptions, parse_end, run_tickets
 from protocol.admission.ticket import Ticket, issue_ticket, ticket_from_text, ticket_to_text
 from protocol.errors import AdmissionError, MissingFileError, OrganiserError, UsageError
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.steering.revisions import REFERENCE_MANIFEST
 
 ORGANISER = Identity.create()

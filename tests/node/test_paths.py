@@ -6,7 +6,7 @@ import pytest
 
 from node import paths
 from protocol.errors import CheckpointError, MissingFileError, UsageError
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.process import python_environment
+from node.processes.process import python_environment
 from protocol.errors import MissingFileError, StorageError
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,9 @@ def test_every_python_process_has_a_safe_import_path(package: str) -> None:
 
 def test_children_import_the_same_checkout(tmp_path: Path) -> None:
     """Also in a checkout that is not installed, where `python -m node.cli` finds it through the working directory."""
-    program = "import node.process, os, sys; print(node.process.python_environment().get('PYTHONPATH'))"
+    program = (
+        "import os, sys; from node.processes.process import python_environment as own; print(own().get('PYTHONPATH'))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[0] = {str(ROOT)!r}; {program}"],
@@ -107,7 +109,7 @@ def test_working_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
 CLOSED = """
 import os, sys
 if {prepared}:
-    from node.process import prepare_standard_streams
+    from node.processes.process import prepare_standard_streams
     prepare_standard_streams()
 print(os.open("data", os.O_CREAT | os.O_WRONLY), file=open("number", "w"))
 """
@@ -128,7 +130,7 @@ def test_terminal_that_is_not_utf8_gets_a_replacement() -> None:
     program = "print('Gr\\u00fc\\u00dfe')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     for prepared in (True, False):
-        first = "from node.process import prepare_standard_streams as prepare; prepare(); " if prepared else ""
+        first = "from node.processes import process; process.prepare_standard_streams(); " if prepared else ""
         command = [sys.executable, "-c", first + program]
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
         assert (ended.returncode, ended.stdout) == ((0, b"Gr??e\n") if prepared else (1, b""))
@@ -136,7 +138,7 @@ def test_terminal_that_is_not_utf8_gets_a_replacement() -> None:
 
 STOPPED = """
 import asyncio, os, signal, sys
-from node.process import handle_stop_signals
+from node.processes.process import handle_stop_signals
 async def main():
     first = asyncio.Event()
     handle_stop_signals(asyncio.get_running_loop(), first.set)

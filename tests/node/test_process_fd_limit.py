@@ -2,7 +2,7 @@ import resource
 
 import pytest
 
-from node.process import MAX_FILE_DESCRIPTORS, choose_fd_limit, raise_fd_limit
+from node.processes.process import MAX_FILE_DESCRIPTORS, choose_fd_limit, raise_fd_limit
 
 NONE = resource.RLIM_INFINITY
 

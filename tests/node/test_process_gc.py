@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from node.process import RARE_GC_THRESHOLD, rare_garbage_collection
+from node.processes.process import RARE_GC_THRESHOLD, rare_garbage_collection
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 IMPORTS = """
 import gc, sys
 from contextlib import nullcontext
-from node.process import rare_garbage_collection
+from node.processes.process import rare_garbage_collection
 with rare_garbage_collection() if sys.argv[1] == "rarely" else nullcontext():
     before = sum(generation["collections"] for generation in gc.get_stats())
     import node.daemon.lifecycle

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 CYCLES = """
 import sys
 from collections import deque
-from node.process_memory import enable_frequent_gc
+from node.processes.process_memory import enable_frequent_gc
 if sys.argv[1] == "often":
     enable_frequent_gc()
 class Ring:
@@ -32,7 +32,7 @@ print(Ring.most)
 HOLES = """
 import sys
 import psutil
-from node.process_memory import trim
+from node.processes.process_memory import trim
 pairs = [(bytes(50_000), bytes(1_000)) for _ in range(2_000)]  # one below the mmap threshold, one small
 held = [small for _, small in pairs]
 del pairs
@@ -44,7 +44,7 @@ print(psutil.Process().memory_info().rss)
 FAILURES = """
 import sys
 import psutil
-from node.process_memory import enable_frequent_gc, trim
+from node.processes.process_memory import enable_frequent_gc, trim
 enable_frequent_gc()
 def fail():
     payload = bytearray(b"x") * 1_000_000
@@ -63,7 +63,7 @@ ARENAS = """
 import ctypes, sys, threading
 from pathlib import Path
 import node.daemon.lifecycle  # starts some threads
-from node.process_memory import use_one_malloc_arena
+from node.processes.process_memory import use_one_malloc_arena
 if sys.argv[1] == "one":
     use_one_malloc_arena()
 libc = ctypes.CDLL(None)

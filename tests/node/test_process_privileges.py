@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource, subprocess
-from node.process import give_up_privileges
+from node.processes.process import give_up_privileges
 {first}
 print(resource.getrlimit(resource.RLIMIT_CORE)[1])
 subprocess.run(["grep", "NoNewPrivs", "/proc/self/status"])

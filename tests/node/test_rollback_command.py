@@ -14,7 +14,7 @@ from node.checkpoints.checkpoint import (
     release_kept,
     save,
 )
-from node.rollback_command import roll_back
+from node.commands.rollback import roll_back
 from node.run_dir import RunDir
 from protocol.errors import AlreadyRunningError, MissingFileError, UsageError
 from tests.node.small_run import MANIFEST, NUMEL, RUN_ID, SHAPES

@@ -8,7 +8,8 @@ import pytest
 
 from node.run_dir import RunDir, is_locked, tokenizer_path, write_atomically
 from protocol.errors import AlreadyRunningError, DataError, OtherRunError, StorageError
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from tests.node.small_run import MANIFEST, manifest_of
 
 PEER = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from node.commands.status import key_line, status_lines
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
+from node.processes.running_nodes import registered, running_dirs
 from node.run_dir import RunDir
-from node.running_nodes import registered, running_dirs
-from node.status_command import key_line, status_lines
 from protocol.errors import IdentityError, MissingFileError, StorageError, UnreachableError, UsageError
 from tests.node.monitoring.fixed_status import FixedStatus
 from tests.node.small_run import MANIFEST

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from node.process import LOW_PRIORITY_NICENESS, TRAINER_NICENESS
-from node.workers import Workers, start_workers
+from node.processes.process import LOW_PRIORITY_NICENESS, TRAINER_NICENESS
+from node.processes.workers import Workers, start_workers
 
 
 def niceness() -> int:

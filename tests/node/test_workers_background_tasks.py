@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from node.workers import BackgroundTasks
+from node.processes.workers import BackgroundTasks
 from tests.node.daemon.recorded_errors import RecordedFaults
 
 

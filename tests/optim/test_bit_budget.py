@@ -2,12 +2,12 @@
 
 import pytest
 
-from optim.bit_budget import BitBudget, read_bit_budget
 from optim.compose import compose
 from optim.errors import UnknownOption
-from optim.option_schedules import OptionSchedule
 from optim.options import OptionValue
 from optim.round_plan import RoundPlanner
+from optim.schedules.bit_budget import BitBudget, read_bit_budget
+from optim.schedules.option_schedules import OptionSchedule
 from tests.optim.fake_peers import LAYOUT, curve
 
 

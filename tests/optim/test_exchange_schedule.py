@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from optim.errors import UnknownOption
-from optim.exchange_schedule import EverySteps, Pattern
 from optim.layout import Layout
+from optim.schedules.exchange_schedule import EverySteps, Pattern
 from tests.optim.fake_peers import LAYOUT
 
 periods = st.integers(1, 60).flatmap(lambda steps: st.tuples(st.just(steps), st.integers(1, min(steps, 10))))

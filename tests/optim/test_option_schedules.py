@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from optim.compose import compose
 from optim.errors import UnknownOption
-from optim.option_schedules import MAX_PHASES, OptionSchedule, as_toml, read_option
 from optim.options import OptionValue, Scalar
+from optim.schedules.option_schedules import MAX_PHASES, OptionSchedule, as_toml, read_option
 from tests.optim.fake_peers import constant, curve
 
 NAME = "codec.k"

@@ -6,8 +6,8 @@ from pydantic import ValidationError
 
 from optim.compose import INNER_RULES, SIGNALS
 from optim.errors import UnknownOption
-from optim.exchange_schedule import EverySteps
 from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT, WEIGHTS
+from optim.schedules.exchange_schedule import EverySteps
 from optim.signals import (
     MAX_PERIOD,
     Gradient,

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from node.pipeline.pipeline import Pipeline
-from protocol.pipeline import server_events
 from protocol.pipeline.course import Course
 from protocol.pipeline.ended import EndedMicrobatches
-from protocol.pipeline.gate import Gate
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.server import StageServer
+from protocol.pipeline.stages import server_events
+from protocol.pipeline.stages.gate import Gate
+from protocol.pipeline.stages.server import StageServer
 from tests.protocol.pipeline import bugs
 
 Patch = Callable[[], None]

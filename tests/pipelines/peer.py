@@ -21,10 +21,10 @@ from node.ipc.channel import DaemonChannel, FromTrainer, ToTrainer
 from node.ipc.frames import ChannelClosed
 from node.pipeline import calls, faulty_calls
 from node.pipeline.pipeline import Pipeline
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.membership import directory
 from protocol.pipeline import owner, owner_events, routing
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 from tests.pipelines.naive import NAIVE
 from tests.pipelines.zygote import fork
 

@@ -11,15 +11,9 @@ from pydantic import BaseModel, ValidationError
 from protocol.errors import ManifestError, MissingFileError
 from protocol.fault_words import WORDS
 from protocol.identity import Identity
-from protocol.manifest import (
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    changed_keys,
-    load_manifest,
-    manifest_of_values,
-    parse_manifest,
-)
-from protocol.manifest_faults import HUGGING_FACE_NAMES
+from protocol.manifest.faults import HUGGING_FACE_NAMES
+from protocol.manifest.reading import MAX_MANIFEST_BYTES, load_manifest, manifest_of_values, parse_manifest
+from protocol.manifest.run import Manifest, changed_keys
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reference" / "manifest.md"

@@ -3,8 +3,9 @@
 import pytest
 
 from protocol.errors import ManifestError
-from protocol.manifest import Manifest, parse_manifest
-from protocol.manifest_data import MAX_SOURCES
+from protocol.manifest.data import MAX_SOURCES
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 
 HEAD = b"""
 [run]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from node.loop import syncing
 from node.loop.contributions import ContributionTracker, StoredContribution
+from node.loop.peers import syncing
 from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
 from protocol.admission.electorate import Electorate
@@ -26,7 +26,7 @@ from protocol.consensus.views.leader import Leader
 from protocol.consensus.views.quorum import Election, VoterSet
 from protocol.consensus.views.view import View
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import Signed
 from tests.simulation.disk import Disk
 from tests.simulation.peers import SimulatedPeer

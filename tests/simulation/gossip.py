@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from node.loop.events import SwarmChanged
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.history.chain import ChainHead
 from protocol.identity import PeerId
 from tests.simulation.disk import state_of

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from node.loop.catch_up import SyncOffer
+from node.loop.peers.catch_up import SyncOffer
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.certified import CertifiedCommit
 from protocol.consensus.history.chain import Chain, ChainHead

@@ -12,7 +12,7 @@ from node.loop.steering import Steering
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
-from protocol.manifest import RoundSection
+from protocol.manifest.sections import RoundSection
 from protocol.steering.revision_log import RevisionLog, SignedRevision
 from protocol.steering.revisions import REFERENCE_MANIFEST, Revision, Value, encode_changes, manifest_of_round
 from tests.simulation.network import ORGANISER, make_signer

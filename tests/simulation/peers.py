@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from node.daemon.outer_state import blobs_to_apply
+from node.daemon.state.outer_state import blobs_to_apply
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
@@ -27,7 +27,6 @@ from node.loop.actions import (
     StartTrainer,
     TakeState,
 )
-from node.loop.catch_up import SyncOffer
 from node.loop.events import (
     ApplyFailed,
     BlobFetched,
@@ -51,6 +50,7 @@ from node.loop.events import (
     VotePersisted,
 )
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
+from node.loop.peers.catch_up import SyncOffer
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering

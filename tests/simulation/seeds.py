@@ -1,6 +1,6 @@
 """Many seeds one after the other; those that every change must pass come in halves, for two processes."""
 
-from node.process import rare_garbage_collection
+from node.processes.process import rare_garbage_collection
 from tests.simulation.liars import LIARS
 from tests.simulation.seeded_run import InvariantError, SeededRun
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from node.loop.catch_up import CatchUp
+from node.loop.peers.catch_up import CatchUp
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from protocol.consensus.knowledge import RoundKnowledge

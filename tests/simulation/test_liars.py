@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from node.loop.syncing import Syncing
+from node.loop.peers.syncing import Syncing
 from protocol.admission.electorate import Electorate
 from protocol.conduct.conduct import Conduct
 from protocol.consensus import handlers, machine

@@ -22,7 +22,8 @@ import pytest
 from node.local.peer_process import PeerProcess
 from node.monitoring.status import NodeStatus
 from node.options import LISTEN_ON_LOOPBACK
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.processes import MARK, find_marked, process_tree, running_processes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "test.toml"

@@ -15,14 +15,14 @@ from typing import Any
 import httpx2
 import pytest
 
+from node.commands.status import status_lines
 from node.dashboard.event_log import read_events
 from node.local.peer_process import PeerProcess
 from node.options import LISTEN_ON_LOOPBACK
 from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.receipts.ledger import commit_verifier, read_ledger
-from node.status_command import status_lines
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import open_signed_manifest
 from tests.swarm.process_swarm import ENDLESS, START_SECONDS, ProcessSwarm, manifest_with, running_swarm
 

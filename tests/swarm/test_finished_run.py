@@ -13,9 +13,9 @@ import httpx2
 import pytest
 
 from node.local.peer_process import PeerProcess
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.training_log.file import METRICS_FILE
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import manifest_with, running_swarm
 from tests.swarm.test_dashboard import DashboardProcess
 

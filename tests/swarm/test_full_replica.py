@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from node.local.peer_process import PeerProcess
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, isolated_processes
 
 pytestmark = [pytest.mark.swarm, pytest.mark.rare, pytest.mark.timeout(240)]

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from node.model import shape_table
 from node.steering.command import SteerOptions, steer
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, running_swarm
 from tests.swarm.test_pipeline import RUN
 from tests.swarm.test_steering import Organiser

@@ -11,7 +11,7 @@ from node.run_dir import RunDir
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm, simulated_identity
 from optim.recipes import OptionTables
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import manifest_with, running_swarm, write_run
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

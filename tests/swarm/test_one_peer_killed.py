@@ -10,7 +10,7 @@ import pytest
 
 from node.local.peer_process import PeerProcess
 from protocol.consensus.views.quorum import Election
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from tests.node.model.weights_folder import start_from_weights
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, manifest_with, running_swarm
 from tests.swarm.processes import find_p2pd, find_trainer, process_tree

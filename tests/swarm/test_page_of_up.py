@@ -11,7 +11,7 @@ import pytest
 
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.json_views import run_status
-from node.process import python_environment
+from node.processes.process import python_environment
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from node.dashboard.event_log import EventLog, read_events
 from node.injected_faults import VARIABLE
-from node.process import python_environment
+from node.processes.process import python_environment
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.pipelining.exact_difference import explain_difference
 from benchmarks.pipelining.exact_reference import SingleProcess, read_stages
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from tests.swarm.test_pipeline import final_status, run_up
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

@@ -12,7 +12,7 @@ import pytest
 from node.steering.client import contact_run
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import sign
 from protocol.steering.revisions import REVISION_KIND, Revision
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from node.checkpoints.checkpoint import ANCHOR
-from node.child_process import give_way
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS
 from node.dashboard.samples.prompt import choose_prompt
 from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
@@ -21,8 +20,10 @@ from node.doctor.machine import free_memory
 from node.model.generate import continue_text
 from node.model.opened_model import open_folder
 from node.paths import newest_checkpoints
+from node.processes.child_process import give_way
 from protocol.errors import CheckpointError, MurmurError
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 
 TOKENS = 60
 BYTE_TOKENS = 240  # if each token is one byte

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from node.child_process import run_module
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS, SampleGenerated
 from node.paths import find_newest_model
+from node.processes.child_process import run_module
 from protocol.errors import MurmurError
 from protocol.fault_words import describe_faults
 

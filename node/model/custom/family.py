@@ -11,8 +11,8 @@ from node.model.interface import LanguageModel, ModelFamily
 from node.model.shapes import Entry
 from node.own_loops import WEIGHTS_ONLY
 from protocol.errors import ManifestError, UsageError
-from protocol.manifest_model import ModelSection
-from protocol.manifest_tensors import CUSTOM_KIND, parse_tensor
+from protocol.manifest.model import ModelSection
+from protocol.manifest.tensors import CUSTOM_KIND, parse_tensor
 
 
 class CustomFamily(ModelFamily):

@@ -14,7 +14,7 @@ from node.model.decoders.documents import DenseDocuments, DocumentAttention, cho
 from node.model.decoders.layers import Linear, RMSNorm
 from node.model.decoders.rotary import rotary_tables
 from node.model.joined_weights import join_rows
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 
 class CausalAttention(nn.Module):

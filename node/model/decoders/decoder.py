@@ -22,7 +22,7 @@ from node.model.decoders.layers import Embedding, Linear, RMSNorm
 from node.model.decoders.subspace import Subspace
 from node.model.interface import Block, LanguageModel
 from node.model.shapes import ShapeTable
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 
 class Parts(Protocol):

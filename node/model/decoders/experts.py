@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from node.model.decoders.layers import GatedMlp, Linear
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 
 class SparseMlp(nn.Module):

@@ -15,7 +15,7 @@ from node.model.decoders.subspace import Subspace
 from node.model.hugging_face.config_keys import ConfigKeys
 from node.model.interface import LanguageModel, ModelFamily
 from node.model.shapes import Entry
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 STANDARD_DEVIATION = 0.02
 EMBEDDING = "model.embed_tokens.weight"

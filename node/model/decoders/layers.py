@@ -4,7 +4,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from node.model.joined_weights import join_rows
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 
 class _Uninitialised:

@@ -4,7 +4,7 @@ from typing import Any
 
 from node.model.decoders.family import DecoderFamily
 from node.model.hugging_face.config_keys import ConfigKeys
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 
 class LlamaFamily(DecoderFamily):

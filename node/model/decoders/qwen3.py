@@ -7,7 +7,7 @@ from node.model.decoders.attention import NormalizedAttention
 from node.model.decoders.family import DecoderFamily
 from node.model.hugging_face.config_keys import DEFAULTS, ConfigKeys
 from node.model.shapes import Entry
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 
 class Qwen3Family(DecoderFamily):

@@ -11,7 +11,7 @@ from node.model.decoders.qwen3 import Qwen3Family
 from node.model.hugging_face.config_keys import DEFAULTS, FIXED, OPTIONS, SIZES, WITHOUT_EFFECT, ConfigKeys
 from node.model.shapes import Entry
 from protocol.errors import ManifestError
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 ROUTER = "mlp.gate"
 EXPERTS = "mlp.experts."

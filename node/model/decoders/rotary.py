@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from protocol.manifest_model import ModelSection
-from protocol.manifest_rope import RopeScaling
+from protocol.manifest.model import ModelSection
+from protocol.manifest.rope import RopeScaling
 
 
 def rotary_tables(config: ModelSection) -> tuple[Tensor, Tensor]:

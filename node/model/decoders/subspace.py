@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from node.model.random_values import fill_bell_curve, random_order, random_signs, stream_of
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 ROW_DEVIATION = 0.2  # of the values of F; 0.02 and 1 gave a higher loss (docs/results/pipelines.md)
 

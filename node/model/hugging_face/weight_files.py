@@ -22,7 +22,7 @@ from node.model.hugging_face.config_file import join_faults
 from node.model.shapes import Entry, ShapeTable
 from protocol.errors import CheckpointError, MissingFileError
 from protocol.fault_words import shorten
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"

@@ -17,8 +17,8 @@ from node.data import BatchReader, Corpus
 from node.simulation.config import SimulationConfig
 from node.simulation.pipeline.stage_worker import BACKWARD_UNITS, Microbatch, StageWorker, Task
 from node.simulation.swarm import simulated_peer_id
-from node.simulation.virtual_network import VirtualClock, VirtualNetwork
-from node.simulation.virtual_peer import VirtualPeer
+from node.simulation.virtual.network import VirtualClock, VirtualNetwork
+from node.simulation.virtual.peer import VirtualPeer
 
 
 @dataclass

@@ -16,8 +16,8 @@ from node.simulation.pipeline.microbatch_flow import FlowCounts, MicrobatchFlow
 from node.simulation.pipeline.stage_trainer import StageTrainer
 from node.simulation.pipeline.stage_worker import StageWorker
 from node.simulation.swarm import VirtualSwarm
-from node.simulation.virtual_network import VirtualClock
-from node.simulation.virtual_peer import VirtualPeer
+from node.simulation.virtual.network import VirtualClock
+from node.simulation.virtual.peer import VirtualPeer
 from optim.method import Method
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from node.simulation.virtual_trainer import VirtualTrainer
+from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import StepSettings
 from node.trainer.inner_step import loaded_weights
 from node.trainer.stages.activation_format import FORMATS

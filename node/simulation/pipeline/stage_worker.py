@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from node.simulation.pipeline.stage_trainer import StageTrainer
-from node.simulation.virtual_peer import VirtualPeer
+from node.simulation.virtual.peer import VirtualPeer
 
 if TYPE_CHECKING:
     from node.simulation.pipeline.microbatch_flow import MicrobatchFlow

@@ -14,7 +14,7 @@ import torch
 from node.model import LanguageModel, build_compiled_model, build_layerwise_model, build_model, cut_of, has_compiler
 from node.options import TrainerOptions
 from node.trainer.devices.device import is_out_of_memory
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
 MAX_REASON_CHARACTERS: Final = 200

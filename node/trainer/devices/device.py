@@ -21,7 +21,7 @@ from node.trainer.devices.pause_when_busy import usage_meter_for
 from node.units import format_bytes, format_count
 from optim.round_plan import RoundPlanner
 from protocol.errors import DeviceError, MurmurError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 MAX_CLASS_CHARACTERS = 96
 BF16_RULES = ("adamw", "quasi-hyperbolic")  # elementwise, at the weights themselves

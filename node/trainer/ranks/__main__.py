@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-from node.process import rare_garbage_collection
+from node.processes.process import rare_garbage_collection
 from node.trainer.__main__ import CONFIG_SECONDS, die_with_parent
 
 ABANDONED = 75

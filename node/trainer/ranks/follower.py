@@ -14,7 +14,7 @@ from node.trainer.devices.device import limit_memory, measure_device_use
 from node.trainer.ranks.group import RankGroup, listen_for_ranks
 from node.trainer.ranks.messages import TO_RANK, CopyVectors, Done, EndRank, Listening, MeasureDevice, Meet, RankConfig
 from node.trainer.ranks.rank import Rank
-from protocol.manifest import parse_manifest
+from protocol.manifest.reading import parse_manifest
 
 MEET_SECONDS: Final = 120.0  # until all ranks have imported torch and listen
 

@@ -25,7 +25,7 @@ from node.ipc.device_use import DeviceUse
 from node.ipc.frames import FrameSocket
 from node.ipc.shared_memory import SharedMemory
 from node.model import LanguageModel
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.site.head import JoinedMachine, SiteHead
 from node.site.messages import Target, own_host
 from node.trainer.devices.device import measure_device_use
@@ -47,7 +47,7 @@ from node.trainer.ranks.messages import (
     TakeStep,
 )
 from optim.round_plan import RoundPlanner
-from protocol.manifest import parse_manifest
+from protocol.manifest.reading import parse_manifest
 
 if TYPE_CHECKING:
     from node.trainer.ranks.group import RankGroup

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from node.ipc.channel import TrainerConfig
 from node.ipc.device_use import DeviceUse
 from node.options import SiteShard
-from protocol.manifest import TrainSection
+from protocol.manifest.sections import TrainSection
 
 
 class _RankMessage(BaseModel):

@@ -18,7 +18,7 @@ from node.trainer.ranks.sharded_model import ShardedModel
 from node.trainer.ranks.sharded_optimizer import ShardedOptimizer
 from node.trainer.ranks.shards import Shard, own_pieces, own_shards
 from optim.inner.base import WEIGHTS, InnerUpdateRule
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 DEFAULT_OPTIONS = TrainerOptions()
 

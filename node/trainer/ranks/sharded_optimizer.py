@@ -12,7 +12,7 @@ from node.trainer.ranks.sharded_model import ShardedModel
 from node.trainer.ranks.shards import Shard
 from optim.inner.base import InnerStep, InnerUpdateRule
 from optim.kernels.vectors import slabs
-from protocol.manifest import TrainSection
+from protocol.manifest.sections import TrainSection
 
 
 class ShardedOptimizer(InnerOptimizer):

@@ -13,7 +13,7 @@ from node.ipc.stage_messages import ComputeStage, DrawMicrobatch, MicrobatchDraw
 from node.model import LanguageModel
 from node.trainer.stages.exact_step import ExactStep
 from node.trainer.stages.stage_work import StageWork
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.pipeline.exact.ledger import StepLedger
 
 NO_TOKEN = 2**31 - 1

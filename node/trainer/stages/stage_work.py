@@ -32,7 +32,8 @@ from node.trainer.stages.exact_step import ExactStep
 from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage
 from optim.errors import CodecError
 from protocol.errors import MalformedError
-from protocol.manifest import Manifest, TrainSection
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import TrainSection
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Key
 

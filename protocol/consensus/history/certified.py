@@ -17,7 +17,7 @@ from protocol.consensus.messages.kinds import Acknowledgement, CommitCertificate
 from protocol.consensus.messages.signed import OpenNested, SignedMessage
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection
+from protocol.manifest.sections import AdmissionSection
 
 MAX_KEPT_COMMITS = 64
 

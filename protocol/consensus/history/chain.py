@@ -16,7 +16,8 @@ from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedComm
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import CheckpointError, StaleError
-from protocol.manifest import AdmissionSection, RunId
+from protocol.manifest.run import RunId
+from protocol.manifest.sections import AdmissionSection
 from protocol.signing import MAX_CHAIN_TOKENS
 from protocol.steering.revisions import NO_REVISION
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from protocol.errors import MalformedError
-from protocol.manifest import MAX_ROUNDS
+from protocol.manifest.sections import MAX_ROUNDS
 
 Digest = bytes  # 32 bytes, SHA-256
 MARK_BYTES = 16

@@ -21,8 +21,8 @@ from protocol.consensus.messages.weights import count_tokens
 from protocol.consensus.reduction.evidence import Evidence, digest_inputs
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
-from protocol.manifest import RunId
-from protocol.manifest_pipeline import MAX_STEP_MICROBATCHES
+from protocol.manifest.pipeline import MAX_STEP_MICROBATCHES
+from protocol.manifest.run import RunId
 from protocol.pipeline.exact.ledger import StepLedger
 from protocol.steering.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 

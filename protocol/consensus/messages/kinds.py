@@ -28,7 +28,7 @@ from protocol.consensus.messages.signed import Digest, OpenNested, SignedMessage
 from protocol.consensus.reduction.evidence import MAX_REDUCERS_PER_PART
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId, public_key
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.signing import MAX_CHAIN_TOKENS, open_signed, read_unverified
 from protocol.steering.revision_log import open_revision, read_revision
 

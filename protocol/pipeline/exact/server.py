@@ -7,13 +7,13 @@ If it must take out one whose inputs are gone, it begins its sum anew, and owner
 import math
 from collections.abc import Iterable
 
-from protocol.pipeline.entry import Work
 from protocol.pipeline.exact.ledger import StepLedger
 from protocol.pipeline.exact.settlement import Settlement
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, AnswerKind, Key, Task
-from protocol.pipeline.server import StageServer
-from protocol.pipeline.server_events import (
+from protocol.pipeline.stages.entry import Work
+from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.stages.server_events import (
     Action,
     CloseStep,
     Compute,
@@ -25,7 +25,7 @@ from protocol.pipeline.server_events import (
     TakeStep,
     TrainerRestarted,
 )
-from protocol.pipeline.stage_settings import StageSettings
+from protocol.pipeline.stages.settings import StageSettings
 
 KEPT_SHARE = 0.5  # of the memory of forwards, for inputs of gradients that count
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from protocol.identity import PeerId
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.pipeline.course import Place
 from protocol.pipeline.exact.ledger import StepLedger
 from protocol.pipeline.exact.reports import StepReports

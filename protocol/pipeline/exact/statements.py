@@ -5,7 +5,7 @@ from typing import Literal, Self, get_args
 
 from protocol import murmur_pb2 as wire
 from protocol.errors import MalformedError
-from protocol.manifest import RunId
+from protocol.manifest.run import RunId
 from protocol.pipeline.exact.ledger import StepLedger
 from protocol.pipeline.messages import MAX_LIFE, check_bound, check_run
 from protocol.signing import MAX_ROUND

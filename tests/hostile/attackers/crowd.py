@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from node.daemon.peer_rpc import await_reply
+from node.daemon.peers.peer_rpc import await_reply
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import ChainRequest, DeliverRequest, Signed

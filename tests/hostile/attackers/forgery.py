@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from node.daemon.outer_state import state_bytes
+from node.daemon.state.outer_state import state_bytes
 from node.from_manifest import build_program
 from node.model import shape_table
 from optim.exchange import ContributionEncoder

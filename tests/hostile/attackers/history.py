@@ -7,8 +7,8 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from node.daemon.outer_state import OuterState
-from node.daemon.peer_rpc import request_chain
+from node.daemon.peers.peer_rpc import request_chain
+from node.daemon.state.outer_state import OuterState
 from optim.method import SMALL_SLOTS
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader

@@ -3,10 +3,11 @@
 import asyncio
 import os
 
-from protocol import manifest as manifests
 from protocol.errors import ManifestError, MurmurError
-from protocol.manifest import Manifest, parse_manifest
-from protocol.manifest_section import Section
+from protocol.manifest import reading
+from protocol.manifest.base import Section
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 from tests.hostile.attackers.stranger import Stranger
 
 HUGE_WIDTH = 2**15
@@ -67,4 +68,4 @@ def _loosen_bounds() -> None:
     class LooseManifest(Manifest):
         membership: LooseSection  # type: ignore[assignment]
 
-    manifests.Manifest = LooseManifest  # type: ignore[assignment, misc]
+    reading.Manifest = LooseManifest  # type: ignore[attr-defined, assignment]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from node.daemon.outer_state import RoundCompute
+from node.daemon.state.outer_state import RoundCompute
 from optim.exchange import ContributionEncoder
 from protocol.blobs.blob import Blob
 from protocol.consensus.machine import RoundMachine

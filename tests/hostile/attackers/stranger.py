@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from node.daemon.peer_rpc import await_reply
+from node.daemon.peers.peer_rpc import await_reply
 from node.daemon.run_limits import contribution_limits
 from node.from_manifest import build_program
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import DirectoryOptions

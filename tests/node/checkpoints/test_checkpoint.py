@@ -19,9 +19,10 @@ from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.checkpoints.trained_weights import load_trained_weights
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, MissingFileError, OtherRunError, StorageError
-from protocol.manifest import Manifest, MethodSection, RunSection, TrainSection
-from protocol.manifest_data import DataSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.data import DataSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MethodSection, RunSection, TrainSection
 
 MODEL = ModelSection(vocabulary=16, width=8, layers=1, heads=2, hidden=12, context=8)
 SHAPES = shape_table(MODEL)

@@ -28,7 +28,7 @@ from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.model import shape_table
 from protocol.errors import StorageError
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from node.checkpoints import checkpoint
-from node.daemon.checkpointer import Checkpointer, CheckpointerOptions
-from node.daemon.outer_state import ReplicatedState
+from node.daemon.state.checkpointer import Checkpointer, CheckpointerOptions
+from node.daemon.state.outer_state import ReplicatedState
 from node.ipc.shared_layout import SharedLayout
 from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, ContributionTracker

@@ -6,29 +6,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from node.daemon.downloads import Downloads
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox
-from node.daemon.outer_state import OuterState, ReplicatedState, Rooms, SignedContributions
-from node.daemon.outer_vectors import OuterVectors
+from node.daemon.peers.downloads import Downloads
+from node.daemon.state.outer_state import OuterState, ReplicatedState, Rooms, SignedContributions
+from node.daemon.state.outer_vectors import OuterVectors
 from node.daemon.state_effects import StateEffects, StateTools
 from node.from_manifest import round_settings_by_number
 from node.loop.actions import LoopAction
-from node.loop.catch_up import SyncOffer
 from node.loop.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
 from node.loop.events import SwarmChanged, TimePassed
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
+from node.loop.peers.catch_up import SyncOffer
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering, unsteered
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from optim.aggregation.base import LeftOut
 from protocol.consensus.history.certified import CertifiedCommit
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.steering.revision_log import RevisionLog
 from tests.certificates import offer_of
 from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors

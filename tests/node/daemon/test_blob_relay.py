@@ -10,9 +10,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from node.daemon import blob_relay, services
-from node.daemon.blob_relay import BlobRelay, RelayOptions
-from node.daemon.peer_rpc import request_relay
+from node.daemon import services
+from node.daemon.peers import blob_relay
+from node.daemon.peers.blob_relay import BlobRelay, RelayOptions
+from node.daemon.peers.peer_rpc import request_relay
 from node.daemon.services import CarriersService
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead

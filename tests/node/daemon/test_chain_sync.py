@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from node.daemon.chain_sync import ChainReader, ChainSyncClient
-from node.loop.catch_up import SyncOffer, best_head
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.daemon.peers.chain_sync import ChainReader, ChainSyncClient
+from node.loop.peers.catch_up import SyncOffer, best_head
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.certified import ChainLog

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from node.checkpoints import checkpoint
-from node.daemon.checkpointer import MAX_RETAINED_STATES, OFFER_KEY
+from node.daemon.state.checkpointer import MAX_RETAINED_STATES, OFFER_KEY
 from node.ipc.channel import ContributionHeader
-from node.loop.catch_up import RETAINED_ROUNDS
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
+from node.loop.peers.catch_up import RETAINED_ROUNDS
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead

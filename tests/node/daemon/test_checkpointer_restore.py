@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.checkpointer import restore_contributions, restore_trainer_snapshot
+from node.daemon.state.checkpointer import restore_contributions, restore_trainer_snapshot
 from node.ipc.channel import ContributionHeader
 from node.ipc.shared_layout import RESIDUAL, SharedLayout
 from node.ipc.shared_memory import SharedMemory

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from node.daemon.downloads import (
+from node.daemon.peers.downloads import (
     EXTRA_SOURCES_AFTER_SECONDS,
     MAX_CIRCUIT_BYTES,
     MAX_REQUESTS_PER_RELAY,

@@ -15,7 +15,12 @@ from torch import Tensor
 from node.checkpoints import checkpoint
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
-from node.daemon.checkpointer import CONTRIBUTION_VECTOR, OFFER_KEY, restore_contributions, restore_trainer_snapshot
+from node.daemon.state.checkpointer import (
+    CONTRIBUTION_VECTOR,
+    OFFER_KEY,
+    restore_contributions,
+    restore_trainer_snapshot,
+)
 from node.ipc.channel import ContributionOutcome
 from node.ipc.shared_layout import SharedLayout
 from node.ipc.shared_memory import SharedMemory

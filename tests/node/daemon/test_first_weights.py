@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.daemon.outer_state import OuterState
-from node.loop import catch_up, round_loop
+from node.daemon.state.outer_state import OuterState
+from node.loop import round_loop
+from node.loop.peers import catch_up
 from node.model.hugging_face.weight_files import block_digests
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.node.daemon.round_loop_setup import FRIEND, LIAR, RoundLoopSetup
 from tests.node.small_run import METHOD, NUMEL, manifest_of, until
 
@@ -57,7 +58,7 @@ async def test_weights_that_the_manifest_does_not_name_are_refused(
     newcomer: RoundLoopSetup, monkeypatch: pytest.MonkeyPatch, is_checked: bool
 ) -> None:
     if not is_checked:
-        monkeypatch.setattr("node.daemon.outer_state.is_start", lambda *_: True)
+        monkeypatch.setattr("node.daemon.state.outer_state.is_start", lambda *_: True)
     lying = await newcomer.peer(LIAR, 0)
     lying.state = OuterState.initial(TRUE_WEIGHTS + 1, METHOD)
     lying.blob = newcomer.fetcher.stores[LIAR].put(b"".join(bytes(view) for view in lying.state.byte_views()))

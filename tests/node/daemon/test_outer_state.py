@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.daemon.outer_state import OuterState, RoundCompute, state_bytes
+from node.daemon.state.outer_state import OuterState, RoundCompute, state_bytes
 from optim.compose import compose
 from optim.kernels.vectors import Vector
 from optim.method import REFERENCE_WEIGHT, STEPS_MADE, USUAL_NORM

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from node.daemon.peer_rpc import deliver, request_chain, request_relay
+from node.daemon.peers.peer_rpc import deliver, request_chain, request_relay
 from protocol.errors import LimitError, MalformedError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server

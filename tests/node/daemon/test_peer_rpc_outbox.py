@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from node.daemon import peer_rpc
-from node.daemon.peer_rpc import MAX_BATCH_BYTES, MAX_BATCH_MESSAGES, MAX_QUEUED, Outbox
+from node.daemon.peers import peer_rpc
+from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES, MAX_BATCH_MESSAGES, MAX_QUEUED, Outbox
 from protocol.errors import LimitError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed

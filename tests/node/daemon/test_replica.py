@@ -10,16 +10,16 @@ import pytest
 
 from node.daemon import services
 from node.daemon.node import Node
-from node.daemon.peer_rpc import request_chain
+from node.daemon.peers.peer_rpc import request_chain
 from node.daemon.replica import Replica
 from node.daemon.services import RoundsService, RunsService
 from node.options import NodeOptions
+from node.processes.workers import start_workers
 from node.run_dir import RunDir
-from node.workers import start_workers
 from protocol.blobs.blob import Blob
 from protocol.errors import LimitError, MissingFileError
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub, add_RoundsServicer_to_server, add_RunsServicer_to_server
 from protocol.transport.nat import DialBackResponder

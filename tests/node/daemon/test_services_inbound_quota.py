@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from node.daemon.peer_rpc import MAX_BATCH_BYTES
+from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES
 from node.daemon.services import ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE, InboundQuota
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead

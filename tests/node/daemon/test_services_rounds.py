@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 import pytest
 
-from node.daemon import peer_rpc, services
-from node.daemon.outer_state import ReplicatedState
-from node.daemon.peer_rpc import deliver, request_chain
+from node.daemon import services
+from node.daemon.peers import peer_rpc
+from node.daemon.peers.peer_rpc import deliver, request_chain
 from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService, ServedChain
+from node.daemon.state.outer_state import ReplicatedState
 from node.loop.steering import unsteered
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.briefs.codec import Abridger, restore

@@ -10,7 +10,7 @@ from node.daemon import services
 from node.daemon.services import RunsService
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId
-from protocol.manifest import parse_manifest
+from protocol.manifest.reading import parse_manifest
 from protocol.murmur_pb2 import DialBackRequest, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub, add_RunsServicer_to_server
 from protocol.transport.nat import DialBackResponder

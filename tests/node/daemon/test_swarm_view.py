@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from node.daemon import swarm_view
-from node.daemon.swarm_view import SwarmView
+from node.daemon.peers import swarm_view
+from node.daemon.peers.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
 from protocol.admission.electorate import OPEN, Electorate
 from protocol.admission.gate import Gate

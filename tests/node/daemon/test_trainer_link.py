@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from node.daemon import trainer_link
-from node.daemon.outer_state import OuterState
+from node.daemon.state.outer_state import OuterState
 from node.daemon.trainer_link import TrainerLink, TrainerTools
 from node.ipc.channel import (
     AnchorApplied,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from node.daemon import chain_sync
+from node.daemon.peers import chain_sync
 from node.dashboard import chain_follower as module
 from node.dashboard.chain_follower import ChainFollower, find_diverged, known_head, prove_chain
 from node.dashboard.events import ChainForked, LoggedEvent, RoundCommitted, RoundsMissing

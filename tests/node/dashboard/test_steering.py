@@ -12,7 +12,7 @@ from node.dashboard.run_state.steering import AdoptionRecord, revision_values
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.contributions import Adoption
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.steering.revision_log import SignedRevision
 from tests.node.dashboard.browser import WINDOWS, open_browser, open_window, served_page
 from tests.node.dashboard.example_events import FACTS, committed

@@ -22,10 +22,10 @@ from node.receipts.commit_file import CommitFileHeader
 from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.messages.contributions import NOTHING_ADOPTED
 from protocol.errors import StorageError
-from protocol.manifest import Manifest
-from protocol.manifest_data import DataSection, SourceSection
+from protocol.manifest.data import DataSection, SourceSection
+from protocol.manifest.run import Manifest
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
-from protocol.membership.source_losses import encode_source_losses
+from protocol.membership.records.source_losses import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revision_log import RevisionLog
 from tests.node.dashboard.example_events import OPENED, committed

@@ -14,8 +14,8 @@ from node.data.check import check_text
 from node.data.mixture import CIRCLE, choose_sources
 from protocol.audits.work import MAX_POSITION
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest import load_manifest
-from protocol.manifest_data import DataSection
+from protocol.manifest.data import DataSection
+from protocol.manifest.reading import load_manifest
 from tests.node.data.data_sets import numbers, write_rows
 
 WEIGHTS = {"letters": 3.0, "digits": 1.0, "rows": 2.0}

@@ -13,7 +13,7 @@ from node.join import invitation
 from node.join.invitation import Invitation, open_invitation, require_paths_inside
 from protocol.errors import ManifestError, MissingFileError, MurmurError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import sign_manifest
 from tests.node.small_run import MANIFEST
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from node.keeper.choice import ChoiceRules, StateOffer, choose_state
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.consensus.history.chain import ChainHead
 
 HEAD, NEXT, LAST = (ChainHead(number, bytes([number]) * 32, 100 * number) for number in (7, 8, 9))

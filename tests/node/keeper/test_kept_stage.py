@@ -5,7 +5,7 @@ from collections import Counter
 
 from node.keeper.kept_stage import choose_kept_stage
 from node.keeper.marks import Marks
-from protocol.membership.kept_states import KeptState, encode_kept_states
+from protocol.membership.records.kept_states import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
 
 STAGES = 4

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from node.checkpoints.trained_weights import load_trained_weights
-from node.daemon.chain_sync import ShownChain
-from node.daemon.outer_state import OuterState, state_bytes
+from node.daemon.peers.chain_sync import ShownChain
+from node.daemon.state.outer_state import OuterState, state_bytes
 from node.from_manifest import build_program
 from node.keeper import state_keeper
 from node.keeper.announcing import WholeRunAnnouncer
@@ -25,7 +25,8 @@ from protocol.blobs.blob import PIECE_BYTES, Blob
 from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
 from protocol.errors import CheckpointError, MalformedError, StorageError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering.revision_log import RevisionLog
 from tests.node.model.weights_folder import start_from_weights

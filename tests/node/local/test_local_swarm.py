@@ -17,7 +17,9 @@ from node.local.local_swarm import Interrupted, LocalSwarm
 from node.local.peer_process import PeerProcess
 from node.local.swarm_table import SwarmDisplay
 from protocol.errors import MurmurError, StorageError
-from protocol.manifest import Manifest, TargetSection, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import TargetSection
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from node.local.report import (
 )
 from node.local.swarm_summary import PeerTotals
 from node.monitoring.status import NodeStatus
-from protocol.manifest import load_manifest
+from protocol.manifest.reading import load_manifest
 from tests.node.receipts.example_commits import MARY, THREE_PEERS, chain, extend, log_in
 
 MANIFEST = load_manifest(Path(__file__).parents[3] / "configs" / "demo.toml")

@@ -10,7 +10,8 @@ from node.data import open_corpus, validation_batches
 from node.local.report import VALIDATION_TOKENS, evaluate_model, validation_losses
 from node.model import build_model, initial_weights, shape_table
 from protocol.errors import CheckpointError
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 
 ROOT = Path(__file__).parents[3]
 

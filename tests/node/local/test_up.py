@@ -15,8 +15,8 @@ from node.local.report import ModelEvaluation
 from node.local.up import UpOptions, adapt_manifest, build_peer_processes, resolve_options, up
 from node.run_dir import RunDir
 from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
-from protocol.manifest import load_manifest
-from protocol.manifest_data import DataSection, SourceSection
+from protocol.manifest.data import DataSection, SourceSection
+from protocol.manifest.reading import load_manifest
 
 pytestmark = pytest.mark.slow
 

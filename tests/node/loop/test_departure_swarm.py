@@ -11,12 +11,12 @@ import pytest
 from node.loop.actions import LeaveRun
 from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, Departure
 from node.loop.options import LoopOptions, RoundOptions
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.admission.electorate import Electorate
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.manifest import TargetSection
+from protocol.manifest.sections import TargetSection
 from protocol.steering.revision_log import RevisionLog
 from protocol.steering.revisions import REFERENCE_MANIFEST
 

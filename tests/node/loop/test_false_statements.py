@@ -7,7 +7,7 @@ import pytest
 from node.daemon import inbox as inbox_module
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.loop.events import LoopEvent
-from node.loop.swarm_snapshot import PeerState
+from node.loop.peers.swarm_snapshot import PeerState
 from protocol.conduct.conduct import Conduct
 from protocol.consensus.events import MisbehaviourSeen
 from protocol.consensus.history.chain import genesis_head

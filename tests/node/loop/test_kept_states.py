@@ -3,15 +3,15 @@
 import random
 from typing import Any, cast
 
-from node.daemon.swarm_view import SwarmView
+from node.daemon.peers.swarm_view import SwarmView
 from node.loop.actions import FindPath, LoopAction, StartTrainer, TakeState
 from node.loop.events import PathFound, Started, SwarmChanged
 from node.pipeline.node_stages import NodeStages
 from protocol.admission.gate import Gate
-from protocol.manifest import AdmissionSection
-from protocol.membership.kept_states import KeptState, encode_kept_states
+from protocol.manifest.sections import AdmissionSection
+from protocol.membership.records.kept_states import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 from tests.certificates import offer_of
 from tests.node.daemon.test_swarm_view import GATE, FakeDirectory, FakeStatus
 from tests.node.loop.test_round_loop import FRIEND, ME, OTHER, STATE, LoopUnderTest, chain_of, of_kind

@@ -23,7 +23,6 @@ from node.loop.actions import (
     TakeState,
     TargetReached,
 )
-from node.loop.catch_up import MIN_AVOID_SECONDS, SYNC_AFTER_SECONDS
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
     ApplyFailed,
@@ -45,11 +44,12 @@ from node.loop.events import (
     VotePersisted,
 )
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
+from node.loop.peers.catch_up import MIN_AVOID_SECONDS, SYNC_AFTER_SECONDS
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
+from node.loop.peers.syncing import Syncing
 from node.loop.round_loop import POLL_SECONDS, RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
-from node.loop.syncing import Syncing
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Send, VoteRecord
 from protocol.consensus.history.certified import CertifiedCommit
@@ -60,7 +60,7 @@ from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import make_topology
 from protocol.identity import PeerId
-from protocol.manifest import TargetSection
+from protocol.manifest.sections import TargetSection
 from protocol.signing import sign
 from protocol.steering.revision_log import RevisionLog
 from tests.certificates import offer_of

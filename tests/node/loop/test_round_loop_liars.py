@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from node.loop.actions import ApplyCommit, FetchState, FindPath, ReportRecovered, TakeState
-from node.loop.catch_up import MAX_AVOID_SECONDS, MIN_AVOID_SECONDS, CatchUp
 from node.loop.events import PathFound, StateFetched
+from node.loop.peers.catch_up import MAX_AVOID_SECONDS, MIN_AVOID_SECONDS, CatchUp
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
+from node.loop.peers.syncing import FORK_CONFIRM_SECONDS
 from node.loop.round_loop import POLL_SECONDS
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
-from node.loop.syncing import FORK_CONFIRM_SECONDS
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain, ChainHead
 from tests.certificates import offer_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
-from node.loop.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.contributions import Adoption

@@ -20,8 +20,8 @@ from optim.inner.adamw import AdamW
 from optim.inner.base import InnerUpdateRule
 from optim.inner.muon import Muon
 from protocol.errors import ManifestError
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 from tests.node.small_run import MANIFEST
 
 torch.set_num_threads(1)

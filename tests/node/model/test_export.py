@@ -18,7 +18,7 @@ from node.model import build_model, shape_table
 from node.model import export as module
 from node.model.export import export
 from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 torch.set_num_threads(1)
 LLAMA_3 = {

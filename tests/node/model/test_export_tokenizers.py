@@ -13,7 +13,7 @@ from node.data.byte_tokenizer import ByteTokenizer
 from node.data.tokenizer import FileTokenizer
 from node.model import initial_weights
 from node.model.export import write_export
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.node.data.odd_tokenizers import ODD, odd_tokenizer
 
 torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from node.model.decoders.decoder import Decoder
 from node.model.decoders.llama import LlamaFamily
 from node.model.generate import generate, sample_token, sample_tokens
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.node.data.odd_tokenizers import ODD, odd_tokenizer
 
 torch.set_num_threads(1)

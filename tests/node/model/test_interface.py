@@ -13,7 +13,7 @@ from node.model import LanguageModel, build_model, has_compiler, initial_weights
 from node.model.families import FAMILIES
 from node.model.joined_weights import COPY_ELEMENTS, join_rows
 from protocol.errors import ManifestError
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 from tests.node.small_run import MANIFEST
 
 torch.set_num_threads(1)

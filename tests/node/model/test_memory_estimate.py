@@ -8,8 +8,8 @@ from node.model import Cut
 from node.model.computation.recompute import Recompute
 from node.model.memory_estimate import fit_microbatch, fixed_bytes, max_microbatch, microbatch_bytes
 from protocol.errors import DeviceError
-from protocol.manifest_pipeline import PipelineSection
-from protocol.pipeline.stage import StageManifest
+from protocol.manifest.pipeline import PipelineSection
+from protocol.pipeline.stages.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from node.model import LanguageModel, build_model, initial_weights
 from node.model.computation import output_loss
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 TOKENS, WIDTH, VOCABULARY = 40, 8, 64
 SHAPE = ModelSection(vocabulary=48, width=16, layers=1, heads=2, hidden=24, context=12)

@@ -6,7 +6,7 @@ import torch
 from node.model import build_compiled_model, build_model, initial_weights
 from node.model.computation import precision
 from node.trainer.devices.device import autocast_context, describe_missing_bf16
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 SHAPE = ModelSection(vocabulary=32, width=16, layers=1, heads=4, hidden=24, context=12)
 CARD = torch.device("cuda", 1)

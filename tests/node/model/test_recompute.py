@@ -8,7 +8,7 @@ import torch
 from node.model import LanguageModel, build_model, initial_weights
 from node.model.computation.recompute import Recompute
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 LLAMA = ModelSection(vocabulary=32, width=64, layers=2, heads=4, kv_heads=2, hidden=96, context=48)
 KINDS = {

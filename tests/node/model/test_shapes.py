@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from node.model import ShapeTable, shape_table
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 SMALL = ModelSection(vocabulary=16, width=8, layers=2, heads=2, kv_heads=1, hidden=12, context=8)
 

@@ -7,7 +7,7 @@ from node.data.byte_tokenizer import ByteTokenizer
 from node.model import initial_weights
 from node.model.export import write_export
 from node.model.hugging_face.weight_files import block_digests
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 
 def start_from_weights(manifest: Manifest, folder: Path) -> Manifest:

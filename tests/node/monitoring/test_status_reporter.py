@@ -23,7 +23,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.errors import ForgedError, MalformedError
-from protocol.membership.source_losses import encode_source_losses
+from protocol.membership.records.source_losses import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import PEERS, commit_of
 

@@ -1,7 +1,7 @@
 """Columns that fit into a terminal."""
 
+from node.commands.recipes import COLUMNS, EXPENDABLE
 from node.monitoring.tables import choose_columns, describe_left_out
-from node.recipes_command import COLUMNS, EXPENDABLE
 
 HEADINGS = ("name", "loss", "note")
 ROWS = [("diloco", "1.25", "a long note"), ("x", "\u4e2d\u4e2d\u4e2d", "")]  # the middle cell takes six

@@ -1,5 +1,5 @@
 from node.pipeline.missing_peers import MissingPeers
-from protocol.manifest import MembershipSection
+from protocol.manifest.sections import MembershipSection
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
 

@@ -6,9 +6,9 @@ from node.pipeline.node_stages import NodeStages
 from node.pipeline.stage_peers import lowest_round, stage_peers
 from protocol.blobs.blob import hash_of
 from protocol.membership.peer_table import FieldValue
-from protocol.membership.served_stages import record_of_stage
+from protocol.membership.records.served_stages import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
 CUT = MANIFEST.model_copy(update={"pipeline": MANIFEST.pipeline.model_copy(update={"stages": 2, "microbatch": 1})})

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from node.plan.peers import PeerKind
-from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 
 TOML = """
 [run]

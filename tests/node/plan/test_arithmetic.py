@@ -16,7 +16,7 @@ from node.plan.arithmetic import (
 )
 from node.plan.peers import typical_peers
 from node.plan.workload import workload_of
-from protocol.manifest import MethodSection
+from protocol.manifest.sections import MethodSection
 from tests.node.plan.plans import peer, peers, run_of
 
 FAST = {"up": "1000mbit", "down": "1000mbit"}

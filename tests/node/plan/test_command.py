@@ -13,7 +13,7 @@ from node.plan.peers import typical_peers
 from node.plan.report import print_plan
 from node.plan.workload import workload_of
 from protocol.errors import ManifestError, MissingFileError
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from tests.node.plan.plans import peer, run_of
 
 EVERYWHERE, HERE = ("/ip4/0.0.0.0/tcp/0",), ("/ip4/127.0.0.1/tcp/0",)

@@ -12,12 +12,12 @@ from node.data import Corpus
 from node.ipc.channel import ContributionHeader
 from node.simulation.adversary import Adversaries, LieKind
 from node.simulation.swarm import VirtualSwarm
-from node.simulation.virtual_trainer import VirtualTrainer
+from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import step_settings
 from optim.method import Method
 from optim.recipes import RECIPES
-from protocol.manifest import AuditSection
-from protocol.manifest_data import DataSection, PhaseSection, SourceSection
+from protocol.manifest.data import DataSection, PhaseSection, SourceSection
+from protocol.manifest.sections import AuditSection
 from tests.node.simulation.test_swarm import BLOCKS, shortened
 from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
 
@@ -78,7 +78,7 @@ def test_auditor_draws_from_the_sources_by_the_weights_of_each_round(monkeypatch
     audits = mixing_swarm().audits
     assert audits is not None and set(audits.verdicts) == {"equal"} and audits.verdicts["equal"] >= 4
     monkeypatch.setattr(
-        "node.simulation.virtual_audits.step_settings", lambda manifest, *_: step_settings(manifest, 0, 0)
+        "node.simulation.virtual.audits.step_settings", lambda manifest, *_: step_settings(manifest, 0, 0)
     )
     forgetful = mixing_swarm().audits
     assert forgetful is not None and forgetful.verdicts["different"] >= 1, "the negative control"
@@ -96,7 +96,7 @@ def inflate_residual(trainer: VirtualTrainer, header: ContributionHeader) -> Non
 
 def test_peer_that_invents_an_inner_state_never_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state after its last contribution is another one: a made-up residual would be sent as if it were work."""
-    monkeypatch.setattr("node.simulation.virtual_audits.PeerAudits.record_work", cheating_after(inflate_residual))
+    monkeypatch.setattr("node.simulation.virtual.audits.PeerAudits.record_work", cheating_after(inflate_residual))
     swarm = audited_swarm(make_method("sparseloco", 3), 4, 12)
     assert swarm.audits is not None
     assert swarm.audits.verdicts["equal"] < sum(swarm.audits.verdicts.values())
@@ -105,7 +105,7 @@ def test_peer_that_invents_an_inner_state_never_passes(monkeypatch: pytest.Monke
 
 def cheating_after(cheat: Callable[[VirtualTrainer, ContributionHeader], None]) -> Callable[..., object]:
     """Let the peer of slot 0 change its state before it commits to it."""
-    from node.simulation.virtual_audits import PeerAudits
+    from node.simulation.virtual.audits import PeerAudits
 
     honest, cheats = PeerAudits.record_work, list[VirtualTrainer]()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.recipes_command import describe_recipe, show_recipes
+from node.commands.recipes import describe_recipe, show_recipes
 from node.simulation import command
 from node.simulation.adversary import Adversaries
 from node.simulation.command import SimulationOptions, build_config, compose_methods, parse_overrides, simulate

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from node.loop.catch_up import best_head
-from node.simulation.virtual_gossip import VirtualGossip
-from node.simulation.virtual_network import LinkDirection, VirtualClock, VirtualNetwork
+from node.loop.peers.catch_up import best_head
+from node.simulation.virtual.gossip import VirtualGossip
+from node.simulation.virtual.network import LinkDirection, VirtualClock, VirtualNetwork
 from protocol.consensus.history.chain import ChainHead
 
 

@@ -7,12 +7,12 @@ import pytest
 
 from node.model import shape_table
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
-from node.simulation.virtual_peer import VirtualPeer
+from node.simulation.virtual.peer import VirtualPeer
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.views.leader import Leader
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import AdmissionSection
 from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
 
 pytestmark = pytest.mark.slow

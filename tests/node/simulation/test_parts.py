@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.daemon.outer_state import OuterState
+from node.daemon.state.outer_state import OuterState
 from node.ipc.channel import ContributionHeader
 from node.simulation.accounting import Accounting
 from node.simulation.comparison import RecipeResults

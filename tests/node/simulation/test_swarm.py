@@ -14,7 +14,7 @@ from node.simulation.adversary import Adversaries, Espionage, LieKind, LyingEnco
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import compute_result
 from node.simulation.swarm import VirtualSwarm
-from node.simulation.virtual_peer import VirtualPeer
+from node.simulation.virtual.peer import VirtualPeer
 from node.trainer.state import TrainerState
 from optim.codecs.base import Payload
 from optim.compose import compose
@@ -25,7 +25,7 @@ from optim.options import Scalar
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
 from protocol.errors import MurmurError
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 from tests.node.simulation.virtual_swarm import BATCH, Tables, make_config, make_method, run_to_target
 
 pytestmark = pytest.mark.slow

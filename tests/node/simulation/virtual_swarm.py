@@ -15,10 +15,11 @@ from node.simulation.swarm import VirtualSwarm
 from optim.compose import compose
 from optim.method import Method
 from optim.options import Scalar
-from protocol.manifest import Manifest, MembershipSection, RoundSection, RunSection, TrainSection
-from protocol.manifest import MethodSection as MethodTable
-from protocol.manifest_data import DataSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.data import DataSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MembershipSection, RoundSection, RunSection, TrainSection
+from protocol.manifest.sections import MethodSection as MethodTable
 
 torch.set_num_threads(1)
 MODEL = ModelSection(vocabulary=32, width=16, layers=1, heads=2, hidden=40, context=16)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from node.ipc.channel import AnchorApplied, ApplyAnchor, ContributionHeader, Ready, Snapshotted, TakeSnapshot
-from node.process import python_environment
+from node.processes.process import python_environment
 from node.site.token import SiteToken, load_site_key
 from tests.node.trainer.process_harness import ProcessHarness
 from tests.node.trainer.ranks.test_two_processes import STEPS, OneRank, digest

@@ -11,8 +11,8 @@ from node.steering.command import SteerOptions, changes_of, choose_round, parse_
 from node.steering.round_clock import RoundClock
 from protocol.errors import MissingFileError, MurmurError, OrganiserError, UsageError
 from protocol.identity import Identity
-from protocol.manifest import Manifest
-from protocol.manifest_data import DataSection
+from protocol.manifest.data import DataSection
+from protocol.manifest.run import Manifest
 from protocol.steering.revisions import RevisedManifest
 from tests.node.small_run import MANIFEST
 

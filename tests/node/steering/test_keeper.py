@@ -15,7 +15,7 @@ from node.steering.keeper import CALL_BURST, RevisionKeeper, exchange_revisions
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import Identity, PeerId
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.membership.peer_table import PeerJoined, PeerUpdated
 from protocol.murmur_pb2 import PeerRecord
 from protocol.signing import sign

@@ -14,7 +14,8 @@ from node.ipc.shared_memory import SharedMemory
 from node.ipc.trainer_process import TrainerProcess
 from node.model import initial_weights
 from node.options import TrainerOptions
-from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 
 torch.set_num_threads(1)
 DEADLINE = 60.0

@@ -18,8 +18,8 @@ from optim.exchange import Aggregator, ContributionEncoder
 from optim.inner.base import WEIGHTS
 from optim.kernels.vectors import Vector
 from optim.round_plan import RoundPlanner
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 from tests.optim.fake_peers import Tables
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import torch
 from node.ipc.activation_memory import SlotSizes
 from node.trainer.stages.activation_format import FORMATS
 from optim.errors import CodecError
-from protocol.manifest_pipeline import ACTIVATION_BYTES, PipelineSection
+from protocol.manifest.pipeline import ACTIVATION_BYTES, PipelineSection
 
 
 def test_there_is_a_format_for_each_word_of_the_manifest() -> None:

@@ -17,8 +17,8 @@ from node.trainer.live import CopiedVectors
 from optim.inner.adamw import AdamW
 from optim.inner.base import WEIGHTS
 from protocol.errors import DeviceError
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 from tests.node.small_run import MANIFEST
 
 CPU = torch.device("cpu")

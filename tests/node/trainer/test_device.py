@@ -15,8 +15,8 @@ from node.trainer.devices.device import (
     require_usable_device,
 )
 from protocol.errors import DeviceError
-from protocol.manifest import MethodSection
-from protocol.manifest_pipeline import PipelineSection
+from protocol.manifest.pipeline import PipelineSection
+from protocol.manifest.sections import MethodSection
 from tests.node.small_run import MANIFEST
 
 DEEP = MANIFEST.model.model_copy(update={"tied": False, "layers": 2})

@@ -9,8 +9,8 @@ from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validat
 from optim.inner.adamw import AdamW
 from optim.inner.base import InnerUpdateRule
 from optim.inner.eight_bit import EightBitAdamW
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from node.trainer.inner_step import InnerOptimizer
 from optim.compose import INNER_RULES
 from optim.inner.adamw import AdamW
 from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, InnerStep, InnerUpdateRule
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 
 torch.set_num_threads(1)
 MODEL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)

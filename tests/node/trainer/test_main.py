@@ -28,7 +28,7 @@ from node.ipc.channel import (
     TrainerWarning,
 )
 from node.ipc.shared_memory import Snapshot
-from node.process import TRAINER_NICENESS
+from node.processes.process import TRAINER_NICENESS
 from node.trainer.counters import Counters
 from optim.compose import compose
 from protocol.blobs.blob import Blob

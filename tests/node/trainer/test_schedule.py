@@ -4,9 +4,9 @@ import pytest
 
 from node.trainer.counters import Counters, Outstanding, StepTotals
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
-from optim.exchange_schedule import EverySteps
 from optim.options import Scalar
 from optim.round_plan import RoundPlan
+from optim.schedules.exchange_schedule import EverySteps
 from tests.optim.fake_peers import make_planner
 
 

@@ -18,9 +18,9 @@ from node.model import LanguageModel, build_model, cut_of, initial_weights
 from node.trainer.inner_step import accumulate_gradient
 from node.trainer.stages.faulty_stage import build_stage_work
 from node.trainer.stages.stage_work import StageWork, stage_train
-from protocol.manifest import Manifest
-from protocol.manifest_pipeline import PipelineSection
-from protocol.pipeline.stage import StageManifest
+from protocol.manifest.pipeline import PipelineSection
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
 torch.set_num_threads(1)

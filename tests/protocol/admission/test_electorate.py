@@ -17,7 +17,7 @@ from protocol.admission.electorate import (
 )
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.manifest import AdmissionSection
+from protocol.manifest.sections import AdmissionSection
 from tests.protocol.admission.electorates import after_rounds, commit, included, revoking
 
 KEYS = tuple(sorted(Identity.create().peer_id for _ in range(4)))

@@ -14,7 +14,7 @@ from protocol.admission.ticket import (
 )
 from protocol.errors import ForgedError, MalformedError
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import sign
 from protocol.steering.revisions import REFERENCE_MANIFEST
 

@@ -26,7 +26,7 @@ from protocol.consensus.messages.contributions import Commit, PartBlob
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection
+from protocol.manifest.sections import AdmissionSection
 from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce, make_contribution, make_signer
 
 BASE = genesis_head(RUN_ID).digest

@@ -13,7 +13,7 @@ from protocol.consensus.history.fork_choice import FOUNDING_ROUNDS, MAX_LOST_ROU
 from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
-from protocol.manifest import AdmissionSection
+from protocol.manifest.sections import AdmissionSection
 from tests.node.small_run import PEERS, RUN_ID, certified, commit_of
 
 NAMES = [peer.peer_id for peer in PEERS]

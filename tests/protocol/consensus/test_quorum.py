@@ -8,7 +8,7 @@ from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
-from protocol.manifest import AdmissionSection
+from protocol.manifest.sections import AdmissionSection
 from tests.protocol.admission.electorates import after_rounds, commit
 from tests.protocol.consensus.cluster import TRUSTED, Cluster
 from tests.simulation.bugs import asks_only_a_majority_of_the_rest

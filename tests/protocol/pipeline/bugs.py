@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.pipeline import gate, memory, server, server_events
 from protocol.pipeline.course import Course, Request
-from protocol.pipeline.entry import Entry
-from protocol.pipeline.gate import Gate
 from protocol.pipeline.messages import Key, Outcome
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.owner_events import AskFailed
 from protocol.pipeline.releases import Releases
 from protocol.pipeline.routing import Router
-from protocol.pipeline.server import StageServer
+from protocol.pipeline.stages import gate, memory, server, server_events
+from protocol.pipeline.stages.entry import Entry
+from protocol.pipeline.stages.gate import Gate
+from protocol.pipeline.stages.server import StageServer
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 

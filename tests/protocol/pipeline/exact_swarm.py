@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events, server_events
+from protocol.pipeline import owner_events
 from protocol.pipeline.course import ExactPart, OwnerSettings
 from protocol.pipeline.exact import ledger as ledgers
 from protocol.pipeline.exact.ledger import StepLedger
@@ -21,7 +21,8 @@ from protocol.pipeline.exact.settlement import OfferStep, SayStatement, Settleme
 from protocol.pipeline.exact.statements import Statement
 from protocol.pipeline.messages import HeldBlob, Key
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.server import StageServer
+from protocol.pipeline.stages import server_events
+from protocol.pipeline.stages.server import StageServer
 from tests.protocol.pipeline.virtual_swarm import (
     FORWARD_SHARE,
     TOKENS,

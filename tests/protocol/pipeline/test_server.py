@@ -5,8 +5,8 @@ import pytest
 from protocol.blobs.blob import Blob
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Key, Task
-from protocol.pipeline.server import StageServer
-from protocol.pipeline.server_events import (
+from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.stages.server_events import (
     Action,
     CloseStep,
     Compute,
@@ -25,7 +25,7 @@ from protocol.pipeline.server_events import (
     Tick,
     TrainerRestarted,
 )
-from protocol.pipeline.stage_settings import StageSettings
+from protocol.pipeline.stages.settings import StageSettings
 
 RUN = "ab" * 32
 SETTINGS = StageSettings(RUN, 1, 3, activation_bytes=100, token_bytes=10, step_size=2, memory=2000)

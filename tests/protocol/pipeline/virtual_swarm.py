@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events, server_events
+from protocol.pipeline import owner_events
 from protocol.pipeline.course import OwnerSettings
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Direction, HeldBlob, Input, Key, Task
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.server import StageServer
-from protocol.pipeline.stage_settings import StageSettings
+from protocol.pipeline.stages import server_events
+from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.stages.settings import StageSettings
 
 ACTIVATION, TOKENS = 1000, 10
 FORWARD_SHARE = 0.25  # of the time of a microbatch

@@ -13,7 +13,7 @@ from node.model.decoders.attention import apply_rotary
 from node.model.decoders.family import STANDARD_DEVIATION
 from node.model.decoders.layers import RMSNorm
 from node.model.decoders.rotary import rotary_tables
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 torch.set_num_threads(1)
 SMALL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, hidden=24, context=12)

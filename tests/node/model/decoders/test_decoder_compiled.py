@@ -9,7 +9,7 @@ from node.model import LanguageModel, build_compiled_model, build_model, has_com
 from node.model.computation import output_loss
 from node.model.decoders.attention import CompiledCausalAttention
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from node.model import LanguageModel, build_compiled_model, build_model, initial_weights
 from node.model.decoders.experts import SparseMlp, balance_loss
 from node.trainer.inner_step import accumulate_gradient, validation_loss
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 
 torch.set_num_threads(1)
 CONFIG = ModelSection(

@@ -9,8 +9,8 @@ from node.model.decoders.subspace import ROW_DEVIATION, Subspace, make_basis
 from node.trainer.inner_step import InnerOptimizer
 from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage
 from optim.inner.adamw import AdamW
-from protocol.manifest import TrainSection
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import TrainSection
 
 torch.set_num_threads(1)
 CONFIG = ModelSection(

@@ -13,7 +13,7 @@ from node.model import model_family
 from node.model.hugging_face import hub
 from node.run_file import load_run_file
 from protocol.errors import DataError, ManifestError, MissingFileError, MurmurError, UnreachableError, UsageError
-from protocol.manifest_model import ModelSection
+from protocol.manifest.model import ModelSection
 from protocol.signing import sign_manifest
 from tests.node.model.hugging_face.folders import KINDS, sizes_of, write_manifest
 from tests.node.small_run import MANIFEST, PEERS

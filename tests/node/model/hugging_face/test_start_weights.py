@@ -15,7 +15,8 @@ from node.model.start_weights import start_weights
 from node.run_file import load_run_file
 from node.trainer.inner_step import validation_loss
 from protocol.errors import CheckpointError, ManifestError
-from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import open_signed_manifest, sign_manifest
 from tests.node.model.hugging_face.folders import KINDS, save_model, write_manifest
 from tests.node.small_run import PEERS

@@ -20,7 +20,8 @@ from node.trainer.ranks.messages import MeasureLoss
 from node.trainer.ranks.rank import Rank
 from node.trainer.ranks.shards import Piece, own_pieces
 from optim.inner.base import FIRST_MOMENT
-from protocol.manifest import Manifest, parse_manifest
+from protocol.manifest.reading import parse_manifest
+from protocol.manifest.run import Manifest
 from tests.node.trainer.ranks.threaded_ranks import (
     Vectors,
     batch_of,

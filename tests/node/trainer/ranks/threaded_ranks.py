@@ -20,7 +20,7 @@ from node.trainer.ranks.group import RankGroup
 from node.trainer.ranks.messages import TakeStep
 from node.trainer.ranks.rank import DEFAULT_OPTIONS, Rank
 from optim.inner.base import WEIGHTS
-from protocol.manifest import Manifest
+from protocol.manifest.run import Manifest
 
 torch.set_num_threads(1)
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""The state that a replica keeps: in memory, on disk and over restarts."""

@@ -1,0 +1,1 @@
+"""What the round loop knows of other peers, and how it follows them."""

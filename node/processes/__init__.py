@@ -1,0 +1,1 @@
+"""The processes of a node: what tunes, starts and watches them."""

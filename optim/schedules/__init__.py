@@ -1,0 +1,1 @@
+"""What is sent in which round, and with which options."""

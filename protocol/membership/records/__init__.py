@@ -1,0 +1,1 @@
+"""The fields of a peer's record: their bounds, updates and summaries."""
