@@ -58,6 +58,16 @@ def jump_held(target: SyncTarget, lost: int) -> LoopAction:
     return ReportRecovered("jump held", line)
 
 
+def split(target: SyncTarget) -> LoopAction:
+    """Report another chain of the run that peers carry, and that shares no kept round with ours."""
+    line = (
+        f"{target.peers[0]} is on another chain of this run, at round {target.head.round}, that has no kept round in "
+        "common with ours; if they do not become one soon, ask the organiser which one is the run; stop the nodes of "
+        "the other one, move their folders away and join again"
+    )
+    return ReportRecovered("split", line)
+
+
 def waiting(present: int, needed: int) -> str:
     """Return the reason for which a run does not begin."""
     return f"{present} of {needed} peers are here; the run begins with {needed}"

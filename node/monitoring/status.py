@@ -25,6 +25,7 @@ RecoveredErrorKind = Literal[
     "sync failed",  # the peer that was asked could not show how to catch up
     "not certified",  # a chain that a peer showed, so it is not followed
     "jump held",  # a preferred chain that lacks so many rounds of ours that only a person may follow it
+    "split",  # the run goes on as two chains without a kept round in common
     "not saved",  # a checkpoint
     "not logged",  # a line of metrics, on disk or by a logger
     "not relayed",  # a blob between two other peers

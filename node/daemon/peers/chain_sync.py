@@ -132,7 +132,8 @@ class ChainSyncClient:
         own = self._chain.head
         shown = await self._reader.read(peer, own.round)
         if not _continues(own, shown):
-            shown = await self._reader.read(peer, max(0, min(since, own.round - MAX_KEPT_COMMITS)))
+            common = min(own.round, shown.head.round)
+            shown = await self._reader.read(peer, max(0, min(since, common - MAX_KEPT_COMMITS)))
         state = self._checked_state(shown, peer)
         offer = self._to_offer(shown)
         word = None

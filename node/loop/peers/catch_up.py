@@ -120,6 +120,7 @@ class CatchUp:
         self._replay_failed = False
         self._vanished = 0
         self._reported_state: Digest | None = None
+        self._reported_splits: set[PeerId] = set()
 
     def set_snapshot(self, snapshot: SwarmSnapshot) -> None:
         self._snapshot = snapshot
@@ -194,6 +195,13 @@ class CatchUp:
         """Return whether to report a wrong state; each of our states is reported once."""
         is_news = self._reported_state != state
         self._reported_state = state
+        return is_news
+
+    def is_news_of_split(self, peer: PeerId) -> bool:
+        """Return whether to report that a peer is on another chain; each peer is reported once."""
+        is_news = peer not in self._reported_splits and len(self._reported_splits) < MAX_AVOIDED
+        if is_news:
+            self._reported_splits.add(peer)
         return is_news
 
     def succeeded(self, peer: PeerId) -> None:

@@ -170,7 +170,9 @@ class Syncing:
         assert sync is not None
         self._look_at = 0.0
         self._catch_up.avoid(sync.target.peers[0], now)
-        return [reports.not_certified(sync.target, judgement.reason)] if judgement.relation == "refused" else []
+        refusal = [reports.not_certified(sync.target, judgement.reason)] if judgement.relation == "refused" else []
+        is_news = judgement.is_split and self._catch_up.is_news_of_split(sync.target.peers[0])
+        return [*refusal, reports.split(sync.target)] if is_news else [*refusal]
 
     def _may_replay(self, sync: Sync, offer: SyncOffer, judgement: Judgement, state: Digest) -> bool:
         rounds = offer.chain.head.round - self._chain.round

@@ -5,7 +5,7 @@ voters. If fewer voters have acknowledged the commit, because the others were go
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -57,11 +57,13 @@ def build_certificate(
 class ChainLog:
     """Consecutive commits with their certificates, and the electorate before the first one.
 
-    Without commits, `electorate` is that of the head.
+    Without commits, `electorate` is that of the head. `strong`: that of the last head which was certified strongly, as
+    the owner of the chain remembers it; it stays on its disk, and what others say of it does not count.
     """
 
     electorate: Electorate
     commits: tuple[CertifiedCommit, ...] = ()
+    strong: Electorate | None = field(default=None, compare=False)
 
     @cached_property
     def electorates(self) -> tuple[Electorate, ...]:
@@ -130,6 +132,21 @@ def certified(commit: SignedMessage[Commit], certificate: CommitCertificate) -> 
     if (certificate.round, certificate.view, certificate.proposal) != expected:
         raise MalformedError(f"the certificate of the commit of round {commit.body.round} is that of another one")
     return CertifiedCommit(commit, certificate)
+
+
+def strong_after(strong: Electorate, before: Electorate, entry: CertifiedCommit) -> Electorate:
+    """Return the electorate of the last head that is certified strongly, after one more commit.
+
+    A quorum of that electorate certifies the new head; so does a quorum of the voters of the round, once they are as
+    many: then those that vanished no longer have a say.
+
+    Args:
+        strong: the electorate of that head before the commit.
+        before: the electorate of the round.
+        entry: the commit.
+    """
+    is_replaced = len(before.voters) >= len(strong.voters) and before.is_certified_by(entry.signers)
+    return before.after(entry.body) if is_replaced or strong.is_certified_by(entry.signers) else strong
 
 
 def count_weakest(commits: Sequence[CertifiedCommit], voters: frozenset[PeerId]) -> int:

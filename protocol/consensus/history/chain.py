@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from protocol.admission.electorate import OPEN, Electorate
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
+from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog, strong_after
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import CheckpointError, StaleError
@@ -80,12 +80,22 @@ def extend_head(head: ChainHead, commit: Commit) -> ChainHead:
     return ChainHead(head.round + 1, digest, tokens, commit.adoption.newest)
 
 
+def _last_strong(strong: Electorate, log: ChainLog, first: int = 0) -> Electorate:
+    """Return the electorate of the last strongly certified head after the commits from the index `first` on."""
+    for before, entry in zip(log.electorates[first:], log.commits[first:], strict=False):
+        strong = strong_after(strong, before, entry)
+    return strong
+
+
 class Chain:
     """The chain of one peer: its head, the electorate there, and the last commits with their certificates.
 
     Args:
         head: the head of the chain.
         log: the last commits; without any, only its electorate counts, which is that of the head.
+
+    `strong_electorate`: the electorate of the last head that was certified strongly. If it is older than the head, a
+    minority of its voters has carried the chain since then (a weak streak), however many rounds ago that was.
     """
 
     def __init__(self, head: ChainHead, log: ChainLog) -> None:
@@ -93,7 +103,8 @@ class Chain:
         self._commits: list[CertifiedCommit] = []
         self._electorates: list[Electorate] = []  # before each commit, and at the head
         self._places: dict[Digest, int] = {}  # the round of each head
-        self.switch_to(head, log)
+        self._replace(head, log)
+        self.strong_electorate = log.strong or _last_strong(log.electorate, log)
 
     @classmethod
     def from_genesis(cls, run_id: RunId, rule: AdmissionSection = OPEN) -> Self:
@@ -123,7 +134,12 @@ class Chain:
     @property
     def log(self) -> ChainLog:
         """Return all commits that are kept."""
-        return ChainLog(self._electorates[0], tuple(self._commits))
+        return ChainLog(self._electorates[0], tuple(self._commits), self.strong_electorate)
+
+    @property
+    def is_weak(self) -> bool:
+        """Return whether a minority of the voters of an earlier head has carried the chain since then."""
+        return self.strong_electorate.round < self.round
 
     def append(self, entry: CertifiedCommit) -> ChainHead:
         """Append a commit and return the new head.
@@ -132,6 +148,7 @@ class Chain:
             StaleError: the commit does not continue this chain.
         """
         self.head = extend_head(self.head, entry.body)
+        self.strong_electorate = strong_after(self.strong_electorate, self.electorate, entry)
         self._commits.append(entry)
         self._electorates.append(self.electorate.after(entry.body))
         self._places[self.digest] = self.round
@@ -142,6 +159,25 @@ class Chain:
 
     def switch_to(self, head: ChainHead, log: ChainLog) -> None:
         """Switch to another chain, of which only the last commits are known."""
+        self.strong_electorate = self._strong_electorate_of(head, log)
+        self._replace(head, log)
+
+    def _strong_electorate_of(self, head: ChainHead, log: ChainLog) -> Electorate:
+        """Return the electorate of the last strongly certified head of another chain, as far as it is verified.
+
+        A weak streak may go on there. Its certificates are verified from the last common head on; without one, only the
+        newest is, and what the log says of earlier voters may be invented.
+        """
+        common = [number for number, entry in enumerate(log.commits) if self.has_head(entry.body.base)]
+        if self.round == 0 or self.strong_electorate.round > head.round:
+            return log.electorates[-1]
+        if not common:
+            return _last_strong(self.strong_electorate, log, max(0, len(log.commits) - 1))
+        forked = self.electorate_at(log.commits[common[-1]].body.base)
+        is_shared = self.strong_electorate.round <= forked.round
+        return _last_strong(self.strong_electorate if is_shared else forked, log, common[-1])
+
+    def _replace(self, head: ChainHead, log: ChainLog) -> None:
         self.head = head
         commits, electorates = log.commits[-MAX_KEPT_COMMITS:], log.electorates
         self._commits = list(commits)

@@ -12,16 +12,19 @@ weakest commit has more of the votes that counted at the fork wins; then the one
 lower digest. Peers that come back from several sides of a split, none of which had a third of the voters, meet by the
 same rule: a branch without enough votes is refused only by peers that have a better one.
 
-If the two chains share no commit that is kept, somebody has to vouch for the other one: the voters that we know, a
-trust point, or the contacts that the user named. Before the first commit nobody has a vote; then the word of the
-contacts alone decides, or, without a contact, the certificates, the first by more than half of the peers that we see.
+If the two chains share no commit that is kept, and a minority has carried ours since its last head that was certified
+strongly, the electorate of that head decides: the other chain needs the acknowledgements of more of these voters than
+may lie, and wins by their number, then by tokens and digest, however long both are. In all other cases somebody has to
+vouch for the other chain: the voters that we know, a trust point, or the contacts that the user named. Before the first
+commit nobody has a vote; then the word of the contacts alone decides, or, without a contact, the certificates, the
+first by more than half of the peers that we see.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.admission.electorate import Electorate
+from protocol.admission.electorate import ABSENCES_TO_LOSE, Electorate
 from protocol.consensus.history.certified import CertifiedCommit, ChainLog, count_weakest
 from protocol.consensus.history.chain import Chain, ChainHead, extend_head
 from protocol.consensus.history.trust import TrustPoint
@@ -115,17 +118,21 @@ class Judgement:
         reason: a sentence about a refusal.
         common: the last head that both chains have; None if it is not kept.
         lost: how many rounds of ours it does not have, at least.
+        is_backed: whether voters decided that of whom ours has no more, so that nobody has to be asked.
+        is_split: whether peers carry each of the chains, although no head in common is kept.
     """
 
     relation: Relation
     reason: str = ""
     common: ChainHead | None = None
     lost: int = 0
+    is_backed: bool = False
+    is_split: bool = False
 
     @property
     def needs_person(self) -> bool:
         """Return whether so much of our chain would be lost that a person has to decide."""
-        return self.relation == "ahead" and self.lost > MAX_LOST_ROUNDS
+        return self.relation == "ahead" and self.lost > MAX_LOST_ROUNDS and not self.is_backed
 
 
 def judge(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
@@ -227,12 +234,42 @@ def _describe_missed(trust: TrustPoint, offer: ChainOffer) -> str:
 
 def _judge_unconnected(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
     """Judge a chain that shares no kept commit with ours: we were away for long, are new, or the fork is old."""
-    first = offer.heads[0]
+    first, is_split = offer.heads[0], _is_split(own, offer)
+    if is_split and own.is_weak and (judgement := _judge_by_former_voters(own, offer)):
+        return judgement
     if offer.head.round < own.round:
-        return Judgement("other")
+        return Judgement("other", is_split=is_split)
     if not _is_vouched(own.electorate, offer, witnesses):
-        return Judgement("refused", f"nobody that we know vouches for its chain from round {first.round} on")
+        reason = f"nobody that we know vouches for its chain from round {first.round} on"
+        return Judgement("refused", reason, is_split=is_split)
     return Judgement("ahead", lost=MAX_LOST_ROUNDS + 1 if own.round and first.round <= own.round else 0)
+
+
+def _is_split(own: Chain, offer: ChainOffer) -> bool:
+    """Return whether a chain goes on without the peers that carry ours.
+
+    A chain that ends before the commits that we keep may be the beginning of ours, as that of a peer that comes back.
+    The voters of ours took part in one of its last commits then, because they would have lost their votes otherwise.
+    """
+    recent = offer.log.commits[-ABSENCES_TO_LOSE:]
+    if len(recent) < ABSENCES_TO_LOSE or not (ours := own.log.commits):
+        return False
+    return all(ours[-1].signers.isdisjoint(entry.signers | entry.body.by_sender.keys()) for entry in recent)
+
+
+def _judge_by_former_voters(own: Chain, offer: ChainOffer) -> Judgement | None:
+    """Judge by the voters of our last head that was certified strongly; None if those of the other chain may all lie.
+
+    Both sides of a split remember the same voters, so that only one of the chains outranks the other. Newest commits
+    count, because a quorum of these voters carries one chain at a time, and none from before that head.
+    """
+    strong = own.strong_electorate
+    ours, theirs = (len(log.commits[-1].signers & strong.voters) for log in (own.log, offer.log))
+    if offer.head.round <= strong.round or theirs <= strong.tolerated_liars(len(strong.voters)):
+        return None
+    if _rank(theirs, offer.head) > _rank(ours, own.head):
+        return Judgement("ahead", lost=own.round - strong.round, is_backed=True)
+    return Judgement("other", is_split=True)
 
 
 def _is_vouched(known: Electorate, offer: ChainOffer, witnesses: Witnesses) -> bool:

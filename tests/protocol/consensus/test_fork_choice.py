@@ -197,7 +197,8 @@ def test_malformed_trust_point_is_named(text: str) -> None:
 
 def test_jump_far_back_needs_a_person() -> None:
     fork = founded(2)
-    ours, theirs = grow(fork, MAX_LOST_ROUNDS + 5, (0,), "mine"), grow(fork, MAX_LOST_ROUNDS + 6, VOTERS[1:], "theirs")
+    ours = grow(fork, MAX_LOST_ROUNDS + 5, VOTERS[:3], "mine")
+    theirs = grow(fork, MAX_LOST_ROUNDS + 6, VOTERS[1:], "theirs")
     judgement = judge(ours, offer(theirs), seen(1, 2, 3, word=True))
     assert judgement.relation == "ahead" and judgement.needs_person
     near = judge(grow(fork, 3, (0,), "mine"), offer(grow(fork, 3, VOTERS[1:], "theirs")), ALL)
