@@ -1,6 +1,7 @@
 """The answer of a peer that is asked for its chain, against a real server: the checks, the pages, the contacts."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from node.loop.peers.catch_up import SyncOffer, best_head
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, UnreachableError
 from protocol.murmur_pb2 import ChainLog as WireLog
@@ -109,6 +110,13 @@ async def test_another_chain_is_asked_from_as_far_back_as_ours_is_kept(world: Ch
     await grown(world.mine, world.store, 2, peer=2)
     offer = await world.ask()
     assert world.answer.asked == [2, 0] and len(offer.chain.log.commits) == 3
+
+
+async def test_shorter_chain_is_asked_from_far_enough_back_to_show_its_commits(world: ChainSyncSetup) -> None:
+    head = world.mine.chain.head
+    world.mine.chain.switch_to(replace(head, round=MAX_KEPT_COMMITS + 10, digest=bytes(32)), world.mine.chain.log)
+    offer = await world.ask()
+    assert world.answer.asked == [MAX_KEPT_COMMITS + 10, 0] and len(offer.chain.log.commits) == 3
 
 
 async def test_contacts_have_a_word_only_where_no_voters_are_known(world: ChainSyncSetup) -> None:

@@ -11,6 +11,7 @@ from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.peers.syncing import FORK_CONFIRM_SECONDS
 from node.loop.round_loop import POLL_SECONDS
 from protocol.blobs.blob import Blob
+from protocol.consensus.history.certified import MAX_KEPT_COMMITS
 from protocol.consensus.history.chain import Chain, ChainHead
 from tests.certificates import offer_of
 from tests.node.loop.test_round_loop import FRIEND, ME, OTHER, STATE, LoopUnderTest, head_state, of_kind
@@ -62,6 +63,21 @@ def test_claim_of_a_long_history_ends_no_round() -> None:
         assert not of_kind(TakeState, actions) and not of_kind(FetchState, actions)
         assert of_kind(ReportRecovered, actions)[0].kind == "not certified"
         assert peer.loop.session.is_open and peer.chain.head == chain.head
+
+
+def test_another_live_chain_is_reported_once() -> None:
+    """Control: a chain that is too short to tell it from the beginning of ours is not reported."""
+    ours, theirs = founded(MAX_KEPT_COMMITS + 4), Chain.from_genesis(RUN_ID)
+    for count, lines in ((4, 0), (40, 1)):
+        while theirs.round < count:
+            theirs.append(certified(theirs, commit_of(theirs.head, {5: Blob.of(b"other")}), b"other", (5,)))
+        peer, told = peer_on(ours), 0
+        for _ in range(3):
+            peer.meet(other=head_state(theirs))
+            peer.pass_time(MAX_AVOID_SECONDS)
+            actions = peer.post(PathFound(offer_of(Chain(theirs.head, theirs.log.since(count // 4)), STATE)))
+            told += sum(action.kind == "split" for action in of_kind(ReportRecovered, actions))
+        assert told == lines
 
 
 def test_commits_without_acknowledgements_are_not_replayed() -> None:
