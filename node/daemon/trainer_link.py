@@ -118,6 +118,7 @@ class TrainerLink:
         # Earlier outcomes changed: until the trainer knows, it sends too much or too little, which is not submitted.
         self._revision_pending = bool(self._revised_outcomes())
         self._revision_sent = False
+        self._has_switched = False  # to an anchor of another chain, which the trainer may not know by its round
         self._is_resting = False
         self._evaluates = True  # as the trainer said when it was ready
         self._pump: asyncio.Task[None] | None = None
@@ -206,6 +207,7 @@ class TrainerLink:
                 is_written = self._has_applied(self._round)  # unless a loop has connected meanwhile
                 if is_written:
                     await self._write_anchor(round_number, shared)
+                    self._has_switched |= round_number <= self._round
                     self._round, self._process.settings = round_number, settings
                     self._process.round, self._process.exact_step = round_number, exact_step
         self.contributions.on_round(round_number)  # a contribution may have arrived during the copy
@@ -319,6 +321,7 @@ class TrainerLink:
             await self._process.send(SetResting(is_resting=True))
         if (
             ready.round != self._round
+            or self._has_switched
             or self.contributions.outcome_of(ready.outstanding) != "none"
             or self._revised_outcomes()
         ):
@@ -331,15 +334,15 @@ class TrainerLink:
         if outcome != "none":
             self._outstanding = None
         self._revision_sent = self._revision_pending
-        steps = self._step_targets.steps_for(self._round)
         await self._process.send(
             ApplyAnchor(
                 round=self._round,
                 outcome=outcome,
-                steps=steps,
+                steps=self._step_targets.steps_for(self._round),
                 revised=self._revised_outcomes(),
                 settings=self._process.settings,
                 exact_step=self._process.exact_step,
+                is_other_chain=self._has_switched,
             )
         )
 
@@ -355,6 +358,8 @@ class TrainerLink:
         )
 
     async def _on_anchor_applied(self, round_number: int) -> None:
+        if round_number == self._round:
+            self._has_switched = False
         if self._revision_sent and round_number == self._round:
             self._revision_pending = self._revision_sent = False
         if round_number <= self._round:  # a higher one is of the chain that we left

@@ -123,6 +123,7 @@ class ApplyAnchor(_IpcMessage):
     revised: tuple[RevisedOutcome, ...] = Field(default=(), description="repeated with every anchor; applied once")
     settings: StepSettings | None = Field(default=None, description="from this anchor on; None: as before")
     exact_step: int = Field(default=0, ge=0, description="that the round makes, where steps are exact")
+    is_other_chain: bool = Field(default=False, description="the round may be that of the trainer's, on another chain")
 
 
 class SetResting(_IpcMessage):

@@ -248,6 +248,8 @@ class ContributionTracker:
         outcome = self._pending_outcome_on_fork(
             included, 0 if is_ours and known_since < round_number else known_since, round_number
         )
+        if outcome == "none" and not is_ours and self.pending is not None and not self._counts_anywhere(self.pending):
+            outcome = "excluded"
         is_pending = outcome in ("none", "excluded")
         fork = ForkOutcome(outcome, () if is_ours else self._revise_settled(included, known_since, is_pending))
         if fork.retracts_restored and self.pending is not None and outcome == "none":
@@ -317,6 +319,10 @@ class ContributionTracker:
         return abs(round_number - made_for_round) <= MAX_AGE_ROUNDS and plan(made_for_round).is_compatible_with(
             plan(round_number)
         )
+
+    def _counts_anywhere(self, contribution: StoredContribution) -> bool:
+        """Return whether a contribution means the same from the weights of another chain; an exact step does not."""
+        return self._planner.plan(contribution.header.round).method.signal.is_delta
 
     def _settle(self, outcome: ContributionOutcome) -> ContributionOutcome:
         assert self.pending is not None

@@ -22,6 +22,7 @@ from protocol.pipeline.exact.reports import read_step_reports
 from protocol.pipeline.exact.server import ExactServer
 from protocol.pipeline.exact.settlement import OfferStep, SayStatement, Settlement
 from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import HeldBlob, Key
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
@@ -58,6 +59,8 @@ class ExactPipeline(Pipeline):
                     self._numbers.pop(serial, None)
             case AnchorApplied():
                 self._step = message.exact_step
+                if message.round <= self._round:  # of another chain: what was computed for ours counts no more
+                    self._begin_life(Ledger(), Ledger())
             case ContributionHeader():
                 ledger = StepLedger.from_bytes(bytes.fromhex(message.ledger), self.settlement.count)
                 self._offer = message.round, ledger

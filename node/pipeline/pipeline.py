@@ -181,7 +181,6 @@ class Pipeline:
         self._is_repeat_due = False
 
     def _on_ready(self, message: Ready) -> None:
-        self._life = max(self._life + 1, int(time.time() * 1000))
         self._round, self._start = message.round, message.start
         self._is_repeat_due = message.outstanding is not None
         for slot in self._drawing.values():
@@ -192,16 +191,25 @@ class Pipeline:
         self._computing = None
         while not self._commands.empty():
             self._commands.get_nowait()
+        self._begin_life(Ledger.from_text(message.ledger), Ledger.from_text(message.contributed))
+        self._update_peers()
+
+    def _begin_life(self, ledger: Ledger, contributed: Ledger) -> None:
+        """Void what this stage said before about microbatches, but for those in the ledgers, and let the others know.
+
+        Args:
+            ledger: microbatches of the steps that the trainer will contribute.
+            contributed: those of its last contribution.
+        """
+        self._life = max(self._life + 1, int(time.time() * 1000))
         if self.server is None:
             self.server = self._build_server(self._round)
-        ledgers = Ledger.from_text(message.ledger), Ledger.from_text(message.contributed)
-        self._feed(server_events.TrainerRestarted(self._life, *ledgers))
+        self._feed(server_events.TrainerRestarted(self._life, ledger, contributed))
         if self.server.round != self._round:  # it died after it had applied an anchor, before it could say so
             self._set_round(self._round)
         self._parts.board.publish(
             urgent=True, stage=self.settings.stage + 1, stage_life=self._life, stage_rate=self.server.rate
         )
-        self._update_peers()
 
     def _build_server(self, number: int) -> StageServer:
         return StageServer(self.settings, self._life, number, Ledger())

@@ -248,7 +248,9 @@ class ExchangeLoop(ABC):
     def _apply_anchor(self, command: ApplyAnchor) -> None:
         self._pending_anchor = None
         with self._timer.measure("adopt"):
-            self._state.apply_anchor(command.round, command.outcome, command.exact_step)
+            self._state.apply_anchor(
+                command.round, command.outcome, command.exact_step, is_other_chain=command.is_other_chain
+            )
             self.on_anchor(command)
             for entry in command.revised:
                 if not self._state.revise_outcome(entry.header, entry.outcome, partial(self._read_payloads, entry)):

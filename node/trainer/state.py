@@ -185,10 +185,17 @@ class TrainerState:
     def _split(self, vector: Tensor) -> Sequence[Tensor]:
         return vector.view(-1, self._program.numel).unbind()
 
-    def apply_anchor(self, round_number: int, outcome: ContributionOutcome, exact_step: int = 0) -> None:
+    def apply_anchor(
+        self,
+        round_number: int,
+        outcome: ContributionOutcome,
+        exact_step: int = 0,
+        *,
+        is_other_chain: bool = False,
+    ) -> None:
         """Move to the anchor of a round, which makes `exact_step`, and keep the progress since the reference."""
         before, outstanding = self.counters.round, self.counters.outstanding
-        if round_number == before and outstanding is None:
+        if round_number == before and outstanding is None and not is_other_chain:
             return  # sent twice, around a restart; x + (y - x) would only add rounding errors
         self._copy_live()
         if outstanding is not None and outcome == "excluded":

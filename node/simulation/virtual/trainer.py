@@ -119,9 +119,9 @@ class VirtualTrainer:
         return header, [bytes(part) for part in self.shared_memory.contribution_parts(header.sizes)]
 
     def apply_known_anchor(self, round_number: int, shared: Sequence[Tensor], outcome: ContributionOutcome) -> None:
-        """Apply a new anchor of the chain that the trainer is on."""
+        """Apply a new anchor."""
         self.shared_memory.write_anchor(round_number, shared)
-        self.state.apply_anchor(round_number, outcome)
+        self.state.apply_anchor(round_number, outcome, is_other_chain=round_number <= self.state.counters.round)
 
     def apply_anchor(
         self,

@@ -396,6 +396,21 @@ async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: TrainerLi
     assert len(world.process.adopts) == 1
 
 
+async def test_anchor_of_another_chain_is_sent_although_its_round_is_the_same(world: TrainerLinkSetup) -> None:
+    await world.begin(3)
+    await world.say(ready(3))
+    await world.link.apply_anchor(3, [torch.zeros(NUMEL)], SETTINGS)
+    world.process.crash_count = 1
+    await world.say(ready(3))  # it may have died before it heard of that
+    heard = [each for each in world.process.heard if isinstance(each, ApplyAnchor)]
+    assert [(each.round, each.is_other_chain) for each in heard] == [(3, True)] * 2
+    await world.say(AnchorApplied(round=3), ready(3))
+    assert len(world.process.adopts) == 2, "it has applied it"
+    await world.link.apply_anchor(4, [torch.zeros(NUMEL)], SETTINGS)
+    newest = world.process.heard[-1]
+    assert isinstance(newest, ApplyAnchor) and not newest.is_other_chain
+
+
 async def test_where_no_trainer_runs_nobody_waits_for_it(
     world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

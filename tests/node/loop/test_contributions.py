@@ -17,6 +17,7 @@ from node.loop.contributions import (
     StoredContribution,
 )
 from optim.compose import compose
+from optim.exact import exact_method
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
 from protocol.consensus.messages.contributions import Commit
@@ -144,6 +145,18 @@ def test_contribution_with_unknown_outcome_is_lost(known: tuple[int, ...]) -> No
     assert tracker.outcome_of(0) == "lost"
     tracker.submit(make_contribution(0))
     assert tracker.on_fork(ME, chain, 2, NOWHERE).outcome == "none" and tracker.pending == make_contribution(0)
+
+
+def test_exact_step_counts_from_the_weights_of_its_own_chain_only() -> None:
+    """A difference of weights, the control, means the same on another chain."""
+    other, exact = [commit(genesis_head(RUN_ID), None)], program_of(exact_method(compose("data-parallel"), 4, 1.0))
+    for program, outcome in ((exact, "excluded"), (PROGRAM, "none")):
+        tracker = ContributionTracker(program)
+        tracker.submit(make_contribution(1))
+        assert tracker.on_fork(ME, other, 1, NOWHERE).outcome == outcome
+    same_chain = ContributionTracker(exact)
+    same_chain.submit(make_contribution(1))
+    assert same_chain.on_fork(ME, other, 1, genesis_head(RUN_ID)).outcome == "none"
 
 
 class Fork:

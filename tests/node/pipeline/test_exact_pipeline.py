@@ -166,3 +166,14 @@ def test_microbatches_of_a_new_round_are_drawn_for_that_round(world: World) -> N
     world.pipeline.settlement.wanted = note  # type: ignore[method-assign]
     world.pipeline.on_trainer_message(AnchorApplied(round=1, exact_step=1))
     assert chosen and set(chosen) == {1}
+
+
+def test_what_was_computed_on_another_chain_counts_no_more(world: World) -> None:
+    """Its anchor may be of the same round; the trainer has dropped its sum. Control: the next round of ours."""
+    world.ready(start=0)
+    first = world.pipeline._life
+    world.pipeline.on_trainer_message(AnchorApplied(round=1, exact_step=1))
+    assert world.pipeline._life == first
+    world.pipeline.settlement.add(2, 0.0)
+    world.pipeline.on_trainer_message(AnchorApplied(round=1, exact_step=1))
+    assert world.pipeline._life > first and not world.pipeline.settlement.ledger

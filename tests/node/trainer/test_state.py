@@ -227,6 +227,19 @@ def test_the_same_adoption_said_twice_changes_nothing(make: Make) -> None:
     assert _equal(before, _all(bench))
 
 
+def test_anchor_of_another_chain_is_applied_although_its_round_is_the_same(make: Make) -> None:
+    bench = make("diloco")
+    bench.share(1, initial_weights(MODEL, 1))
+    bench.state.apply_anchor(1, "none")
+    bench.train(2)
+    progress = bench.weights - initial_weights(MODEL, 1)
+    bench.share(1, initial_weights(MODEL, 2))
+    bench.state.apply_anchor(1, "none")
+    torch.testing.assert_close(bench.weights, initial_weights(MODEL, 1) + progress)  # the control: it looks known
+    bench.state.apply_anchor(1, "none", is_other_chain=True)
+    torch.testing.assert_close(bench.weights, initial_weights(MODEL, 2) + progress, atol=1e-6, rtol=1e-5)
+
+
 def test_two_messages_at_once_are_refused(make: Make) -> None:
     bench = make("diloco")
     bench.train(1)
