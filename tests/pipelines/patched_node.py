@@ -19,10 +19,11 @@ from node.model import shapes_of
 from protocol.blobs.blob import Blob
 from protocol.blobs.server import BlobService
 from protocol.blobs.wire_format import Chunk
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import FetchRequest
 from protocol.pipeline.exact.settlement import Settlement
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.stages.stage import StageManifest
 
 CHUNKS = 3
 FATAL_SUM = 2  # the sum of the second round

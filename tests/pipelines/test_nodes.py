@@ -12,7 +12,8 @@ import pytest
 from benchmarks.pipelining.exact_reference import SingleProcess, read_stages
 from node.local.peer_process import PeerProcess
 from node.run_dir import RunDir
-from protocol.manifest import Manifest, load_manifest
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ProcessSwarm, running_swarm
 from tests.swarm.test_pipeline import final_status
 
