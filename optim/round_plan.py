@@ -74,6 +74,11 @@ class RoundPlan:
         """Write the values of a contribution to their places in `vector`; the inverse of `gather`."""
         _scatter(contribution, vector, self.spans)
 
+    @property
+    def counts_on_any_chain(self) -> bool:
+        """Return whether a contribution means the same from the weights of another chain; an exact step does not."""
+        return self.method.signal.is_delta
+
     def is_compatible_with(self, other: "RoundPlan") -> bool:
         """Return whether a contribution made for this round means the same in the other one."""
         if self.round == other.round:

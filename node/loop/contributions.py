@@ -248,7 +248,7 @@ class ContributionTracker:
         outcome = self._pending_outcome_on_fork(
             included, 0 if is_ours and known_since < round_number else known_since, round_number
         )
-        if outcome == "none" and not is_ours and self.pending is not None and not self._counts_anywhere(self.pending):
+        if outcome == "none" and not is_ours and not self._counts_on_any_chain():
             outcome = "excluded"
         is_pending = outcome in ("none", "excluded")
         fork = ForkOutcome(outcome, () if is_ours else self._revise_settled(included, known_since, is_pending))
@@ -320,9 +320,9 @@ class ContributionTracker:
             plan(round_number)
         )
 
-    def _counts_anywhere(self, contribution: StoredContribution) -> bool:
-        """Return whether a contribution means the same from the weights of another chain; an exact step does not."""
-        return self._planner.plan(contribution.header.round).method.signal.is_delta
+    def _counts_on_any_chain(self) -> bool:
+        """Return whether the pending contribution, if there is one, counts from the weights of other chains too."""
+        return self.pending is None or self._planner.plan(self.pending.header.round).counts_on_any_chain
 
     def _settle(self, outcome: ContributionOutcome) -> ContributionOutcome:
         assert self.pending is not None

@@ -30,6 +30,7 @@ class FakeRoundPlan:
 
     round: int
     resubmits: bool
+    counts_on_any_chain: bool = True
 
     def is_compatible_with(self, other: "FakeRoundPlan") -> bool:
         return self.resubmits or self.round == other.round

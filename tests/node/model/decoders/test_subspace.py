@@ -120,7 +120,7 @@ def test_stage_without_the_right_tokens_is_of_no_use() -> None:
 @pytest.mark.parametrize(("width", "count"), [(32, 8), (100, 99), (768, 96)])
 def test_columns_of_the_basis_are_orthogonal_and_of_one_length(width: int, count: int) -> None:
     basis = make_basis(width, count)
-    torch.testing.assert_close(basis.T @ basis, torch.eye(count) * width / count, rtol=0, atol=2e-5)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(count) * width / count, rtol=0, atol=5e-5)
 
 
 def test_fixed_rows_are_like_random_ones_and_nobody_stores_a_table_of_them() -> None:
