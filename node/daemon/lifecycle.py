@@ -22,7 +22,8 @@ from node.keeper.stage_keepers import OtherStageKeeper, StageKeepers, build_stag
 from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
 from node.options import NodeOptions
-from node.pipeline.choose_stage import choose_stages
+from node.pipeline.choose_stage import change_stage, choose_stages
+from node.pipeline.stage_mover import StageMover
 from node.processes.process import give_up_privileges, handle_stop_signals, raise_fd_limit
 from node.processes.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.processes.running_nodes import registered
@@ -31,7 +32,8 @@ from node.run_dir import RunDir
 from node.site.command import describe_site
 from node.training_log.recorder import recorded_metrics
 from protocol.errors import MurmurError, describe_error
-from protocol.pipeline.stages.stage import stage_of
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import StageManifest, stage_of
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -73,8 +75,14 @@ async def run_node(
         folder.copy_tokenizer(settings.manifest, settings.base)
         if settings.site is not None:
             logger.info("other machines of this site: %s", describe_site(settings, folder))
+        has_moved = False
         while True:
-            finished = await Daemon(settings, folder, display, beside).run()
+            daemon = Daemon(settings, folder, display, beside, has_moved)
+            finished = await daemon.run()
+            if daemon.next_stage is not None:
+                change_stage(folder, daemon.next_stage, settings.manifest.pipeline.stages)
+                has_moved = True
+                continue
             if finished is None or not finished.is_extended:
                 return finished
             logger.info("the organiser has extended the run; this node goes on")
@@ -91,15 +99,20 @@ def locked_run_dir(settings: NodeOptions) -> Iterator[RunDir]:
 
 
 class Daemon:
-    """Runs one node in this process, from its start to its shutdown."""
+    """Runs one node in this process, from its start to its shutdown. `has_moved`: from another stage, just now."""
 
-    def __init__(self, settings: NodeOptions, folder: RunDir, display: Display, beside: Beside) -> None:
+    def __init__(
+        self, settings: NodeOptions, folder: RunDir, display: Display, beside: Beside, has_moved: bool = False
+    ) -> None:
         self._settings = settings
         self._folder = folder
         self._display = display
         self._beside = beside
         self._stop = asyncio.Event()
         self._keepers: StageKeepers | OtherStageKeeper | None = None
+        self._has_moved = has_moved
+        self._mover: StageMover | None = None
+        self.next_stage: int | None = None  # to which this node moves after its end
 
     async def run(self) -> FinishedRun | None:
         torch.set_num_threads(1)  # leave the cores to the trainer
@@ -118,6 +131,7 @@ class Daemon:
                     await node.add_replica(manifest, folder, workers)
                 if len(served) == 1:  # a node that serves all stages has nothing to keep beside
                     self._keepers = node.kept_states = build_stage_keepers(node, self._folder, stage_of(manifest))
+                    self._mover = self._build_mover(node, manifest)
             with self._display.activity("connecting to the network"):
                 await node.open()
             port = await stack.enter_async_context(serve_metrics(self._settings.metrics, node.metrics, node))
@@ -131,7 +145,24 @@ class Daemon:
             await self._take_part(node)
             return _end_of(node)
 
+    def _build_mover(self, node: Node, manifest: Manifest) -> StageMover | None:
+        """Return what moves this node to weaker stages; None for a host, a stage that the user named, exact steps."""
+        is_pinned = self._settings.stage is not None or self._settings.stays
+        if not isinstance(manifest, StageManifest) or is_pinned or manifest.pipeline.is_exact:
+            return None
+        return StageMover(node.directory, manifest, node.replicas[manifest.run_id].replicated.chain, self._has_moved)
+
+    async def _watch_stages(self) -> None:
+        """End once this node has to move to another stage."""
+        if self._mover is None:
+            await asyncio.Event().wait()
+            return
+        move = await self._mover.run()
+        self.next_stage = move.target
+        logger.info("moving from stage %d to stage %d, which is the weakest", move.source, move.target)
+
     def _on_signal(self) -> None:
+        self.next_stage = None
         self._display.close()
         logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
         self._stop.set()
@@ -145,12 +176,13 @@ class Daemon:
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="round loop")
         stopped = asyncio.create_task(self._stop.wait())
+        moves = asyncio.create_task(self._watch_stages(), name="stage mover")
         failed: list[asyncio.Task[None]] = []
         try:
-            await asyncio.wait({main, stopped, *background}, return_when=asyncio.FIRST_COMPLETED)
-            failed = [task for task in (main, *background) if task.done()]
+            await asyncio.wait({main, stopped, moves, *background}, return_when=asyncio.FIRST_COMPLETED)
+            failed = [task for task in (main, moves, *background) if task.done()]
         finally:
-            await cancel_and_wait((main, stopped))
+            await cancel_and_wait((main, stopped, moves))
             await self._leave(node, _first_error(failed))
             await cancel_and_wait(background)
         for task in failed:
@@ -174,7 +206,7 @@ class Daemon:
         await node.finish()
         status = node.status()
         self._folder.write_final_status(status.model_dump_json())
-        if not (status.is_done or reason):
+        if not (status.is_done or reason or self.next_stage is not None):
             logger.info("left the run after %s; the same command resumes", status.describe_round())
 
     async def _publish(self, node: Node) -> None:

@@ -2,13 +2,16 @@
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from node.daemon.peers.run_contacts import find_records
 from node.options import NodeOptions
 from node.paths import kept_stage_dir, kept_stages_in
+from node.receipts.commit_file import COMMIT_FILE_NAME
 from node.run_dir import RunDir
 from protocol.blobs.storage import disk_errors
 from protocol.errors import UsageError
@@ -96,6 +99,29 @@ def pinned_stage(manifest: Manifest, wanted: int | str | None, folder: RunDir) -
     if before is not None:
         return StageChoice(before, "its folder holds that one")
     return StageChoice(wanted, "as --stage says") if isinstance(wanted, int) else None
+
+
+def change_stage(folder: RunDir, stage: int, stages: int) -> None:
+    """Let a folder hold another stage: files that bind or credit the node at the old one are put aside.
+
+    Raises StorageError.
+    """
+    before = folder.read_stage()
+    with disk_errors(folder.path):
+        for state in (folder.checkpoints, folder.blobs, folder.activations):
+            shutil.rmtree(state, ignore_errors=True)
+        folder.contribution_file.unlink(missing_ok=True)
+        for path in (folder.vote_log, folder.proofs, folder.path / COMMIT_FILE_NAME):
+            if path.exists():
+                path.rename(_aside(path, before))
+            if _aside(path, stage).exists():
+                _aside(path, stage).rename(path)
+    folder.write_stage(stage, stages)
+
+
+def _aside(path: Path, stage: int | None) -> Path:
+    """Return where the file of a stage waits until the node serves that stage again."""
+    return path.with_name(f"{path.name}.stage-{stage}")
 
 
 def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId) -> StageChoice:

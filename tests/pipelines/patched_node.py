@@ -6,7 +6,7 @@ WORDS are names of `PATCHES`, separated by commas.
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +22,12 @@ from protocol.blobs.wire_format import Chunk
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import FetchRequest
+from protocol.pipeline import balance
+from protocol.pipeline.balance import MOVABLE, PINNED, Balancer, Move, Seat, choose_move
 from protocol.pipeline.exact.settlement import Settlement
 from protocol.pipeline.stages.stage import StageManifest
 
+MOVE = "move"
 CHUNKS = 3
 FATAL_SUM = 2  # the sum of the second round
 
@@ -61,6 +64,31 @@ def _count_incomplete_steps(manifest: Manifest) -> None:
     pytest.MonkeyPatch().setattr(exact_rounds, "covers_step", lambda ledgers, count: True)
 
 
+def _move_once_told(manifest: Manifest) -> None:
+    """Move within seconds, once the file `MOVE` is beside the manifest."""
+    patch, told = pytest.MonkeyPatch(), Path(sys.argv[2]).parent / MOVE
+    patch.setattr(balance, "PERIOD_EXPIRIES", 0.5)
+    on_commit = Balancer.on_commit
+
+    def wait(self: Balancer, seats: Sequence[Seat], now: float) -> Move | None:
+        return on_commit(self, seats, now) if told.exists() else None
+
+    patch.setattr(Balancer, "on_commit", wait)
+
+
+def _choose_alone(manifest: Manifest) -> None:
+    """Move if that alone would help by the records of the commit before, whoever else moves, and without a claim."""
+    told, known = Path(sys.argv[2]).parent / MOVE, list[Seat]()
+
+    def decide(self: Balancer, seats: Sequence[Seat], now: float) -> Move | None:
+        if not told.exists():
+            known[:] = [replace(seat, move=PINNED if seat.peer != self._me else MOVABLE) for seat in seats]
+            return None
+        return choose_move(known, self._stages)
+
+    pytest.MonkeyPatch().setattr(Balancer, "on_commit", decide)
+
+
 def _add_always(manifest: Manifest) -> None:
     os.environ[VARIABLE] = "adds=always"
 
@@ -68,6 +96,8 @@ def _add_always(manifest: Manifest) -> None:
 PATCHES: Mapping[str, Callable[[Manifest], None]] = {
     "dies while its sum travels": _die_while_a_sum_travels,
     "owns every microbatch": _own_every_microbatch,
+    "moves once told": _move_once_told,
+    "chooses alone": _choose_alone,
     "counts incomplete steps": _count_incomplete_steps,
     "adds always": _add_always,
 }

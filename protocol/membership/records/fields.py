@@ -75,6 +75,7 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "kept": Bound(_parses(parse_kept_states), "kept states that are not valid"),
     "more_stages": Bound(_parses(parse_served_stages), "served stages that are not valid"),
     "stage_life": ANYTHING,
+    "stage_move": Bound(lambda move: move <= MAX_STAGES + 1, "a move to a stage above the maximum"),
     "stage_rate": AMOUNT,
     "microbatches_done": ANYTHING,
     "microbatches_torn": ANYTHING,

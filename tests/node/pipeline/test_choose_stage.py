@@ -9,7 +9,7 @@ import pytest
 from node.options import NodeOptions
 from node.paths import kept_stage_dir
 from node.pipeline import choose_stage as module
-from node.pipeline.choose_stage import choose_stage, choose_stages, weakest_stage
+from node.pipeline.choose_stage import change_stage, choose_stage, choose_stages, weakest_stage
 from node.run_dir import RunDir
 from protocol.errors import UsageError
 from protocol.identity import PeerId
@@ -131,3 +131,20 @@ def test_all_stages_are_refused_where_a_node_cannot(options: NodeOptions, change
     table = options.manifest.pipeline.model_copy(update=changes)
     with pytest.raises(UsageError, match="--stage all"):
         served(options, stage="all", manifest=options.manifest.model_copy(update={"pipeline": table}))
+
+
+def test_folder_of_a_peer_that_moves_keeps_what_binds_it_at_its_old_stage_aside(tmp_path: Path) -> None:
+    """Its vote in the open round must bind it if it comes back. States and contributions of the old stage go."""
+    folder = RunDir(tmp_path)
+    folder.write_stage(0, 2)
+    (folder.checkpoints / "a.round-1").mkdir(parents=True)
+    folder.contribution_file.write_text("contribution")
+    folder.vote_log.write_text("vote at stage 0")
+    change_stage(folder, 1, 2)
+    assert folder.read_stage() == 1
+    assert not any(path.exists() for path in (folder.checkpoints, folder.contribution_file, folder.vote_log))
+    folder.vote_log.write_text("vote at stage 1")
+    change_stage(folder, 0, 2)
+    assert folder.read_stage() == 0 and folder.vote_log.read_text() == "vote at stage 0"
+    change_stage(folder, 1, 2)
+    assert folder.vote_log.read_text() == "vote at stage 1"

@@ -44,6 +44,7 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "revision": (bytes(31),),
     "chain_tokens": (2**60 + 1,),
     "stage": (129,),
+    "stage_move": (130,),
     "kept": (b"\xff", BROKEN_STATE, UNORDERED, TOO_MANY),
     "more_stages": (b"\xff", bytes(2048)),
     "loss": (math.nan, -math.inf),

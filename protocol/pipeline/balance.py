@@ -1,0 +1,139 @@
+"""The balance of the stages: which peer moves to which stage. PURE.
+
+A pipeline is as fast as its weakest stage. Once a period, right after a commit, every peer reads from the signed
+records of all peers which single move would help that stage most; all that see the same records choose the same one.
+The chosen peer claims the move in its own record, and after a while, right after another commit, it makes the move if
+no claim goes before its own. So peers with different views do not move at the same time.
+
+    gain = min(rate of the source after the move, rate of the target after it) / rate of the target before - 1
+
+The rate of a stage is the sum of those of its peers, and the target is the weakest one. The other stages do not count,
+else nothing could be gained where two are equally weak.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from protocol.identity import PeerId
+
+MIN_GAIN: Final = 0.1
+MIN_LEFT: Final = 2  # peers that stay at the stage that gives one away
+PERIOD_EXPIRIES = 12.0  # times in which a record expires, from one decision to the next
+CLAIM_EXPIRIES = 1.0  # from a claim to the move
+QUIET_PERIODS = 5.0  # from a move to the next decision
+PINNED, MOVABLE, FIRST_CLAIM = 0, 1, 2  # of `stage_move` in a record; a claim adds the stage
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A ready trainer as its record shows it. `rate`: microbatches a second, 0 if unknown; `move`: `stage_move`."""
+
+    peer: PeerId
+    stage: int
+    rate: float
+    move: int = MOVABLE
+
+
+@dataclass(frozen=True)
+class Move:
+    """A peer that leaves its stage for another one."""
+
+    peer: PeerId
+    source: int
+    target: int
+    gain: float
+
+
+def choose_move(seats: Iterable[Seat], stages: int) -> Move | None:
+    """Return the move with the highest gain, ties by peer id; None if none is worth it, or a stage has no peer.
+
+    A trainer without a rate counts with the median of the others, and does not move.
+    """
+    listed = sorted(seats, key=lambda seat: seat.peer)
+    members = [[seat for seat in listed if seat.stage == stage] for stage in range(stages)]
+    usual = median([seat.rate for seat in listed if seat.rate > 0] or [0.0])
+    if not all(members) or usual <= 0:
+        return None
+    sums = [math.fsum(seat.rate or usual for seat in served) for served in members]
+    target = sums.index(min(sums))
+    moves = [
+        Move(seat.peer, seat.stage, target, _gain(sums[seat.stage], sums[target], seat.rate))
+        for seat in listed
+        if seat.stage != target and seat.move != PINNED and seat.rate > 0 and len(members[seat.stage]) > MIN_LEFT
+    ]
+    best = max(moves, key=lambda move: round(move.gain, 1), default=None)  # views of rates differ a little
+    return best if best is not None and best.gain >= MIN_GAIN else None
+
+
+def _gain(source: float, target: float, rate: float) -> float:
+    """Return what a move gains if the peer is as fast at the target as at the source."""
+    return min(source - rate, target + rate) / target - 1
+
+
+class Balancer:
+    """Decides when this peer moves. `expiry`: seconds after which a silent peer's record expires."""
+
+    def __init__(self, me: PeerId, stages: int, expiry: float) -> None:
+        self._me = me
+        self._stages = stages
+        self._expiry = expiry
+        self._known: dict[PeerId, int] = {}  # stages of peers
+        self._claimed: set[PeerId] = set()  # peers that claimed a move when we last saw them
+        self._decides_at: float | None = None
+        self._claim: tuple[Move, float] | None = None  # and when we made it
+
+    @property
+    def move(self) -> int:
+        """Return `stage_move` of our record."""
+        return MOVABLE if self._claim is None else FIRST_CLAIM + self._claim[0].target
+
+    def rest(self, now: float) -> None:
+        """Decide nothing for a while, because a peer has moved."""
+        self._claim = None
+        self._decides_at = now + QUIET_PERIODS * PERIOD_EXPIRIES * self._expiry
+
+    def observe(self, seats: Sequence[Seat], now: float) -> None:
+        """Take over which peers serve which stages; one that has claimed a move and is gone is on its way."""
+        stages = {seat.peer: seat.stage for seat in seats if seat.move != PINNED}
+        has_moved = any(self._known.get(peer, stage) != stage for peer, stage in stages.items())
+        if has_moved or self._claimed - stages.keys():
+            self.rest(now)
+        self._known |= stages
+        self._claimed = set(_claims(seats))
+
+    def on_commit(self, seats: Sequence[Seat], now: float) -> Move | None:
+        """Return the move that this peer makes now; its claim may change."""
+        self.observe(seats, now)
+        if self._decides_at is None:
+            self._postpone(now)
+        if self._claim is not None:
+            return self._settle_claim(*self._claim, seats, now)
+        if now < (self._decides_at or 0.0):
+            return None
+        self._postpone(now)
+        chosen = choose_move(seats, self._stages)
+        if chosen is not None and chosen.peer == self._me and not _claims(seats):
+            self._claim = chosen, now
+        return None
+
+    def _settle_claim(self, move: Move, since: float, seats: Sequence[Seat], now: float) -> Move | None:
+        """Make a move that was claimed long enough, unless another claim goes first or it is worth it no more."""
+        if now < since + CLAIM_EXPIRIES * self._expiry:
+            return None
+        self._claim = None
+        self._postpone(now)
+        again = choose_move(seats, self._stages)
+        is_first = min([self._me, *_claims(seats)]) == self._me
+        return (
+            move if is_first and again is not None and (again.peer, again.target) == (self._me, move.target) else None
+        )
+
+    def _postpone(self, now: float) -> None:
+        self._decides_at = max(self._decides_at or 0.0, now + PERIOD_EXPIRIES * self._expiry)
+
+
+def _claims(seats: Iterable[Seat]) -> list[PeerId]:
+    return [seat.peer for seat in seats if seat.move >= FIRST_CLAIM]
