@@ -1,13 +1,17 @@
-"""Which package may import which, and what nobody may use."""
+"""Which package may import which, what nobody may use, and how many files a folder has."""
 
 import ast
 import gc
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MAX_FILES = 16  # of a folder
+GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 FORBIDDEN = {
     "protocol": {"node", "optim", "torch", "pickle", "marshal", "shelve"},
     "optim": {"node", "protocol", "pickle", "marshal", "shelve", "socket", "asyncio"},
@@ -66,3 +70,20 @@ def test_the_check_sees_what_it_forbids() -> None:
     ]
     assert find_violations("node", "import torch\nweights = torch.load(path)") == ["line 2 loads by pickle"]
     assert find_violations("node", "import protocol.identity, optim, torch") == []
+
+
+def find_crowds(files: list[str]) -> dict[str, int]:
+    """Return the folders with too many hand-written files."""
+    folders = Counter(str(Path(name).parent) for name in files if not GENERATED.search(name))
+    return {folder: count for folder, count in folders.items() if count > MAX_FILES}
+
+
+def test_folders_stay_small() -> None:
+    files = [file for package in ("murmuration", *FORBIDDEN) for file in (ROOT / package).rglob("*.py")]
+    assert find_crowds([str(file.relative_to(ROOT)) for file in files]) == {}
+
+
+def test_the_check_sees_a_crowded_folder() -> None:
+    full = [f"optim/part_{number}.py" for number in range(MAX_FILES)]
+    assert find_crowds([*full, "optim/codecs/one.py", "optim/murmur_pb2_grpc.py"]) == {}
+    assert find_crowds([*full, "optim/one_more.py"]) == {"optim": MAX_FILES + 1}
