@@ -1,6 +1,7 @@
 """Rules about components that exclude each other: each raises one line that says what to choose instead."""
 
 from optim.aggregation.filtered import Filtered
+from optim.aggregation.mean import WeightedMean
 from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.codecs.base import Codec
 from optim.codecs.dct_topk import DctTopK
@@ -52,6 +53,8 @@ def check_compatibility(method: Method, round_number: int) -> None:
             f"aggregate {method.aggregate.kind!r} keeps statistics of every block: set topology.kind = 'gather' and "
             "schedule.fragments = 1 and experts_every = 1, or aggregate.statistics = 'round'"
         )
+    if method.schedule.experts == "trained":
+        _check_trained_experts(method)
     if update.counts_steps and method.schedule.experts_every > 1:
         raise UnknownOption(
             f"schedule.experts_every: update {update.kind!r} counts its steps, and experts have fewer; set it to 1"
@@ -67,6 +70,29 @@ def check_compatibility(method: Method, round_number: int) -> None:
         )
     if isinstance(method.topology, Groups):
         _check_consensus(update, method.topology.size)
+
+
+def _check_trained_experts(method: Method) -> None:
+    """Check that peers can leave experts out, and average each over those who sent it."""
+    others = 'set schedule.experts = "all"'
+    if method.signal.kind != "pseudo-gradient":
+        raise UnknownOption(f"schedule.experts: signal {method.signal.kind!r} is sent whole; {others}")
+    if method.update.counts_steps:
+        raise UnknownOption(
+            f"schedule.experts: update {method.update.kind!r} counts its steps, and experts have fewer; {others}"
+        )
+    if not isinstance(method.aggregate, WeightedMean):
+        raise UnknownOption(
+            f"schedule.experts: aggregate {method.aggregate.kind!r} cannot combine each expert from its senders alone; "
+            f'{others}, or aggregate.kind = "mean", "sender-mean" or "filtered"'
+        )
+    if isinstance(method.topology, Groups):
+        raise UnknownOption(f"schedule.experts: in groups of few peers an expert may have no sender; {others}")
+    if method.codec.depends_on_round:
+        raise UnknownOption(
+            f"schedule.experts: members that send different experts would send different values by codec "
+            f"{method.codec.kind!r}; {others}"
+        )
 
 
 def _check_consensus(update: object, size: int) -> None:

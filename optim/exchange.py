@@ -7,15 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from optim.aggregation.base import LeftOut, WeightedPayload
+from optim.aggregation.base import AggregationRule, LeftOut, Screening, WeightedPayload
+from optim.aggregation.mean import WeightedMean
 from optim.aggregation.norm_gate import limit_scale, norm_limit, update_usual_norm
 from optim.codecs.base import Codec, Payload, as_array
 from optim.codecs.residual_update import ResidualUpdate
 from optim.errors import CodecError
+from optim.experts.codec import TrainedExpertsCodec
+from optim.experts.partial_vector import Flags, PartialVector
+from optim.experts.senders import Senders
 from optim.feedback import Feedback
-from optim.kernels.vectors import ConcatenatedVector, Floats, Vector, scaled
+from optim.kernels.vectors import ArrayVector, ConcatenatedVector, Floats, Vector, scaled
+from optim.layout import Span, clip_spans
 from optim.method import AGGREGATION_STATE, USUAL_NORM
 from optim.round_plan import RoundPlan, RoundPlanner
 
@@ -28,7 +34,9 @@ class ContributionEncoder:
     def __init__(self, planner: RoundPlanner) -> None:
         self._planner = planner
 
-    def encode(self, round_number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
+    def encode(
+        self, round_number: int, delta: torch.Tensor, residual: torch.Tensor, trained: Sequence[bool] = ()
+    ) -> list[Payload]:
         """Encode a contribution, one payload per part; leave in `delta` what `keep_remainder` makes the new residual.
 
         Of `delta` and `residual`, whole vectors of the signal, only the spans that the round sends are read. There
@@ -37,13 +45,20 @@ class ContributionEncoder:
 
         and delta_after = 0 without feedback. The residual does not change: so a crash in between tears nothing.
 
+        `trained` says for each expert of the model whether to send it, where the plan lets peers leave some out; by
+        default all are sent. All that is known of an expert that is not sent is left in `delta`, with or without
+        feedback.
+
         Raises:
             CodecError: a value of `delta` is not finite. `delta` is invalid afterwards.
         """
         plan = self._planner.plan(round_number)
         left, total = as_array(plan.gather(residual)), plan.gather(delta)
+        held = [span for number, span in plan.experts if trained and not trained[number]]
         payloads = [
-            _encode_part(plan.method.feedback, codec, total[start:stop], left[start:stop])
+            _encode_part(
+                plan.method.feedback, codec, total[start:stop], left[start:stop], clip_spans(held, start, stop)
+            )
             for codec, (start, stop) in plan.parts
         ]
         plan.scatter(total, delta)
@@ -80,9 +95,23 @@ def nonzero_mask(plan: RoundPlan, payloads: Sequence[Payload], numel: int) -> to
     return whole != 0
 
 
-def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, residual: Floats) -> Payload:
-    """Return the payload of a part, and leave in `total`, its progress before, what the payload does not carry."""
+def _encode_part(
+    feedback: Feedback, codec: Codec, total: torch.Tensor, residual: Floats, held: Sequence[Span]
+) -> Payload:
+    """Return the payload of a part, and leave in `total`, its progress before, what the payload does not carry.
+
+    Nothing within the spans `held` is sent.
+    """
     update = ResidualUpdate(feedback.decay, residual)
+    if held:
+        update.apply(as_array(total))
+        kept = [total[start:stop].clone() for start, stop in held]
+        for start, stop in held:
+            total[start:stop] = 0
+        payload = _encode_part(feedback, codec, total, np.zeros_like(residual), ())
+        for values, (start, stop) in zip(kept, held, strict=True):
+            total[start:stop] = values
+        return payload
     if not feedback.keeps_error:
         update.apply(as_array(total))
         payload = codec.encode(total)
@@ -96,10 +125,14 @@ def _encode_part(feedback: Feedback, codec: Codec, total: torch.Tensor, residual
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged vector of a round, and why members are not in it, by their index."""
+    """The merged vector of a round, and why members are not in it, by their index.
+
+    `unsent` are the spans of the experts that no member sent.
+    """
 
     vector: Vector
     left_out: Mapping[int, LeftOut] = field(default_factory=dict)
+    unsent: tuple[Span, ...] = ()
 
 
 class Reduced(NamedTuple):
@@ -131,6 +164,8 @@ class Aggregator:
         rule = plan.method.aggregate
         screening = rule.screen(_weighted_payloads(plan, part, payloads, weights))
         combined = rule.combine(screening.payloads)
+        if senders := _senders(plan.codecs[part], payloads, screening):
+            combined = senders.rescale(ArrayVector(combined), _divisors(rule, senders)).to_dense()
         return Reduced(plan.codecs[part].encode(torch.from_numpy(combined)), screening.left_out)
 
     def merge(
@@ -155,14 +190,18 @@ class Aggregator:
             norm, usual = total.norm(), float(usual_norms[kind])
             limit = norm_limit([norm], usual, plan.method.aggregate.gate, total.numel)
             usual_norms[kind] = update_usual_norm([norm], usual)
-            return Merged(scaled(total, limit_scale(norm, usual, limit)))
+            return Merged(scaled(total, limit_scale(norm, usual, limit)), unsent=_unsent_of_parts(plan, payloads))
         members = _weighted_payloads(plan, 0, payloads, weights)
         slot = slots.get(AGGREGATION_STATE)
         state = None if slot is None else slot.numpy()
         screening = plan.method.aggregate.screen(members, float(usual_norms[kind]), state)
         usual_norms[kind] = screening.usual_norm
         mean = plan.method.aggregate.combine_lazily(screening.payloads, state)
-        return Merged(scaled(mean, screening.scale), screening.left_out)
+        senders = _senders(plan.codecs[0], payloads, screening)
+        if senders is None:
+            return Merged(scaled(mean, screening.scale), screening.left_out)
+        mean = senders.rescale(mean, _divisors(plan.method.aggregate, senders))
+        return Merged(scaled(mean, screening.scale), screening.left_out, senders.unsent)
 
     def _join_parts(self, plan: RoundPlan, payloads: Payloads) -> Vector:
         if len(payloads) != len(plan.part_spans):
@@ -178,3 +217,33 @@ def _weighted_payloads(
     codec, (start, stop) = plan.codecs[part], plan.part_spans[part]
     members = zip(payloads, weights, strict=True)
     return [WeightedPayload(codec, payload, stop - start, float(weight)) for payload, weight in members]
+
+
+def _senders(codec: Codec, payloads: Payloads, screening: Screening) -> Senders | None:
+    """Return who sent which expert of a part; None if peers leave none out."""
+    if not isinstance(codec, TrainedExpertsCodec):
+        return None
+    sent = [_read_sent(codec, payload) for payload in payloads]
+    return Senders(codec.experts, sent, [payload.weight for payload in screening.payloads])
+
+
+def _read_sent(codec: TrainedExpertsCodec, payload: Payload | Vector) -> Flags:
+    if isinstance(payload, Vector):
+        assert isinstance(payload, PartialVector)
+        return payload.sent
+    return codec.read_sent(payload)
+
+
+def _divisors(rule: AggregationRule, senders: Senders) -> Sequence[float]:
+    assert isinstance(rule, WeightedMean)
+    return rule.divisors(senders.weights)
+
+
+def _unsent_of_parts(plan: RoundPlan, payloads: Payloads) -> tuple[Span, ...]:
+    """Return the spans of the experts that the sums of a butterfly do not contain."""
+    unsent = list[Span]()
+    for payload, (codec, (first, _)) in zip(payloads, plan.parts, strict=True):
+        if isinstance(codec, TrainedExpertsCodec):
+            sent = zip(codec.experts, _read_sent(codec, payload).tolist(), strict=True)
+            unsent += [(first + start, first + stop) for (start, stop), is_sent in sent if not is_sent]
+    return tuple(unsent)

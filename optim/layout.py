@@ -47,6 +47,27 @@ class Layout:
         return tuple(spans.values())
 
     @cached_property
+    def expert_spans(self) -> tuple[Span, ...]:
+        """Return the span of each expert of each block; its tensors follow one another."""
+        return tuple(self._experts.values())
+
+    @cached_property
+    def expert_blocks(self) -> tuple[int, ...]:
+        """Return the block of each of these experts."""
+        return tuple(block for block, _ in self._experts)
+
+    @cached_property
+    def _experts(self) -> dict[tuple[int, int], Span]:
+        spans: dict[tuple[int, int], Span] = {}
+        if not self.experts:
+            return spans
+        for block, expert, (start, stop) in zip(self.block_numbers, self.experts, self.spans, strict=True):
+            if expert >= 0:
+                key = block, expert
+                spans[key] = (spans[key][0] if key in spans else start, stop)
+        return spans
+
+    @cached_property
     def matrix_spans(self) -> tuple[Span, ...]:
         """Return the spans of all tensors of at least two dimensions, with adjacent ones merged."""
         return merge_adjacent([span for shape, span in self.iter_tensors() if len(shape) > 1])

@@ -3,6 +3,7 @@
 This module does no input or output, so that all peers compute the same.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -15,6 +16,7 @@ from optim.aggregation.edit_penalty import MAX_BLOCKS
 from optim.aggregation.step_scaling import compute_step_scale, update_reference_weight
 from optim.codecs.base import Codec
 from optim.errors import UnknownOption
+from optim.experts.codec import TrainedExpertsCodec
 from optim.inner.base import WEIGHTS
 from optim.kernels.buffer_pool import empty
 from optim.kernels.parallel import parallel_for, thread_buffer
@@ -40,6 +42,7 @@ class RoundPlan:
     spans: tuple[Span, ...]
     part_spans: tuple[Span, ...]
     codecs: tuple[Codec, ...]
+    experts: tuple[tuple[int, Span], ...] = ()  # that peers may leave out: their numbers, and places in a contribution
 
     @property
     def steps(self) -> int:
@@ -79,6 +82,16 @@ class RoundPlan:
         """Return whether a contribution means the same from the weights of another chain; an exact step does not."""
         return self.method.signal.is_delta
 
+    def locate(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Return the places in the signal's vectors of spans of a contribution, each within one of the plan's."""
+        firsts = list(accumulate((stop - start for start, stop in self.spans), initial=0))
+        shifts = [self.spans[number][0] - firsts[number] for number in range(len(self.spans))]
+        numbers = [bisect_right(firsts, start) - 1 for start, _ in spans]
+        return tuple(
+            (start + shifts[number], stop + shifts[number])
+            for (start, stop), number in zip(spans, numbers, strict=True)
+        )
+
     def is_compatible_with(self, other: "RoundPlan") -> bool:
         """Return whether a contribution made for this round means the same in the other one."""
         if self.round == other.round:
@@ -99,6 +112,8 @@ class RoundPlanner:
 
     def __init__(self, method: Method, layout: Layout, part_count: int) -> None:
         _check_method(method)
+        if method.schedule.experts == "trained" and not layout.expert_spans:
+            raise UnknownOption("schedule.experts = 'trained': the model has no experts; set it to 'all'")
         if method.aggregate.keeps_block_statistics and len(layout.block_spans) > MAX_BLOCKS:
             raise UnknownOption(f"aggregate.statistics: a model of more than {MAX_BLOCKS} blocks; set it to 'round'")
         self.method = method
@@ -126,7 +141,15 @@ class RoundPlanner:
         else:
             bounds, tensors = ((0, section.numel),), [section]
         codecs = tuple(method.codec.bind(layout, round_number) for layout in tensors)
-        return RoundPlan(round_number, method, spans, bounds, codecs)
+        if method.schedule.experts == "all":
+            return RoundPlan(round_number, method, spans, bounds, codecs)
+        experts = _place_experts(self.layout, spans)
+        places = [span for _, span in experts]
+        masked = (
+            TrainedExpertsCodec(codec, layout, clip_spans(places, *part))
+            for codec, layout, part in zip(codecs, tensors, bounds, strict=True)
+        )
+        return RoundPlan(round_number, method, spans, bounds, tuple(masked), experts)
 
     @property
     def cycle(self) -> range:
@@ -197,12 +220,14 @@ class RoundPlanner:
         decay: float,
         weights: Sequence[float],
         rooms: Mapping[str, torch.Tensor] = NO_ROOMS,
+        unsent: Sequence[Span] = (),
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a new anchor and new slots, moved by the merged vector of a round.
 
         The anchor and the slots are flat fp32 on the CPU and are not changed; `merged` is laid out as in the plan.
         `decay` is the remaining fraction of the run's learning rate, `weights` those of the round's members. `rooms`
-        is memory for new vectors by name, "weights" for the anchor; the others are in new memory.
+        is memory for new vectors by name, "weights" for the anchor; the others are in new memory. Spans of the
+        contribution that nobody sent (`unsent`) stay as they are.
         """
         small_slots = {name: slots[name] for name in SMALL_SLOTS if name in slots}
         scale = 1.0
@@ -212,6 +237,9 @@ class RoundPlanner:
         old = {WEIGHTS: anchor, **{name: slot for name, slot in slots.items() if name not in small_slots}}
         new = {name: rooms[name] if name in rooms else torch.from_numpy(empty(self.numel)) for name in old}
         new = self._step(plan, old, new, merged, decay, scale)
+        for start, stop in plan.locate(unsent):
+            for name, vector in new.items():
+                vector[start:stop] = old[name][start:stop]
         return new.pop(WEIGHTS), new | small_slots
 
     def _step(
@@ -319,6 +347,19 @@ def _scatter(gathered: torch.Tensor, vector: torch.Tensor, spans: Sequence[Span]
             vector[start:stop] = piece
 
 
+def _place_experts(layout: Layout, spans: Sequence[Span]) -> tuple[tuple[int, Span], ...]:
+    """Return number and place in a contribution of the experts that the spans of a layout contain."""
+    starts = [start for start, _ in spans]
+    firsts = list(accumulate((stop - start for start, stop in spans), initial=0))
+    placed = []
+    for number, (start, stop) in enumerate(layout.expert_spans):
+        span = bisect_right(starts, start) - 1
+        if span >= 0 and stop <= spans[span][1]:
+            first = firsts[span] + start - starts[span]
+            placed.append((number, (first, first + stop - start)))
+    return tuple(placed)
+
+
 def _total_size(spans: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
@@ -333,7 +374,7 @@ def _check_method(method: Method) -> None:
     first = method.at_round(0).schedule
     for number in method.breakpoints:
         schedule = method.at_round(number).schedule
-        for key in ("fragments", "pattern", "experts_every"):
+        for key in ("fragments", "pattern", "experts_every", "experts"):
             if getattr(schedule, key) != getattr(first, key):
                 raise UnknownOption(f"schedule.{key} must not change over the rounds")
         if method.at_round(number).aggregate.state_size != method.at_round(0).aggregate.state_size:

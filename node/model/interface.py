@@ -101,6 +101,10 @@ class LanguageModel(nn.Module, ABC):
         """
         return None
 
+    def take_routed_tokens(self) -> tuple[int, ...]:
+        """Return for each expert, block by block, the tokens that it was trained on since the last call."""
+        return ()
+
     @property
     def layer_matrices(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
         """Return place and shape (..., rows, columns) of the matrices of the layers, without embedding and output."""

@@ -12,7 +12,7 @@ Of a delta x, with the deltas of the honest peers at hand (colluding liars know 
 Others lie about their work (`node.simulation.lying_trainers`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
@@ -69,9 +69,9 @@ class ObservedEncoder(ContributionEncoder):
         super().__init__(planner)
         self._slot, self._espionage = slot, espionage
 
-    def encode(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
+    def encode(self, round_number: int, delta: Tensor, residual: Tensor, trained: Sequence[bool] = ()) -> list[Payload]:
         self._espionage.deltas[self._slot] = delta.clone()
-        payloads = super().encode(round_number, delta, residual)
+        payloads = super().encode(round_number, delta, residual, trained)
         self._espionage.payloads[self._slot] = [bytes(payload) for payload in payloads]
         return payloads
 
@@ -86,8 +86,8 @@ class LyingEncoder(ContributionEncoder):
         self._generator = torch.Generator().manual_seed(seed)
         self._falsify: Callable[[Tensor], Tensor] = self._falsifiers().get(kind, torch.clone)
 
-    def encode(self, round_number: int, delta: Tensor, residual: Tensor) -> list[Payload]:
-        payloads = super().encode(round_number, delta.copy_(self._falsify(delta)), residual)
+    def encode(self, round_number: int, delta: Tensor, residual: Tensor, trained: Sequence[bool] = ()) -> list[Payload]:
+        payloads = super().encode(round_number, delta.copy_(self._falsify(delta)), residual, trained)
         if self._kind == "copy" and self._espionage.payloads:
             return self._espionage.payloads[min(self._espionage.payloads)]
         return payloads

@@ -104,6 +104,7 @@ class Counters(_Record):
     since_message: StepTotals = StepTotals()
     ledger: str = ""  # microbatches of these steps, at a stage of a pipeline
     contributed: str = ""  # those of the last contribution
+    routed: tuple[NonNegativeInt, ...] = ()  # tokens of each expert since it was sent; empty if all are sent
     unreported: StepTotals = StepTotals()  # of excluded contributions
     messages: NonNegativeInt = 0  # contributions made so far
     outstanding: Outstanding | None = None

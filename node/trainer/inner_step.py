@@ -105,6 +105,10 @@ class InnerOptimizer:
         """Return the learning rate of a step."""
         return self.train.learning_rate * learning_rate_scale(self.train, step, self.age_at_join)
 
+    def take_routed_tokens(self) -> tuple[int, ...]:
+        """Return for each expert of the model the tokens that it was trained on since the last call."""
+        return self._model.take_routed_tokens()
+
     def clear_gradient(self) -> None:
         """Drop the model's gradient."""
         self._model.clear_gradient()

@@ -29,6 +29,7 @@ from node.trainer.vectors import Change, TrainerVectors
 from optim.codecs.base import Payload
 from optim.exact import Float64Sum
 from optim.exchange import ContributionEncoder
+from optim.experts.routed_tokens import find_trained
 from optim.round_plan import RoundPlan, RoundPlanner
 from protocol.pipeline.ledger import Ledger
 
@@ -129,6 +130,7 @@ class TrainerState:
         if self._live.is_shared:
             self.vectors.publish(self.counters, OVERWRITE)
         self._optimizer.apply(self.counters.step, norm)
+        self._count_routed_tokens(self._optimizer.take_routed_tokens())
         self.count_step(tokens, loss, position, ledger)
         if self._live.is_shared:
             self.vectors.publish(self.counters)
@@ -148,7 +150,8 @@ class TrainerState:
         if counters.outstanding is not None:
             raise ValueError("the contribution before this one is still outstanding")
         self._copy_live()
-        parts = self._encode_exact(exact) if exact else self.vectors.encode_progress(counters, self._sender)
+        trained = self._find_trained_experts()
+        parts = self._encode_exact(exact) if exact else self.vectors.encode_progress(counters, self._sender, trained)
         self._write_contribution(parts)
         self.contributed, self.ledger = self.ledger, Ledger()
         self._advance_age(self.plan.steps - counters.since_message.steps)
@@ -170,10 +173,21 @@ class TrainerState:
             obstacle="",
             ledger=self.ledger.to_text(),
             contributed=self.contributed.to_text(),
+            routed=self._count_from_zero(trained),
         )
         self.vectors.store(self.counters, Change(kind="sent", round=outstanding.round))
         self._live.clear(self._signal.consumed_names)
         return outstanding.to_header()
+
+    def _find_trained_experts(self) -> tuple[bool, ...]:
+        """Return for each expert whether to send it; nothing if all that moved are sent, as where nobody counts."""
+        leaves_out = self._program.method.schedule.experts == "trained" and self.counters.routed
+        return find_trained(self.counters.routed, self._program.layout) if leaves_out else ()
+
+    def _count_from_zero(self, trained: Sequence[bool]) -> tuple[int, ...]:
+        """Return the tokens of the experts without those of the ones that the round sends."""
+        sent = {number for number, _ in self.plan.experts if trained and trained[number]}
+        return tuple(0 if number in sent else count for number, count in enumerate(self.counters.routed))
 
     def _encode_exact(self, exact: ExactStep) -> list[Payload]:
         """Encode an exact step; the residual stays."""
@@ -284,6 +298,11 @@ class TrainerState:
             since_message=counters.since_message + StepTotals(tokens=tokens, steps=1, loss=loss),
             ledger=self.ledger.to_text(),
         )
+
+    def _count_routed_tokens(self, tokens: Sequence[int]) -> None:
+        if self._program.method.schedule.experts == "trained":
+            before = self.counters.routed or (0,) * len(tokens)
+            self.update(routed=tuple(count + more for count, more in zip(before, tokens, strict=True)))
 
     def update(self, **values: object) -> None:
         """Replace fields of the counters."""

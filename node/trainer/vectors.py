@@ -128,8 +128,13 @@ class TrainerVectors:
         for piece in self._pieces():
             self.reference[piece.whole] = shared[piece.name][piece.own]
 
-    def encode_progress(self, counters: Counters, encoder: ContributionEncoder) -> list[Payload]:
-        """Encode the progress since the reference; leave in the scratch what it does not carry."""
+    def encode_progress(
+        self, counters: Counters, encoder: ContributionEncoder, trained: Sequence[bool] = ()
+    ) -> list[Payload]:
+        """Encode the progress since the reference; leave in the scratch what it does not carry.
+
+        `trained`: the experts to send, by default all.
+        """
         delta = self.scratch[: self._planner.signal_numel]
         rows = delta.view(self._signal.vector_count, -1)
         anchor = self._anchor_vectors(counters.round)
@@ -145,7 +150,7 @@ class TrainerVectors:
                 )
             )
             rows[:, slab] = measured.view(len(rows), -1)
-        return encoder.encode(counters.round, delta, self.residual)
+        return encoder.encode(counters.round, delta, self.residual, trained)
 
     def _store_sent(self, plan: RoundPlan) -> None:
         """Store the residual, measure progress from the sent weights, and clear the vectors that were consumed."""

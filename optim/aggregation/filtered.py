@@ -124,6 +124,9 @@ class Filtered(WeightedMean):
                 break
         return [i for i in members if i not in kept] if 2 * len(kept) >= len(members) else []
 
+    def divisors(self, weights: Sequence[float]) -> Sequence[float]:
+        return self._mean.divisors(weights)
+
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         return self._mean.combine(payloads, state)
 

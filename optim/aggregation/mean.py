@@ -40,6 +40,13 @@ class WeightedMean(AggregationRule):
     def weigh(self, tokens: int, age: int) -> float:
         return (tokens if self.weights == "tokens" else 1) * power(1 + age, -self.staleness)
 
+    @abstractmethod
+    def divisors(self, weights: Sequence[float]) -> Sequence[float]:
+        """Return what each member adds to the divisor of the sum, in any unit.
+
+        Nothing, if each value has a divisor of its own.
+        """
+
     def _normalized_weights(self, payloads: Sequence[WeightedPayload]) -> list[float]:
         """Return the weights over the largest one, so that a payload of weight 1 is summed without a multiplication."""
         largest = max(payload.weight for payload in drop_weightless(payloads))
@@ -97,6 +104,9 @@ class Mean(WeightedMean):
         members = drop_weightless(payloads)
         return np.float32(len(members) / max(member.weight for member in members))
 
+    def divisors(self, weights: Sequence[float]) -> Sequence[float]:
+        return weights if self.over == "weights" else [float(weight > 0) for weight in weights]
+
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         weights = self._normalized_weights(payloads)
         decoders = cached_decoders(payloads)
@@ -128,6 +138,9 @@ class SenderMean(WeightedMean):
     """
 
     kind: ClassVar[str] = "sender-mean"
+
+    def divisors(self, weights: Sequence[float]) -> Sequence[float]:
+        return ()
 
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         weights = self._normalized_weights(payloads)

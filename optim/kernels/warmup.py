@@ -33,7 +33,8 @@ def warm_up(method: Method) -> None:
     An inner optimizer that has a kernel also makes a step.
     """
     shapes = (*(MATRIX_SHAPE,) * method.schedule.fragments, (3,))
-    experts = (-1,) * len(shapes) if method.schedule.experts_every > 1 else ()
+    schedule = method.schedule
+    experts = (*(-1,) * (len(shapes) - 1), 0) if schedule.experts_every > 1 or schedule.experts == "trained" else ()
     layout = Layout(shapes, experts=experts)
     planner = RoundPlanner(method, layout, 1)
     for round_number in method.breakpoints:

@@ -34,6 +34,9 @@ class EverySteps:
     carry it, a k-th of them in each, because an expert changes by fewer tokens than the rest (SPES, arXiv 2602.11543).
     The movement of an expert is kept until its turn.
 
+    `experts` = "trained" leaves out of each contribution the experts that its maker has hardly trained
+    (`optim.experts.routed_tokens`) and averages each expert over those who sent it. The movement of the others is kept.
+
     `quorum` is the fraction of the living peers whose contributions close the roster of a round (1: all, within the
     grace period).
     """
@@ -46,6 +49,7 @@ class EverySteps:
     fragments: int = Field(default=1, ge=1, le=1024)
     pattern: Pattern = "strided"
     experts_every: int = Field(default=1, ge=1, le=64)
+    experts: Literal["all", "trained"] = "all"
     quorum: float = Field(default=1.0, gt=0, le=1)
     seconds: float = Field(default=0.0, ge=0, le=86_400)
     least_steps: int = Field(default=1, ge=1, le=100_000)

@@ -6,8 +6,8 @@ import torch
 
 from optim.codecs.base import Payload
 from optim.compose import compose
-from optim.exchange import Aggregator, ContributionEncoder
-from optim.kernels.vectors import ArrayVector, Vector
+from optim.exchange import Aggregator, ContributionEncoder, Merged
+from optim.kernels.vectors import ArrayVector
 from optim.layout import Layout
 from optim.method import USUAL_NORM, Method
 from optim.options import OptionValue, Scalar
@@ -68,10 +68,16 @@ def sent_mask(planner: RoundPlanner, round_number: int) -> torch.Tensor:
     return mask
 
 
-def encode(encoder: ContributionEncoder, number: int, delta: torch.Tensor, residual: torch.Tensor) -> list[Payload]:
+def encode(
+    encoder: ContributionEncoder,
+    number: int,
+    delta: torch.Tensor,
+    residual: torch.Tensor,
+    trained: Sequence[bool] = (),
+) -> list[Payload]:
     """Encode a contribution and store what is left in the residual."""
     left = delta.clone()
-    payloads = encoder.encode(number, left, residual)
+    payloads = encoder.encode(number, left, residual, trained)
     encoder.keep_remainder(number, left, residual)
     return payloads
 
@@ -93,24 +99,26 @@ class FakePeer:
     def aggregate(
         self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]
     ) -> torch.Tensor:
-        return torch.from_numpy(self._aggregate(number, contributions, weights).to_dense())
+        return torch.from_numpy(self._aggregate(number, contributions, weights).vector.to_dense())
 
-    def _aggregate(self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Vector:
+    def _aggregate(self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]) -> Merged:
         """Aggregate as a swarm would, whichever peers reduce the parts."""
         plan = self.planner.plan(number)
         if plan.method.topology.kind != "butterfly":
-            return self.aggregator.merge(number, [parts[0] for parts in contributions], weights, self.slots).vector
+            return self.aggregator.merge(number, [parts[0] for parts in contributions], weights, self.slots)
         reduced = [
             self.aggregator.reduce_part(number, part, [parts[part] for parts in contributions], weights).payload
             for part in range(len(plan.part_spans))
         ]
-        return self.aggregator.merge(number, reduced, (), self.slots).vector
+        return self.aggregator.merge(number, reduced, (), self.slots)
 
     def apply(self, number: int, contributions: Sequence[Sequence[Payload]], weights: Sequence[float]) -> torch.Tensor:
         merged = self._aggregate(number, contributions, weights)
         plan = self.planner.plan(number)
-        self.anchor, self.slots = self.planner.apply_outer_step(plan, self.anchor, self.slots, merged, 1.0, weights)
-        return torch.from_numpy(merged.to_dense())
+        self.anchor, self.slots = self.planner.apply_outer_step(
+            plan, self.anchor, self.slots, merged.vector, 1.0, weights, unsent=merged.unsent
+        )
+        return torch.from_numpy(merged.vector.to_dense())
 
     @property
     def state(self) -> list[torch.Tensor]:

@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 PEERS, ROUNDS = 3, 4
 SHORT = {"inner_steps": 4}
+EXPERTS = {"kind": "qwen3-moe", "hidden": 16, "experts": 8, "experts_per_token": 1, "balance_loss": 0.0}
 RECIPES: dict[str, OptionTables] = {
-    "diloco": {"schedule": SHORT},
+    "diloco": {"schedule": {**SHORT, "experts": "trained"}},
     "streaming-diloco": {"schedule": {"inner_steps": 6, "fragments": 2, "ahead": 2, "delay": 2}},
     "noloco": {"schedule": SHORT},
 }
@@ -28,6 +29,7 @@ RECIPES: dict[str, OptionTables] = {
 def manifest_of(recipe: str, tables: OptionTables, seed: int = 0) -> Manifest:
     """With all the time that a busy machine needs: a late message would be another run."""
     return manifest_with(
+        model=EXPERTS if "experts" in tables["schedule"] else {},
         run={"min_peers": PEERS, "seed": seed},
         method={"recipe": recipe, "schedule": {}, **tables},
         round={"grace": 60.0, "leader_timeout": 20.0, "exchange_timeout": 60.0, "parts": 5},

@@ -201,7 +201,9 @@ class RoundCompute:
         if STEPS_MADE in small_slots:
             small_slots[STEPS_MADE] += 1
         slots = {**state.slots, **small_slots}
-        anchor, slots = self._planner.apply_outer_step(plan, state.anchor, slots, merged.vector, decay, weights, rooms)
+        anchor, slots = self._planner.apply_outer_step(
+            plan, state.anchor, slots, merged.vector, decay, weights, rooms, merged.unsent
+        )
         self._decoded.clear()
         left_out = ((signed_contributions[index].sender, why) for index, why in sorted(merged.left_out.items()))
         return OuterState(anchor, slots, tuple(left_out))

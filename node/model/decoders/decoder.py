@@ -124,6 +124,11 @@ class Decoder(LanguageModel):
         losses = [loss for mlp in mlps if isinstance(mlp, SparseMlp) and (loss := mlp.take_balance_loss()) is not None]
         return torch.stack(losses).sum() * (self.config.balance_loss / self.config.layers) if losses else None
 
+    def take_routed_tokens(self) -> tuple[int, ...]:
+        """Return for each expert, layer by layer, the tokens that it was trained on since the last call."""
+        mlps = (layer.mlp for layer in self.model.layers.values())
+        return tuple(count for mlp in mlps if isinstance(mlp, SparseMlp) for count in mlp.take_routed_tokens())
+
     def output_factors(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalized stream and the output matrix, which may be that of the embedding."""
         output = self.model.embed_tokens if self.lm_head is None else self.lm_head

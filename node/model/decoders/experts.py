@@ -25,6 +25,7 @@ class SparseMlp(nn.Module):
         self.gate = Linear(config.width, config.experts)
         self.experts = nn.ModuleList(GatedMlp(config) for _ in range(config.experts))
         self._balance_loss: Tensor | None = None
+        self._routed = [0] * config.experts  # tokens of the backward passes since `take_routed_tokens`
 
     def exclude_from_compiler(self) -> None:
         """Let a compiled model call this module as it is: how many tokens an expert gets differs in each pass.
@@ -44,7 +45,18 @@ class SparseMlp(nn.Module):
         made = [expert(group) for expert, group in zip(self.experts, groups, strict=True) if len(group)]
         weighted = torch.cat(made).float() * weights.flatten()[order, None]
         mixed = weighted.new_zeros(len(tokens), weighted.shape[-1]).index_add(0, sources, weighted)
+        if mixed.requires_grad:
+            # Counting in the backward pass: a layer that is computed again there has its tokens counted once.
+            mixed.register_hook(lambda _: self._count(counts))  # type: ignore[no-untyped-call]
         return mixed.type_as(stream).view(*stream.shape[:2], -1)
+
+    def take_routed_tokens(self) -> list[int]:
+        """Return for each expert the tokens that it was trained on since the last call."""
+        routed, self._routed = self._routed, [0] * len(self.experts)
+        return routed
+
+    def _count(self, counts: list[int]) -> None:
+        self._routed = [before + more for before, more in zip(self._routed, counts, strict=True)]
 
     def take_balance_loss(self) -> Tensor | None:
         """Return the balance loss of the last forward pass, once; None if it ran without gradients."""

@@ -34,15 +34,17 @@ def windows_of(config: ModelSection) -> torch.Tensor:
 
 @every_kind
 def test_gradient_has_the_same_bits(config: ModelSection) -> None:
-    found: dict[Recompute, tuple[float, torch.Tensor]] = {}
+    """So have the tokens of each expert, which are counted once."""
+    found: dict[Recompute, tuple[float, torch.Tensor, tuple[int, ...]]] = {}
     for recompute in get_args(Recompute):
         model = prepared(config, recompute)
         for _ in range(2):
             loss = accumulate_gradient(model, windows_of(config), 2)
         assert model.flat_gradient is not None
-        found[recompute] = loss, model.flat_gradient
-    for loss, gradient in found.values():
-        assert loss == found["none"][0] and torch.equal(gradient, found["none"][1])
+        found[recompute] = loss, model.flat_gradient, model.take_routed_tokens()
+    for loss, gradient, routed in found.values():
+        assert loss == found["none"][0] and torch.equal(gradient, found["none"][1]) and routed == found["none"][2]
+        assert sum(routed) == 2 * 3 * config.context * config.layers * (config.experts_per_token or 0)
 
 
 def kept_bytes(config: ModelSection, recompute: Recompute) -> int:

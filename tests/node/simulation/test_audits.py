@@ -17,6 +17,7 @@ from node.step_settings import step_settings
 from optim.method import Method
 from optim.recipes import RECIPES
 from protocol.manifest.data import DataSection, PhaseSection, SourceSection
+from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import AuditSection
 from tests.node.simulation.test_swarm import BLOCKS, shortened
 from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
@@ -30,10 +31,15 @@ AUDITABLE = [recipe for recipe in RECIPES if shortened(recipe).topology.kind != 
 
 
 def audited_swarm(
-    method: Method, peers: int, steps: int, share: float = 1.0, lie: LieKind | None = None
+    method: Method,
+    peers: int,
+    steps: int,
+    share: float = 1.0,
+    lie: LieKind | None = None,
+    model: ModelSection = BLOCKS,
 ) -> VirtualSwarm:
     speeds = (1.0, 1.0, 1.3, 0.8, 1.0)[:peers]
-    config = make_config(peers, steps, speeds=speeds, model=BLOCKS)
+    config = make_config(peers, steps, speeds=speeds, model=model)
     manifest = config.manifest.model_copy(update={"audits": AuditSection(share=share)})
     liars = None if lie is None else Adversaries(1 / peers, lie)
     config = replace(config, manifest=manifest, adversaries=liars)
@@ -47,6 +53,16 @@ def test_repeated_work_of_honest_peers_agrees_to_the_last_bit(recipe: str) -> No
     audits = audited_swarm(shortened(recipe), 4, 6).audits
     assert audits is not None and audits.verdicts["equal"] >= 2
     assert set(audits.verdicts) == {"equal"}
+    assert not audits.caught and not audits.struck
+
+
+@pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
+def test_repeated_work_leaves_the_same_experts_out(recipe: str) -> None:
+    """So an auditor counts the tokens of each expert as the trainer did, from the state before."""
+    experts = {"kind": "qwen3-moe", "experts": 8, "experts_per_token": 1, "hidden": 8, "balance_loss": 0.0}
+    method = make_method(recipe, 3, {"schedule": {"experts": "trained"}})
+    audits = audited_swarm(method, 4, 12, model=BLOCKS.model_copy(update=experts)).audits
+    assert audits is not None and audits.verdicts["equal"] >= 4 and set(audits.verdicts) == {"equal"}
     assert not audits.caught and not audits.struck
 
 

@@ -1,0 +1,1 @@
+"""Experts of a mixture that only those exchange who trained them."""
