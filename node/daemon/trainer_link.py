@@ -360,8 +360,8 @@ class TrainerLink:
     async def _on_anchor_applied(self, round_number: int) -> None:
         if round_number == self._round:
             self._has_switched = False
-        if self._revision_sent and round_number == self._round:
-            self._revision_pending = self._revision_sent = False
+            if self._revision_sent:
+                self._revision_pending = self._revision_sent = False
         if round_number <= self._round:  # a higher one is of the chain that we left
             async with self._changed:
                 self._applied_round = max(self._applied_round, round_number)

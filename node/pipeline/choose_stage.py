@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from node.daemon.peers.run_contacts import find_records
 from node.options import NodeOptions
@@ -19,6 +18,7 @@ from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.membership.records.served_stages import MAX_MORE_STAGES, records_by_stage
 from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.balance import sum_rates
 from protocol.pipeline.stages.stage import StageManifest
 
 logger = logging.getLogger(__name__)
@@ -135,8 +135,7 @@ def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId)
         return StageChoice(_by_key(me, empty), "no peer that serves a stage is known, so by the key of this node")
     if empty:
         return StageChoice(_by_key(me, empty), "nobody serves it")
-    usual = median([rate for served in rates for rate in served if rate] or [1.0])
-    sums = [sum(rate or usual for rate in served) for served in rates]
+    sums = sum_rates(rates)
     chosen = _by_key(me, [stage for stage in range(stages) if sums[stage] <= min(sums)])
     return StageChoice(chosen, f"it is the weakest, {sums[chosen]:.3g} of {max(sums):.3g} microbatches/s")
 

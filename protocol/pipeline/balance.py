@@ -47,6 +47,15 @@ class Move:
     gain: float
 
 
+def sum_rates(rates: Sequence[Sequence[float]]) -> list[float]:
+    """Return the rate of each stage from those of its trainers.
+
+    A trainer without a rate (0) counts with the median of the others, and with 1 if nobody has one.
+    """
+    usual = median([rate for served in rates for rate in served if rate] or [1.0])
+    return [math.fsum(rate or usual for rate in served) for served in rates]
+
+
 def choose_move(seats: Iterable[Seat], stages: int) -> Move | None:
     """Return the move with the highest gain, ties by peer id; None if none is worth it, or a stage has no peer.
 
@@ -54,10 +63,9 @@ def choose_move(seats: Iterable[Seat], stages: int) -> Move | None:
     """
     listed = sorted(seats, key=lambda seat: seat.peer)
     members = [[seat for seat in listed if seat.stage == stage] for stage in range(stages)]
-    usual = median([seat.rate for seat in listed if seat.rate > 0] or [0.0])
-    if not all(members) or usual <= 0:
+    if not all(members):
         return None
-    sums = [math.fsum(seat.rate or usual for seat in served) for served in members]
+    sums = sum_rates([[seat.rate for seat in served] for served in members])
     target = sums.index(min(sums))
     moves = [
         Move(seat.peer, seat.stage, target, _gain(sums[seat.stage], sums[target], seat.rate))
