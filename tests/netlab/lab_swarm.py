@@ -31,14 +31,9 @@ class LabPeer(PeerProcess):
             super().start(peers)
 
     def replace_module(self, module: str) -> None:
-        """It runs this instead of the module that `-m` named, with the same arguments."""
+        """Run this module instead of the one that `-m` named, with the same arguments."""
         python, option, _, *words = self._command
         self._command = (python, option, module, *words)
-
-    def replace_program(self, code: str) -> None:
-        """It runs this instead of the module that `-m` named, with the same arguments."""
-        python, _, _, *words = self._command
-        self._command = (python, "-c", code, *words)
 
     def public_addresses(self) -> tuple[str, ...]:
         """Its addresses that others on the internet can use."""

@@ -27,7 +27,7 @@ DENSE: Mapping[str, Mapping[str, Any]] = {
     "target": {"rounds": ENDLESS},
 }
 LONELY = 16.0  # seconds
-NOT_CARRIED = "from node.daemon import downloads; downloads.MAX_RELAYS = 0; from node.cli import main; main()"
+NOT_CARRIED = "tests.netlab.lonely_peer"
 
 
 def hidden(status: NodeStatus) -> bool:
@@ -73,7 +73,7 @@ def test_hidden_peers_train_together_through_one_that_carries_their_blobs(
     laboratory.heal()
     with running_lab_swarm(tmp_path / "control", manifest, laboratory, nodes) as swarm:
         for peer in swarm.lab_peers:
-            peer.replace_program(NOT_CARRIED)
+            peer.replace_module(NOT_CARRIED)
         swarm.start()
         swarm.wait_for_round(1)
         end = time.monotonic() + LONELY

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -95,12 +96,16 @@ def test_equal_peers_stop_exactly_at_the_target() -> None:
 @pytest.mark.parametrize("recipe", ["diloco", "sparseloco"])
 def test_sent_bytes_are_those_of_the_encoded_contributions(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
-    message = ContributionEncoder.encode
+    encode = ContributionEncoder.encode
 
     def count(
-        self: ContributionEncoder, round_number: int, delta: torch.Tensor, residual: torch.Tensor
+        self: ContributionEncoder,
+        round_number: int,
+        delta: torch.Tensor,
+        residual: torch.Tensor,
+        trained: Sequence[bool] = (),
     ) -> list[Payload]:
-        parts = message(self, round_number, delta, residual)
+        parts = encode(self, round_number, delta, residual, trained)
         encoded.extend(len(part) for part in parts)
         return parts
 
