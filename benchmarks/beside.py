@@ -22,8 +22,8 @@ import torch
 from benchmarks.links import DEMO, PEERS, RUN_SECONDS, SETTINGS, Place
 from benchmarks.merge.training_step import Stepper
 from benchmarks.merge.worker import Team
-from tests.netlab.laboratory import Laboratory
-from tests.netlab.namespaces import reason_unavailable
+from tests.netlab.lab.laboratory import Laboratory
+from tests.netlab.lab.namespaces import reason_unavailable
 
 TARGET = 1.05
 IDLE_STEPS = 40

@@ -4,7 +4,7 @@
 
 Inner steps of the demo by as many threads as there are cores, and by one, on a machine that is otherwise idle and
 beside as many processes as cores and one more that train with one thread each; with the waits that a trainer is given
-(`trainer_process.SHORT_WAITS`) and with torch's own. Steps a second, medians of alternating turns. Takes five minutes.
+(`trainer_process.SPIN_LIMITS`) and with torch's own. Steps a second, medians of alternating turns. Takes five minutes.
 Exit code 1 where all cores beside others are not 1.5 times as fast as with torch's own waits, or are slower than three
 quarters of them on an idle machine.
 """

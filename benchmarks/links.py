@@ -47,9 +47,9 @@ from benchmarks.merge.worker import SilentError, Team, Worker, to_command_line
 from node.local.swarm_summary import compute_share
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.sections import RoundSection
-from tests.netlab.lab_swarm import running_lab_swarm
-from tests.netlab.laboratory import Laboratory, Link, Node
-from tests.netlab.namespaces import reason_unavailable
+from tests.netlab.lab.lab_swarm import running_lab_swarm
+from tests.netlab.lab.laboratory import Laboratory, Link, Node
+from tests.netlab.lab.namespaces import reason_unavailable
 
 PEERS = 4
 GLOO_PORT = 29_641

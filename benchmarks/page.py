@@ -23,7 +23,7 @@ from node.dashboard.events import LogOpened
 from node.dashboard.swarm_watcher import TICK_SECONDS
 from protocol.identity import Identity
 from tests.node.dashboard.example_events import FACTS, committed
-from tests.node.dashboard.many_peers import peer_records, serve_to_readers
+from tests.node.dashboard.serving.many_peers import peer_records, serve_to_readers
 from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle, watcher_of
 
 MAX_SHARE = 0.10  # of one core

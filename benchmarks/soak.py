@@ -32,9 +32,9 @@ from benchmarks.endurance.faults import FaultInjector
 from benchmarks.endurance.resources import WARM_UP_SECONDS, Growth, ResourceMonitor
 from benchmarks.endurance.run_control import has_reached, make_manifest, run_until, wait_for_agreement
 from benchmarks.endurance.run_observer import RunObserver, loss_up_to
-from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
-from tests.netlab.laboratory import Laboratory, Link
-from tests.netlab.namespaces import reason_unavailable
+from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm
+from tests.netlab.lab.laboratory import Laboratory, Link
+from tests.netlab.lab.namespaces import reason_unavailable
 
 WEATHER = Link(up=20, down=20, delay=0.03, jitter=0.02, loss=0.01)
 INNER_STEPS = 100

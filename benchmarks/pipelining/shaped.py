@@ -7,7 +7,7 @@ from node.plan.arithmetic import predict
 from node.plan.peers import PeerKind
 from node.plan.workload import workload_of
 from protocol.manifest.run import Manifest
-from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.lab.laboratory import Laboratory, Link
 
 RTT_SECONDS = 0.05
 OPERATIONS = 1e12  # of a microbatch at each stage; only the ratio to the speed of a peer matters

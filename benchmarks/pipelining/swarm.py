@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from benchmarks.merge.worker import START_SECONDS, SilentError, Team, Worker, to_command_line
-from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.lab.laboratory import Laboratory, Link
 
 CONTEXT, MICROBATCH, BYTES_PER_VALUE = 64, 4, 2
 MICROBATCH_TOKENS = CONTEXT * MICROBATCH

@@ -20,8 +20,6 @@ import hashlib
 import json
 import logging
 import os
-import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from node.checkpoints.chain_file import HEAD_KEY, SavedChain
+from node.checkpoints.checkpoint_folders import MANIFEST, list_checkpoints, next_number, prune, remove_hidden
 from node.checkpoints.named_vectors import SavedInner, name_inner_tensors, name_tensors, read_flat
 from node.checkpoints.tensor_file import (
     DamagedError,
@@ -41,8 +40,6 @@ from node.checkpoints.tensor_file import (
     write_tensors,
 )
 from node.model import ShapeTable
-from node.paths import KEEP_MARK
-from node.run_dir import write_atomically
 from optim.inner.base import WEIGHTS
 from protocol.errors import CheckpointError, OtherRunError, StorageError
 from protocol.manifest.run import RunId
@@ -53,9 +50,7 @@ SCHEMA = 2
 ANCHOR = "anchor.safetensors"
 INNER = "inner.safetensors"
 NEXT_INNER = ".inner.safetensors"  # in the folder of all checkpoints
-MANIFEST = "manifest.json"
 CHAIN = "chain.bin"
-NAME = re.compile(r"(\d{10,})\.round-(\d+)")
 
 Json = dict[str, Any]
 Rooms = Mapping[str, Tensor]
@@ -112,46 +107,18 @@ def save(folder: Path, checkpoint: Checkpoint, shapes: ShapeTable, keep: int) ->
         raise ValueError("the checkpoint was made for another shape table")
     try:
         _create_folder(folder)
-        _remove_hidden(folder)
-        target = folder / f"{_next_number(folder):010d}.round-{checkpoint.round}"
+        remove_hidden(folder)
+        target = folder / f"{next_number(folder):010d}.round-{checkpoint.round}"
         _publish(target, checkpoint, shapes)
-        _prune(folder, keep)
+        prune(folder, keep)
     except OSError as error:
         with contextlib.suppress(OSError):  # best effort: the next save retries
-            _remove_hidden(folder)
+            remove_hidden(folder)
         raise StorageError(
             f"cannot save round {checkpoint.round} in {folder}: {error.strerror}; "
             "free some space or move the folder; the previous checkpoint is kept"
         ) from error
     return target
-
-
-def keep_newest(folder: Path) -> None:
-    """Protect the newest checkpoint from pruning, unless one is protected already. Raises StorageError."""
-    saved = _list_saved(folder)
-    if saved and not any(_keep_mark(path).exists() for _, path in saved):
-        write_atomically(_keep_mark(saved[-1][1]), b"")
-
-
-def release_kept(folder: Path) -> None:
-    """Let the next save prune all checkpoints again."""
-    for mark in folder.glob("*.round-*.keep"):
-        mark.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint on disk; `is_kept` if it is protected from pruning."""
-
-    path: Path
-    round: int
-    is_kept: bool
-
-
-def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """Return the checkpoints in a folder, oldest first."""
-    names = [(path, NAME.fullmatch(path.name)) for _, path in _list_saved(folder)]
-    return [SavedCheckpoint(path, int(name[2]), _keep_mark(path).exists()) for path, name in names if name]
 
 
 def load_newest(
@@ -210,11 +177,6 @@ def load_anchor(folder: Path, run_id: RunId, shapes: ShapeTable, name: str | Non
         reason = f"all are damaged ({skipped[0]})" if skipped else "there is none yet"
         raise CheckpointError(f"no usable checkpoint in {folder}: {reason}; let the node finish a round first")
     return loaded
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder has the name and the manifest of a checkpoint."""
-    return NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
 
 
 def _read_anchor(path: Path, body: Json, shapes: ShapeTable) -> SavedAnchor:
@@ -351,40 +313,6 @@ def _open(folder: Path, file: str, body: Json) -> TensorFile:
 
 def _outer_file(slot: str) -> str:
     return f"outer.{slot}.safetensors"
-
-
-def _list_saved(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoints' numbers and folders, oldest first."""
-    if not folder.is_dir():
-        return []
-    names = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(name[1]), path) for name, path in names if name)
-
-
-def _next_number(folder: Path) -> int:
-    saved = _list_saved(folder)
-    return saved[-1][0] + 1 if saved else 1
-
-
-def _prune(folder: Path, keep: int) -> None:
-    for _, path in _list_saved(folder)[:-keep]:
-        if _keep_mark(path).exists():
-            continue
-        hidden = path.with_name(f".{path.name}")  # a half-deleted one must not look like a checkpoint
-        path.rename(hidden)
-        shutil.rmtree(hidden)
-
-
-def _keep_mark(path: Path) -> Path:
-    """Return the file whose presence protects a checkpoint."""
-    return path.with_name(path.name + KEEP_MARK)
-
-
-def _remove_hidden(folder: Path) -> None:
-    """Remove the leftovers of an interrupted save or prune."""
-    for path in folder.glob(".*.round-*"):
-        if path.is_dir():
-            shutil.rmtree(path)
 
 
 def _create_folder(folder: Path) -> None:

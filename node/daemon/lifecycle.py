@@ -221,7 +221,7 @@ def _end_of(node: Node) -> FinishedRun | None:
     replica = next(iter(node.replicas.values()))
     if (reached := replica.effects.reached) is None:
         return None
-    loss = replica.swarm_view.newest_validation_loss() or replica.status_reporter.status().validation_loss
+    loss = replica.peers.swarm_view.newest_validation_loss() or replica.status_reporter.status().validation_loss
     return FinishedRun(
         reached.head.round, reached.head.tokens, loss, reached.is_ours, is_extended=replica.inbox.is_extended
     )

@@ -111,7 +111,7 @@ class Node:
         if replica.pipeline is not None:
             self._stores.add(replica.pipeline.store)
         self.metrics.add_store(replica.store)
-        self.metrics.add_refusal_counter(replica.downloader)
+        self.metrics.add_refusal_counter(replica.peers.downloader)
         self.manifests[replica.run_id] = manifest
         self.replicas[replica.run_id] = replica
         return replica
@@ -206,7 +206,7 @@ class Node:
 
     def publish_progress(self) -> None:
         for replica in self.replicas.values():
-            replica.swarm_view.publish_progress()
+            replica.peers.swarm_view.publish_progress()
 
     def status(self) -> NodeStatus:
         """Return the status of the replica that was added first."""
@@ -216,8 +216,8 @@ class Node:
         transport, own = self.transport, self.directory.live().get(self.peer_id)
         other = self.directory.other_node_with_our_key()
         replicas = self.replicas.values()
-        control = [self.directory.traffic, *(replica.traffic for replica in replicas)]
-        blobs_received = sum(replica.downloader.bytes_received for replica in replicas)
+        control = [self.directory.traffic, *(replica.peers.traffic for replica in replicas)]
+        blobs_received = sum(replica.peers.downloader.bytes_received for replica in replicas)
         return {
             "peers": len(self.directory.live()),
             "key_conflict": other.describe() if other else "",

@@ -1,7 +1,6 @@
 """Build one replica of a node: its method, state, round loop, contributions, checkpoints and trainer."""
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,16 +10,15 @@ from node.audits.auditor import Auditor, AuditTools
 from node.audits.work_keeper import WorkKeeper
 from node.checkpoints.vote_log import VoteLog
 from node.daemon.effects import Effects
-from node.daemon.inbox import Inbox, MessageReceiver
+from node.daemon.inbox import Inbox
+from node.daemon.kernels import compile_kernels
 from node.daemon.node_parts import NodeParts
 from node.daemon.peers.blob_relay import BlobRelay, RelayOptions
 from node.daemon.peers.chain_sync import ChainReader, ChainSyncClient
-from node.daemon.peers.downloads import Downloads
-from node.daemon.peers.peer_rpc import Outbox, PeerRpc
-from node.daemon.peers.swarm_view import SwarmView
+from node.daemon.peers.connections import Connections
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.run_limits import blob_memory_bytes, contribution_limits, max_store_bytes
-from node.daemon.services import InboundQuota, ServedChain
+from node.daemon.services import ServedChain
 from node.daemon.state.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.state.outer_state import ReplicatedState, RoundCompute, state_bytes
 from node.daemon.state.outer_vectors import OuterVectors
@@ -64,25 +62,14 @@ from node.pipeline.build import build_pipeline, stage_config
 from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
 from node.trainer.vectors import TrainerVectors
-from optim.kernels.warmup import warm_up
 from optim.round_plan import RoundPlanner
-from protocol.admission.gate import Gate
-from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
-from protocol.consensus.messages.briefs.codec import Abridger
-from protocol.consensus.messages.briefs.seen import SeenMessages
 from protocol.manifest.run import Manifest
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.membership.records.fields import MAX_TEXT_CHARACTERS
 from protocol.murmur_pb2 import Signed
-from protocol.pipeline.stages.stage import StageManifest
 from protocol.signing import sign
 from protocol.tasks import cancel_and_wait
-from protocol.traffic import ControlTraffic
-
-logger = logging.getLogger(__name__)
-
-SLOW_COMPILE_SECONDS = 5.0  # a shorter warm-up found the kernels compiled
 
 
 class Replica:
@@ -93,12 +80,7 @@ class Replica:
         """Build a replica from its folder. Raises MurmurError."""
         options = node.options
         planner = build_node_program(manifest, options.memory_mode, own_loop=options.own_loop)
-        text = "compiling the kernels of this run, once for this machine; it may take a minute"
-        notice = asyncio.get_running_loop().call_later(SLOW_COMPILE_SECONDS, logger.info, text)
-        try:
-            await node.workers.compute(warm_up, planner.method)
-        finally:
-            notice.cancel()
+        await compile_kernels(planner.method, node.workers.compute)
         return cls(node, manifest, run_dir, planner)
 
     def __init__(self, node: NodeParts, manifest: Manifest, run_dir: RunDir, planner: RoundPlanner) -> None:
@@ -156,20 +138,8 @@ class Replica:
         self.replicated = ReplicatedState(restored.chain, state, self._compute, workers.compute, workers.low_priority)
 
     def _connect(self) -> None:
-        """Build the components that communicate with the peers of the run."""
-        node, status = self._node, self.status_reporter
-        gate = Gate(self.manifest)
-        node.metrics.add_refusal_counter(gate)
-        board = node.stages.board_of(self.manifest) if isinstance(self.manifest, StageManifest) else None
-        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate, board)
-        self.quota = InboundQuota(self._limits.parts, self.manifest.round.leader_timeout)
-        seen = SeenMessages()
-        self.receiver = MessageReceiver(self.run_id, self._limits, seen, self.inbox, status)
-        self.traffic = ControlTraffic()
-        rpc = PeerRpc(self.run_id, node.transport, Abridger(seen), self.traffic)
-        self.outbox = Outbox(rpc, self.receiver, node.directory, self.inbox, status)
-        self.downloader = Downloader(self.store, node.transport.bulk, node.rng)
-        self._downloads = Downloads(self.downloader, self.swarm_view, rpc, status)
+        """Build the components that communicate with the peers of the run, and fetch blobs for them."""
+        self.peers = Connections(self._node, self.manifest, self._limits, self.inbox, self.store, self.status_reporter)
         self.blob_relay = BlobRelay(
             RelayOptions(
                 run_id=self.run_id,
@@ -177,10 +147,10 @@ class Replica:
                 contribution_bytes=self._planner.max_contribution_bytes,
                 fetch_seconds=self.manifest.round.exchange_timeout,
             ),
-            self.downloader,
+            self.peers.downloader,
             self.store,
             self.replicated.chain,
-            self.swarm_view,
+            self.peers.swarm_view,
         )
 
     def _build_loop(self) -> None:
@@ -227,14 +197,14 @@ class Replica:
             steering=self.steering,
             store=self.store,
             keeper=WorkKeeper(self.store, self.shared_memory),
-            fetcher=self._downloads,
-            outbox=self.outbox,
-            swarm=self.swarm_view,
+            fetcher=self.peers.downloads,
+            outbox=self.peers.outbox,
+            swarm=self.peers.swarm_view,
             conduct=self.loop.conduct.conduct,
             base=self._node.options.base,
             device=self._node.options.device,
         )
-        self.auditor = self.receiver.auditor = Auditor(tools, self.inbox)
+        self.auditor = self.peers.receiver.auditor = Auditor(tools, self.inbox)
         self._node.metrics.add_refusal_counter(self.auditor)
 
     def _build_trainer(self) -> None:
@@ -278,7 +248,7 @@ class Replica:
         method, transport = self._planner.method, self._node.transport
         round_tools = RoundTools(
             store=self.store,
-            downloads=self._downloads,
+            downloads=self.peers.downloads,
             compute=self._compute,
             run_in_thread=self._node.workers.compute,
             vote_log=self._vote_log,
@@ -291,16 +261,16 @@ class Replica:
             run_in_thread=self._node.workers.compute,
             trainer=self.trainer,
             checkpointer=self.checkpointer,
-            downloads=self._downloads,
+            downloads=self.peers.downloads,
             sync_client=ChainSyncClient(
                 ChainReader(self.run_id, self._limits, transport.channel, self.manifest.admission),
                 self.replicated.chain,
                 self._node.options.contact_ids,
-                self.swarm_view,
+                self.peers.swarm_view,
                 self._state_bytes,
                 topology_class(method).has_shared_state,
             ),
-            swarm_view=self.swarm_view,
+            swarm_view=self.peers.swarm_view,
             steering=self.steering,
             revisions=self._node.revisions,
             auditor=self.auditor,
@@ -308,8 +278,8 @@ class Replica:
         self.effects = Effects(
             self.loop,
             self.inbox,
-            self.receiver,
-            self.outbox,
+            self.peers.receiver,
+            self.peers.outbox,
             RoundEffects(self.inbox, self.status_reporter, round_tools),
             StateEffects(self.inbox, self.status_reporter, state_tools),
         )
@@ -323,12 +293,12 @@ class Replica:
     def announce(self) -> None:
         """Announce our head to the peers of the run and follow theirs; call it on the network."""
         if self._has_state:
-            self.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
+            self.peers.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
         self._node.directory.subscribe(self)
         if self.pipeline is not None:
             self.pipeline.start(self._process)
         self._node.revisions.subscribe(self)
-        self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
+        self.inbox.post(SwarmChanged(self.peers.swarm_view.snapshot()))
 
     async def run(self) -> None:
         """Take part until the target, and stay until nobody needs our final state any more.
@@ -363,7 +333,7 @@ class Replica:
         await self._node.workers.compute(TrainerVectors(self.shared_memory, self._planner).read)
         if (self.effects.reached is None or self.effects.reached.is_ours) and not self.loop.lacks_state:
             await self.checkpointer.save_now(self.replicated, self._contributions)
-        await self.outbox.stop()
+        await self.peers.outbox.stop()
 
     def on_trainer_message(self, message: FromTrainer) -> None:
         directory = self._node.directory
@@ -387,13 +357,13 @@ class Replica:
 
     def _is_to_be_evaluated(self, applied: AnchorApplied) -> bool:
         is_affordable = self.trainer.affords_evaluation(applied, is_last=self.steering.is_target_reached)
-        return is_affordable and self.swarm_view.is_our_turn_to_evaluate(applied.round)
+        return is_affordable and self.peers.swarm_view.is_our_turn_to_evaluate(applied.round)
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
         for event in events:
             if isinstance(event, PeerLeft):
-                self.outbox.drop_peer(event.peer)
-        self.inbox.post(SwarmChanged(self.swarm_view.snapshot()))
+                self.peers.outbox.drop_peer(event.peer)
+        self.inbox.post(SwarmChanged(self.peers.swarm_view.snapshot()))
 
     def on_revisions_changed(self) -> None:
         self.inbox.post(RevisionsChanged())
@@ -412,7 +382,7 @@ class Replica:
             "target_tokens": target.tokens,
             "revisions": self._node.revisions.describe(),
             "bytes_carried": self.blob_relay.bytes_relayed,
-            "alone": self.swarm_view.is_isolated(),
+            "alone": self.peers.swarm_view.is_isolated(),
             "has_vote": self.replicated.chain.electorate.has_vote(self._node.identity.peer_id),
             "trainer_restarts": self.trainer.crash_count,
             "trainer_trouble": self.trainer.not_running_reason,

@@ -139,17 +139,17 @@ class RoundsService(RoundsServicer):
         count = len(request.statements) + len(request.briefs)
         peer, replica = await self._admit(self._replicas, request, context, count)
         whole = request.statements
-        restored, unresolved = replica.receiver.restore(peer, request.briefs)
+        restored, unresolved = replica.peers.receiver.restore(peer, request.briefs)
         try:
             sizes = [signed.ByteSize() for signed in (*whole, *restored)]
-            replica.quota.charge(peer, sizes, replica.loop.is_known(peer), time.monotonic())
+            replica.peers.quota.charge(peer, sizes, replica.loop.is_known(peer), time.monotonic())
         except LimitError as fault:
             self._record_flood(fault)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(fault))
-        replica.traffic.record_received("deliver", request)
-        answers = replica.receiver.receive(peer, [*whole, *restored])
+        replica.peers.traffic.record_received("deliver", request)
+        answers = replica.peers.receiver.receive(peer, [*whole, *restored])
         reply = DeliverReply(statements=answers, unresolved=unresolved)
-        replica.traffic.record_sent("deliver", reply)
+        replica.peers.traffic.record_sent("deliver", reply)
         return reply
 
     async def Chain(self, request: ChainRequest, context: Any) -> ChainReply:  # noqa: N802

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from node.checkpoints.checkpoint import is_checkpoint
+from node.checkpoints.checkpoint_folders import is_checkpoint
 from node.commands.opening import open_model
 from node.evaluation.results import (
     RESULT_HEADINGS,

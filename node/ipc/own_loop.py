@@ -16,7 +16,8 @@ from node.ipc import loop_socket
 from node.ipc.channel import DaemonChannel, PauseChanged, TrainerConfig
 from node.ipc.frames import ChannelClosed
 from node.ipc.shared_memory import SharedMemory
-from node.ipc.trainer_process import STOP_SECONDS, TrainerProcess, TrainerRun
+from node.ipc.trainer_process import STOP_SECONDS, TrainerProcess
+from node.ipc.trainer_run import TrainerRun
 from protocol.errors import StorageError
 
 FIRST_LOOP: Final = "waiting for your training loop"

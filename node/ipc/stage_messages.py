@@ -7,9 +7,13 @@ Each command names the start of the trainer whose Ready the daemon has heard. Th
 in its channel, and ignores them: the daemon has given their slots to other microbatches, and counts nothing of them.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt
+
+from protocol.pipeline.messages import Input
+from protocol.pipeline.stages.server_events import Compute
 
 Slot = Annotated[int, Field(ge=0, description="number of a slot of the activation memory")]
 StageFault = Literal["", "wrong input", "overflow", "other round"]
@@ -60,6 +64,26 @@ class ComputeStage(_Command):
     number: NonNegativeInt | None = Field(default=None, description="of the microbatch in its exact step")
     round: NonNegativeInt = Field(default=0, description="in which an exact step counts the gradient")
     takes_away: bool = Field(default=False, description="subtract the gradient, which another peer counts too")
+
+    @classmethod
+    def of(cls, order: Compute, inputs: Mapping[Input, int], output: int | None, round_number: int) -> Self:
+        """Return the command for an order of the stage's server, with the slots of its inputs by name."""
+        task = order.task
+        return cls(
+            task=order.token,
+            is_backward=task.direction == "backward",
+            adds=order.adds,
+            activation=inputs.get("activation"),
+            tokens=inputs.get("tokens"),
+            gradient=inputs.get("gradient"),
+            output=output,
+            loss=task.loss,
+            owner=task.owner,
+            serial=task.serial,
+            number=task.number,
+            round=round_number,
+            takes_away=order.takes_away,
+        )
 
 
 class StageComputed(_StageMessage):

@@ -4,10 +4,7 @@ A trainer that died resumes from the shared memory after a growing delay. The da
 Failed, crashes with the same error MAX_EQUAL_CRASHES times without progress, or dies MAX_CRASHES_IN_A_ROW times without
 progress.
 
-A hanging driver raises nothing and its process lives on, so a watchdog kills a trainer that is stuck. The trainer
-records a heartbeat at every iteration of its loop, a step or a short wait. It may be silent for MIN_STUCK_SECONDS, or
-STUCK_FACTOR times the longest silence so far, whichever is longer, because steps take minutes on some machines. Time
-in which the daemon itself was suspended (a closed laptop, a stopped container) counts as two checks at most.
+A watchdog kills a trainer that is stuck (`node.ipc.watchdog`).
 """
 
 import asyncio
@@ -20,10 +17,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
+from node.ipc import watchdog
 from node.ipc.activation_memory import ActivationMemory
 from node.ipc.channel import (
     ContributionHeader,
@@ -40,41 +37,15 @@ from node.ipc.channel import (
 )
 from node.ipc.frames import ChannelClosed
 from node.ipc.shared_memory import SharedMemory
+from node.ipc.trainer_run import SpawnedRun, TrainerRun
+from node.ipc.watchdog import Watchdog
 from node.processes.process import python_environment
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 
-TRAINER_MODULE = "node.trainer"
-WATCHDOG_SECONDS = 5.0
-MIN_STUCK_SECONDS = 300.0
-STUCK_FACTOR = 20.0
-
-
-class Watchdog:
-    """Detects a stuck trainer process by its heartbeats. All times are seconds of a monotonic clock."""
-
-    def __init__(self, heartbeat_count: int, now: float) -> None:
-        self._heartbeat_count = heartbeat_count
-        self._observed_at = now
-        self._longest_silence = 0.0
-        self.silent_seconds = 0.0
-
-    @property
-    def is_stuck(self) -> bool:
-        return self.silent_seconds > max(MIN_STUCK_SECONDS, STUCK_FACTOR * self._longest_silence)
-
-    def observe(self, heartbeat_count: int, now: float) -> None:
-        """Take note of the heartbeat count at time `now`."""
-        elapsed = min(now - self._observed_at, 2 * WATCHDOG_SECONDS)
-        self._observed_at = now
-        self.silent_seconds += elapsed
-        if heartbeat_count != self._heartbeat_count:
-            self._longest_silence = max(self._longest_silence, self.silent_seconds)
-            self._heartbeat_count = heartbeat_count
-            self.silent_seconds = 0.0
-
-
 logger = logging.getLogger(__name__)
+
+TRAINER_MODULE = "node.trainer"
 MAX_CRASHES_IN_A_ROW = 5
 MAX_EQUAL_CRASHES = 2
 UNCAUGHT_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)")  # the last line of Python's traceback
@@ -192,7 +163,7 @@ class TrainerProcess:
         while not self._queue.empty():
             self._queue.get_nowait()
 
-    async def _supervise(self, run: "TrainerRun | None") -> None:
+    async def _supervise(self, run: TrainerRun | None) -> None:
         try:
             while True:
                 if run is None:
@@ -218,7 +189,7 @@ class TrainerProcess:
             self._failure = MurmurError(f"cannot start the trainer: {error}; free memory or end other processes")
         await self._queue.put(None)
 
-    async def _pump_messages(self, run: "TrainerRun") -> None:
+    async def _pump_messages(self, run: TrainerRun) -> None:
         """Queue the trainer's messages until it dies. Raises the error of a Failed message."""
         while True:
             try:
@@ -244,17 +215,17 @@ class TrainerProcess:
                 self.not_running_reason = ""
             await self._queue.put(message)
 
-    async def _kill_if_stuck(self, run: "TrainerRun") -> None:
+    async def _kill_if_stuck(self, run: TrainerRun) -> None:
         """Kill the trainer if it is ready and then gets stuck."""
-        watchdog: Watchdog | None = None
-        while not (watchdog and watchdog.is_stuck):
-            await asyncio.sleep(WATCHDOG_SECONDS)
+        guard: Watchdog | None = None
+        while not (guard and guard.is_stuck):
+            await asyncio.sleep(watchdog.WATCHDOG_SECONDS)
             if self.not_running_reason:
                 continue  # starting takes as long as loading its data
             now, heartbeat_count = time.monotonic(), self._shared_memory.heartbeat_count
-            watchdog = watchdog or Watchdog(heartbeat_count, now)
-            watchdog.observe(heartbeat_count, now)
-        logger.error("the trainer has been stuck for %.0f s; killing it", watchdog.silent_seconds)
+            guard = guard or Watchdog(heartbeat_count, now)
+            guard.observe(heartbeat_count, now)
+        logger.error("the trainer has been stuck for %.0f s; killing it", guard.silent_seconds)
         run.kill()
 
     def _record_end(self, cause: str) -> None:
@@ -297,14 +268,14 @@ class TrainerProcess:
     def _restart_delay(self) -> float:
         return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._crashes_in_a_row - 1)))
 
-    async def _start_run(self) -> "TrainerRun":
+    async def _start_run(self) -> TrainerRun:
         """Spawn the trainer, and kill it at once if `stop` was called meanwhile: it has nothing to write."""
         run = await self._spawn()
         if self._stopping:
             run.kill()
         return run
 
-    async def _spawn(self) -> "TrainerRun":
+    async def _spawn(self) -> TrainerRun:
         ours, theirs = socket.socketpair()
         try:
             process = await self._execute(theirs.fileno())
@@ -315,7 +286,7 @@ class TrainerProcess:
             theirs.close()
         self._stderr_tail.clear()
         stderr_task = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
-        run = _SpawnedRun(process, await DaemonChannel.open(ours), stderr_task)
+        run = SpawnedRun(process, await DaemonChannel.open(ours), stderr_task)
         with contextlib.suppress(ChannelClosed):  # dead already: `receive` will notice
             await run.channel.send(self._current_config)
         return run
@@ -355,7 +326,7 @@ class TrainerProcess:
             self._stderr_tail.append(text)
             logger.info("trainer: %s", text)
 
-    async def _reap(self, run: "TrainerRun") -> str:
+    async def _reap(self, run: TrainerRun) -> str:
         """Wait for the trainer to exit, kill it if it does not, and return how it ended."""
         await run.channel.close()
         try:
@@ -369,51 +340,7 @@ class TrainerProcess:
         return end
 
 
-class TrainerRun(Protocol):
-    """One trainer, from its start to its end."""
-
-    @property
-    def channel(self) -> DaemonChannel:
-        """Return our end of its channel."""
-
-    @property
-    def pid(self) -> int | None:
-        """Return the id of its process while that runs; `None` for a process that is not ours."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    async def wait(self) -> str:
-        """Wait for its end; return how it ended."""
-
-
-@dataclass(frozen=True)
-class _SpawnedRun:
-    """A process of ours."""
-
-    process: asyncio.subprocess.Process
-    channel: DaemonChannel
-    stderr_task: asyncio.Task[None]
-
-    @property
-    def pid(self) -> int | None:
-        return self.process.pid if self.process.returncode is None else None
-
-    def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-
-    async def wait(self) -> str:
-        code = await self.process.wait()
-        await self.stderr_task
-        return _describe_exit(code)
-
-
 def crash_of_stderr(last_line: str) -> Crashed | None:
     """Return the error with which Python ended a trainer that could not send it, for example while it imported."""
     is_error = UNCAUGHT_ERROR.match(last_line)
     return Crashed(reason=last_line, exit_code=MurmurError.exit_code) if is_error else None
-
-
-def _describe_exit(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -205,7 +205,7 @@ class OtherStageKeeper:
 
     def _choose(self) -> int | None:
         [replica] = self._node.replicas.values()
-        records, stages = replica.swarm_view.admitted_records(), self._node.options.manifest.pipeline.stages
+        records, stages = replica.peers.swarm_view.admitted_records(), self._node.options.manifest.pipeline.stages
         return choose_kept_stage(records, stages, self._node.peer_id, self._own_stage, self._current)
 
     def _add(self, stage: int) -> bool:

@@ -37,7 +37,7 @@ from protocol.blobs.download import Downloader
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.history.fork_choice import ChainOffer, Witnesses, judge
-from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId

@@ -10,6 +10,7 @@ from typing import Literal
 
 from node.daemon.state.outer_state import SignedContributions
 from node.loop import events, reports
+from node.loop.action_queue import ActionQueue
 from node.loop.actions import (
     AdvanceState,
     ApplyCommit,
@@ -32,11 +33,11 @@ from node.loop.peers.conduct_keeper import ConductKeeper
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from node.loop.peers.syncing import Syncing
 from node.loop.round_session import RoundSession
-from node.monitoring.status import Phase
 from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
 from protocol.consensus.history.certified import CertifiedCommit
 from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.contributions import Adoption, Commit
+from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 
@@ -68,8 +69,7 @@ class RoundLoop:
         self._departure = Departure(options)
         self._holds = Holds(options.steering, chain)
         self._exact = ExactRounds(options.exact)
-        self._phase: tuple[Phase, str] | None = None
-        self._actions: list[LoopAction] = []
+        self._actions = ActionQueue()
 
     @property
     def is_done(self) -> bool:
@@ -95,12 +95,11 @@ class RoundLoop:
         """Handle several events; the round machine gets its events together, which is cheaper."""
         for event in given:
             self._take(event, now)
-        self._actions += self.session.advance(now)
+        self._actions.add(self.session.advance(now))
         while self._proceed(now):
-            self._actions += self.session.advance(now)
-        self._actions += self.conduct.take_actions()
-        actions, self._actions = self._actions, []
-        return actions
+            self._actions.add(self.session.advance(now))
+        self._actions.add(self.conduct.take_actions())
+        return self._actions.take()
 
     def next_deadline(self, now: float) -> float | None:
         """Return when to send TimePassed."""
@@ -176,7 +175,7 @@ class RoundLoop:
     def _proceed(self, now: float) -> bool:
         """Take the next step, if there is one; return whether there was."""
         if self._syncing.is_confirming:
-            self._emit(self._syncing.confirm(self._live(now), now))
+            self._actions.add(self._syncing.confirm(self._live(now), now))
         if not self._is_free:
             return False
         if self._syncing.is_asking and self._attend_sync(now):
@@ -193,31 +192,31 @@ class RoundLoop:
             case "running":
                 return self._run(now)
             case "done":
-                self._actions += self._departure.advance(now)
+                self._actions.add(self._departure.advance(now))
         return False
 
     def _join(self, now: float) -> bool:
         """Let a new peer with contacts wait for an answer: work that it trains alone is of little use."""
-        self._report_phase("joining", "looking for the peers of the run")
+        self._actions.report_phase("joining", "looking for the peers of the run")
         is_new = self.chain.round == 0
         if is_new and self._options.has_contacts and not self._snapshot.has_others(self._peer_id):
             return False
         if is_new and (final := self.steering.final_head(self._snapshot, self._peer_id)):
             self._stop()
-            self._actions += [ReportPhase("done", "the run is over"), TargetReached(final, is_ours=False), LeaveRun()]
+            self._actions.add([ReportPhase("done", "the run is over"), TargetReached(final, is_ours=False), LeaveRun()])
             return True
         if self._syncing.is_asking:
             return False
         if self._syncing.is_behind(now):
             return self._begin_sync(now)
         if self._syncing.lacks_state:
-            self._report_phase("joining", reports.NO_WEIGHTS)
+            self._actions.report_phase("joining", reports.NO_WEIGHTS)
             return False
         if is_new and self._options.has_contacts and self._syncing.is_shut_out():
-            self._report_phase("joining", reports.SHUT_OUT)
+            self._actions.report_phase("joining", reports.SHUT_OUT)
             return False
         self._stage = "starting"
-        self._actions.append(StartTrainer())
+        self._actions.add([StartTrainer()])
         return True
 
     def _assemble(self, now: float) -> bool:
@@ -225,7 +224,7 @@ class RoundLoop:
         needed, present = self._options.min_peers, len(self._snapshot.trainers)
         is_patient = self.chain.round == 0 or self._patience_ends is None or now < self._patience_ends
         if present < needed and is_patient:
-            self._report_phase("waiting for peers", reports.waiting(present, needed))
+            self._actions.report_phase("waiting for peers", reports.waiting(present, needed))
             return not self._syncing.is_asking and self._syncing.is_behind(now) and self._begin_sync(now)
         self._stage, self._patience_ends = "running", None
         return True
@@ -247,24 +246,24 @@ class RoundLoop:
     def _may_apply(self, commit: Commit) -> bool:
         """Return whether a decided round is known to count or to be void."""
         verdict, actions = self._exact.review(commit, self._snapshot.steps)
-        self._emit(actions)
+        self._actions.add(actions)
         return verdict is not None
 
     def _is_held(self) -> bool:
         """Return whether the organiser has paused the run, or another stage of the pipeline is behind."""
-        self._emit(self._holds.pause(self._snapshot))
+        self._actions.add(self._holds.pause(self._snapshot))
         behind = self._holds.stage_behind(self._snapshot)
-        self._emit(behind)
+        self._actions.add(behind)
         return self.steering.is_paused or bool(behind)
 
     def _reach_target(self, now: float) -> bool:
         behind = self._holds.stage_behind(self._snapshot)
         if behind:  # it needs us for its last microbatches
-            self._emit(behind)
+            self._actions.add(behind)
             return False
         self._departure.begin(self.chain.head, self.state, self._stage != "running", now)
         self._stop()
-        self._actions.append(TargetReached(self.chain.head, is_ours=True))
+        self._actions.add([TargetReached(self.chain.head, is_ours=True)])
         return True
 
     def _stop(self) -> None:
@@ -273,7 +272,7 @@ class RoundLoop:
         self.session.close()
 
     def _open_round(self, now: float) -> None:
-        self._report_phase("training")
+        self._actions.report_phase("training")
         membership = self.conduct.membership(self.chain, self._syncing.avoided(now))
         state = self.state if self._options.compares_states else b""
         self.session.open(self.chain, state, membership, self._snapshot.trainers, self.steering.new_revisions, now)
@@ -283,7 +282,7 @@ class RoundLoop:
         """Give our contribution, if there is one, to the open round."""
         pending = self.contributions.pending
         if pending is not None and self.session.is_open and self.session.number == self.chain.round:
-            self._report_phase("exchanging")
+            self._actions.report_phase("exchanging")
             self.session.submit(pending, self.chain, now)
 
     def _update_swarm(self, snapshot: SwarmSnapshot, now: float) -> None:
@@ -311,7 +310,7 @@ class RoundLoop:
         elif settings.topology.accepts_commit(body):
             contributions, may_lose = self.session.contributions_for(body), settings.topology.may_skip_lost
             applied = contributions if counts else ()
-            self._actions.append(ApplyCommit(commit, applied, may_lose, settings.exchange_timeout))
+            self._actions.add([ApplyCommit(commit, applied, may_lose, settings.exchange_timeout)])
         else:
             self._apply_failed(f"the commit is not valid for round {body.round} of this run", now)
 
@@ -321,17 +320,17 @@ class RoundLoop:
         body = applying.commit.body
         applying.contributions = contributions
         applying.outcome = self.contributions.on_commits(self._peer_id, [body], body.round + 1)
-        self._actions.append(AdvanceState(applying.commit, applying.outcome))
+        self._actions.add([AdvanceState(applying.commit, applying.outcome)])
 
     def _publish(self, state: Digest) -> None:
         self._set_state(state)
         if (applying := self._applying) is not None:
-            self._actions += self._exact.apply(applying.commit.body, applying.counts)
-            self._actions.append(PublishHead(applying.commit.body, applying.contributions, applying.outcome))
+            self._actions.add(self._exact.apply(applying.commit.body, applying.counts))
+            self._actions.add([PublishHead(applying.commit.body, applying.contributions, applying.outcome)])
 
     def _set_state(self, state: Digest) -> None:
         self.state = state
-        self._actions.append(ReportPace(self.session.describe_pace(self.chain.round)))
+        self._actions.add([ReportPace(self.session.describe_pace(self.chain.round))])
         self._syncing.on_moved()
 
     def _published(self, now: float) -> None:
@@ -340,7 +339,7 @@ class RoundLoop:
         if not self._syncing.is_active:
             return
         if replayed:
-            self._actions.append(ReportCatchUp("replayed", 1))
+            self._actions.add([ReportCatchUp("replayed", 1)])
         self._replay_next(now)
 
     def _apply_failed(self, reason: str, now: float) -> None:
@@ -348,19 +347,19 @@ class RoundLoop:
         if self._syncing.is_active:
             return self._sync_failed(reason, False, now)
         if applying is not None:
-            self._actions += reports.not_applied(applying.commit.body.round, reason)
+            self._actions.add(reports.not_applied(applying.commit.body.round, reason))
             self._idle_until = now + POLL_SECONDS
 
     # Catching up: find the path, then replay commits or download a state.
 
     def _begin_sync(self, now: float) -> bool:
         """Ask a peer for its chain while our round goes on; return whether one can be asked."""
-        self._emit(self._syncing.begin(self.state, now))
+        self._actions.add(self._syncing.begin(self.state, now))
         return self._syncing.is_asking
 
     def _attend_sync(self, now: float) -> bool:
         """Judge the chain that a peer has shown; if it is to be followed, end our round and return True."""
-        self._emit(self._syncing.consider(self.state, self._live(now), now))
+        self._actions.add(self._syncing.consider(self.state, self._live(now), now))
         if (offer := self._syncing.accepted) is None:
             return False
         self.session.close()
@@ -369,7 +368,7 @@ class RoundLoop:
         elif self._syncing.is_replay:
             self._replay_next(now)
         else:
-            self._emit(self._syncing.take_state(now))
+            self._actions.add(self._syncing.take_state(now))
         return True
 
     def _live(self, now: float) -> frozenset[PeerId]:
@@ -385,23 +384,10 @@ class RoundLoop:
         """Revise the outcomes of our contributions after the state of another chain or a later round is installed."""
         if (adoption := self._syncing.adopt()) is not None:
             self._set_state(state)
-            self._actions.append(adoption)
+            self._actions.add([adoption])
 
     def _sync_failed(self, reason: str, has_vanished: bool, now: float) -> None:
         was_following, (actions, may_retry) = self._syncing.is_active, self._syncing.fail(reason, has_vanished, now)
-        self._emit(actions)
+        self._actions.add(actions)
         if was_following and not may_retry:
             self._idle_until = now + POLL_SECONDS
-
-    def _emit(self, actions: Iterable[LoopAction]) -> None:
-        """Return these actions; a phase that is repeated is reported once."""
-        for action in actions:
-            if isinstance(action, ReportPhase):
-                self._report_phase(action.phase, action.reason)
-            else:
-                self._actions.append(action)
-
-    def _report_phase(self, phase: Phase, reason: str = "") -> None:
-        if (phase, reason) != self._phase:
-            self._phase = phase, reason
-            self._actions.append(ReportPhase(phase, reason))

@@ -328,23 +328,7 @@ class Pipeline:
         output = activations.take_slot("activation") if size else None
         self._computing = action, output
         slots = {name: activations.slot_of(held.blob) for name, held in task.inputs.named().items()}
-        self._order(
-            ComputeStage(
-                task=action.token,
-                is_backward=task.direction == "backward",
-                adds=action.adds,
-                activation=slots.get("activation"),
-                tokens=slots.get("tokens"),
-                gradient=slots.get("gradient"),
-                output=output,
-                loss=task.loss,
-                owner=task.owner,
-                serial=task.serial,
-                number=task.number,
-                round=task.round,
-                takes_away=action.takes_away,
-            )
-        )
+        self._order(ComputeStage.of(action, slots, output, self._round))
 
     def _on_computed(self, message: StageComputed) -> None:
         if self._computing is None or self._computing[0].token != message.task:

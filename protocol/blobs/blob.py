@@ -105,3 +105,9 @@ def piece_hashes(*data: Bytes) -> bytes:
                 digests.append(hasher.digest())
                 hasher, room = blake3(), PIECE_BYTES
     return b"".join([*digests, hasher.digest()] if room < PIECE_BYTES else digests)
+
+
+def hash_data(*data: Bytes) -> tuple[Blob, bytes]:
+    """Return the name of the concatenated `data` and its piece hashes."""
+    hashes = piece_hashes(*data)
+    return Blob.from_hashes(hashes, total_size(data)), hashes

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import mmap
 import os
-import re
 import tempfile
 import threading
 import time
@@ -26,7 +25,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_of, piece_hashes, total_size
+from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_data, hash_of
+from protocol.blobs.folder import remove_files, scan_folder
 from protocol.blobs.partial import FilePartial, MemoryPartial, Partial
 from protocol.blobs.storage import InMemoryBlob, copy_and_hash, disk_errors, hash_piece, make_in_memory_blob, read_at
 from protocol.errors import MissingFileError, PeerFault, StorageError
@@ -37,7 +37,6 @@ DEFAULT_MEMORY_BYTES = 1 << 28  # at most, for all fetched blobs that a node kee
 MAX_IN_MEMORY_BLOB_BYTES = 8 * PIECE_BYTES  # a larger blob is worth resuming after a restart
 MAX_PIECES_WITHOUT_FILE = 8
 TRUSTED_SECONDS = 60.0  # for this long after writing, a blob's file is trusted without hashing it
-_BLOB_FILE_NAME = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
 
 class BlobStore:
@@ -52,18 +51,16 @@ class BlobStore:
         self._max_bytes = max_bytes
         self._memory_bytes = memory_bytes
         self._lock = threading.Lock()
-        self._complete: dict[bytes, int] = {}
         self._hashes: dict[bytes, bytes] = {}  # of complete blobs of few pieces
         self._in_memory: dict[bytes, InMemoryBlob] = {}
         self._memory_partials: dict[bytes, MemoryPartial] = {}
         self._memory_sizes: dict[bytes, int] = {}  # of complete and partial blobs in memory that are not lent
-        self._partial: dict[bytes, int] = {}
         self._open_partials: set[bytes] = set()
         self._written_files: dict[bytes, tuple[int, float]] = {}  # file timestamp (ns) and time of writing
         self._bytes_being_written = 0
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._scan()
+            self._complete, self._partial = scan_folder(folder)
 
     def __len__(self) -> int:
         """Return the number of complete blobs, including lent ones."""
@@ -95,7 +92,7 @@ class BlobStore:
 
     def put_in_memory(self, data: Bytes) -> Blob:
         """Store data that must not change in memory if there is room for it, else on disk."""
-        blob, hashes = _hash_data(data)
+        blob, hashes = hash_data(data)
         with self._lock:
             if not self.has(blob.digest) and self._has_room(blob):
                 self._memory_sizes[blob.digest] = blob.size
@@ -106,7 +103,7 @@ class BlobStore:
 
     def put(self, *data: Bytes) -> Blob:
         """Store the concatenation of all `data` on disk as one blob."""
-        blob, hashes = _hash_data(*data)
+        blob, hashes = hash_data(*data)
         if not self.has(blob.digest):
             self._write(blob, hashes, *data)
         return blob
@@ -116,7 +113,7 @@ class BlobStore:
 
         A piece that is read is a copy, because it may be sent long after that.
         """
-        blob, hashes = _hash_data(*data)
+        blob, hashes = hash_data(*data)
         if not self.has(blob.digest):
             self._in_memory[blob.digest] = make_in_memory_blob(blob, hashes, data)
         return blob
@@ -225,7 +222,7 @@ class BlobStore:
                     index.pop(digest, None)
                 self._partial.pop(digest, None)
                 self._written_files.pop(digest, None)
-                self._remove(digest, "", ".part", ".pieces")
+                remove_files(self._folder, digest, "", ".part", ".pieces")
 
     def retain(self, digests: Collection[bytes]) -> None:
         """Remove every blob that is neither in `digests` nor being fetched."""
@@ -291,26 +288,6 @@ class BlobStore:
             self._publish_file(self._folder / f"{blob.name}.part", blob)
             self._partial.pop(blob.digest, None)
 
-    def _scan(self) -> None:
-        partial: dict[bytes, int] = {}
-        with_hashes: set[bytes] = set()
-        for entry in self._folder.iterdir():
-            match = _BLOB_FILE_NAME.fullmatch(entry.name)
-            if match is None:
-                if entry.suffix == ".new":
-                    entry.unlink()
-                continue
-            digest = bytes.fromhex(match[1])
-            if match[2] == ".pieces":
-                with_hashes.add(digest)
-            else:
-                (partial if match[2] else self._complete)[digest] = entry.stat().st_size
-        self._partial = {d: size for d, size in partial.items() if d in with_hashes and d not in self._complete}
-        for digest in partial.keys() - self._partial.keys():
-            self._remove(digest, ".part")
-        for digest in with_hashes - self._partial.keys() - self._complete.keys():
-            self._remove(digest, ".pieces")
-
     def _total_bytes(self) -> int:
         return sum(self._complete.values()) + sum(self._partial.values()) + self._bytes_being_written
 
@@ -353,7 +330,7 @@ class BlobStore:
             self._publish_file(Path(file.name), blob)
             if blob.digest in self._partial and blob.digest not in self._open_partials:
                 del self._partial[blob.digest]
-                self._remove(blob.digest, ".part")
+                remove_files(self._folder, blob.digest, ".part")
 
     def _publish_file(self, path: Path, blob: Blob) -> None:
         """Rename a file to its digest, and mark it with a unique timestamp.
@@ -391,11 +368,6 @@ class BlobStore:
             return None
         return hashes
 
-    def _remove(self, digest: bytes, *suffixes: str) -> None:
-        with disk_errors(self._folder):
-            for suffix in suffixes:
-                (self._folder / f"{digest.hex()}{suffix}").unlink(missing_ok=True)
-
     @contextlib.contextmanager
     def _open_blob(self, digest: bytes) -> Iterator[int]:
         path = self.path(digest)
@@ -414,9 +386,3 @@ class BlobStore:
         logger.warning("removing blob %s in %s: it is damaged", digest.hex(), self._folder)
         self.discard(digest)
         return MissingFileError(f"blob {digest.hex()} in {self._folder} was damaged and is removed; fetch it again")
-
-
-def _hash_data(*data: Bytes) -> tuple[Blob, bytes]:
-    """Return the name of the concatenated `data` and its piece hashes."""
-    hashes = piece_hashes(*data)
-    return Blob.from_hashes(hashes, total_size(data)), hashes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.kinds import Basis
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.topology import Topology

@@ -24,6 +24,7 @@ from torch import Tensor
 from node.checkpoints import checkpoint
 from node.checkpoints.chain_file import SavedChain
 from node.checkpoints.checkpoint import Checkpoint
+from node.checkpoints.checkpoint_folders import keep_newest, release_kept
 from node.checkpoints.named_vectors import SavedInner
 from node.daemon.state.outer_state import OuterState, ReplicatedState
 from node.disk_budget import checkpoints_within, folder_bytes
@@ -293,14 +294,14 @@ class Checkpointer:
     async def keep_before_jump(self) -> None:
         """Keep the newest checkpoint until the chain that replaces ours has been confirmed for a while."""
         await self.wait_until_saved()
-        await asyncio.to_thread(checkpoint.keep_newest, self._options.directory)
+        await asyncio.to_thread(keep_newest, self._options.directory)
         self._unconfirmed = CONFIRMED_ROUNDS
 
     def confirm_round(self) -> None:
         """Count a round that we took part in; after enough of them the checkpoint before the jump may go."""
         self._unconfirmed -= 1
         if self._unconfirmed == 0:
-            checkpoint.release_kept(self._options.directory)
+            release_kept(self._options.directory)
 
     async def save_in_background(self, replicated: ReplicatedState, contributions: ContributionTracker) -> None:
         """Start a save if one is due; wait until the previous one is on disk."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from node.daemon.state.outer_state import blobs_to_apply
 from node.from_manifest import build_pacing
 from node.ipc.channel import ContributionOutcome
+from node.loop import events
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
@@ -27,25 +28,6 @@ from node.loop.actions import (
     TargetReached,
 )
 from node.loop.contributions import ContributionTracker, StoredContribution
-from node.loop.events import (
-    ApplyFailed,
-    BlobFetched,
-    CommitApplied,
-    CommitComputed,
-    ContributionReady,
-    FetchFailed,
-    HeadPublished,
-    LoopEvent,
-    PathFound,
-    Started,
-    StateInstalled,
-    SumReady,
-    SwarmChanged,
-    SyncFailed,
-    TimePassed,
-    TrainerStarted,
-    VotePersisted,
-)
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.peers.catch_up import SyncOffer
 from node.loop.round_loop import RoundLoop
@@ -88,8 +70,8 @@ class VirtualPeer:
         self.trainer: VirtualTrainer | None = None
         self._pacing = build_pacing(swarm.config.manifest, swarm.planner)
         self.loop = self._build_loop()
-        self._inbox: list[LoopEvent] = []
-        self._results: list[LoopEvent] = []  # of what takes no time
+        self._inbox: list[events.LoopEvent] = []
+        self._results: list[events.LoopEvent] = []  # of what takes no time
         self._is_handling = False
         self._downloads = VirtualDownloads(self)
         self._fetches: dict[PartBlob, FetchBlob] = {}  # of the open round
@@ -123,38 +105,38 @@ class VirtualPeer:
     def start(self) -> None:
         """Join the run."""
         if self.is_alive:
-            self._handle([SwarmChanged(self.swarm.gossip.snapshot), Started()])
+            self._handle([events.SwarmChanged(self.swarm.gossip.snapshot), events.Started()])
 
     def receive(self, signed: wire.Signed) -> None:
         if self.is_alive:
             self.post(self.swarm.fake_signer.received_event(signed))
 
-    def post(self, event: LoopEvent) -> None:
+    def post(self, event: events.LoopEvent) -> None:
         """Hand an event to the loop, together with what else comes in at that time."""
         if not self._inbox:
             self.call_later(REACTION_SECONDS, self._drain_inbox)
         self._inbox.append(event)
 
     def _drain_inbox(self) -> None:
-        events, self._inbox = self._inbox, []
-        self._handle(events)
+        batch, self._inbox = self._inbox, []
+        self._handle(batch)
 
-    def _result(self, event: LoopEvent) -> None:
+    def _result(self, event: events.LoopEvent) -> None:
         """Hand an event to the loop at once."""
         self._results.append(event)
         if not self._is_handling:
             self._handle([])
 
-    def _handle(self, events: list[LoopEvent]) -> None:
+    def _handle(self, batch: list[events.LoopEvent]) -> None:
         self._is_handling = True
-        events, self._results = [*events, *self._results], []
+        batch, self._results = [*batch, *self._results], []
         started = time.process_time()
-        actions = self.loop.handle_all(events, self.swarm.clock.now)
+        actions = self.loop.handle_all(batch, self.swarm.clock.now)
         self.swarm.accounting.logic_seconds += time.process_time() - started
         self._run_all(actions)
         while self._results:
-            events, self._results = self._results, []
-            self._run_all(self.loop.handle_all(events, self.swarm.clock.now))
+            batch, self._results = self._results, []
+            self._run_all(self.loop.handle_all(batch, self.swarm.clock.now))
         self._is_handling = False
         self._schedule_tick()
 
@@ -171,7 +153,7 @@ class VirtualPeer:
 
     def _tick(self, deadline: float) -> None:
         if deadline == self._tick_at:
-            self.post(TimePassed())
+            self.post(events.TimePassed())
 
     def _run_action(self, action: LoopAction) -> None:
         match action:
@@ -185,7 +167,7 @@ class VirtualPeer:
             case ReducePart():
                 self._reduce(action)
             case VoteRecord():
-                self._results.append(VotePersisted())
+                self._results.append(events.VotePersisted())
             case CloseRound():
                 self._fetches.clear()
             case Rejected():
@@ -227,7 +209,7 @@ class VirtualPeer:
             self.held_since[part_blob.blob.digest] = self.chain.round
             self._on_held(part_blob)
         elif action := self._fetches.get(part_blob):
-            self.post(FetchFailed(action.opening, action.owners, "does not decode"))
+            self.post(events.FetchFailed(action.opening, action.owners, "does not decode"))
         self._apply_when_obtained()
 
     def on_no_holder(self, part_blob: PartBlob) -> bool:
@@ -240,14 +222,14 @@ class VirtualPeer:
     def _on_held(self, part_blob: PartBlob) -> None:
         action = self._fetches.pop(part_blob, None)
         if action and self.swarm.compute.is_well_formed(part_blob.blob, action.round, part_blob.part):
-            self.post(BlobFetched(action.opening, part_blob))
+            self.post(events.BlobFetched(action.opening, part_blob))
 
     def _reduce(self, action: ReducePart) -> None:
         order = action.order
         bodies = [contribution.body for contribution in order.contributions]
         blob = self.swarm.compute.reduce_part(action.round, order.part, bodies)
         self.held_since[blob.digest] = self.chain.round
-        self.post(SumReady(action.opening, PartReduced(order.part, order.request_id, blob)))
+        self.post(events.SumReady(action.opening, PartReduced(order.part, order.request_id, blob)))
 
     # The state.
 
@@ -275,11 +257,11 @@ class VirtualPeer:
             return
         self._obtaining = None
         if lacking:
-            return self._result(ApplyFailed("nobody has it any more"))
+            return self._result(events.ApplyFailed("nobody has it any more"))
         self._computed = self.swarm.compute.apply_commit(
             self.applied_state, action.commit.body, contributions, self.chain.tokens
         )
-        self._result(CommitComputed(contributions))
+        self._result(events.CommitComputed(contributions))
 
     def _advance(self, action: AdvanceState) -> None:
         assert self._computed is not None
@@ -287,32 +269,32 @@ class VirtualPeer:
         self.chain.append(action.commit)
         self.swarm.record_commit(action.commit.body)
         self._settle(action.outcome)
-        self._results.append(CommitApplied(self.applied_state[1].digest))
+        self._results.append(events.CommitApplied(self.applied_state[1].digest))
 
     def _find_path(self, action: FindPath) -> None:
         peer = self.swarm.peers.get(action.peer)
         if peer is None or not peer.is_alive:
-            return self._result(SyncFailed("it does not answer"))
+            return self._result(events.SyncFailed("it does not answer"))
         chain = ChainOffer(peer.chain.log, peer.chain.head)
         # A newcomer has a contact, which is on this chain.
-        self._result(PathFound(SyncOffer(chain, peer.applied_state[1], word=True)))
+        self._result(events.PathFound(SyncOffer(chain, peer.applied_state[1], word=True)))
 
     def _take_state(self, action: TakeState) -> None:
         """Take the state from the holder whose uplink is free first."""
         network, peers = self.swarm.network, self.swarm.peers.values()
         holders = [peer for peer in peers if peer.is_alive and peer.applied_state[1] == action.state]
         if not holders:
-            return self._results.append(SyncFailed("nobody has it any more", has_vanished=True))
+            return self._results.append(events.SyncFailed("nobody has it any more", has_vanished=True))
         source = min(holders, key=lambda peer: network.backlog_seconds(peer.slot))
         applied = source.applied_state  # the source keeps it for as long as that takes
 
         def install() -> None:
             if not source.is_alive:
-                return self._result(SyncFailed("its source has died"))
+                return self._result(events.SyncFailed("its source has died"))
             self.applied_state = applied
             self.chain.switch_to(action.offer.chain.head, action.offer.chain.log)
             self.swarm.accounting.state_syncs += 1
-            self._result(StateInstalled(applied[1].digest))
+            self._result(events.StateInstalled(applied[1].digest))
 
         network.send_blob(source.slot, self.slot, action.state.size, self.if_alive(install))
 
@@ -332,7 +314,7 @@ class VirtualPeer:
         self.swarm.on_new_head(self)
         if self.audits is not None:
             self.audits.on_new_head(self.chain, self.applied_state[0])
-        self._results.append(HeadPublished())
+        self._results.append(events.HeadPublished())
         self.continue_training()
 
     # The trainer.
@@ -341,7 +323,7 @@ class VirtualPeer:
         if self.trainer is None:
             self.trainer = self.swarm.new_trainer(self)
             self._unapplied_outcome = None
-        self._results.append(TrainerStarted())
+        self._results.append(events.TrainerStarted())
         self.continue_training()
 
     def continue_training(self) -> None:
@@ -390,7 +372,7 @@ class VirtualPeer:
         work = None if self.audits is None else self.audits.record_work(trainer, header)
         self.contributions.submit(StoredContribution(header, parts, work))
         self.swarm.accounting.record_contribution(self.peer_id, header, parts)
-        self.post(ContributionReady())
+        self.post(events.ContributionReady())
 
     def call_later(self, delay: float, action: Callable[[], None]) -> None:
         self.swarm.clock.schedule(delay, self.if_alive(action))

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 from protocol import murmur_pb2 as wire
 from protocol.admission.ticket import TICKET_KIND, Ticket
 from protocol.blobs.blob import Blob, check_digest
+from protocol.consensus.messages.adoption import NOTHING_ADOPTED, Adoption, open_adoption
 from protocol.consensus.messages.checks import check_ascending, check_count, check_round, check_sizes
 from protocol.consensus.messages.signed import Digest, OpenNested, SignedMessage
 from protocol.consensus.messages.weights import count_tokens
@@ -24,7 +25,6 @@ from protocol.identity import PeerId, public_key
 from protocol.manifest.pipeline import MAX_STEP_MICROBATCHES
 from protocol.manifest.run import RunId
 from protocol.pipeline.exact.ledger import StepLedger
-from protocol.steering.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 
 MAX_CONTRIBUTIONS = 1024
 MAX_PARTS = 4096
@@ -220,29 +220,6 @@ class Roster(ContributionList):
 
 
 @dataclass(frozen=True)
-class Adoption:
-    """The organiser's revisions that a chain has adopted after a commit: the newest one, and those new in the commit.
-
-    They hold from the next round on, or from their own `from_round` if that is later. So the settings of a round follow
-    from the commits before it, and all peers that open it on the same chain have the same ones.
-    """
-
-    newest: Digest = NO_REVISION
-    added: tuple[SignedMessage[Revision], ...] = ()
-
-    def continues(self, adopted: Digest) -> bool:
-        """Return whether the revisions continue the list whose newest one is `adopted`."""
-        for revision in self.added:
-            if revision.body.previous != adopted:
-                return False
-            adopted = revision.digest
-        return adopted == self.newest
-
-
-NOTHING_ADOPTED = Adoption()
-
-
-@dataclass(frozen=True)
 class Commit(ContributionList):
     """The content of a round's update: the included contributions in order, and the reduced parts, if there are any.
 
@@ -281,7 +258,7 @@ class Commit(ContributionList):
         _check_left_out(body.left_out, contributions)
         parts = tuple(limits.read_blob(part) for part in body.parts)
         check_sizes([*parts, *(blob for entry in contributions for blob in entry.body.parts)])
-        adoption = _open_adoption(body, open_nested)
+        adoption = open_adoption(body, open_nested)
         evidence = Evidence.from_wire(body.evidence, len(parts)) if body.HasField("evidence") else None
         commit = cls(body.round, body.view, body.base, contributions, parts, tuple(body.left_out), adoption, evidence)
         for announcement in commit.announcements():
@@ -339,19 +316,6 @@ def _open_contributions(
     if any((message.body.round, message.body.base) != (number, base) for message in messages):
         raise MalformedError("a contribution of another round inside a roster or commit")
     return messages
-
-
-def _open_adoption(body: wire.Commit, open_nested: OpenNested) -> Adoption:
-    """Return the revisions that a commit adopts."""
-    check_count(len(body.revisions), MAX_REVISIONS, "revisions")
-    if any(signed.kind != REVISION_KIND for signed in body.revisions):
-        raise MalformedError("a message of another kind among the revisions of a commit")
-    if body.revision:
-        check_digest(body.revision)
-    adoption = Adoption(body.revision, tuple(open_nested(signed) for signed in body.revisions))
-    if adoption.added and not adoption.continues(adoption.added[0].body.previous):
-        raise MalformedError("revisions of a commit that do not follow one another")
-    return adoption
 
 
 def _check_left_out(peers: Sequence[PeerId], contributions: Sequence[SignedMessage[Contribution]]) -> None:

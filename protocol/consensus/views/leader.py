@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.messages.contributions import Adoption, Commit
+from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.reduction.evidence import Evidence
 from protocol.consensus.rules.locks import BoundProposal, Repetition, choose_repetition
