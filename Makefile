@@ -12,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 # To collect all ten thousand tests takes each pytest, and each of its workers, five seconds.
-PROCESSES := tests/swarm tests/pipelines tests/test_package.py tests/node/test_process_environment.py
+PROCESSES := tests/swarm tests/pipelines tests/test_package.py tests/node/processes/test_process_environment.py
 SEEDS := tests/simulation tests/protocol/pipeline
 # Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,4 +1,4 @@
-"""Which package may import which, what nobody may use, and how many files a folder has."""
+"""Check which package imports which, what nobody may use, and that folders and files stay small."""
 
 import ast
 import gc
@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAX_FILES = 16  # of a folder
+MAX_LINES = 400  # of a file
+WRITTEN = ("murmuration", "node", "optim", "protocol", "benchmarks", "tests")
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 FORBIDDEN = {
     "protocol": {"node", "optim", "torch", "pickle", "marshal", "shelve"},
@@ -79,7 +81,7 @@ def find_crowds(files: list[str]) -> dict[str, int]:
 
 
 def test_folders_stay_small() -> None:
-    files = [file for package in ("murmuration", *FORBIDDEN) for file in (ROOT / package).rglob("*.py")]
+    files = [file for package in WRITTEN if package != "benchmarks" for file in (ROOT / package).rglob("*.py")]
     assert find_crowds([str(file.relative_to(ROOT)) for file in files]) == {}
 
 
@@ -87,3 +89,20 @@ def test_the_check_sees_a_crowded_folder() -> None:
     full = [f"optim/part_{number}.py" for number in range(MAX_FILES)]
     assert find_crowds([*full, "optim/codecs/one.py", "optim/murmur_pb2_grpc.py"]) == {}
     assert find_crowds([*full, "optim/one_more.py"]) == {"optim": MAX_FILES + 1}
+
+
+def find_long(sources: dict[str, str]) -> dict[str, int]:
+    """Return the hand-written files with too many lines."""
+    lines = {name: text.count("\n") for name, text in sources.items() if not GENERATED.search(name)}
+    return {name: count for name, count in lines.items() if count > MAX_LINES}
+
+
+def test_files_stay_short() -> None:
+    files = [file for package in WRITTEN for file in (ROOT / package).rglob("*.py")]
+    assert find_long({str(file.relative_to(ROOT)): file.read_text() for file in files}) == {}
+
+
+def test_the_check_sees_a_long_file() -> None:
+    full = "\n" * MAX_LINES
+    assert find_long({"node/full.py": full, "node/one_pb2.py": full + "\n"}) == {}
+    assert find_long({"node/long.py": full + "\n"}) == {"node/long.py": MAX_LINES + 1}

@@ -50,7 +50,7 @@ from protocol.consensus.settings import RoundStart
 from protocol.consensus.views.quorum import Election
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
-from tests.simulation.network import NAMES, make_contribution, make_signer
+from tests.simulation.virtual.network import NAMES, make_contribution, make_signer
 
 WIRE_KINDS = {"inventory": "holding", "assignment": "inclusion", "reduced-part": "part", "certificate": "decision"}
 

@@ -25,8 +25,8 @@ from tests.fuzz.samples import IDENTITIES, NAMES
 from tests.node.small_run import RUN_ID
 from tests.protocol.consensus.cluster import Cluster
 from tests.protocol.membership.simulated_gossip import FakeNetwork, FakeTransport
-from tests.simulation.network import NAMES as MEMBERS
-from tests.simulation.network import make_contribution, make_signer
+from tests.simulation.virtual.network import NAMES as MEMBERS
+from tests.simulation.virtual.network import make_contribution, make_signer
 
 FRAMES_PER_ROUND = 200
 NOW = 1_800_000_000.0

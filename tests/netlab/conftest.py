@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.netlab.laboratory import Laboratory
-from tests.netlab.namespaces import reason_unavailable
+from tests.netlab.lab.laboratory import Laboratory
+from tests.netlab.lab.namespaces import reason_unavailable
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
-from tests.netlab.lab_swarm import LabPeer, LabSwarm, running_lab_swarm
-from tests.netlab.laboratory import Laboratory
+from tests.netlab.lab.lab_swarm import LabPeer, LabSwarm, running_lab_swarm
+from tests.netlab.lab.laboratory import Laboratory
 from tests.swarm.process_swarm import ENDLESS, join_command, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]

@@ -13,8 +13,8 @@ from protocol.blobs.store import BlobStore
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.transport.transport import Transport
-from tests.netlab import blob_server
-from tests.netlab.laboratory import Laboratory, Link, Node, read_line
+from tests.netlab.lab import blob_server
+from tests.netlab.lab.laboratory import Laboratory, Link, Node, read_line
 from tests.swarm.process_swarm import isolated_processes
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]

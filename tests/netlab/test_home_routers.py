@@ -11,8 +11,8 @@ import pytest
 from node.from_manifest import build_program
 from node.monitoring.status import NodeStatus
 from protocol.transport.nat import CIRCUIT_MARKER
-from tests.netlab.lab_swarm import LISTEN, LabPeer, LabSwarm, running_lab_swarm
-from tests.netlab.laboratory import Laboratory, Link, Node
+from tests.netlab.lab.lab_swarm import LISTEN, LabPeer, LabSwarm, running_lab_swarm
+from tests.netlab.lab.laboratory import Laboratory, Link, Node
 from tests.swarm.process_swarm import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
@@ -27,7 +27,7 @@ DENSE: Mapping[str, Mapping[str, Any]] = {
     "target": {"rounds": ENDLESS},
 }
 LONELY = 16.0  # seconds
-NOT_CARRIED = "tests.netlab.lonely_peer"
+NOT_CARRIED = "tests.netlab.lab.lonely_peer"
 
 
 def hidden(status: NodeStatus) -> bool:

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from protocol.transport.tls import listener
-from tests.netlab.laboratory import Laboratory
+from tests.netlab.lab.laboratory import Laboratory
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.netlab import namespaces, socket_probe
-from tests.netlab.laboratory import HOME, Laboratory, Link, Node, read_line
-from tests.netlab.namespaces import FOLDER, remove_orphans, run
+from tests.netlab.lab import namespaces, socket_probe
+from tests.netlab.lab.laboratory import HOME, Laboratory, Link, Node, read_line
+from tests.netlab.lab.namespaces import FOLDER, remove_orphans, run
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]
 
@@ -22,14 +22,14 @@ PAYLOAD_SHARE = 1448 / 1514  # of a full Ethernet frame, what TCP carries
 COUNT = 400
 OWN_PREFIX = "murmurtest"
 REMOVER = f"""
-from tests.netlab import namespaces
+from tests.netlab.lab import namespaces
 namespaces.PREFIX = "{OWN_PREFIX}"
 namespaces.remove_orphans()
 """
 OWNER = f"""
 import sys, time
-from tests.netlab import namespaces
-from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.lab import namespaces
+from tests.netlab.lab.laboratory import Laboratory, Link
 namespaces.PREFIX = "{OWN_PREFIX}"
 with Laboratory() as made:
     made.node(Link(delay=0.01))

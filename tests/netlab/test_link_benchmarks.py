@@ -5,7 +5,7 @@ import pytest
 from benchmarks import beside, links
 from benchmarks.links import FLOAT_BYTES, PEERS, REDUCERS, Place, traffic_ratio
 from benchmarks.merge.training_step import Stepper
-from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.lab.laboratory import Laboratory, Link
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.netlab import blob_downloader, blob_server
-from tests.netlab.laboratory import Laboratory, Link, read_line
+from tests.netlab.lab import blob_downloader, blob_server
+from tests.netlab.lab.laboratory import Laboratory, Link, read_line
 from tests.swarm.process_swarm import isolated_processes
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]

@@ -18,10 +18,10 @@ from protocol.consensus.history.chain import ChainHead, extend_head
 from protocol.consensus.history.fork_choice import MAX_LOST_ROUNDS
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.views.quorum import Election
-from tests.netlab.blob_archive import BlobArchive
-from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
-from tests.netlab.laboratory import Laboratory, Link
-from tests.swarm.paced_trainer import STEP_SECONDS
+from tests.netlab.lab.blob_archive import BlobArchive
+from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm
+from tests.netlab.lab.laboratory import Laboratory, Link
+from tests.swarm.peers.paced_trainer import STEP_SECONDS
 from tests.swarm.process_swarm import ENDLESS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(300)]
@@ -45,7 +45,7 @@ def swarm(permitted: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         nodes = [laboratory.node(Link(up=20, down=50, delay=0.01)) for _ in range(PEERS)]
         with running_lab_swarm(tmp_path_factory.mktemp("partition"), manifest, laboratory, nodes) as made:
             for peer in made.lab_peers:
-                peer.replace_module("tests.swarm.paced_peer")
+                peer.replace_module("tests.swarm.peers.paced_peer")
             made.start()
             yield made
 

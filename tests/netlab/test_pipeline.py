@@ -6,8 +6,8 @@ import pytest
 
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
-from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
-from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm
+from tests.netlab.lab.laboratory import Laboratory, Link
 from tests.swarm.process_swarm import ENDLESS
 
 pytestmark = [pytest.mark.netlab, pytest.mark.rare, pytest.mark.timeout(180)]

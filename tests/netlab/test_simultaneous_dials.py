@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.netlab import dialing_peer
-from tests.netlab.laboratory import Laboratory, Link, read_line
+from tests.netlab.lab import dialing_peer
+from tests.netlab.lab.laboratory import Laboratory, Link, read_line
 from tests.swarm.process_swarm import isolated_processes
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(120)]

@@ -10,7 +10,7 @@ import pytest
 
 from node.ipc.channel import ApplyAnchor, ContributionHeader
 from node.site.token import SiteToken, load_site_key
-from tests.netlab import namespaces
+from tests.netlab.lab import namespaces
 from tests.node.site.test_site import free_port, machine, ready_with, site_harness
 from tests.node.trainer.ranks.test_two_processes import OneRank
 from tests.node.trainer.state_harness import copy_arena

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.netlab.lab_swarm import LabSwarm, running_lab_swarm
-from tests.netlab.laboratory import Laboratory, Link
+from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm
+from tests.netlab.lab.laboratory import Laboratory, Link
 from tests.swarm.process_swarm import ENDLESS, START_SECONDS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]

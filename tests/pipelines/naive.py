@@ -11,7 +11,7 @@ from protocol.pipeline.owner import Owner
 from protocol.pipeline.stages import server_events
 from protocol.pipeline.stages.gate import Gate
 from protocol.pipeline.stages.server import StageServer
-from tests.protocol.pipeline import bugs
+from tests.protocol.pipeline.virtual import bugs
 
 Patch = Callable[[], None]
 

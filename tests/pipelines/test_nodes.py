@@ -17,7 +17,7 @@ from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from tests.pipelines.patched_node import MOVE
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, running_swarm
-from tests.swarm.test_pipeline import final_status
+from tests.swarm.stages.test_pipeline import final_status
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 

@@ -28,9 +28,9 @@ from protocol.consensus.views.view import View
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import Signed
-from tests.simulation.disk import Disk
-from tests.simulation.peers import SimulatedPeer
 from tests.simulation.seeded_run import FAULTS, SIZE_CONFLICT
+from tests.simulation.virtual.disk import Disk
+from tests.simulation.virtual.peers import SimulatedPeer
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 Order = Callable[[RoundKnowledge, Contributions], Contributions]

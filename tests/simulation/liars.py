@@ -19,13 +19,13 @@ from protocol.consensus.messages.kinds import Acknowledgement, Basis, CommitCert
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from tests.simulation.disk import state_of
-from tests.simulation.network import NAMES, SHAPES, make_signer
-from tests.simulation.peers import SimulatedPeer
+from tests.simulation.virtual.disk import state_of
+from tests.simulation.virtual.network import NAMES, SHAPES, make_signer
+from tests.simulation.virtual.peers import SimulatedPeer
 from tests.simulation.work_accounting import NONE
 
 if TYPE_CHECKING:
-    from tests.simulation.swarm import SimulatedSwarm
+    from tests.simulation.virtual.swarm import SimulatedSwarm
 
 MADE_UP_KEYS = NAMES[12:15]  # no peer of the simulation has them
 
@@ -70,11 +70,11 @@ class LyingPeer(SimulatedPeer):
         honest = sorted(self.swarm.peers.keys() - self.swarm.liars)
         return frozenset(honest[len(honest) // 2 :])
 
-    def _send(self, peer: PeerId, signed: Signed) -> None:
+    def send(self, peer: PeerId, signed: Signed) -> None:
         message = self.network.open(signed)
         if message.sender == self.name and isinstance(message.body, Commit):
             self.swarm.double_decisions.note(message)
-        super()._send(peer, signed)
+        super().send(peer, signed)
 
     def sign(self, body: Any, name: PeerId | None = None) -> SignedMessage[Any]:
         """Sign a body, which others may refuse, with the liar's key, or with one that it has made up."""
@@ -88,7 +88,7 @@ class LyingPeer(SimulatedPeer):
         """Send a message of our own making."""
         for peer in sorted(peers):
             if peer != self.name:
-                super()._send(peer, message.signed)
+                super().send(peer, message.signed)
 
     def make_blobs(self, owner: PeerId, text: str) -> tuple[Blob, ...]:
         """Return the blobs of another contribution, of which the ledger knows that no work is in it."""
@@ -111,13 +111,13 @@ class ServesNothing(LyingPeer):
 class ContributesTwice(LyingPeer):
     """Sends half of the peers another contribution than the other half."""
 
-    def _send(self, peer: PeerId, signed: Signed) -> None:
+    def send(self, peer: PeerId, signed: Signed) -> None:
         message = self.network.open(signed)
         if peer in self.victims and isinstance(message.body, Contribution) and message.sender == self.name:
             self.lie()
             parts = self.make_blobs(self.name, f"twice {message.body.round}")
             signed = self.sign(replace(message.body, parts=parts)).signed
-        super()._send(peer, signed)
+        super().send(peer, signed)
 
 
 class ProposesTwice(LyingPeer):
@@ -128,14 +128,14 @@ class ProposesTwice(LyingPeer):
         self._votes: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}  # by proposal, of both
         self._second: dict[Digest, SignedMessage[Commit]] = {}
 
-    def _send(self, peer: PeerId, signed: Signed) -> None:
+    def send(self, peer: PeerId, signed: Signed) -> None:
         message = self.network.open(signed)
         if isinstance(message.body, Commit) and message.sender == self.name:
             second = self._other_commit(message)
             self._votes.setdefault(message.digest, {})
             self.lie()
             signed = second.signed if peer in self.victims else signed
-        super()._send(peer, signed)
+        super().send(peer, signed)
 
     def _other_commit(self, message: SignedMessage[Commit]) -> SignedMessage[Commit]:
         """Return a commit with one contribution fewer, or if its sums are signed, with other words about the same."""
@@ -181,11 +181,11 @@ class ProposesTwice(LyingPeer):
 class InventsContributors(LyingPeer):
     """Leads with contributions of keys that nobody has seen."""
 
-    def _send(self, peer: PeerId, signed: Signed) -> None:
+    def send(self, peer: PeerId, signed: Signed) -> None:
         message = self.network.open(signed)
         if isinstance(message.body, Contribution) and message.sender == self.name:
             self._make_up(message.body)
-        super()._send(peer, signed)
+        super().send(peer, signed)
 
     def _make_up(self, model: Contribution) -> None:
         """Let our own round machine believe that made-up keys have contributed, and that we hold it all."""
@@ -212,21 +212,21 @@ class MakesUpSums(LyingPeer):
 class LeadsInSilence(LyingPeer):
     """Contributes, and keeps to itself all that a leader owes the others."""
 
-    def _send(self, peer: PeerId, signed: Signed) -> None:
+    def send(self, peer: PeerId, signed: Signed) -> None:
         if signed.kind in ("roster", "inclusion", "commit", "decision"):
             self.lie()
         else:
-            super()._send(peer, signed)
+            super().send(peer, signed)
 
 
 class StopsHalfway(LyingPeer):
     """Leads until the proposal, and tells nobody but one of the decision."""
 
-    def _send(self, peer: PeerId, signed: Signed) -> None:
+    def send(self, peer: PeerId, signed: Signed) -> None:
         if signed.kind == "decision" and peer not in sorted(self.victims)[:1]:
             self.lie()
         else:
-            super()._send(peer, signed)
+            super().send(peer, signed)
 
 
 class InventsHistory(LyingPeer):

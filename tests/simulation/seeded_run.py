@@ -12,9 +12,9 @@ from protocol.consensus.messages.signed import Digest
 from protocol.consensus.topology import Groups, Pattern
 from protocol.identity import PeerId
 from tests.simulation.liars import LIARS
-from tests.simulation.network import NAMES, Scenario
-from tests.simulation.peers import SimulatedPeer
-from tests.simulation.swarm import SimulatedSwarm
+from tests.simulation.virtual.network import NAMES, Scenario
+from tests.simulation.virtual.peers import SimulatedPeer
+from tests.simulation.virtual.swarm import SimulatedSwarm
 
 # Whole rounds take a few seconds; all faults are over by then, and whoever lives is to end all rounds by the end.
 FAULTS_END = 25.0

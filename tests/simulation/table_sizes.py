@@ -12,10 +12,10 @@ from protocol.consensus.state import RoundState
 from protocol.consensus.views.leader import Leader
 from protocol.consensus.views.quorum import VoterSet
 from protocol.consensus.views.view import View
-from tests.simulation.network import Scenario
+from tests.simulation.virtual.network import Scenario
 
 if TYPE_CHECKING:
-    from tests.simulation.peers import SimulatedPeer
+    from tests.simulation.virtual.peers import SimulatedPeer
 
 MACHINES = (
     CatchUp, Leader, MessageBuffer, RoundKnowledge, RoundLoop, RoundMachine, RoundSession, RoundState, View, VoterSet

@@ -9,10 +9,10 @@ from node.loop.contributions import ContributionTracker, ForkOutcome
 from protocol.consensus.history import fork_choice
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit
-from tests.simulation.network import Scenario
 from tests.simulation.seeded_run import END, InvariantError, SeededRun
 from tests.simulation.seeds import broken_runs
-from tests.simulation.swarm import SimulatedSwarm
+from tests.simulation.virtual.network import Scenario
+from tests.simulation.virtual.swarm import SimulatedSwarm
 
 pytestmark = pytest.mark.slow
 

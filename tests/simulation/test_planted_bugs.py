@@ -9,8 +9,8 @@ from protocol.consensus.events import Rejected
 from protocol.consensus.messages import buffer as message_buffer
 from protocol.errors import ForgedError
 from tests.simulation.bugs import BUGS, HISTORY_BUGS, Bug
-from tests.simulation.network import NAMES, Network, make_contribution, make_signer
 from tests.simulation.seeded_run import SIZE_CONFLICT, InvariantError, SeededRun, scenario_of
+from tests.simulation.virtual.network import NAMES, Network, make_contribution, make_signer
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from protocol.consensus.history import fork_choice
-from tests.simulation.network import Scenario
-from tests.simulation.swarm import SimulatedSwarm
+from tests.simulation.virtual.network import Scenario
+from tests.simulation.virtual.swarm import SimulatedSwarm
 
 pytestmark = pytest.mark.slow
 

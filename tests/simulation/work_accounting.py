@@ -17,7 +17,7 @@ from protocol.consensus.history.chain import Chain, ChainHead, extend_head
 from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
-from tests.simulation.network import Scenario
+from tests.simulation.virtual.network import Scenario
 
 Units = frozenset[int]
 Parts = tuple[Blob, ...]

@@ -32,7 +32,7 @@ def make_lazy(swarm: ProcessSwarm, index: int) -> None:
     name = f"peer-{index}"
     home = swarm.run.parent / name
     command = join_command(swarm.run, home, "--name", name)
-    command[command.index("node.cli")] = "tests.swarm.lazy_peer"
+    command[command.index("node.cli")] = "tests.swarm.peers.lazy_peer"
     assert command[0] == sys.executable
     swarm.peers[index] = PeerProcess(name, home, command)
 

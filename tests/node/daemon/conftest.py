@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.daemon.checkpointer_setup import CheckpointerSetup
 from tests.node.daemon.loopback_network import LoopbackNetwork
+from tests.node.daemon.state.checkpointer_setup import CheckpointerSetup
 from tests.node.small_run import at_once
 
 

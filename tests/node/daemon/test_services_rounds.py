@@ -22,7 +22,7 @@ from protocol.identity import PeerId
 from protocol.murmur_pb2 import Brief, Contribution, Roster, Signed
 from protocol.murmur_pb2_grpc import add_RoundsServicer_to_server
 from protocol.traffic import ControlTraffic
-from tests.node.daemon.fake_channels import FixedChannels
+from tests.node.daemon.peers.fake_channels import FixedChannels
 from tests.node.small_run import PEERS, RUN_ID, grown, replica_in, store_in
 from tests.protocol.local_server import serve_locally
 
@@ -81,7 +81,8 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     replica, driver = replica_in(store), FakeLoop()
     await grown(replica, store, 3)
     fake: Any = driver
-    served: Any = SimpleNamespace(loop=fake, receiver=fake, quota=InboundQuota(1, 5.0), traffic=ControlTraffic())
+    peers = SimpleNamespace(receiver=fake, quota=InboundQuota(1, 5.0), traffic=ControlTraffic())
+    served: Any = SimpleNamespace(loop=fake, peers=peers)
     service = RoundsService({RUN_ID: served}, {RUN_ID: ServedChain(replica, unsteered())}, driver)
     async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield RoundsServiceSetup(channel, replica, driver, service)

@@ -1,7 +1,7 @@
-"""One fate for one message over any number of trainer deaths, and anchors only where nobody reads."""
+"""A contribution has one outcome, however often the trainer dies; no anchor is written over one that is read."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,131 +10,23 @@ import torch
 
 from node.daemon import trainer_link
 from node.daemon.state.outer_state import OuterState
-from node.daemon.trainer_link import TrainerLink, TrainerTools
 from node.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
-    ContributionHeader,
     Evaluate,
     Evaluated,
-    FromTrainer,
     PauseChanged,
     Ready,
     RevisedOutcome,
     SubmitEarly,
-    ToTrainer,
     TrainerProgress,
 )
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
-from node.loop.contributions import MAX_AGE_ROUNDS, ContributionFile, ContributionTracker, LastSent
-from node.step_settings import step_settings
+from node.loop.contributions import MAX_AGE_ROUNDS, ContributionTracker, LastSent
 from optim.compose import compose
-from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
 from protocol.errors import DeviceError
-from tests.node.daemon.recorded_errors import RecordedErrors
-from tests.node.small_run import MANIFEST, PEERS, PROGRAM, at_once, commit_of, program_of, store_in, until
-
-NUMEL = 8
-SETTINGS = step_settings(MANIFEST, 0, 0)
-ME = PEERS[1].peer_id
-
-
-class ScriptedProcess:
-    """In the place of TrainerProcess: the test speaks for the trainer."""
-
-    def __init__(self) -> None:
-        self.crash_count = 0
-        self.is_absent = False
-        self.handing_over = asyncio.Lock()
-        self.heard: list[ToTrainer] = []
-        self.failure: Exception | None = None
-        self.stopped = False
-        self.round = 0
-        self._queue: asyncio.Queue[FromTrainer | None] = asyncio.Queue()
-
-    async def start(self) -> None:
-        pass
-
-    async def send(self, message: ToTrainer) -> bool:
-        self.heard.append(message)
-        return True
-
-    async def messages(self) -> AsyncIterator[FromTrainer]:
-        while (message := await self._queue.get()) is not None:
-            yield message
-        if self.failure is not None:
-            raise self.failure
-
-    async def stop(self) -> None:
-        self.stopped = True
-        self._queue.put_nowait(None)
-
-    def say(self, message: FromTrainer | None) -> None:
-        self._queue.put_nowait(message)
-
-    @property
-    def adopts(self) -> list[tuple[int, str]]:
-        return [(message.round, message.outcome) for message in self.heard if isinstance(message, ApplyAnchor)]
-
-
-class TrainerLinkSetup:
-    def __init__(self, folder: Path) -> None:
-        self.process = ScriptedProcess()
-        self.arena = SharedMemory.create(SharedLayout(NUMEL, (("weights", NUMEL),), 64))
-        self.store = store_in(folder / "blobs")
-        self.heard: list[FromTrainer] = []
-        self.errors = RecordedErrors()
-        self.offers = ContributionTracker(PROGRAM)
-        self.sent = ContributionFile(folder / "offer.json")
-        self.head = ChainHead(0, bytes(32), 0)
-        self.work: Callable[..., Awaitable[Any]] = at_once
-        process: Any = self.process
-        tools = TrainerTools(
-            process=process,
-            shared_memory=self.arena,
-            store=self.store,
-            contribution_file=self.sent,
-            run_in_thread=lambda *call: self.work(*call),
-        )
-        self.link = TrainerLink(tools, self.offers, self, self, self.errors)
-
-    def steps_for(self, number: int) -> int:
-        return 5
-
-    def on_trainer_message(self, message: FromTrainer) -> None:
-        self.heard.append(message)
-
-    async def begin(self, round_number: int = 0) -> None:
-        await self.link.start(round_number, [torch.full((NUMEL,), float(round_number))], SETTINGS)
-
-    async def say(self, *messages: FromTrainer) -> None:
-        wanted = len(self.heard) + len(messages)
-        for message in messages:
-            self.process.say(message)
-        await until(lambda: len(self.heard) == wanted)
-
-    async def message(self, number: int, text: bytes = b"abcdef") -> ContributionHeader:
-        self.arena.contribution_buffer[: len(text)] = text
-        made = ContributionHeader(round=number, sizes=(4, len(text) - 4), tokens=100, steps=5, loss=3.0)
-        await self.say(made)
-        return made
-
-    async def decide(self, number: int, included: bool) -> str:
-        """The round after `number` is decided and handed to the trainer."""
-        offer = self.offers.pending
-        messages: dict[int, Blob | tuple[Blob, ...]] = {0: self.store.put(b"other")}
-        if included and offer:
-            messages[1] = offer.parts
-        commit = commit_of(ChainHead(number, bytes(32), 0), messages)
-        fate = self.offers.on_commits(ME, [commit.body], number + 1)
-        await self.link.apply_anchor(number + 1, [torch.full((NUMEL,), number + 1.0)], SETTINGS)
-        return fate
-
-
-def ready(number: int, outstanding: int | None = None) -> Ready:
-    return Ready(device="cpu", step=0, round=number, outstanding=outstanding)
+from tests.node.daemon.trainer_link_setup import ME, NUMEL, SETTINGS, TrainerLinkSetup, ready
+from tests.node.small_run import PROGRAM, commit_of, program_of, until
 
 
 @pytest.fixture
@@ -145,7 +37,7 @@ async def world(tmp_path: Path) -> AsyncIterator[TrainerLinkSetup]:
     made.arena.close()
 
 
-async def test_a_message_becomes_blobs_and_its_fate_goes_out_once(world: TrainerLinkSetup) -> None:
+async def test_a_contribution_becomes_blobs_and_its_outcome_is_sent_once(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     await world.message(0)
@@ -186,7 +78,7 @@ async def test_rounds_go_on_while_no_loop_of_the_user_is_connected(world: Traine
     assert world.process.adopts[-1] == (4, "none")
 
 
-async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: TrainerLinkSetup) -> None:
+async def test_steps_are_sent_with_the_anchor_and_a_hurry_names_its_round(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(Ready(device="cpu", step=0, round=0, outstanding=None))
     await world.message(0)
@@ -197,7 +89,9 @@ async def test_steps_go_out_with_the_anchor_and_haste_with_the_round(world: Trai
     assert hurry == SubmitEarly(round=1)
 
 
-async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_nothing(world: TrainerLinkSetup) -> None:
+async def test_a_trainer_that_died_before_the_anchor_hears_the_outcome_and_repeats_nothing(
+    world: TrainerLinkSetup,
+) -> None:
     await world.begin()
     await world.say(ready(0))
     message = await world.message(0)
@@ -214,7 +108,7 @@ async def test_a_trainer_that_died_before_adopt_hears_of_its_fate_and_repeats_no
     assert world.process.adopts[-1] == (2, "none"), "the fate of the first message passed for that of the second"
 
 
-async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: TrainerLinkSetup) -> None:
+async def test_an_outcome_that_went_with_the_first_anchor_is_not_sent_again(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     message = await world.message(0)
@@ -235,7 +129,7 @@ async def test_a_fate_that_is_told_in_the_greeting_is_not_told_again(world: Trai
     assert world.process.adopts == [(0, "included"), (1, "none")]
 
 
-async def test_a_restarted_trainer_repeats_what_is_on_its_way(world: TrainerLinkSetup) -> None:
+async def test_a_restarted_trainer_repeats_the_contribution_that_was_on_its_way(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     message = await world.message(0)
@@ -245,7 +139,7 @@ async def test_a_restarted_trainer_repeats_what_is_on_its_way(world: TrainerLink
     assert world.offers.pending is offer and world.process.adopts == []
 
 
-async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: TrainerLinkSetup) -> None:
+async def test_a_contribution_that_the_next_round_cannot_take_is_given_back(world: TrainerLinkSetup) -> None:
     """Its round was decided elsewhere: we stand before one that is too far on, with no commit to settle it."""
     await world.begin()
     await world.say(ready(0))
@@ -256,7 +150,7 @@ async def test_a_message_that_its_next_round_cannot_take_is_given_back(world: Tr
     assert world.process.adopts == [(MAX_AGE_ROUNDS + 1, "excluded")]
 
 
-async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at_once(world: TrainerLinkSetup) -> None:
+async def test_a_contribution_too_late_for_the_open_round_is_given_back_at_once(world: TrainerLinkSetup) -> None:
     """Of two fragments: offered to the open round, it would be read as values that it does not hold."""
     fragments = compose("averaging", {"schedule": {"fragments": 2}})
     world.offers = world.link.contributions = ContributionTracker(program_of(fragments))
@@ -272,7 +166,7 @@ async def test_a_message_that_comes_too_late_for_the_open_round_is_given_back_at
     assert world.process.adopts[2:] == [(2, "included")]
 
 
-async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_back_with_it(
+async def test_a_contribution_that_comes_while_the_next_anchor_is_copied_is_given_back_with_it(
     world: TrainerLinkSetup,
 ) -> None:
     world.offers = world.link.contributions = ContributionTracker(
@@ -296,7 +190,7 @@ async def test_a_message_that_comes_while_its_next_anchor_is_copied_is_given_bac
     assert world.offers.pending is None and world.process.adopts == [(1, "excluded")]
 
 
-async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world: TrainerLinkSetup) -> None:
+async def test_killed_between_snapshot_and_contribution_it_is_offered_after_all(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     world.process.crash_count = 1
@@ -305,7 +199,9 @@ async def test_killed_between_snapshot_and_message_it_is_offered_after_all(world
     assert world.offers.pending is not None
 
 
-async def test_a_new_message_of_a_round_that_was_decided_on_another_chain_is_offered(world: TrainerLinkSetup) -> None:
+async def test_a_new_contribution_to_a_round_that_was_decided_on_another_chain_is_offered(
+    world: TrainerLinkSetup,
+) -> None:
     await world.begin(7)
     await world.say(ready(7))
     await world.message(7)
@@ -351,7 +247,7 @@ async def test_on_another_chain_nothing_is_offered_until_the_trainer_has_heard_o
     assert world.process.heard[-1] == told, "a life that may not have heard of it"
 
 
-async def test_no_anchor_is_written_before_the_last_one_is_adopted(world: TrainerLinkSetup) -> None:
+async def test_no_anchor_is_written_before_the_last_one_is_applied(world: TrainerLinkSetup) -> None:
     await world.begin()
     await world.say(ready(0))
     await world.link.apply_anchor(1, [torch.ones(NUMEL)], SETTINGS)
@@ -388,7 +284,7 @@ async def test_next_anchor_is_computed_in_its_place_once_the_last_but_one_is_not
     assert world.link.anchor_rooms(2, method) and not world.link.anchor_rooms(3, method)
 
 
-async def test_who_is_behind_is_told_and_who_is_not_has_adopted(world: TrainerLinkSetup) -> None:
+async def test_a_trainer_that_is_behind_is_sent_the_anchor_and_no_other(world: TrainerLinkSetup) -> None:
     await world.begin(3)
     await world.say(ready(2))
     assert world.process.adopts == [(3, "none")]
@@ -411,7 +307,7 @@ async def test_anchor_of_another_chain_is_sent_although_its_round_is_the_same(wo
     assert isinstance(newest, ApplyAnchor) and not newest.is_other_chain
 
 
-async def test_where_no_trainer_runs_nobody_waits_for_it(
+async def test_nothing_waits_for_a_trainer_that_does_not_run(
     world: TrainerLinkSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await world.link.wait_until_applied(5, 0.01)
@@ -445,7 +341,7 @@ async def test_an_anchor_is_not_written_over_that_the_trainer_may_read(
     assert float(world.arena.anchor(2).sum()) == 2 * NUMEL
 
 
-async def test_what_made_the_trainer_fail_is_raised(world: TrainerLinkSetup) -> None:
+async def test_the_error_that_ended_the_trainer_is_raised(world: TrainerLinkSetup) -> None:
     await world.begin()
     world.process.failure = DeviceError("no memory")
     world.process.say(None)

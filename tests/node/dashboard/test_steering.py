@@ -11,12 +11,12 @@ from node.dashboard.page.steering import render_revisions
 from node.dashboard.run_state.steering import AdoptionRecord, revision_values
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.adoption import Adoption
 from protocol.manifest.run import Manifest
 from protocol.steering.revision_log import SignedRevision
-from tests.node.dashboard.browser import WINDOWS, open_browser, open_window, served_page
 from tests.node.dashboard.example_events import FACTS, committed
-from tests.node.dashboard.test_browser import busy_log, keep_picture, now, require_sound
+from tests.node.dashboard.serving.browser import WINDOWS, open_browser, open_window, served_page
+from tests.node.dashboard.serving.test_browser import busy_log, keep_picture, now, require_sound
 from tests.node.dashboard.test_swarm_watcher import ADA, FakeNodeHandle, Scene, record, watcher_of
 from tests.node.loop.test_steering import signed_revision
 from tests.node.small_run import MANIFEST, RUN_ID, commit_of

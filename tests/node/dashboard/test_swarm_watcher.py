@@ -20,7 +20,7 @@ from node.dashboard.swarm_watcher import (
 )
 from node.receipts.commit_file import CommitFileHeader
 from protocol.consensus.history.chain import genesis_head
-from protocol.consensus.messages.contributions import NOTHING_ADOPTED
+from protocol.consensus.messages.adoption import NOTHING_ADOPTED
 from protocol.errors import StorageError
 from protocol.manifest.data import DataSection, SourceSection
 from protocol.manifest.run import Manifest

@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.ipc import trainer_process
+from node.ipc import trainer_process, watchdog
 from node.ipc.channel import ApplyAnchor, FromTrainer, Ready, Stopped, TrainerProgress
 from node.ipc.trainer_process import MAX_CRASHES_IN_A_ROW, TrainerProcess
+from node.ipc.trainer_run import TrainerRun
 from protocol.errors import DataError, DeviceError, MurmurError, error_with_code
 from tests.node.trainer.process_harness import ProcessHarness
 
@@ -188,8 +189,8 @@ async def test_trainer_that_sends_a_malformed_message_is_killed(harness: Process
 async def test_stuck_trainer_is_restarted(
     harness: ProcessHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_watched: bool
 ) -> None:
-    monkeypatch.setattr(trainer_process, "WATCHDOG_SECONDS", 0.05)
-    monkeypatch.setattr(trainer_process, "MIN_STUCK_SECONDS", 5.0 if is_watched else 600.0)
+    monkeypatch.setattr(watchdog, "WATCHDOG_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "MIN_STUCK_SECONDS", 5.0 if is_watched else 600.0)
     await harness.trainer.start()
     await harness.until(Ready)
     await harness.until(TrainerProgress)
@@ -271,7 +272,7 @@ async def test_stop_during_a_spawn_does_not_wait_for_ready(
     await harness.until(Ready)
     spawn, spawned, may_continue = harness.trainer._spawn, list[int](), asyncio.Event()
 
-    async def spawn_slowly() -> trainer_process.TrainerRun:
+    async def spawn_slowly() -> TrainerRun:
         run = await spawn()
         assert run.pid is not None
         spawned.append(run.pid)

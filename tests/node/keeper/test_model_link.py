@@ -10,8 +10,8 @@ from node.dashboard.event_log import EventLog
 from node.dashboard.html_page import render_page
 from node.dashboard.json_views import snapshot, summary
 from node.keeper.model_archive import ModelArchive, model_values
-from tests.node.dashboard.browser import WINDOWS, find_unreadable, open_browser, open_window, served_page
-from tests.node.dashboard.test_browser import ROUND_SECONDS, START, committed_round, opening
+from tests.node.dashboard.serving.browser import WINDOWS, find_unreadable, open_browser, open_window, served_page
+from tests.node.dashboard.serving.test_browser import ROUND_SECONDS, START, committed_round, opening
 from tests.node.keeper.test_model_route import archive_of, save_round
 from tests.node.small_run import MANIFEST
 

@@ -16,7 +16,7 @@ from protocol.consensus.messages.kinds import signed_round
 from protocol.consensus.rules import view_change
 from protocol.murmur_pb2 import Contribution, Roster, Signed
 from protocol.signing import sign
-from tests.node.loop.test_round_loop import FRIEND, ME, OTHER, LoopUnderTest
+from tests.node.loop.loop_under_test import FRIEND, ME, OTHER, LoopUnderTest
 from tests.node.small_run import PEERS, RUN_ID, TERMS
 from tests.protocol.consensus.cluster import Cluster
 

@@ -13,8 +13,8 @@ from protocol.membership.records.kept_states import KeptState, encode_kept_state
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stages.stage import StageManifest
 from tests.certificates import offer_of
-from tests.node.daemon.test_swarm_view import GATE, FakeDirectory, FakeStatus
-from tests.node.loop.test_round_loop import FRIEND, ME, OTHER, STATE, LoopUnderTest, chain_of, of_kind
+from tests.node.daemon.peers.test_swarm_view import GATE, FakeDirectory, FakeStatus
+from tests.node.loop.loop_under_test import FRIEND, ME, OTHER, STATE, LoopUnderTest, chain_of, of_kind
 from tests.node.small_run import MANIFEST
 
 STAGE = 1

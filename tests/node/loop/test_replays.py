@@ -3,7 +3,7 @@
 from node.loop.events import MessagesReceived
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Rejected
-from tests.node.loop.test_round_loop import OTHER, of_kind
+from tests.node.loop.loop_under_test import OTHER, of_kind
 from tests.node.loop.test_round_loop_liars import founded, peer_on
 from tests.node.small_run import commit_of
 

@@ -14,7 +14,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS
 from protocol.consensus.history.chain import Chain, ChainHead
 from tests.certificates import offer_of
-from tests.node.loop.test_round_loop import FRIEND, ME, OTHER, STATE, LoopUnderTest, head_state, of_kind
+from tests.node.loop.loop_under_test import FRIEND, ME, OTHER, STATE, LoopUnderTest, head_state, of_kind
 from tests.node.small_run import PEERS, RUN_ID, certified, commit_of
 
 NOISE = Blob.of(b"noise")

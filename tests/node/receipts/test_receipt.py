@@ -13,7 +13,7 @@ from node.receipts.receipt import Receipt, ReceiptContent, issue_receipt, sign_c
 from protocol import murmur_pb2 as wire
 from protocol.consensus.history.certified import CertifiedCommit, ChainLog
 from protocol.consensus.history.chain import Chain, extend_head
-from protocol.consensus.messages.contributions import Adoption
+from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ReceiptError
 from protocol.identity import Identity

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from protocol import murmur_pb2 as wire
 from protocol.admission.electorate import REVOKED_KEY, Electorate
 from protocol.admission.ticket import Ticket
-from protocol.consensus.messages.contributions import NOTHING_ADOPTED, Adoption, Commit, Contribution
+from protocol.consensus.messages.adoption import NOTHING_ADOPTED, Adoption
+from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from protocol.steering.revisions import Revision, encode_changes

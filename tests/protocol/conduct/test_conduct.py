@@ -14,7 +14,7 @@ from protocol.errors import ForgedError, MalformedError
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_knowledge import entries_of, signed_message
-from tests.simulation.network import NAMES, fake_reduce, make_contribution
+from tests.simulation.virtual.network import NAMES, fake_reduce, make_contribution
 
 ME, LIAR, *OTHERS = NAMES[:6]
 TABLE = Cluster(6, "butterfly", 2)

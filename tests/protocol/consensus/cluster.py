@@ -27,7 +27,15 @@ from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.manifest.sections import AdmissionSection
-from tests.simulation.network import NAMES, RUN_ID, Network, Scenario, fake_reduce, make_contribution, make_signer
+from tests.simulation.virtual.network import (
+    NAMES,
+    RUN_ID,
+    Network,
+    Scenario,
+    fake_reduce,
+    make_contribution,
+    make_signer,
+)
 
 BASE = genesis_head(RUN_ID).digest
 TRUSTED = Electorate.at_genesis(AdmissionSection(mode="list", keys=tuple(NAMES), trusted=True))

@@ -15,7 +15,7 @@ from protocol.consensus.rules import view_change
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_knowledge import entries_of, signed_message
-from tests.simulation.network import NAMES, make_contribution
+from tests.simulation.virtual.network import NAMES, make_contribution
 
 INVENTED = NAMES[4:9]
 

@@ -15,7 +15,7 @@ from protocol.consensus.rules import roster_content
 from protocol.consensus.state import MIN_HELD_BLOBS
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
-from tests.simulation.network import NAMES, make_contribution, make_signer
+from tests.simulation.virtual.network import NAMES, make_contribution, make_signer
 
 STRANGERS = NAMES[4:16]  # not members
 

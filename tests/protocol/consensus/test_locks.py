@@ -16,7 +16,7 @@ from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_knowledge import entries_of, signed_message
-from tests.simulation.network import NAMES
+from tests.simulation.virtual.network import NAMES
 
 LIAR, *HONEST = NAMES[:4]
 ENTRIES = entries_of(Cluster(4, "gather"), NAMES[:4])

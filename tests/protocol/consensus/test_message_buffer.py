@@ -7,7 +7,7 @@ from protocol.consensus.messages.kinds import Acknowledgement, Body, CommitCerti
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE
-from tests.simulation.network import NAMES, Scenario, make_contribution, make_signer
+from tests.simulation.virtual.network import NAMES, Scenario, make_contribution, make_signer
 
 ASKER, OTHER, LEADER = NAMES[:3]
 SCENARIO = Scenario(3, "gather", 1, 1, 0, 0, 0, 0, 0)

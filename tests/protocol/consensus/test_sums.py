@@ -15,7 +15,7 @@ from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_acceptance import deliver, locks
 from tests.protocol.consensus.test_knowledge import signed_message
-from tests.simulation.network import fake_reduce
+from tests.simulation.virtual.network import fake_reduce
 
 NOISE = b"noise"
 

@@ -29,7 +29,7 @@ from protocol.consensus.topology import (
     ring_pairs,
 )
 from tests.protocol.consensus.cluster import BASE, Cluster
-from tests.simulation.network import NAMES, RUN_ID, Scenario, make_contribution, make_signer
+from tests.simulation.virtual.network import NAMES, RUN_ID, Scenario, make_contribution, make_signer
 
 GROUPS = Groups(RUN_ID)
 PEERS = tuple(sorted(NAMES))

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from protocol.consensus.topology import Groups, Pattern, groups_by_peer
-from tests.simulation.network import RUN_ID
+from tests.simulation.virtual.network import RUN_ID
 
 BLOB_BYTES = 1_000_000
 Values = NDArray[np.float64]

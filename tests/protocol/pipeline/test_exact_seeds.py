@@ -10,9 +10,9 @@ from protocol.pipeline.exact.ledger import StepLedger
 from protocol.pipeline.exact.reports import StepReports
 from protocol.pipeline.exact.server import ExactServer
 from protocol.pipeline.exact.settlement import Settlement
-from tests.protocol.pipeline.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
-from tests.protocol.pipeline.exact_swarm import ExactSwarm
-from tests.protocol.pipeline.virtual_swarm import ACTIVATION, InvariantError, Scenario
+from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
+from tests.protocol.pipeline.virtual.exact_swarm import ExactSwarm
+from tests.protocol.pipeline.virtual.scenario import ACTIVATION, InvariantError, Scenario
 
 SEEDS, LONG_SEEDS, BATCH = 12, 2000, 100
 STEPS, STEPS_IN_PEACE = 4, 2

@@ -5,7 +5,8 @@ from collections.abc import Collection
 import pytest
 
 from protocol.pipeline.routing import Router
-from tests.protocol.pipeline.virtual_swarm import Scenario, VirtualSwarm
+from tests.protocol.pipeline.virtual.scenario import Scenario
+from tests.protocol.pipeline.virtual.virtual_swarm import VirtualSwarm
 
 STAGES, PEERS = 3, 4
 HIDDEN = frozenset(f"server-{stage}-{index}" for stage in range(STAGES) for index in (0, 1))

@@ -8,7 +8,7 @@ from protocol.pipeline.messages import HeldBlob, Key, Outcome
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.owner_events import Action, Ask, PeersChanged, Release, Tick, Told
 from protocol.pipeline.routing import StagePeer
-from tests.protocol.pipeline.virtual_swarm import ACTIVATION, TOKENS, blob_of, run_id
+from tests.protocol.pipeline.virtual.scenario import ACTIVATION, TOKENS, blob_of, run_id
 
 KEY = Key("me", 1)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.protocol.pipeline.bugs import BUGS, Bug
-from tests.protocol.pipeline.seeded_run import SeededRun
-from tests.protocol.pipeline.virtual_swarm import InvariantError, Scenario
+from tests.protocol.pipeline.virtual.bugs import BUGS, Bug
+from tests.protocol.pipeline.virtual.scenario import InvariantError, Scenario
+from tests.protocol.pipeline.virtual.seeded_run import SeededRun
 
 SEEDS, LONG_SEEDS, BATCH = 100, 2000, 100
 SEARCHED = 60

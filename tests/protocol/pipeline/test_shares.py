@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.protocol.pipeline.bugs import invites_nobody, weighs_peers_by_round_trips
-from tests.protocol.pipeline.virtual_swarm import Scenario, VirtualSwarm
+from tests.protocol.pipeline.virtual.bugs import invites_nobody, weighs_peers_by_round_trips
+from tests.protocol.pipeline.virtual.scenario import Scenario
+from tests.protocol.pipeline.virtual.virtual_swarm import VirtualSwarm
 
 SPEEDS = (1.0, 2.0, 4.0, 8.0)
 WARM, END = 15.0, 60.0

@@ -14,7 +14,7 @@ from node.monitoring.http_server import open_listener, serve
 from node.receipts.issuer import ReceiptIssuer
 from node.receipts.receipt import read_receipt, verify_receipts
 from tests.node.dashboard.ending.example_end import NAMES, ROUNDS, finished_run, first_rounds, last_events
-from tests.node.dashboard.test_server import the_manifest
+from tests.node.dashboard.serving.test_server import the_manifest
 from tests.node.receipts.example_commits import HOST, MARY, THREE_PEERS, chain, extend, log_in
 from tests.swarm.test_dashboard import browser_path
 

@@ -8,7 +8,7 @@ from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData
 from node.receipts.issuer import ReceiptIssuer
 from node.receipts.receipt import read_receipt, verify_receipts
-from tests.node.dashboard.test_server import RUN, served, the_manifest
+from tests.node.dashboard.serving.test_server import RUN, served, the_manifest
 from tests.node.receipts.example_commits import (
     HOST,
     MARY,

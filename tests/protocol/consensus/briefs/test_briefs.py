@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.briefs import seen as seen_module
 from protocol.consensus.messages.briefs.codec import Abridger, abridge, restore
 from protocol.consensus.messages.briefs.seen import SeenMessages, reference_to
-from protocol.consensus.messages.contributions import Adoption, Commit, Roster
+from protocol.consensus.messages.contributions import Commit, Roster
 from protocol.consensus.messages.kinds import Inventory, ReducedPart, kind_of
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, MalformedError
-from tests.simulation.network import NAMES, Scenario, make_contribution, make_signer
+from tests.simulation.virtual.network import NAMES, Scenario, make_contribution, make_signer
 
 BASE = bytes(32)
 SCENARIO = Scenario(12, "butterfly", 12, 1, 0, 0, 0, 0, 0)

@@ -1,0 +1,45 @@
+"""The processes of a node import torch's compiler only where they compile: it costs each of them a second."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILER = "torch._dynamo"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", "import torch; torch.compiler.disable(print)"], ids=["as it is", "control"])
+def test_daemon_and_trainer_do_not_import_the_compiler(tmp_path: Path, extra: str) -> None:
+    program = f"from tests.node.processes.test_process_imports import take_part; take_part({str(tmp_path)!r}); {extra}"
+    program += f"\nimport sys; print({COMPILER!r} in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout == f"{bool(extra)}\n", ended.stderr
+
+
+def take_part(folder: str) -> None:
+    """Import a daemon, and let a trainer make steps, a contribution and a validation in this process."""
+    import node.daemon.lifecycle  # noqa: F401
+
+    asyncio.run(_train(Path(folder)))
+
+
+async def _train(folder: Path) -> None:
+    from node.ipc.channel import ContributionHeader, DaemonChannel, Stop, TrainerChannel
+    from node.trainer.loop import Trainer
+    from tests.node.trainer.process_harness import ProcessHarness
+
+    bench = ProcessHarness(folder, inner_steps=2)
+    ours, theirs = socket.socketpair()
+    trainer = Trainer(bench.config(), bench.manifest, bench.program, bench.arena, TrainerChannel(theirs))
+    channel = await DaemonChannel.open(ours)
+    running = asyncio.create_task(asyncio.to_thread(trainer.run))
+    while not isinstance(await channel.receive(), ContributionHeader):
+        pass
+    await channel.send(Stop())
+    await running
+    trainer.validate(0)
+    await channel.close()

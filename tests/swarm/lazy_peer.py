@@ -1,8 +1,0 @@
-"""A peer whose trainer makes every second step only: `python -m tests.swarm.lazy_peer join RUN ...`."""
-
-import node.ipc.trainer_process
-from node.cli import main
-
-if __name__ == "__main__":
-    node.ipc.trainer_process.TRAINER_MODULE = "tests.swarm.lazy_trainer"
-    main()
