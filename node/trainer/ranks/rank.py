@@ -127,6 +127,7 @@ class Rank:
 
     def _accumulate_pieces(self, windows: Tensor) -> float:
         total = torch.zeros((), device=self.group.device)
+        routed = [0] * len(self.model.take_routed_tokens())
         pieces = own_pieces(windows, self.group.ranks, self.group.rank, self._microbatch)
         for number, piece in enumerate(pieces, start=1):
             if self.group.copies > 1:
@@ -134,7 +135,11 @@ class Rank:
             loss = self._loss(piece.windows) * piece.weight
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        return self.group.sum(float(total))[0]
+            tokens = self.model.take_routed_tokens()
+            routed = [count + (more if piece.weight else 0) for count, more in zip(routed, tokens, strict=True)]
+        summed, *counts = self.group.sum(float(total), *routed)
+        self.optimizer.count_routed([int(count) for count in counts])
+        return summed
 
     def _loss(self, windows: Tensor) -> Tensor:
         device = self.group.device

@@ -1,7 +1,7 @@
 """The inner optimizer of one rank: the method's update rule on its part of each parameter."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class ShardedOptimizer(InnerOptimizer):
         super().__init__(model.module, train, inner)
         self._sharded = model
         self._group = group
+        self._routed: tuple[int, ...] = ()
 
     @property
     def vectors(self) -> Mapping[str, Tensor]:
@@ -30,6 +31,16 @@ class ShardedOptimizer(InnerOptimizer):
             zeros = {name: torch.zeros(self._sharded.numel, device=self._group.device) for name in self._inner.vectors}
             self._vectors = zeros
         return self._vectors
+
+    def count_routed(self, tokens: Sequence[int]) -> None:
+        """Count the tokens on which all ranks together trained each expert."""
+        before = self._routed or (0,) * len(tokens)
+        self._routed = tuple(count + more for count, more in zip(before, tokens, strict=True))
+
+    def take_routed_tokens(self) -> tuple[int, ...]:
+        """Return for each expert of the model the tokens that it was trained on since the last call."""
+        routed, self._routed = self._routed, ()
+        return routed
 
     def lookahead_weights(self, step: int) -> Tensor | None:
         """Refuse: such weights are those of a whole model."""

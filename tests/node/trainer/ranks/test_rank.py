@@ -19,12 +19,13 @@ from node.trainer.ranks.group import RankGroup
 from node.trainer.ranks.messages import MeasureLoss
 from node.trainer.ranks.rank import Rank
 from node.trainer.ranks.shards import Piece, own_pieces
-from optim.inner.base import FIRST_MOMENT
+from optim.inner.base import FIRST_MOMENT, WEIGHTS
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from tests.node.trainer.ranks.threaded_ranks import (
     Vectors,
     batch_of,
+    command_for,
     on_all_ranks,
     train_alone,
     train_together,
@@ -85,6 +86,32 @@ def test_ranks_make_the_steps_of_one(recipe: str, model: str, ranks: int, rows: 
     manifest = manifest_of(recipe, model)
     alone, together = train_alone(manifest, STEPS, rows), train_together(manifest, ranks, STEPS, rows)
     assert greatest_difference(alone, together) < tolerance
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 6), (3, 2)], ids=["two", "one for company"])
+def test_ranks_count_the_tokens_of_all_for_each_expert(ranks: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: ranks that count for themselves may leave out an expert that another one has trained."""
+    manifest = manifest_of("frugal", EXPERTS)
+    weights, inner = initial_weights(manifest.model, 0), build_program(manifest).method.inner
+    model = build_model(manifest.model)
+    model.load_flat(weights)
+    inner_step.accumulate_gradient(model, batch_of(manifest, 0, rows), manifest.train.microbatch)
+    alone = model.take_routed_tokens()
+    assert sum(alone) == manifest.model.layers * rows * manifest.model.context
+
+    def count(group: RankGroup) -> list[tuple[int, ...]]:
+        rank = Rank(manifest, inner, manifest.train.microbatch, group, None)
+        rank.load({WEIGHTS: weights} | {name: torch.zeros_like(weights) for name in inner.vectors})
+        return [count_in_step(rank, step) for step in (0, 0)]
+
+    def count_in_step(rank: Rank, step: int) -> tuple[int, ...]:
+        rank.accumulate_gradient(command_for(manifest, step, rows), batch_of(manifest, step, rows))
+        rank.optimizer.clear_gradient()
+        return rank.optimizer.take_routed_tokens()
+
+    assert on_all_ranks(ranks, count) == [[alone, alone]] * ranks
+    monkeypatch.setattr(RankGroup, "sum", lambda self, *values: list(values))
+    assert all(sum(counts) < sum(alone) for counts in sum(on_all_ranks(ranks, count), []))
 
 
 @pytest.mark.parametrize("recipe", ["frugal", "frugal" + MUON])
