@@ -55,13 +55,12 @@ class StageTrainer(VirtualTrainer):
 
     def step(self) -> None:
         """Make an inner step of the microbatches since the last one. Raises MurmurError, as `VirtualTrainer.step`."""
-        norm = self._optimizer.step(self.state.counters.step)
+        loss = statistics.fmean(self._losses) if self._losses else 0.0  # the stages before the last know none
+        self._losses.clear()
+        norm = self.state.take_step(self._manifest.train.batch_tokens, loss, 0)
         self._optimizer.clear_gradient()
         if norm is None:
             raise MurmurError(NOT_FINITE)
-        loss = statistics.fmean(self._losses) if self._losses else 0.0  # the stages before the last know none
-        self._losses.clear()
-        self.state.count_step(self._manifest.train.batch_tokens, loss, 0)
 
     def _on_wire(self, activation: Tensor) -> Tensor:
         try:

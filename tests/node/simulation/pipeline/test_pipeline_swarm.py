@@ -29,10 +29,10 @@ def pipelined(stages: int, peers: int, steps: int, *, microbatch: int = 1, **opt
     return replace(config, manifest=config.manifest.model_copy(update={"pipeline": pipeline, "train": train}))
 
 
-def run(config: SimulationConfig, staleness: int = 0) -> PipelineSwarm:
+def run(config: SimulationConfig, staleness: int = 0, tables: Tables = PLAIN) -> PipelineSwarm:
     corpus = make_corpus()
     recorder = CurveRecorder(Evaluator(config, corpus), 1)
-    swarm = PipelineSwarm(config, make_method("averaging", 3, PLAIN), corpus, recorder, lambda: None, staleness)
+    swarm = PipelineSwarm(config, make_method("averaging", 3, tables), corpus, recorder, lambda: None, staleness)
     swarm.run()
     return swarm
 
@@ -101,6 +101,19 @@ def test_deaths_lose_counted_microbatches_and_no_stage_counts_one_twice(monkeypa
     assert counts.lost > 0 and counts.redirected > 0, counts
     assert set(passes.values()) == {1}
     assert not any(worker.pending for row in swarm.flow.workers for worker in row if not worker.peer.is_alive)
+
+
+def test_stages_leave_out_the_experts_that_they_have_hardly_trained() -> None:
+    """Control: with the default of the schedule they send all of them."""
+    config = pipelined(2, 2, 6)
+    experts = {"kind": "qwen3-moe", "experts": 8, "experts_per_token": 1, "balance_loss": 0.0}
+    model = config.manifest.model.model_copy(update=experts)
+    config = replace(config, manifest=config.manifest.model_copy(update={"model": model}))
+    some, everything = (
+        [stage.accounting.contribution_bits for stage in run(config, tables={**PLAIN, "schedule": chosen}).stages]
+        for chosen in ({"experts": "trained"}, {})
+    )
+    assert all(0 < bits < 0.97 * full for bits, full in zip(some, everything, strict=True)), (some, everything)
 
 
 def test_same_seed_gives_the_same_weights() -> None:
