@@ -10,6 +10,7 @@ thread waits for another). A card trains one way after the other, so that each h
     ratio            our step's tokens a second over the plain loop's
     compiled_ratio   the same, both compiled
     compiled_gain    our compiled step over the plain eager loop
+    fp8_gain         our compiled step with products in fp8 over the one without, on a card that has them
     mfu              share of the device's peak in bf16, for devices whose peak is known
     bytes            per parameter at the peak, on a card (docs/results/memory.md has a CPU's)
 
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from benchmarks.comparison_tables import fill_tables
 from node.model import LanguageModel, build_compiled_model, build_model, has_compiler, initial_weights, shape_table
+from node.model.computation.fp8 import has_fp8
 from node.run_dir import write_atomically
 from node.trainer.devices.device import autocast_context, choose_device, device_class
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
@@ -46,11 +48,12 @@ ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results" / "device.json"
 PAGE: Final = ROOT / "docs" / "results" / "devices.md"
 PEAKS: Final = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s in bf16, dense
-WAYS: Final = ("plain", "ours", "plain compiled", "ours compiled")
+WAYS: Final = ("plain", "ours", "plain compiled", "ours compiled", "ours compiled fp8")
 RATIOS: Final = {
     "ratio": ("ours", "plain"),
     "compiled_ratio": ("ours compiled", "plain compiled"),
     "compiled_gain": ("ours compiled", "plain"),
+    "fp8_gain": ("ours compiled fp8", "ours compiled"),
 }
 WARM_STEPS, LEAST_STEPS, STEPS_OF_A_CARD = 2, 3, 20
 MAX_SECONDS: Final = 3600  # of a size, with compilation
@@ -149,7 +152,7 @@ def measure(size: Size, device: torch.device, words: argparse.Namespace) -> Row:
     """All ways of training a model of this size, in this process."""
     torch.set_num_threads(words.threads)
     windows = torch.randint(size.model.vocabulary, (size.sequences, size.model.context + 1))
-    ways = [way for way in WAYS if device.type == "cuda" or has_compiler() or "compiled" not in way]
+    ways = [way for way in WAYS if can_measure(way, device)]
     groups = [[way] for way in ways] if device.type == "cuda" else [ways]
     taken: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
@@ -162,15 +165,23 @@ def measure(size: Size, device: torch.device, words: argparse.Namespace) -> Row:
     return {"ways": figures_of(taken, peaks, size, device), **ratios_of(taken)}
 
 
+def can_measure(way: str, device: torch.device) -> bool:
+    if way.endswith("fp8") and not has_fp8(device):
+        return False
+    return device.type == "cuda" or has_compiler() or "compiled" not in way
+
+
 def build_steps(ways: Sequence[str], size: Size, device: torch.device) -> dict[str, Step]:
     """Return a step of each way; they train the same weights in turns."""
     weights = initial_weights(size.model, 0).to(device)
     gradient = torch.zeros_like(weights) if device.type == "cpu" else None  # a trainer's is in the shared memory
     steps: dict[str, Step] = {}
     for way in ways:
-        is_plain, is_compiled = way.startswith("plain"), way.endswith("compiled")
+        is_plain, is_compiled = way.startswith("plain"), "compiled" in way
         model = (build_compiled_model if is_compiled and not is_plain else build_model)(size.model, device)
         model.use_memory(weights, None if is_plain else gradient)
+        if way.endswith("fp8"):
+            model.multiply_in_fp8()
         steps[way] = PlainLoop(model, size, is_compiled) if is_plain else OurLoop(model, size)
     return steps
 
@@ -287,7 +298,7 @@ def _cells(row: Row) -> Iterator[str]:
     threads = row["where"]["threads"]
     yield f"{row['where']['device']}, {threads} thread{'s' * (threads > 1)}"
     yield row["size"]
-    for first, second in (WAYS[:2], WAYS[2:]):
+    for first, second in (WAYS[:2], WAYS[2:4]):
         pair = [row["ways"].get(way, {}).get("tokens_per_second") for way in (first, second)]
         yield ", ".join("-" if speed is None else f"{speed:,.0f}" for speed in pair)
     for name in RATIOS:

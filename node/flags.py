@@ -40,6 +40,9 @@ class MachineFlags:
         Literal["fp32", "bf16"] | None,
         typer.Option(help="keep weights and gradient on a card in this type; bf16 takes half, rounded stochastically"),
     ] = None
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="multiply the matrices of the layers in fp8, on an NVIDIA card from 2022 on")
+    ] = False
     pause_when_busy: Annotated[
         bool, typer.Option("--pause-when-busy", help="pause training while other programs use the device")
     ] = False

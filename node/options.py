@@ -95,6 +95,7 @@ class TrainerOptions(BaseModel):
         default="none", description="what layers keep for the backward pass"
     )
     weights: Literal["fp32", "bf16"] = Field(default="fp32", description="type of the weights on an accelerator")
+    fp8: bool = Field(default=False, description="multiply the matrices of the layers in fp8, on a card that can")
     pause_when_busy: bool = Field(default=False, description="train only while other programs leave the device alone")
 
     @field_validator("threads")

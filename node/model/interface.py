@@ -25,7 +25,7 @@ from node.model.cut import WHOLE, Cut, deal_blocks, require_stages
 from node.model.hugging_face.config_keys import ConfigKeys
 from node.model.shapes import Entry, ShapeTable
 from optim.layout import Span
-from protocol.errors import ManifestError
+from protocol.errors import DeviceError, ManifestError
 from protocol.manifest.model import ModelSection
 
 Block = Callable[[Tensor], Tensor]
@@ -135,6 +135,10 @@ class LanguageModel(nn.Module, ABC):
         """Keep the weights, and so their gradient, in bf16 from now on; they train under autocast only."""
         self.use_memory(self.flat.bfloat16())
         self.rounding = StochasticRounding(self.flat.device)
+
+    def multiply_in_fp8(self) -> None:
+        """Multiply the matrices of all layers in fp8 from now on. Raises DeviceError if the model cannot."""
+        raise DeviceError("this model has no products in fp8; leave out --fp8")
 
     def use_memory(self, flat: Tensor, gradient: Tensor | None = None) -> None:
         """Take the weights from `flat` (numel,) without a copy, and put gradients into `gradient` if it is given."""

@@ -181,7 +181,7 @@ class Trainer(ExchangeLoop):
     @property
     def conditions(self) -> Conditions:
         return Conditions(
-            device=device_class(self._device, self._is_compiled, self.ranks, self._config.options.weights),
+            device=device_class(self._device, self._is_compiled, self.ranks, self._config.options),
             text=self._text,
             threads=self._config.options.thread_count,
             microbatch=self._microbatch,

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.computation.fp8 import multiply
 from node.model.decoders.documents import DenseDocuments, DocumentAttention, choose_document_attention
-from node.model.decoders.layers import Linear, RMSNorm
+from node.model.decoders.layers import HasProducts, Linear, RMSNorm
 from node.model.decoders.rotary import rotary_tables
 from node.model.joined_weights import join_rows
 from protocol.manifest.model import ModelSection
@@ -87,7 +88,7 @@ class CompiledCausalAttention(DenseCausalAttention):
         return mixed.to(value.dtype)
 
 
-class Attention(nn.Module):
+class Attention(HasProducts):
     """Grouped-query attention of one layer."""
 
     def __init__(self, config: ModelSection, causal: CausalAttention) -> None:
@@ -104,7 +105,8 @@ class Attention(nn.Module):
         """Return what attention adds to the stream (B, T, W), or to its values in a subspace."""
         batch, length, _ = stream.shape
         heads, groups = self.heads, self.groups
-        projected = F.linear(stream, join_rows(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
+        joined = join_rows(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        projected = multiply(stream, joined, self.in_fp8)
         split = projected.view(batch, length, heads + 2 * groups, -1)
         rotated = self.causal.rotate(self.normalize(split[:, :, : heads + groups]))
         query, key = torch.split(rotated.transpose(1, 2), [heads, groups], dim=1)  # (B, N, T, D), (B, K, T, D)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.computation.fp8 import require_fp8_sizes
 from node.model.computation.precision import has_bf16
 from node.model.cut import WHOLE, Cut
 from node.model.decoders.attention import (
@@ -18,7 +19,7 @@ from node.model.decoders.attention import (
     DenseCausalAttention,
 )
 from node.model.decoders.experts import SparseMlp
-from node.model.decoders.layers import Embedding, Linear, RMSNorm
+from node.model.decoders.layers import Embedding, HasProducts, Linear, RMSNorm
 from node.model.decoders.subspace import Subspace
 from node.model.interface import Block, LanguageModel
 from node.model.shapes import ShapeTable
@@ -95,6 +96,13 @@ class Decoder(LanguageModel):
         embedding = (embed,) if self.cut.has_embedding and embed is not None else ()
         head = (self._apply_head,) if self.cut.has_head else ()
         return (*embedding, *self.model.layers.values(), *head)
+
+    def multiply_in_fp8(self) -> None:
+        """Multiply the matrices of all layers in fp8; embedding, router and output stay as they are."""
+        require_fp8_sizes(self.config)
+        for module in self.model.layers.modules():
+            if isinstance(module, HasProducts):
+                module.in_fp8 = True
 
     def see(self, tokens: Tensor) -> None:
         """Take note of the documents in the token ids (B, T) of a pass."""

@@ -3,6 +3,7 @@
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.computation.fp8 import multiply
 from node.model.joined_weights import join_rows
 from protocol.manifest.model import ModelSection
 
@@ -14,11 +15,21 @@ class _Uninitialised:
         pass
 
 
-class Linear(_Uninitialised, nn.Linear):
+class HasProducts(nn.Module):
+    """A module with products of matrices, all in fp8 if `in_fp8`."""
+
+    in_fp8 = False
+
+
+class Linear(_Uninitialised, HasProducts, nn.Linear):
     """A matrix without bias."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the product of values (..., inputs) with the matrix: (..., outputs)."""
+        return multiply(values, self.weight, self.in_fp8)
 
 
 class Embedding(_Uninitialised, nn.Embedding):
@@ -40,7 +51,7 @@ class RMSNorm(_Uninitialised, nn.RMSNorm):
         return F.rms_norm(values, self.normalized_shape, self.weight.type_as(values), self.eps)
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(HasProducts):
     """SwiGLU of one layer, or of one expert."""
 
     def __init__(self, config: ModelSection) -> None:
@@ -51,6 +62,7 @@ class GatedMlp(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """Return what the MLP adds to the stream (..., W), or to its values in a subspace (..., K)."""
-        gate, up = F.linear(stream, join_rows(self.gate_proj.weight, self.up_proj.weight)).chunk(2, dim=-1)
+        joined = join_rows(self.gate_proj.weight, self.up_proj.weight)
+        gate, up = multiply(stream, joined, self.in_fp8).chunk(2, dim=-1)
         output: Tensor = self.down_proj(F.silu(gate) * up)
         return output

@@ -91,6 +91,8 @@ def _prepare(model: LanguageModel, options: TrainerOptions) -> LanguageModel:
     model.recompute = options.recompute
     if options.weights == "bf16":
         model.keep_bf16()
+    if options.fp8:
+        model.multiply_in_fp8()
     return model
 
 

@@ -14,6 +14,7 @@ from node.from_manifest import build_node_program, in_memory_mode
 from node.ipc.device_use import DeviceUse
 from node.ipc.shared_layout import SharedLayout
 from node.model import smallest_cut
+from node.model.computation.fp8 import has_fp8, require_fp8_sizes
 from node.model.computation.precision import has_bf16
 from node.model.memory_estimate import fit_microbatch
 from node.options import Device, NodeOptions, TrainerOptions
@@ -25,6 +26,7 @@ from protocol.manifest.run import Manifest
 
 MAX_CLASS_CHARACTERS = 96
 BF16_RULES = ("adamw", "quasi-hyperbolic")  # elementwise, at the weights themselves
+DEFAULT_OPTIONS = TrainerOptions()
 UNUSED_MEMORY_BYTES = 256 << 20  # allocated but never touched, such as the stacks of threads
 
 
@@ -68,17 +70,21 @@ def count_names(names: Iterable[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
-def device_class(device: torch.device, is_compiled: bool = False, ranks: int = 1, weights: str = "fp32") -> str:
+def device_class(
+    device: torch.device, is_compiled: bool = False, ranks: int = 1, options: TrainerOptions = DEFAULT_OPTIONS
+) -> str:
     """Return the kind of device, on all of which an inner step has the same bits.
 
-    A step that is compiled, made by several ranks or rounded has other bits than a plain one; no auditor repeats it.
+    A step that is compiled, made by several ranks, rounded or in fp8 has other bits than a plain one, and no auditor
+    repeats it.
     """
     if device.type == "cuda":
         kind = f"cuda {torch.cuda.get_device_name(device)}"
     else:
         kind = f"cpu {_cpu_vendor()} {torch.backends.cpu.get_cpu_capability()}"
     way = ("compiled " if is_compiled else "") + (f"{ranks} ranks " if ranks > 1 else "")
-    way += "" if weights == "fp32" else f"{weights} "
+    way += "" if options.weights == "fp32" else f"{options.weights} "
+    way += "fp8 " if options.fp8 else ""
     return f"{way}{kind} torch {torch.__version__}"[:MAX_CLASS_CHARACTERS]
 
 
@@ -140,6 +146,10 @@ def require_usable_device(settings: NodeOptions) -> None:
         if settings.site is not None:
             raise DeviceError("--weights bf16 trains a whole model on one card; leave it or --site out")
         require_bf16_weights(manifest, planner, devices)
+    if settings.fp8:
+        if settings.own_loop:
+            raise DeviceError("--own-loop: your loop chooses the types of its products; leave out --fp8")
+        require_fp8(manifest, devices)
     held = in_memory_mode(manifest, settings.memory_mode)
     fit_microbatch(held, settings.memory, device.type, settings.recompute, len(devices))
     if settings.pause_when_busy:
@@ -160,6 +170,16 @@ def require_bf16_weights(manifest: Manifest, planner: RoundPlanner, devices: Seq
             f"--weights bf16 needs one of the inner optimizers {', '.join(BF16_RULES)}, and this run has {inner.kind}; "
             "leave it out"
         )
+
+
+def require_fp8(manifest: Manifest, devices: Sequence[torch.device]) -> None:
+    """Raise DeviceError if the devices or the model have no products in fp8."""
+    for device in devices:
+        if not has_fp8(device):
+            raise DeviceError(
+                f"--fp8 needs an NVIDIA card from 2022 on, and {device_name(device)} is none; leave it out"
+            )
+    require_fp8_sizes(manifest.model)
 
 
 def require_ranks(manifest: Manifest, planner: RoundPlanner) -> None:

@@ -244,7 +244,7 @@ def test_eval_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
 
 def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--dir d --peer /a --peer /b --device cpu --name n --threads 2 --listen /c --metrics :7 --log-json -v"
-    options += " --memory 4GB --compile --recompute full --weights bf16 --pause-when-busy --direct off"
+    options += " --memory 4GB --compile --recompute full --weights bf16 --fp8 --pause-when-busy --direct off"
     options += " --upload 20mbit --download 1MB --devices 0,1 --memory-mode small"
     options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data --stage 2 --own-loop"
     options += " --log tensorboard --log wandb --site 10.0.0.1:29400 --site-shard all"
@@ -259,6 +259,7 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
         "threads": 2,
         "memory": "4GB",
         "compile": True,
+        "fp8": True,
         "devices": "0,1",
         "memory_mode": "small",
         "recompute": "full",

@@ -9,6 +9,7 @@ from node.ipc.channel import ContributionOutcome
 from node.ipc.shared_layout import SharedLayout
 from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights
+from node.model.computation.fp8 import has_fp8
 from node.trainer.devices.device import is_out_of_memory, limit_memory
 from node.trainer.inner_step import accumulate_gradient
 from optim.inner.base import WEIGHTS
@@ -83,6 +84,24 @@ def test_a_gradient_there_is_the_one_on_a_processor_but_for_its_16_bits() -> Non
         gradients.append(model.flat_gradient.cpu())
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     assert float(torch.cosine_similarity(gradients[0], gradients[1], dim=0)) > 0.999
+
+
+@there_is_one
+def test_a_gradient_in_fp8_is_near_the_one_in_bf16() -> None:
+    if not has_fp8(torch.device("cuda")):
+        pytest.skip("this card has no fp8")
+    shape = MODEL.model_copy(update={"width": 64, "heads": 4, "kv_heads": 4, "hidden": 128})
+    windows = torch.randint(shape.vocabulary, (6, shape.context + 1), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for in_fp8 in (False, True):
+        model = build_model(shape, "cuda")
+        if in_fp8:
+            model.multiply_in_fp8()
+        model.load_flat(initial_weights(shape, 0))
+        accumulate_gradient(model, windows, microbatch=4)
+        assert model.flat_gradient is not None
+        gradients.append(model.flat_gradient.cpu())
+    assert 0.98 < float(torch.cosine_similarity(gradients[0], gradients[1], dim=0)) < 1 - 1e-6
 
 
 @there_is_one

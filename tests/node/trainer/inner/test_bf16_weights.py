@@ -10,6 +10,7 @@ from node.from_manifest import build_program
 from node.model import LanguageModel, build_model, initial_weights
 from node.model.computation import output_loss
 from node.model.computation.stochastic_rounding import StochasticRounding
+from node.options import TrainerOptions
 from node.trainer import inner_step
 from node.trainer.devices.device import device_class, require_bf16_weights
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
@@ -113,4 +114,4 @@ def test_shared_memory_keeps_fp32_and_gives_the_same_bits_back() -> None:
 def test_what_cannot_train_so_is_refused_on_one_line() -> None:
     with pytest.raises(DeviceError, match=r"^--weights bf16 is for a card, .*; leave it out$"):
         require_bf16_weights(MANIFEST, build_program(MANIFEST), [CPU])
-    assert device_class(CPU, weights="bf16") != device_class(CPU), "no auditor repeats it"
+    assert device_class(CPU, options=TrainerOptions(weights="bf16")) != device_class(CPU), "no auditor repeats it"
