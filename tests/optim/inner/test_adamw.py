@@ -2,9 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
-from optim.inner.adamw import AdamW
+from optim.inner.adamw import AdamW, step_fused
 from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
 
 NUMEL, MATRIX = 24, (4, 20)
@@ -77,3 +78,24 @@ def test_second_moment_below_zero_after_an_exchange_is_harmless() -> None:
 
 def test_gradient_is_computed_at_the_weights() -> None:
     assert AdamW().lookahead_weights(random_values(0), zeros(), step_of(0)) is None
+
+
+def test_the_kernel_for_cards_makes_the_same_steps() -> None:
+    """Control: without its limit at zero, a second moment that an average has made negative gives no number."""
+    weights, vectors = random_values(0), zeros()
+    again, copied = weights.clone(), zeros()
+    for count in range(30):
+        if count == 10:
+            vectors[SECOND_MOMENT][3] = copied[SECOND_MOMENT][3] = -1e-3
+        gradient, step = random_values(1 + count), step_of(count)
+        AdamW().step(weights, gradient, vectors, step)
+        step.decay_weights(again)
+        step_fused(again, gradient, copied[FIRST_MOMENT], copied[SECOND_MOMENT], step)
+    torch.testing.assert_close(again, weights, atol=1e-6, rtol=1e-5)
+    for name, vector in vectors.items():
+        torch.testing.assert_close(copied[name], vector, atol=1e-6, rtol=1e-5)
+    copied[SECOND_MOMENT].fill_(-1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "clamp_", lambda vector, **_: vector)
+        step_fused(again, random_values(1), copied[FIRST_MOMENT], copied[SECOND_MOMENT], step_of(0))
+    assert again.isnan().all()
