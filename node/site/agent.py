@@ -38,6 +38,7 @@ from node.site.messages import (
     receive,
     send,
 )
+from node.site.pauses import End, Pauses
 from node.site.token import SiteToken
 from node.site.tunnel import CHUNK_BYTES, Streams, TunnelEntrances, join_streams, keep_alive
 from protocol.errors import AdmissionError, ForgedError, MalformedError, error_with_code
@@ -45,10 +46,7 @@ from protocol.transport.tls.handshake import check_certificate, make_client_cont
 
 RANK_MODULE: Final = "node.trainer.ranks"
 CONNECT_SECONDS: Final = 10.0
-MIN_RETRY_SECONDS: Final = 0.5
 EXIT_SECONDS: Final = 10.0  # from the end of a connection or a rank until all ranks have exited
-MAX_RETRY_SECONDS: Final = 60.0
-STEADY_SECONDS: Final = 60.0  # after which a loss is the first one again
 ENDED: Final = 0
 logger = logging.getLogger(__name__)
 END: TypeAdapter[Failed | Crashed] = TypeAdapter(Failed | Crashed)
@@ -92,29 +90,27 @@ class SiteAgent:
 
     async def run(self) -> None:
         """Take part until the first machine ends it. Raises MurmurError if it cannot go on."""
-        delay, said = MIN_RETRY_SECONDS, ""
+        pauses, said = Pauses(), ""
         while True:
             began = time.monotonic()
-            try:
-                if await self._take_part():
-                    return
-                reason = "the ranks ended; coming back"
-            except (ChannelClosed, MalformedError, OSError, TimeoutError) as error:
-                reason = f"no connection with {self._member.host}:{self._member.port}; trying again"
-                logger.debug("%s", error)
-            if time.monotonic() - began > STEADY_SECONDS:
-                delay = MIN_RETRY_SECONDS
-            if reason != said:
-                logger.info("%s", reason)
-            said = reason
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_RETRY_SECONDS if "ranks" in reason else 2.0)
+            end = await self._take_part()
+            if end == "all told to end":
+                return
+            if end != said:
+                logger.info("%s", end_text(end, self._member))
+            said = end
+            now = time.monotonic()
+            await asyncio.sleep(pauses.after(end, now, now - began))
 
-    async def _take_part(self) -> bool:
-        """Make one attempt; return whether the first machine has ended the training."""
+    async def _take_part(self) -> End:
+        """Make one attempt; return how it ended."""
         attempt = _Attempt(self._member)
-        async with attempt.open():
-            return await attempt.run()
+        try:
+            async with attempt.open():
+                return await attempt.run()
+        except (ChannelClosed, MalformedError, OSError, TimeoutError) as error:
+            logger.debug("%s", error)
+            return "no connection"
 
 
 class _Attempt:
@@ -147,8 +143,8 @@ class _Attempt:
             if self._control is not None:
                 await _close(self._control[1])
 
-    async def run(self) -> bool:
-        """Start a rank on each device; return whether all have ended because they were told to."""
+    async def run(self) -> End:
+        """Start a rank on each device; return how they ended."""
         assert self._control is not None
         for index in range(len(self._member.devices)):
             await self._start_rank(index)
@@ -157,11 +153,14 @@ class _Attempt:
         waiting = asyncio.gather(*ends)
         try:
             await asyncio.wait([orders, *ends], return_when=asyncio.FIRST_COMPLETED)
+            was_left = orders.done()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_SECONDS):
                     await asyncio.shield(waiting)
             await self._report_ends()
-            return all(rank.process.returncode == ENDED for rank in self._ranks)
+            if all(rank.process.returncode == ENDED for rank in self._ranks):
+                return "all told to end"
+            return "left" if was_left else "ranks ended"
         finally:
             orders.cancel()
             for end in ends:
@@ -265,6 +264,13 @@ async def _close(writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(CONNECT_SECONDS):
             await writer.wait_closed()
+
+
+def end_text(end: End, member: SiteMember) -> str:
+    """Return the line about the end of an attempt."""
+    if end == "no connection":
+        return f"no connection with {member.host}:{member.port}; trying again"
+    return "the ranks ended; coming back" if end == "ranks ended" else "the first machine starts again; coming back"
 
 
 def _last_message(channel: FrameSocket) -> Failed | Crashed | None:

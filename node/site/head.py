@@ -112,6 +112,9 @@ class SiteHead:
     def gather(self, seconds: float) -> tuple[JoinedMachine, ...]:
         """Wait for machines, and return those that train from now on; later ones make the ranks start again."""
         time.sleep(seconds)
+        deadline = time.monotonic() + OPENING_SECONDS
+        while time.monotonic() < deadline and not all(m.is_complete for m in list(self._machines.values())):
+            time.sleep(0.05)  # one is about to come
 
         async def choose() -> tuple[JoinedMachine, ...]:
             self._used = tuple(machine for machine in self._machines.values() if machine.is_complete)
