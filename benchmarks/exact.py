@@ -33,7 +33,7 @@ from node.injected_faults import VARIABLE
 from node.processes.process import python_environment
 from protocol.manifest.reading import load_manifest
 
-RUN = Path(__file__).parent.parent / "tests" / "swarm" / "exact.toml"
+RUN = Path(__file__).parent.parent / "tests" / "swarm" / "stages" / "exact.toml"
 PEERS = 4
 POLL_SECONDS = 0.2
 DELAY_SECONDS = 2.0  # from the moment when a kill is due to the kill, at most, so that it comes at any point of a step

@@ -13,7 +13,7 @@ from protocol.manifest.reading import load_manifest
 from protocol.pipeline.exact.ledger import StepLedger
 
 pytestmark = pytest.mark.slow
-RUN = Path(__file__).parents[1] / "swarm" / "exact.toml"
+RUN = Path(__file__).parents[1] / "swarm" / "stages" / "exact.toml"
 
 
 def test_wrong_sum_is_explained_by_its_microbatch(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ ROUNDS, SERVED = 3, 30
 
 def manifest() -> Manifest:
     """The small pipeline of the tests, with activations that no circuit relay passes on."""
-    values = load_manifest(Path(__file__).parents[1] / "swarm" / "pipeline.toml").model_dump(exclude_none=True)
+    values = load_manifest(Path(__file__).parents[1] / "swarm" / "stages" / "pipeline.toml").model_dump(
+        exclude_none=True
+    )
     values["model"] |= {"width": 64, "context": 64}
     values["train"] |= {"batch_tokens": 4 * 12 * 64}
     values["pipeline"] |= {"microbatch": 12, "memory": 16 * 2**20}

@@ -21,7 +21,7 @@ from tests.swarm.stages.test_pipeline import final_status
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
-RUN = Path(__file__).parents[1] / "swarm" / "exact.toml"
+RUN = Path(__file__).parents[1] / "swarm" / "stages" / "exact.toml"
 LOCAL_RUN = RUN.with_name("pipeline.toml")
 STAGES = (0, 0, 0, 1)  # of the peers; with three at a stage, two go on at once where one dies
 ROUNDS = 3
