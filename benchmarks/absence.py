@@ -1,4 +1,4 @@
-"""What rounds of few peers cost in loss, and what a step in proportion to them saves.
+"""Measure the loss that rounds of few peers cost, and how much of it a step in proportion to them saves.
 
 Eight peers train by turns on one core, with the trainer's own state and the run's codec, merger and update, without a
 network. Before every round each peer may go away for one to three rounds, so that some rounds are left to one or two.
@@ -102,7 +102,7 @@ class Peers:
 
 
 def attendance(away: float, seed: int) -> Iterator[list[int]]:
-    """Who is there, round by round; never nobody."""
+    """The peers that are present, round by round; at least one."""
     draw, left = random.Random(seed), [0] * PEERS
     while True:
         left = [rest - 1 if rest else (draw.random() < away) * draw.randint(1, LONGEST) for rest in left]

@@ -1,4 +1,4 @@
-"""What trainers with a graphics card spend their seconds on, in real peers behind limited links.
+"""Measure the seconds of trainers with a graphics card, in real peers behind limited links.
 
     python benchmarks/accelerator.py [--peers 1 2] [--rounds 8] [--inner-steps 60] [--layers 12] [--width 768]
         [--batch-tokens 32768] [--rate 20mbit] [--device cuda] [--json]
@@ -6,7 +6,7 @@
 First the inner step alone, in this process. Then swarms of so many peers, on one card together, by the default recipe,
 each with its rate as the limit of what it sends and receives. By swarm, from its second round on: the shares of the
 trainers' seconds by activity, and `device_share`: tokens that all trainers took in a second over those of the bare
-step. What a message, an adoption and a snapshot cost follows from the model's size; how much that is of a round, from
+step. The cost of a message, an adoption and a snapshot follows from the model's size; how much that is of a round, from
 how long a round lasts.
 """
 

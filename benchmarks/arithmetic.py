@@ -1,4 +1,4 @@
-"""What one peer computes in a merge among four, without the rest: the seconds that `sync.py` cannot go below.
+"""Measure the arithmetic of one peer in a merge among four: the seconds that `sync.py` cannot go below.
 
     python benchmarks/arithmetic.py [--numel 25000000] [--turns 7] [--only RECIPE ...] [--json]
 

@@ -1,4 +1,4 @@
-"""What an exchange costs the trainer beside it: the time of an inner step while peers merge, over that while they idle.
+"""Measure how an exchange slows the trainer: the time of an inner step while peers merge, over that while they idle.
 
     python benchmarks/beside.py [--numel 25000000] [--turns 5] [--json]
 

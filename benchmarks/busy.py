@@ -1,4 +1,4 @@
-"""What a trainer's threads make of a machine that other work wants as well.
+"""Measure a trainer's threads on a machine that other programs use as well.
 
     python benchmarks/busy.py [--turns 3] [--seconds 6] [--json]
 

@@ -65,7 +65,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Flight:
-    """What one run came to."""
+    """The result of one run."""
 
     curve: Curve
     seconds: float

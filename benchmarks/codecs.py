@@ -1,4 +1,4 @@
-"""What every codec costs beside one pass over the same tensor, and what it keeps.
+"""Measure the time of every codec, in passes over the same tensor, and the share of the tensor that it keeps.
 
 Encoding is compared with one `torch.topk` of 64 in each 4096 magnitudes (codecs that keep a few values) or with one
 copy of the tensor (codecs that keep all). Decoding and adding one peer's message to a total is compared with the same

@@ -1,4 +1,4 @@
-"""What the documentation shows of the comparison of recipes: tables between marks in its text, and a plot a setting.
+"""Write the comparison of recipes into the documentation: tables between marks in its text, plots beside it.
 
 `<!-- compared: NAME -->`, a table, `<!-- end -->`: what stands between is made anew.
 """

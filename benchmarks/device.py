@@ -2,10 +2,10 @@
 
     python benchmarks/device.py [--device cpu] [--sizes 10M ...] [--seconds 40] [--again] [--json]
 
-The plain loop is what one would write without us: the model, torch's cross entropy, fused AdamW, clipping. Both train
-eagerly and compiled in bf16. On a CPU, which other programs use too, the four ways take steps in turns, a ratio is the
-median over the turns, and seconds are those that the processor worked for this process (with one thread, so that no
-thread waits for another). A card trains one way after the other, so that each has its whole memory.
+The plain loop is the one that a person would write without us: the model, torch's cross entropy, fused AdamW, clipping.
+Both train eagerly and compiled in bf16. On a CPU, which other programs use too, the four ways take steps in turns, a
+ratio is the median over the turns, and seconds are those that the processor worked for this process (with one thread,
+so that no thread waits for another). A card trains one way after the other, so that each has its whole memory.
 
     ratio            our step's tokens a second over the plain loop's
     compiled_ratio   the same, both compiled
@@ -225,7 +225,7 @@ class OurLoop:
 
 
 class PlainLoop:
-    """What one would write with torch alone."""
+    """The loop that one would write with torch alone."""
 
     def __init__(self, model: LanguageModel, size: Size, is_compiled: bool) -> None:
         self._model, self._size = model, size

@@ -1,4 +1,4 @@
-"""What the page of a large run costs its host: virtual peers that all change twice a second, and readers that listen.
+"""Measure the cost of a large run's page for its host, with virtual peers that change twice a second, and readers.
 
     python benchmarks/page.py [--minutes 30] [--peers 200] [--pages 3] [--round 10] [--http 127.0.0.1:0] [--json]
 

@@ -1,4 +1,4 @@
-"""What the two paths between peers carry and cost.
+"""Measure the rate and the cost of the two paths between peers.
 
 Two processes on this machine, one stream of gRPC from one to the other in messages of 256 KiB, in turns by libp2p and
 directly. Counted is the processor time of both processes and of both their p2pd, whichever path is used.

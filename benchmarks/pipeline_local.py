@@ -1,4 +1,4 @@
-"""What random routes, staleness and deaths cost a pipeline in `local` mode, compared with full replicas.
+"""Measure the cost of random routes, staleness and deaths in `local` pipelines, compared with full replicas.
 
 A model of 231,000 parameters (4 layers, width 64, bytes of the Python standard library) trains in virtual time, whole
 or in 4 stages, on equally many tokens: 4 microbatches of 256 tokens a step and peer, AdamW, 2 peers at each stage,

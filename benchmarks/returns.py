@@ -1,4 +1,4 @@
-"""What a daemon's end of the line keeps for good of a peer that comes back again and again.
+"""Measure the memory that a daemon keeps of a peer that comes back again and again.
 
 One process calls a peer over both paths; the peer's network ends and starts anew, with the same key. After each return
 the memory of the caller's own (resident and not shared, after collecting cycles and giving back) is noted; the line of

@@ -3,7 +3,7 @@
     python benchmarks/sync.py [--numel 25000000] [--turns 5] [--only NAME ...] [--json]
 
 Every peer is a process of its own and starts from its own fp32 vector. All peers of all kinds live at once and take
-turns on the same cores; each figure is the median over the turns. What a turn contains:
+turns on the same cores; each figure is the median over the turns. A turn contains:
 
     ours_dense    encode in int8 with error feedback, put the parts where others fetch them, the round (announce,
                   roster, butterfly, commit), decode, and the outer update. To hash the new state and store it for

@@ -1,4 +1,4 @@
-"""What a peer uploads: every recipe's encoded bytes a round and a step, against fp32 all-reduce of the gradients.
+"""Compare a peer's uploads: every recipe's encoded bytes a round and a step, and an fp32 all-reduce of the gradients.
 
     python benchmarks/traffic.py [--peers 3] [--json]
 

@@ -18,5 +18,5 @@ def append_bounded(path: Path, text: str, max_bytes: int) -> None:
 
 
 def older_file(path: Path) -> Path:
-    """Return the place of what was in the file before it became too long."""
+    """Return the place of the lines that were in the file before it became too long."""
     return path.with_suffix(f".1{path.suffix}")

@@ -10,7 +10,7 @@ The variable is refused unless the run is named `test`. A part is `name=value`; 
 - `answers=drop:N`, `answers=late:N`: each N-th answer to a task of this node's is lost, or comes after its deadline.
 - `outcomes=drop:N`: each N-th outcome of this node's work is not told.
 - `tasks=copy:N`: of each N-th task of this node's a copy is sent once more, after its microbatch has ended.
-- `slow=FACTOR`: the trainer takes so many times as long.
+- `slow=FACTOR`: the trainer takes FACTOR times as long.
 - `adds=always`: the trainer adds the gradient of every backward pass of an exact step, also of one that is made again
   because it counts already, as a server without a ledger does.
 - `wrong=WHAT:N`: the N-th one is wrong. WHAT is `task size`, `task stage`, `task input` (one is missing), `token` (an

@@ -1,4 +1,4 @@
-"""What daemons take of their machine over time, and whether it grows."""
+"""Measure the resources that daemons take over time, and whether they grow."""
 
 import math
 import statistics

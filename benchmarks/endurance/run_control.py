@@ -1,4 +1,4 @@
-"""What flights of all kinds share: the run that is flown, its end, and whether all agree then."""
+"""Control an endurance run of any kind: its swarm, its end, and whether all agree then."""
 
 import sys
 import time

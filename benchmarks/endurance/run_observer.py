@@ -1,4 +1,4 @@
-"""What is seen of a swarm over time: how far the run is, its loss by tokens, and who stands still for how long."""
+"""Observe a swarm over time: how far the run is, its loss by tokens, and which peers stand still for how long."""
 
 import statistics
 import time
@@ -35,7 +35,7 @@ class Standstill:
 
 @dataclass
 class Model:
-    """What peers have come to in a round."""
+    """The results of the peers in a round."""
 
     tokens: int
     peers: set[str] = field(default_factory=set)
@@ -45,7 +45,7 @@ class Model:
 class RunObserver:
     """Look often: what happens between two looks is not seen. `absent`: names of peers that are not to be asked now.
 
-    Who is cut off goes on by itself, on a chain of its own that loses when it comes back: of each round that model
+    A peer that is cut off goes on alone, on a chain of its own that loses when it comes back: of each round that model
     counts which most peers came to.
     """
 

@@ -286,7 +286,7 @@ class LoggedStatus:
 
 
 def log_failure(subject: str, reason: str) -> None:
-    """What matters is said again; a peer that is left out in the end is missing from the members."""
+    """Important messages are repeated; a peer that is left out in the end is missing from the members."""
     sys.stderr.write(f"{subject}: {reason}\n")
 
 

@@ -1,4 +1,4 @@
-"""What the peers of a merge start from, made anew wherever it is needed: no process holds another one's vector."""
+"""Make the vectors from which the peers of a merge start, wherever they are needed: no process holds another one's."""
 
 import math
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A peer of a benchmark as a process of its own, and the lines of JSON in which it is told what to do.
 
 The peer says `{"address": ...}`, hears `{"addresses": [...]}` of all, and then answers one order after the other:
-`prepare` (not measured), `go` (measured), `settle` (what is left of it to do) and `check`. What its libraries print
+`prepare` (not measured), `go` (measured), `settle` (what is left of it to do) and `check`. Output of its libraries
 goes to stderr.
 """
 

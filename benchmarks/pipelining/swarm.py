@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Window:
-    """What a swarm did in `seconds`.
+    """The work of a swarm in `seconds`.
 
     Args:
         computed: forward and backward passes of each peer.

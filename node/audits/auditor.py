@@ -83,7 +83,7 @@ class AuditTools:
 
 @dataclass
 class _Held:
-    """What this auditor keeps for one audit: the anchors of its round, and the blobs that it has fetched.
+    """The records of one audit: the anchors of its round, and the blobs that it has fetched.
 
     An auditor that found a difference keeps them for the other auditors, because a liar serves them no longer.
     """

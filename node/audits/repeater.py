@@ -34,7 +34,7 @@ class Repetition(BaseModel):
     after: BlobName
 
     def find_difference(self, contribution: Contribution, record: WorkRecord) -> str:
-        """Return the first difference to what the peer sent; empty if every bit agrees."""
+        """Return the first difference to the peer's contribution; empty if every bit agrees."""
         if tuple(part.blob for part in self.parts) != contribution.parts:
             return "other values"
         if (self.tokens, self.steps) != (contribution.tokens, contribution.steps):

@@ -11,20 +11,20 @@ from protocol.audits.work import BlobName, Conditions, WorkRecord
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
 
-MAX_PLANS = 4  # an audit repeats at most so many times the planned steps of a round
+MAX_PLANS = 4  # an audit repeats at most this many times the planned steps of a round
 MAX_LINKS = 4  # records from a contribution to the last one that the chain includes
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an auditor found, and why; "skipped" if it could not repeat the work."""
+    """The finding of an auditor and its reason; "skipped" if it could not repeat the work."""
 
     verdict: Verdict | Literal["skipped"]
     reason: str = ""
 
 
 class Screening:
-    """Screens the work records of other peers by what this auditor knows and has."""
+    """Screens the work records of other peers by the anchors and blobs that this auditor has."""
 
     def __init__(self, planner: RoundPlanner, own: Conditions, max_state_bytes: int) -> None:
         self._planner = planner

@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 
 
 class DamagedError(ValueError):
-    """A file that differs from what was written: missing, or of another size or hash."""
+    """A file that differs from the one that was written: missing, or of another size or hash."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def evaluate(
         typer.Option(metavar="RUN.toml", help="manifest with the held-out text (default: the run's)"),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, max=MAX_COUNT, help="at most so many windows of text, or examples of each task")
+        int | None, typer.Option(min=1, max=MAX_COUNT, help="most windows of text, or examples of each task")
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, max=4096, help="sequences at a time (default: 8, or train.microbatch if less)")

@@ -62,6 +62,6 @@ def peer_bytes(manifest: Manifest, planner: RoundPlanner, device: str, cut: Cut)
 def trainer_bytes(manifest: Manifest, planner: RoundPlanner, free: int, cut: Cut) -> int:
     """Return how many bytes of free main memory a trainer on a CPU may take, besides what its daemon shares with it.
 
-    What both take for a while is in the estimates of both, and counts once.
+    Memory that both take for a while is in the estimates of both, and counts once.
     """
     return max(0, free - PROCESS_BYTES - host_bytes(planner) + fixed_bytes(manifest, "cpu", cut))

@@ -26,7 +26,7 @@ MODULE = "node.evaluation"
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What the host evaluates by itself: every so many rounds, the held-out text or tasks of lm-eval."""
+    """Evaluates the model every few rounds, on the held-out text or on tasks of lm-eval."""
 
     every: int
     tasks: tuple[str, ...] = ()

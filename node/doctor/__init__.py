@@ -1,1 +1,1 @@
-"""`murmur doctor`: check whether this machine can take part in a run, and what to fix."""
+"""`murmur doctor`: check whether this machine can take part in a run, and say how to fix what hinders it."""

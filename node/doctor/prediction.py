@@ -26,7 +26,7 @@ MEASURED_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one peer takes: bytes of main memory and of an accelerator, sequences of a microbatch, tokens a second.
+    """The needs of one peer: bytes of main memory and of an accelerator, sequences of a microbatch, tokens a second.
 
     `small_bytes` is the main memory with `--memory-mode small`; None if that is the mode, or the run does not allow it.
     `device_bytes` are those of each accelerator; None on a CPU, whose memory is the main memory. The speed is that of
@@ -43,7 +43,7 @@ class Prediction:
     tokens_per_second: float
 
     def lines(self, peers: int, free_main: int) -> Iterator[str]:
-        """Yield lines for a person about so many peers on this machine."""
+        """Yield lines for a person about a number of peers on this machine."""
         yield f"{format_count(self.parameters)} parameters; {peers} on this machine take up to"
         yield f"main memory: {format_bytes(peers * self.main_bytes)} of {format_bytes(free_main)} free"
         if self.small_bytes is not None:
@@ -55,7 +55,7 @@ class Prediction:
         yield f"speed: at most {format_count(int(self.tokens_per_second))} tokens a second"
 
     def require_room(self, peers: int, free_main: int) -> None:
-        """Raise DeviceError if so many peers do not fit into the free memory."""
+        """Raise DeviceError if that many peers do not fit into the free memory."""
         needed = peers * self.main_bytes
         if needed > free_main:
             small = None if self.small_bytes is None else peers * self.small_bytes

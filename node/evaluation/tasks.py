@@ -22,7 +22,7 @@ def evaluate_tasks(opened: OpenedModel, scorer: Scorer, tasks: Sequence[str], li
     """Return the scores of a model on tasks: names of lm-eval, or YAML files and folders of them.
 
     Args:
-        limit: at most so many examples of each task; `None` means all.
+        limit: the most examples of each task; `None` means all.
 
     Raises:
         DataError: the package is missing, or the data of a task cannot be read.

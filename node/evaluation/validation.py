@@ -33,7 +33,7 @@ def evaluate_validation(
     """Return the scores of a model on the held-out text of a manifest, whose paths start at `base`.
 
     Args:
-        windows: at most so many windows of text; `None` means as many as nodes measure.
+        windows: the most windows of text; `None` means as many as nodes measure.
 
     Raises DataError or MissingFileError if the text is not here.
     """

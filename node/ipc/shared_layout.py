@@ -77,7 +77,7 @@ class SharedLayout:
         return (anchor, anchor, *own, (SCRATCH, _FLOAT_BYTES * self.scratch_numel))
 
     def vector_bytes(self, name: str, numel: int) -> int:
-        """Return the bytes of a vector with so many values."""
+        """Return the bytes of a vector with that many values."""
         return numel * self.dtype(name).itemsize
 
     def dtype(self, name: str) -> torch.dtype:
@@ -108,7 +108,7 @@ def _whole_pages(size: int) -> int:
 
 
 def anonymous_file(size: int) -> int:
-    """Return the descriptor of so many bytes of memory. Raises StorageError."""
+    """Return the descriptor of that many bytes of memory. Raises StorageError."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("murmur", os.MFD_CLOEXEC)
     else:

@@ -177,7 +177,7 @@ class SharedMemory:
                 room.copy_(vector)
 
     def anchor_vectors(self, round_number: int, count: int) -> Sequence[Tensor]:
-        """Return the buffer of a round's shared vectors, of which there are so many."""
+        """Return the buffer of a round's shared vectors, of which there are `count`."""
         return self.anchor(round_number).view(count, -1).unbind()
 
     def anchor_weights(self, round_number: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Check whether a run fits into this machine, before anything is allocated.
 
-Whoever writes a manifest chooses the size of the model and the number of checkpoints. A run that needs more memory than
+The writer of a manifest chooses the size of the model and the number of checkpoints. A run that needs more memory than
 is free is refused with the numbers. A downloaded manifest that would take more than half of the free memory or disk is
 a question to the person; `--memory` and `--disk` answer it beforehand.
 """

@@ -17,7 +17,7 @@ from protocol.murmur_pb2 import PeerRecord
 
 @dataclass(frozen=True)
 class StageUse:
-    """Who serves and who keeps a stage, this peer excluded."""
+    """The servers and the keepers of a stage, this peer excluded."""
 
     trainers: int = 0
     has_state: bool = False

@@ -1,4 +1,4 @@
-"""Define the actions of the round loop: what it wants to be done. PURE.
+"""Define the actions that the round loop asks for. PURE.
 
 The actions `Send`, `VoteRecord`, `RequestEarlySubmit` and `Rejected` are those of the round machine; the loop passes
 them on.

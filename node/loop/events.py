@@ -1,4 +1,4 @@
-"""Define the events of the round loop: what has happened. PURE.
+"""Define the events that the round loop handles. PURE.
 
 Events and actions are values: a log of the events with their times replays a node's part in a run exactly.
 """

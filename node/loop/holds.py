@@ -8,7 +8,7 @@ from protocol.consensus.history.chain import Chain
 
 
 class Holds:
-    """What holds the next round of a chain, and whether the trainer rests meanwhile."""
+    """The reasons that hold the next round of a chain; in some, the trainer rests meanwhile."""
 
     def __init__(self, steering: Steering, chain: Chain) -> None:
         self._steering = steering

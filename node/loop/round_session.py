@@ -82,7 +82,7 @@ class RoundSession:
         self._is_persisting = False
         self._actions: list[LoopAction] = []
         self.decided: CertifiedCommit | None = None
-        self.conduct: RoundConduct | None = None  # what we saw of the others in the last round
+        self.conduct: RoundConduct | None = None  # the conduct of the others in the last round, as we saw it
         self.left_out: frozenset[Digest] = frozenset()  # blobs of the last round that peers may request in the next
 
     @property

@@ -52,7 +52,7 @@ def _gathered_bytes(table: ShapeTable) -> int:
 def microbatch_bytes(
     manifest: Manifest, sequences: int, device: str, cut: Cut | None = None, recompute: Recompute = "none"
 ) -> int:
-    """Estimate the bytes of a microbatch of so many sequences."""
+    """Estimate the bytes of a microbatch of `sequences`."""
     model, cut = manifest.model, cut or smallest_cut(manifest)
     family, blocks = model_family(model), shape_table(model, cut).blocks
     layers = len(blocks) - cut.has_embedding - cut.has_head

@@ -18,7 +18,7 @@ def sum_microbatches(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 class ServedStage(NamedTuple):
-    """What one ready peer reports: its stage, its microbatches a second (0 while it takes no work), its round."""
+    """The report of one ready peer: its stage, its microbatches a second (0 while it takes no work), its round."""
 
     stage: int
     rate: float

@@ -1,4 +1,4 @@
-"""The work of a run in numbers: what a microbatch and a round cost each stage. Computed from the manifest alone."""
+"""Compute the cost of a microbatch and a round at each stage, from the manifest alone."""
 
 import itertools
 import math

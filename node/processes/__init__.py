@@ -1,1 +1,1 @@
-"""The processes of a node: what tunes, starts and watches them."""
+"""Tune, start and watch the processes of a node."""

@@ -1,6 +1,6 @@
 """Keep the organiser's revisions of a node's run: on disk, in step with the peers, and open to those that ask.
 
-A peer's record names the newest revision that it knows. Whoever sees one that is not known here asks that peer for its
+A peer's record names the newest revision that it knows. A node that sees one it does not know asks that peer for its
 list. So a revision reaches all peers from any one, as heads do, and a peer that was away gets it when it is back.
 """
 

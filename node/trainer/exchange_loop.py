@@ -1,4 +1,4 @@
-"""What a trainer does between two inner steps: messages of the daemon, contributions, new anchors and snapshots.
+"""Exchange with the daemon between two inner steps: its messages, contributions, new anchors and snapshots.
 
 node.trainer.schedule decides when. The state is in shared memory, of our own models on a CPU after each step; otherwise
 the loop copies it there every SNAPSHOT_SECONDS, and at each contribution and each new anchor before it reports them. So

@@ -104,7 +104,7 @@ KINDS: Final[Mapping[str, Callable[[LoggedRun], Logger]]] = {"tensorboard": Tens
 
 
 class LoggerThread:
-    """Feeds one logger in a thread of its own. What the logger cannot take is dropped and counted.
+    """Feeds one logger in a thread of its own. Metrics that the logger cannot take are dropped and counted.
 
     `report` receives one line when the logger cannot be opened, fails for the first time, hangs, or drops something.
     """

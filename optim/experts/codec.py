@@ -94,7 +94,7 @@ class TrainedExpertsCodec(Codec):
         return -(-(HEADER_BYTES + -(-len(self.experts) // 8)) // 8) * 8 - HEADER_BYTES
 
     def _kept(self, sent: Flags) -> tuple[Span, ...]:
-        """Return the spans of what is sent."""
+        """Return the spans that are sent."""
         edges = [0]
         for start, stop in (span for span, is_sent in zip(self.experts, sent, strict=True) if not is_sent):
             if start == edges[-1]:

@@ -78,7 +78,7 @@ def source_digest() -> str:
 
 
 def processor_digest() -> str:
-    """Return a digest of what numba compiles for."""
+    """Return a digest of the processor that numba compiles for."""
     named = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     found = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     return hashlib.sha256(repr((named, found)).encode()).hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""What is sent in which round, and with which options."""
+"""Choose the vectors that each round sends, and its options."""

@@ -1,1 +1,1 @@
-"""Who may take part in a run, and who may vote in its rounds."""
+"""Decide which keys may take part in a run, and which may vote in its rounds."""

@@ -1,4 +1,4 @@
-"""Findings: what auditors say of the contributions that they repeated, signed. PURE."""
+"""Write findings: the signed judgements of auditors about the contributions that they repeated. PURE."""
 
 from dataclasses import dataclass
 from typing import Final, Literal, Self, get_args

@@ -1,1 +1,1 @@
-"""What a peer remembers of the misdeeds of others: proofs, which exclude a key, and strikes, which pass."""
+"""Remember the misdeeds of other peers: proofs, which exclude a key, and strikes, which pass."""

@@ -27,7 +27,7 @@ def _statements_in(message: SignedMessage[Any]) -> tuple[SignedMessage[Any], ...
 
 @dataclass(frozen=True)
 class RoundConduct:
-    """What a peer saw of the others in one decided round.
+    """The conduct of the others in one decided round, as a peer saw it.
 
     `served`: contributors whose work is in the commit. `withheld`: contributors and reducers that announced something
     and never served it. `failed_leaders`: leaders that were silent, stalled the round or proposed falsehoods, with the
@@ -159,7 +159,7 @@ class Conduct:
         self.forget(seen.round)
 
     def _note_wrong_sums(self, seen: RoundConduct) -> None:
-        """Exclude reducers that lied, unless so many disagree with this peer that the fault may be its own."""
+        """Exclude reducers that lied, unless so many of them disagree with this peer that the fault may be its own."""
         guilty = seen.false_reducers | self.wrong_sums.keys()
         if len(guilty) <= (seen.members - 1) // 3:
             self.wrong_sums |= dict.fromkeys(seen.false_reducers - self.wrong_sums.keys(), seen.round)

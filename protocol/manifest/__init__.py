@@ -1,1 +1,1 @@
-"""The run manifest: its tables, how it is read, and what is said of a wrong one."""
+"""Read the run manifest: its tables, its checks, and the line about a wrong one."""

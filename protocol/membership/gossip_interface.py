@@ -1,4 +1,4 @@
-"""What the peer directory is given by its node, how its calls fail or are refused, and how its news reads."""
+"""Define the interfaces of the peer directory: its settings, the errors of its calls, and its news."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

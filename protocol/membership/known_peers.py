@@ -1,4 +1,4 @@
-"""What a node knows about the peers of a run: the table of records, its own record, and the contacts. No I/O.
+"""Keep the knowledge about the peers of a run: the table of records, its own record, and the contacts. No I/O.
 
 The directory (`directory.py`) gossips it. Times are in seconds, monotonic, unless they are the swarm's.
 """

@@ -1,10 +1,10 @@
-"""Allowances of callers: what each may ask of every service, and of all services after refused calls.
+"""Allow each caller a number of calls of every service, and of all services after refused calls.
 
 A guard stands between a server and its servicers. It charges each call before the servicer sees it, so a call above the
 allowance costs no work, no disk access and no log line. The allowance of a method is the same for every caller. Keys
 are free, so all callers without standing share 16 such allowances; a caller has standing if it has a vote or, while
-nobody has one, if its record is known. What a servicer refuses as wrong is charged to the caller too: a caller that
-goes on with wrong calls is answered no more until the charge has decayed.
+nobody has one, if its record is known. A call that a servicer refuses as wrong is charged to the caller too: a caller
+that goes on with wrong calls is answered no more until the charge has decayed.
 """
 
 import asyncio

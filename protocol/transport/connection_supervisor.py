@@ -1,7 +1,7 @@
 """The supervisor of all connections of a node: who may open one, and the check of their timeouts.
 
 All connections share the node's rate limits (`protocol.transport.rate_limit`), which live here because the bytes of
-every path pass here. What peers without standing send in calls has a rate of its own.
+every path pass here. Calls of peers without standing have a rate of their own.
 """
 
 import asyncio

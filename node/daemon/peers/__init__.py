@@ -1,1 +1,1 @@
-"""What a daemon asks of other peers, and what it knows of them."""
+"""Ask other peers for messages, chains and blobs, and keep a view of the swarm."""

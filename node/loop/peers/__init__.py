@@ -1,1 +1,1 @@
-"""What the round loop knows of other peers, and how it follows them."""
+"""Follow other peers: the swarm as the round loop sees it, catching up, and their conduct."""

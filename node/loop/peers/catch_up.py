@@ -1,6 +1,6 @@
-"""Decide when a peer asks others for their chain, whom it asks, and whom it avoids. PURE.
+"""Decide when a peer asks others for their chain, which peers it asks, and which it avoids. PURE.
 
-What a record claims is only a hint where to ask. A peer is asked while the open round goes on; only a chain whose
+The claims of a record are only a hint where to ask. A peer is asked while the open round goes on; only a chain whose
 certificates are verified (`protocol.consensus.history.fork_choice`) ends the round. A peer that could not show one is
 avoided with growing pauses.
 """
@@ -188,7 +188,7 @@ class CatchUp:
         return SyncTarget(head, tuple(peers), not self._replay_failed and not lacks_state)
 
     def may_replay(self, target: SyncTarget, rounds: int) -> bool:
-        """Return whether to replay so many commits; old blobs are gone, and hosts have none."""
+        """Return whether to replay that many commits; old blobs are gone, and hosts have none."""
         return target.replay and rounds <= RETAINED_ROUNDS and not self._snapshot.trainers.isdisjoint(target.peers)
 
     def is_news(self, state: Digest) -> bool:

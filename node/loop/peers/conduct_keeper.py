@@ -141,7 +141,7 @@ class ConductKeeper:
         )
 
     def close_round(self, seen: RoundConduct | None) -> None:
-        """Take in what a decided round showed."""
+        """Take in the conduct that a decided round showed."""
         if seen is not None:
             self._number = seen.round + 1
             self.conduct.close_round(seen)

@@ -1,4 +1,4 @@
-"""What a layer keeps of its forward pass for the backward pass; the rest is computed again there.
+"""Choose which results a layer keeps for its backward pass; the others are computed again there.
 
     none        all activations
     selective   its input and the results of its matrix products; attention, norms, gates and positions run again

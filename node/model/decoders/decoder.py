@@ -109,7 +109,7 @@ class Decoder(LanguageModel):
         self._causal.see(tokens)
 
     def read_stream(self, values: Tensor, tokens: Tensor | None) -> Tensor:
-        """Return the stream of what a stage receives."""
+        """Return the stream from the values that a stage receives."""
         if self.subspace is None:
             return values
         if tokens is None:

@@ -1,1 +1,1 @@
-"""What virtual peers have in place of trainers, links, gossip and a clock."""
+"""Replace trainers, links, gossip and the clock for virtual peers."""

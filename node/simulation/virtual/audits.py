@@ -35,7 +35,7 @@ KEPT_ANCHORS = 8
 
 
 class SwarmAudits:
-    """What the virtual peers of one swarm share: anchors by round, judgements, and what they led to."""
+    """The shared records of the audits of one swarm: anchors by round, judgements, and their results."""
 
     def __init__(self, swarm: "VirtualSwarm", corpus: Corpus) -> None:
         self._swarm = swarm

@@ -64,7 +64,7 @@ class Inventory:
 
 
 class Basis(NamedTuple):
-    """What a round builds on, beside its base: every acknowledgement repeats it, so that certificates prove it.
+    """The state that a round builds on, with its base: every acknowledgement repeats it, so that certificates prove it.
 
     `state`: the digest of the outer state before the round; empty where peers share none. `voters`: the digest of the
     electorate before the round. `tokens`: those of all rounds before.

@@ -1,4 +1,4 @@
-"""What a peer notes about the others when a round is decided; `protocol.conduct` makes strikes of it."""
+"""Note the conduct of the others when a round is decided; `protocol.conduct` makes strikes of it."""
 
 from collections.abc import Iterator
 

@@ -27,7 +27,7 @@ def build_roster(state: RoundState) -> Roster:
 def _may_list(state: RoundState, entry: SignedMessage[Contribution]) -> bool:
     """Return whether a roster may list a contribution: members refuse unknown keys.
 
-    Who failed to serve lately is listed once this peer has all of its contribution.
+    A peer that failed to serve lately is listed once this peer has all of its contribution.
     """
     if entry.sender not in state.known_trainers:
         return False

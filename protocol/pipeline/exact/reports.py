@@ -1,4 +1,4 @@
-"""What peers of all stages report about exact steps: how rounds were decided, and which were void. PURE.
+"""Collect the reports of all stages about exact steps: how rounds were decided, and which were void. PURE.
 
 A round changes a stage only if the commits of all stages cover their step. So a stage that has decided its commit waits
 until it knows the others' verdicts; one that is incomplete makes the round void for all.

@@ -1,7 +1,7 @@
 """The server of a stage in exact steps: a round is a step, and its sum counts in that round only. No I/O.
 
 It keeps the inputs of the gradients that it counts while there is memory, so that it can take one out of its sum again.
-If it must take out one whose inputs are gone, it begins its sum anew, and owners send those microbatches again.
+If it must take out one whose inputs are gone, it begins its sum again, and owners send those microbatches again.
 """
 
 import math
@@ -75,7 +75,7 @@ class ExactServer(StageServer):
         return self._take_actions()
 
     def _drop_sum(self) -> None:
-        """Begin the sum anew, because the inputs of a double are gone."""
+        """Begin the sum again, because the inputs of a double are gone."""
         self._to_take_away = []
         self._forget_kept()
         self.settlement.drop(self._now)

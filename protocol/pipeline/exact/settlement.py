@@ -85,7 +85,7 @@ class Settlement:
         self._change(now)
 
     def drop(self, now: float) -> None:
-        """Begin our sum anew in the same round."""
+        """Begin our sum again in the same round."""
         self._clear()
         self._change(now, at_once=True)
 

@@ -1,4 +1,7 @@
-"""Statements: what a server of a stage has counted in the open exact step. They are small, and the newest one holds."""
+"""Write statements: the microbatches that a server of a stage has counted in the open exact step.
+
+They are small, and the newest one holds.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
@@ -20,7 +23,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True)
 class Statement:
-    """What one life of a server says about its sum in a round; `version` grows with each change."""
+    """The statement of one life of a server about its sum in a round; `version` grows with each change."""
 
     run: RunId
     round: int

@@ -1,4 +1,4 @@
-"""What a server keeps of each microbatch, and of the time that it computes."""
+"""Keep the state of each microbatch at a server, and the time that it computes."""
 
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ class Work:
 
 @dataclass
 class Entry:
-    """What the server knows of a microbatch. `deadline`: when it may be forgotten; `number`: its id."""
+    """The state of a microbatch at a server. `deadline`: when it may be forgotten; `number`: its id."""
 
     deadline: float
     number: int | None = None

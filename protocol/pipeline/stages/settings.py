@@ -8,7 +8,7 @@ from protocol.pipeline.messages import Direction, Input
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What the server of a stage must know of it.
+    """The settings of the server of a stage.
 
     Args:
         stage: position among `stages`.
