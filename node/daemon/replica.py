@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 from google.protobuf.message import Message
@@ -20,6 +21,7 @@ from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.run_limits import blob_memory_bytes, contribution_limits, max_store_bytes
 from node.daemon.services import ServedChain
 from node.daemon.state.checkpointer import Checkpointer, CheckpointerOptions
+from node.daemon.state.offered_states import OfferedStates
 from node.daemon.state.outer_state import ReplicatedState, RoundCompute, state_bytes
 from node.daemon.state.outer_vectors import OuterVectors
 from node.daemon.state.proof_file import ProofFile
@@ -93,6 +95,7 @@ class Replica:
         self._limits = contribution_limits(manifest, planner)
         self._state_bytes = state_bytes(planner.numel, planner.method)
         self.inbox = Inbox()
+        self.offered_states = OfferedStates()
         self._background = BackgroundTasks(self.inbox)
         self._finishing: asyncio.Task[None] | None = None
         self.status_reporter = StatusReporter(
@@ -369,7 +372,7 @@ class Replica:
         self.inbox.post(RevisionsChanged())
 
     def requested_digests(self) -> Collection[bytes]:
-        return self._node.blob_service.recently_requested()
+        return self._node.blob_service.recently_requested() | self.offered_states.recent(time.monotonic())
 
     def held_digests(self) -> Collection[bytes]:
         audits = self.auditor.held_digests if self.auditor else ()

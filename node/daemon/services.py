@@ -157,6 +157,8 @@ class RoundsService(RoundsServicer):
         chain, state = served.source.chain, served.source.blob
         # A peer that asks for more than is kept gets the oldest commits, and asks again for those that do not fit.
         log = chain.log_since(min(request.after_round, chain.round)) or chain.log
+        if state is not None and (replica := self._replicas.get(request.run.hex())) is not None:
+            replica.offered_states.show(state.digest, chain.round - request.after_round, time.monotonic())
         return ChainReply(
             log=log.to_wire(MAX_REPLY_BYTES),
             round=chain.round,

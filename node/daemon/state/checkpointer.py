@@ -174,6 +174,7 @@ def subtract_sent_progress(
 
 CONFIRMED_ROUNDS = 8  # of a new chain, before the checkpoint of the old one may go
 MAX_RETAINED_STATES = 6  # including those that peers are downloading
+MAX_OLD_STATES = 2  # of them the oldest, whose downloads are the slowest; the others are the newest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +242,9 @@ class Checkpointer:
         An older state is moved to disk if a slow peer is downloading it, and dropped with its memory otherwise.
         """
         requested = self._demand.requested_digests()
-        older = [digest for digest in self._retained_states if digest in requested and digest != state.digest][
-            : MAX_RETAINED_STATES - 1
-        ]
+        older = [digest for digest in self._retained_states if digest in requested and digest != state.digest]
+        if len(older) >= MAX_RETAINED_STATES:
+            older = older[:MAX_OLD_STATES] + older[MAX_OLD_STATES + 1 - MAX_RETAINED_STATES :]
         for digest in older:
             await self._write_state_to_disk(digest)
         self._retained_states = [*older, state.digest]

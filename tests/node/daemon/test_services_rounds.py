@@ -1,5 +1,6 @@
 """The service and the calls to it: who may ask what, what fits into an answer, and how calls fail."""
 
+import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ from node.daemon import services
 from node.daemon.peers import peer_rpc
 from node.daemon.peers.peer_rpc import deliver, request_chain
 from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService, ServedChain
+from node.daemon.state.offered_states import MAX_OFFERS, OFFER_SECONDS, OfferedStates
 from node.daemon.state.outer_state import ReplicatedState
+from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.loop.steering import unsteered
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.briefs.codec import Abridger, restore
@@ -66,6 +69,7 @@ class RoundsServiceSetup:
         self.replica = replica
         self.driver = driver
         self.service = service
+        self.offered: OfferedStates = service._replicas[RUN_ID].offered_states
 
     def to_them(self, _: PeerId) -> grpc.aio.Channel:
         return self.channel
@@ -82,7 +86,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await grown(replica, store, 3)
     fake: Any = driver
     peers = SimpleNamespace(receiver=fake, quota=InboundQuota(1, 5.0), traffic=ControlTraffic())
-    served: Any = SimpleNamespace(loop=fake, peers=peers)
+    served: Any = SimpleNamespace(loop=fake, peers=peers, offered_states=OfferedStates())
     service = RoundsService({RUN_ID: served}, {RUN_ID: ServedChain(replica, unsteered())}, driver)
     async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield RoundsServiceSetup(channel, replica, driver, service)
@@ -183,6 +187,20 @@ async def test_the_chain_with_its_head_and_state(world: RoundsServiceSetup) -> N
     assert [len(decision.peers) for decision in reply.log.certificates] == [1, 1]
     for after_round in (3, 4, 2**63):
         assert not (await request_chain(RUN_ID, world.to_them, THEM, after_round)).log.commits
+
+
+async def test_a_state_that_a_peer_may_need_counts_as_requested(world: RoundsServiceSetup) -> None:
+    """Control: a peer a few rounds behind, such as the host of a page, needs none."""
+    for after_round in (3, 2, 0):
+        await request_chain(RUN_ID, world.to_them, THEM, after_round)
+    assert not world.offered.recent(time.monotonic())
+    await request_chain(RUN_ID, world.to_them, THEM, 4)
+    now = time.monotonic()
+    assert world.offered.recent(now) == {world.replica.blob.digest}
+    assert not world.offered.recent(now + OFFER_SECONDS)
+    for number in range(2 * MAX_OFFERS):
+        world.offered.show(bytes([number]), RETAINED_ROUNDS + 1, now)
+    assert len(world.offered.recent(now)) == MAX_OFFERS
 
 
 async def test_of_many_commits_the_oldest_that_fit(world: RoundsServiceSetup, monkeypatch: pytest.MonkeyPatch) -> None:

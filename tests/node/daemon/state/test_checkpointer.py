@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from node.checkpoints import checkpoint
-from node.daemon.state.checkpointer import MAX_RETAINED_STATES, OFFER_KEY
+from node.daemon.state.checkpointer import MAX_OLD_STATES, MAX_RETAINED_STATES, OFFER_KEY
 from node.ipc.channel import ContributionHeader
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from node.loop.peers.catch_up import RETAINED_ROUNDS
@@ -77,7 +77,10 @@ async def test_a_state_that_somebody_is_fetching_stays_while_rounds_go_on(world:
         world.wanted.add(world.replica.blob.digest)
         states.append(world.replica.blob.digest)
         await world.pruned(ContributionTracker(PROGRAM), [commit.body])
-    assert sum(world.store.has(digest) for digest in states) <= MAX_RETAINED_STATES, "a flood of fetches pins no more"
+    held = [digest for digest in states if world.store.has(digest)]
+    assert len(held) == MAX_RETAINED_STATES, "a flood of fetches pins no more"
+    assert held[0] == states[0], "the slowest download goes on"
+    assert held[MAX_OLD_STATES:] == states[MAX_OLD_STATES - MAX_RETAINED_STATES :], "the next one can begin"
 
 
 async def test_memory_of_a_state_is_free_once_it_is_on_disk_or_gone(world: CheckpointerSetup) -> None:
