@@ -28,6 +28,7 @@ from node.daemon.peers.downloads import Downloads
 from node.daemon.peers.peer_rpc import Outbox, PeerRpc
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.services import InboundQuota, RoundsService
+from node.daemon.state.offered_states import OfferedStates
 from node.daemon.state.outer_state import OuterState, ReplicatedState, RoundCompute
 from node.daemon.state.proof_file import ProofFile
 from node.daemon.state_effects import StateEffects
@@ -155,13 +156,8 @@ class Peer:
 
     async def open(self, conversation: OrderChannel) -> None:
         deliveries = InboundQuota(self._terms.parts, RoundSection().leader_timeout)
-        served: Any = SimpleNamespace(
-            loop=self.loop,
-            receiver=self._receiver,
-            replicated=self._replica,
-            quota=deliveries,
-            traffic=ControlTraffic(),
-        )
+        peers = SimpleNamespace(receiver=self._receiver, quota=deliveries, traffic=ControlTraffic())
+        served: Any = SimpleNamespace(loop=self.loop, peers=peers, offered_states=OfferedStates())
         rounds = RoundsService({RUN_ID: served}, {}, LoggedStatus())
         services = [
             lambda server: register_blob_service(self._blobs, server),
