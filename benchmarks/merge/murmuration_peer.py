@@ -13,9 +13,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -156,8 +156,7 @@ class Peer:
 
     async def open(self, conversation: OrderChannel) -> None:
         deliveries = InboundQuota(self._terms.parts, RoundSection().leader_timeout)
-        peers = SimpleNamespace(receiver=self._receiver, quota=deliveries, traffic=ControlTraffic())
-        served: Any = SimpleNamespace(loop=self.loop, peers=peers, offered_states=OfferedStates())
+        served = ServedPeer(self.loop, Deliveries(self._receiver, deliveries, ControlTraffic()), OfferedStates())
         rounds = RoundsService({RUN_ID: served}, {}, LoggedStatus())
         services = [
             lambda server: register_blob_service(self._blobs, server),
@@ -223,6 +222,24 @@ class Peer:
         reduces = plan.method.topology.reduces_parts
         topology = Butterfly(RUN_ID, parts, self._words.reducers) if reduces else AllGather(RUN_ID, parts)
         return RoundSettings(topology, timing.grace, timing.leader_timeout, ROUND_SECONDS)
+
+
+@dataclass(frozen=True)
+class Deliveries:
+    """The parts of a peer that take messages."""
+
+    receiver: MessageReceiver
+    quota: InboundQuota
+    traffic: ControlTraffic
+
+
+@dataclass(frozen=True)
+class ServedPeer:
+    """A peer as callers of its rounds see it, in the place of a replica."""
+
+    loop: RoundLoop
+    peers: Deliveries
+    offered_states: OfferedStates
 
 
 class MergeState:

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import grpc
 
+from node.daemon.inbox import MessageReceiver
 from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES
+from node.daemon.state.offered_states import OfferedStates
+from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain
@@ -40,6 +43,7 @@ from protocol.murmur_pb2 import (
     ManifestRequest,
 )
 from protocol.murmur_pb2_grpc import CarriersServicer, RoundsServicer, RunsServicer
+from protocol.traffic import ControlTraffic
 from protocol.transport.nat import DialBackResponder
 from protocol.transport.rate_limit import SharedTokenBuckets, TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
@@ -120,6 +124,28 @@ class ServedChain:
         return TrustPoint.of(chain.round, chain.digest, state, chain.electorate.digest)
 
 
+class DeliveryParts(Protocol):
+    """The parts of a replica that take messages (`node.daemon.peers.connections`)."""
+
+    @property
+    def receiver(self) -> MessageReceiver: ...
+    @property
+    def quota(self) -> InboundQuota: ...
+    @property
+    def traffic(self) -> ControlTraffic: ...
+
+
+class ServedReplica(Protocol):
+    """A replica as callers of its rounds see it."""
+
+    @property
+    def loop(self) -> RoundLoop: ...
+    @property
+    def peers(self) -> DeliveryParts: ...
+    @property
+    def offered_states(self) -> OfferedStates: ...
+
+
 class RoundsService(RoundsServicer):
     """Serves the round RPCs of the replicas, and chains that may be a host's, found by the run id of a request.
 
@@ -127,7 +153,7 @@ class RoundsService(RoundsServicer):
     """
 
     def __init__(
-        self, replicas: Mapping[RunId, "Replica"], chains: Mapping[RunId, ServedChain], recorder: RefusalRecorder
+        self, replicas: Mapping[RunId, ServedReplica], chains: Mapping[RunId, ServedChain], recorder: RefusalRecorder
     ) -> None:
         self._replicas = replicas
         self._chains = chains
