@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,6 +18,7 @@ from typing import Any, Self
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
+from protocol.blobs.recent import RecentBlobs
 from protocol.blobs.store_group import BlobReader
 from protocol.blobs.wire_format import BLOBS_SERVICE, Chunk, compress_piece
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
@@ -31,7 +32,6 @@ MAX_COUNTED_CALLERS = 1024
 CHUNK_SECONDS = 0.05
 MIN_CHUNK_BYTES = 4096
 RECENT_SECONDS = 60.0  # for this long after a call a blob counts as being fetched
-MAX_RECENT_BLOBS = 256
 
 
 class RangeError(MurmurError):
@@ -95,15 +95,14 @@ class BlobService(BlobsServicer):
         self._caller = caller
         self._limits = limits or CallerLimits()
         self._loads: dict[PeerId, CallerLoad] = {}
-        self._served_at: OrderedDict[bytes, float] = OrderedDict()
+        self._requested = RecentBlobs(RECENT_SECONDS)
 
-    def recently_requested(self) -> set[bytes]:
+    def recently_requested(self) -> Set[bytes]:
         """Return the digests of blobs that were requested recently.
 
         They may be requested again.
         """
-        now = time.monotonic()
-        return {digest for digest, served in self._served_at.items() if now - served < RECENT_SECONDS}
+        return self._requested.digests(time.monotonic())
 
     async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
         async with self._translate_errors(context) as peer:
@@ -119,7 +118,7 @@ class BlobService(BlobsServicer):
             blob = self._store.blob(request.digest)
             _check_range(blob, request.offset, request.length)
             with self._admit(peer, request.length):
-                self._record_request(blob)
+                self._requested.add(blob.digest, time.monotonic())
                 async for chunk in self._chunks(blob, request):
                     async with asyncio.timeout(self._limits.chunk_seconds):
                         await context.write(chunk)
@@ -172,12 +171,6 @@ class BlobService(BlobsServicer):
             load.bytes_asked -= length
             if load.calls == 0:
                 del self._loads[peer]
-
-    def _record_request(self, blob: Blob) -> None:
-        self._served_at[blob.digest] = time.monotonic()
-        self._served_at.move_to_end(blob.digest)
-        if len(self._served_at) > MAX_RECENT_BLOBS:
-            self._served_at.popitem(last=False)
 
     def _count_bytes(self, peer: PeerId, size: int) -> None:
         self.total_bytes_served += size

@@ -5,10 +5,11 @@ the state would be gone before its first byte is asked for, at each attempt. So 
 requested for a few seconds.
 """
 
-from collections import OrderedDict
+from collections.abc import Set
 from typing import Final
 
 from node.loop.peers.catch_up import RETAINED_ROUNDS
+from protocol.blobs.recent import RecentBlobs
 
 OFFER_SECONDS: Final = 10.0  # from the answer to the first request for the state
 MAX_OFFERS: Final = 64
@@ -18,20 +19,16 @@ class OfferedStates:
     """The digests of the states, and when each was shown last."""
 
     def __init__(self) -> None:
-        self._shown_at: OrderedDict[bytes, float] = OrderedDict()
+        self._shown = RecentBlobs(OFFER_SECONDS, MAX_OFFERS)
 
     def show(self, digest: bytes, rounds_behind: int, now: float) -> None:
         """Remember a state that was shown to a peer, which is `rounds_behind` our head.
 
         One that is a few rounds behind replays them; one with more rounds than we have is on another chain.
         """
-        if 0 <= rounds_behind <= RETAINED_ROUNDS:
-            return
-        self._shown_at[digest] = now
-        self._shown_at.move_to_end(digest)
-        if len(self._shown_at) > MAX_OFFERS:
-            self._shown_at.popitem(last=False)
+        if not 0 <= rounds_behind <= RETAINED_ROUNDS:
+            self._shown.add(digest, now)
 
-    def recent(self, now: float) -> set[bytes]:
+    def recent(self, now: float) -> Set[bytes]:
         """Return the states that a peer may be about to fetch."""
-        return {digest for digest, shown in self._shown_at.items() if now - shown < OFFER_SECONDS}
+        return self._shown.digests(now)
