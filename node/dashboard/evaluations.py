@@ -26,7 +26,7 @@ MODULE = "node.evaluation"
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Evaluates the model every few rounds, on the held-out text or on tasks of lm-eval."""
+    """The plan of the host's evaluations: every few rounds, on the held-out text or on tasks of lm-eval."""
 
     every: int
     tasks: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ from node.trainer.vectors import Change, TrainerVectors
 from optim.codecs.base import Payload
 from optim.exact import Float64Sum
 from optim.exchange import ContributionEncoder
-from optim.experts.routed_tokens import find_trained
+from optim.experts.routed_tokens import add_tokens, find_trained
 from optim.round_plan import RoundPlan, RoundPlanner
 from protocol.pipeline.ledger import Ledger
 
@@ -301,8 +301,7 @@ class TrainerState:
 
     def _count_routed_tokens(self, tokens: Sequence[int]) -> None:
         if self._program.method.schedule.experts == "trained":
-            before = self.counters.routed or (0,) * len(tokens)
-            self.update(routed=tuple(count + more for count, more in zip(before, tokens, strict=True)))
+            self.update(routed=add_tokens(self.counters.routed, tokens))
 
     def update(self, **values: object) -> None:
         """Replace fields of the counters."""

@@ -19,6 +19,11 @@ from optim.layout import Layout
 SHARE: Final = 0.25
 
 
+def add_tokens(before: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of each expert in two counts, of which the first may be empty."""
+    return tuple(map(sum, zip(before, more, strict=True))) if before else tuple(more)
+
+
 def find_trained(tokens: Sequence[int], layout: Layout) -> tuple[bool, ...]:
     """Return for each expert of a layout whether it is to be sent, from the tokens of each."""
     trained = list[bool]()

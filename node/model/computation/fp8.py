@@ -51,7 +51,8 @@ def multiply(values: Tensor, weight: Tensor, in_fp8: bool) -> Tensor:
     if not in_fp8:
         return F.linear(values, weight)
     rows = values.reshape(-1, values.shape[-1])
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))
+    lack = -len(rows) % MULTIPLE
+    padded = F.pad(rows, (0, 0, 0, lack)) if lack else rows  # without a lack, F.pad would copy all rows
     product: Tensor = _Product.apply(padded, weight)  # type: ignore[no-untyped-call]
     return product[: len(rows)].view(*values.shape[:-1], len(weight))
 

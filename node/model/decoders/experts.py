@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from node.model.decoders.layers import GatedMlp, Linear
+from optim.experts.routed_tokens import add_tokens
 from protocol.manifest.model import ModelSection
 
 
@@ -25,7 +26,9 @@ class SparseMlp(nn.Module):
         self.gate = Linear(config.width, config.experts)
         self.experts = nn.ModuleList(GatedMlp(config) for _ in range(config.experts))
         self._balance_loss: Tensor | None = None
-        self._routed = [0] * config.experts  # tokens of the backward passes since `take_routed_tokens`
+        self._routed: tuple[int, ...] = (
+            0,
+        ) * config.experts  # tokens of the backward passes since `take_routed_tokens`
 
     def exclude_from_compiler(self) -> None:
         """Let a compiled model call this module as it is: how many tokens an expert gets differs in each pass.
@@ -50,13 +53,13 @@ class SparseMlp(nn.Module):
             mixed.register_hook(lambda _: self._count(counts))  # type: ignore[no-untyped-call]
         return mixed.type_as(stream).view(*stream.shape[:2], -1)
 
-    def take_routed_tokens(self) -> list[int]:
+    def take_routed_tokens(self) -> tuple[int, ...]:
         """Return for each expert the tokens that it was trained on since the last call."""
-        routed, self._routed = self._routed, [0] * len(self.experts)
+        routed, self._routed = self._routed, (0,) * len(self.experts)
         return routed
 
     def _count(self, counts: list[int]) -> None:
-        self._routed = [before + more for before, more in zip(self._routed, counts, strict=True)]
+        self._routed = add_tokens(self._routed, counts)
 
     def take_balance_loss(self) -> Tensor | None:
         """Return the balance loss of the last forward pass, once; None if it ran without gradients."""

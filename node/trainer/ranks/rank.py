@@ -17,6 +17,7 @@ from node.trainer.ranks.messages import ClearVectors, CopyVectors, MeasureLoss, 
 from node.trainer.ranks.sharded_model import ShardedModel
 from node.trainer.ranks.sharded_optimizer import ShardedOptimizer
 from node.trainer.ranks.shards import Shard, own_pieces, own_shards
+from optim.experts.routed_tokens import add_tokens
 from optim.inner.base import WEIGHTS, InnerUpdateRule
 from protocol.manifest.run import Manifest
 
@@ -127,7 +128,7 @@ class Rank:
 
     def _accumulate_pieces(self, windows: Tensor) -> float:
         total = torch.zeros((), device=self.group.device)
-        routed = [0] * len(self.model.take_routed_tokens())
+        routed = (0,) * len(self.model.take_routed_tokens())  # on every rank as many, for the sum
         pieces = own_pieces(windows, self.group.ranks, self.group.rank, self._microbatch)
         for number, piece in enumerate(pieces, start=1):
             if self.group.copies > 1:
@@ -136,7 +137,8 @@ class Rank:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             tokens = self.model.take_routed_tokens()
-            routed = [count + (more if piece.weight else 0) for count, more in zip(routed, tokens, strict=True)]
+            if piece.weight:
+                routed = add_tokens(routed, tokens)
         summed, *counts = self.group.sum(float(total), *routed)
         self.optimizer.count_routed([int(count) for count in counts])
         return summed

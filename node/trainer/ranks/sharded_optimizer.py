@@ -10,6 +10,7 @@ from node.trainer.inner_step import SLAB_SIZES, InnerOptimizer
 from node.trainer.ranks.group import RankGroup
 from node.trainer.ranks.sharded_model import ShardedModel
 from node.trainer.ranks.shards import Shard
+from optim.experts.routed_tokens import add_tokens
 from optim.inner.base import InnerStep, InnerUpdateRule
 from optim.kernels.vectors import slabs
 from protocol.manifest.sections import TrainSection
@@ -34,8 +35,7 @@ class ShardedOptimizer(InnerOptimizer):
 
     def count_routed(self, tokens: Sequence[int]) -> None:
         """Count the tokens on which all ranks together trained each expert."""
-        before = self._routed or (0,) * len(tokens)
-        self._routed = tuple(count + more for count, more in zip(before, tokens, strict=True))
+        self._routed = add_tokens(self._routed, tokens)
 
     def take_routed_tokens(self) -> tuple[int, ...]:
         """Return for each expert of the model the tokens that it was trained on since the last call."""
