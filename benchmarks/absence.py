@@ -102,7 +102,7 @@ class Peers:
 
 
 def attendance(away: float, seed: int) -> Iterator[list[int]]:
-    """The peers that are present, round by round; at least one."""
+    """Yield the peers that are present, round by round; at least one."""
     draw, left = random.Random(seed), [0] * PEERS
     while True:
         left = [rest - 1 if rest else (draw.random() < away) * draw.randint(1, LONGEST) for rest in left]
