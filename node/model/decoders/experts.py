@@ -26,9 +26,8 @@ class SparseMlp(nn.Module):
         self.gate = Linear(config.width, config.experts)
         self.experts = nn.ModuleList(GatedMlp(config) for _ in range(config.experts))
         self._balance_loss: Tensor | None = None
-        self._routed: tuple[int, ...] = (
-            0,
-        ) * config.experts  # tokens of the backward passes since `take_routed_tokens`
+        # tokens of the backward passes since `take_routed_tokens`
+        self._routed: tuple[int, ...] = (0,) * config.experts
 
     def exclude_from_compiler(self) -> None:
         """Let a compiled model call this module as it is: how many tokens an expert gets differs in each pass.
