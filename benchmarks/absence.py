@@ -29,10 +29,10 @@ from benchmarks.endurance.run_control import make_manifest
 from node.data import open_corpus, validation_batches
 from node.data.batches import VALIDATION_TOKENS
 from node.from_manifest import build_program
-from node.ipc.channel import ContributionOutcome
 from node.model import build_model, initial_weights
 from node.simulation.virtual.trainer import VirtualTrainer
 from node.trainer.inner_step import validation_loss
+from node.trainer.ipc.channel import ContributionOutcome
 from optim.compose import compose
 from optim.exchange import ContributionEncoder
 from optim.method import Method

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.merge.training_step import Stepper
-from node.ipc.trainer_process import SPIN_LIMITS, THREAD_VARIABLES
 from node.options import threads_per_process
 from node.paths import demo_manifest
+from node.trainer.ipc.trainer_process import SPIN_LIMITS, THREAD_VARIABLES
 
 CORES = threads_per_process(1)
 GAIN, KEPT = 1.5, 0.75

@@ -33,9 +33,9 @@ import torch
 
 from benchmarks.endurance.run_control import has_reached, make_manifest, run_until, wait_for_agreement
 from benchmarks.endurance.run_observer import Curve, RunObserver, Standstill, loss_at
+from node.commands.up.peer_process import PeerProcess
 from node.data import open_corpus
 from node.from_manifest import build_program
-from node.local.peer_process import PeerProcess
 from node.simulation.comparison import run_simulation
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import Evaluator

@@ -44,7 +44,7 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.merge.worker import SilentError, Team, Worker, to_command_line
-from node.local.swarm_summary import compute_share
+from node.commands.up.swarm_summary import compute_share
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.sections import RoundSection
 from tests.netlab.lab.lab_swarm import running_lab_swarm

@@ -41,8 +41,8 @@ from pathlib import Path
 
 import psutil
 
+from node.commands.up.peer_process import PeerProcess
 from node.from_manifest import build_program
-from node.local.peer_process import PeerProcess
 from node.monitoring.status import NodeStatus
 from protocol.manifest.reading import load_manifest
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from node.ipc import loop_socket
 from node.processes.process import python_environment
 from node.run_dir import is_locked, read_json_if_whole
+from node.trainer.ipc import loop_socket
 from protocol.errors import AlreadyRunningError, error_with_code
 
 START_SECONDS: Final = 180.0

@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 from murmuration.daemon import Daemon
 from murmuration.own_model import OwnModel
 from murmuration.swarm import Evaluation, OwnLoop, Swarm, UnknownOptimizer
+from node.commands.join.joined_folder import open_or_recall
 from node.from_manifest import build_node_program, build_own_loop_program
-from node.ipc.channel import TrainerChannel, TrainerConfig
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
-from node.join.joined_folder import open_or_recall
 from node.model import model_family
 from node.paths import join_dir
+from node.trainer.ipc.channel import TrainerChannel, TrainerConfig
+from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder

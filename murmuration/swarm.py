@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from murmuration.daemon import Daemon, tell
 from murmuration.own_model import OwnModel
-from node.ipc.channel import TrainerChannel, TrainerConfig
-from node.ipc.frames import ChannelClosed
-from node.ipc.shared_memory import SharedMemory
 from node.trainer.devices.device import device_name
 from node.trainer.exchange_loop import ExchangeLoop
+from node.trainer.ipc.channel import TrainerChannel, TrainerConfig
+from node.trainer.ipc.frames import ChannelClosed
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.state import TrainerState
 from node.trainer.validation import Validation
 from protocol.errors import MurmurError

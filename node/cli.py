@@ -123,8 +123,8 @@ def up(
 ) -> None:
     """Train with several peers on this machine until the run reaches its target."""
     with loading():
-        from node.local.up import UpOptions
-        from node.local.up import up as run_swarm
+        from node.commands.up.up import UpOptions
+        from node.commands.up.up import up as run_swarm
 
     options = UpOptions(
         run=run,
@@ -160,7 +160,7 @@ def join(
     flags: NodeFlags,
 ) -> None:
     """Join a run and train. A restarted node resumes."""
-    from node.join.command import join_run
+    from node.commands.join.command import join_run
 
     join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data, ticket=ticket)
 
@@ -234,8 +234,8 @@ def steer(
     as_json: JsonOption = False,
 ) -> None:
     """Change a running manifest as its organiser, or list the changes so far."""
-    from node.steering.command import SteerOptions
-    from node.steering.command import steer as steer_run
+    from node.daemon.steering.command import SteerOptions
+    from node.daemon.steering.command import steer as steer_run
 
     steer_run(
         SteerOptions(
@@ -256,7 +256,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check whether this machine can take part, and show what to fix."""
-    from node.doctor.command import doctor as examine
+    from node.commands.doctor.command import doctor as examine
 
     raise typer.Exit(examine(run, folder, tuple(listen or ()), insecure, as_json))
 
@@ -272,7 +272,7 @@ def plan(
 ) -> None:
     """Predict the share of their compute that peers can use in a run, and show what limits it."""
     with loading():
-        from node.plan.command import plan as show_plan
+        from node.commands.plan.command import plan as show_plan
 
     show_plan(run, peers, insecure, as_json)
 
@@ -283,7 +283,7 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List the public runs that hosts have announced."""
-    from node.join.public_runs import show_runs
+    from node.commands.join.public_runs import show_runs
 
     show_runs(tuple(peer or ()), as_json)
 
@@ -321,7 +321,7 @@ def receipt(
     out: Annotated[Path | None, typer.Option(help="file of the receipt (default: DIR/receipts/NAME-ID.json)")] = None,
 ) -> None:
     """Write receipts: how many tokens each volunteer gave to the run, provable by the signed commits."""
-    from node.receipts.command import write_receipts
+    from node.daemon.receipts.command import write_receipts
 
     for line in write_receipts(folder, peer, out):
         typer.echo(line)
@@ -334,7 +334,7 @@ def verify(
     issuer: Annotated[str | None, typer.Option(metavar="PEER_ID", help="require receipts that this key signed")] = None,
 ) -> None:
     """Check receipts offline against the signed commits of the run."""
-    from node.receipts.command import verify_files
+    from node.daemon.receipts.command import verify_files
 
     for line in verify_files(receipts, commits, issuer):
         typer.echo(line)

@@ -24,8 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from node.monitoring.training_log.loggers import is_installed
 from node.paths import is_utf8
-from node.training_log.loggers import is_installed
 from node.units import ALL_INTERFACES, multiaddress_fault, parse_host_port, parse_rate, parse_size
 from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import MalformedError, UsageError

@@ -15,7 +15,7 @@ from protocol.errors import CheckpointError, MissingFileError, UsageError
 from protocol.manifest.run import Manifest
 
 SWARMS_DIR = Path("runs")
-KEEP_MARK = ".keep"  # the suffix of a file that protects a checkpoint, see node.checkpoints.checkpoint
+KEEP_MARK = ".keep"  # the suffix of a file that protects a checkpoint, see node.daemon.checkpoints.checkpoint
 IN_WHEEL, IN_SOURCE = Path(__file__).parent / "configs", Path(__file__).parent.parent / "configs"
 DEMO_MANIFEST = (IN_WHEEL if IN_WHEEL.is_dir() else IN_SOURCE) / "demo.toml"
 BOOTSTRAP_FILE = Path(__file__).with_name("bootstrap.toml")
@@ -125,7 +125,7 @@ def find_trained_dir(path: Path) -> Path:
 
 
 def find_newest_checkpoint(node_dir: Path) -> Path | None:
-    """Return the newest checkpoint by its name (NUMBER.round-ROUND, see node.checkpoints.checkpoint)."""
+    """Return the newest checkpoint by its name (NUMBER.round-ROUND, see node.daemon.checkpoints.checkpoint)."""
     return max(_saved_in(node_dir), default=None)
 
 

@@ -4,13 +4,13 @@
     lock           held while a node runs    node.json     process id, addresses and metrics port of the running node
     checkpoints/   saved states              peers.json    addresses that worked, to start without a bootstrap peer
     blobs/         content-addressed files   status.json   the last status of a node that has exited
-    tokenizer.json the run's, if it has one  vow.json      its vote in the open round (node.checkpoints.vote_log)
+    tokenizer.json the run's, if it has one  vow.json      its vote in the open round (node.daemon.checkpoints.vote_log)
     offer.json     the last contribution of its trainer that other peers may have
-    evaluations.jsonl   results of `murmur eval` (node.evaluation.results)
-    metrics.jsonl  its metrics over time (node.training_log), and tensorboard/ or wandb/ beside it
-    commits.log    the signed commits of the run (node.receipts.commit_file)
+    evaluations.jsonl   results of `murmur eval` (node.commands.eval.results)
+    metrics.jsonl  its metrics over time (node.monitoring.training_log), and tensorboard/ or wandb/ beside it
+    commits.log    the signed commits of the run (node.daemon.receipts.commit_file)
     revisions.json the organiser's revisions of the manifest
-    site-key       the key behind the token of its site (node.site)
+    site-key       the key behind the token of its site (node.trainer.site)
     ticket         the organiser's permission to take part (node.own_ticket)
     proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.state.proof_file)
 

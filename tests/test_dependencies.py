@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OURS = ("node", "protocol", "optim", "murmuration")
 INDIRECT = {"llvmlite", "pydantic_core"}  # come with numba and pydantic
-OPTIONAL = {"node/evaluation/harness.py", "murmuration/hugging_face.py"}  # imported where their packages are
+OPTIONAL = {"node/commands/eval/harness.py", "murmuration/hugging_face.py"}  # imported where their packages are
 
 
 def imported_packages(source: str) -> Iterator[str]:

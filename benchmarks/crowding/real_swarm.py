@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, manifest_with, running_swarm
 from tests.swarm.processes import find_trainer, process_tree
 

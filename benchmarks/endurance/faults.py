@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 
 from benchmarks.endurance.run_observer import RunObserver
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from tests.netlab.lab.lab_swarm import LabPeer, LabSwarm
 from tests.swarm.process_swarm import daemon_pid
 from tests.swarm.processes import process_tree

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import psutil
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from tests.swarm.process_swarm import daemon_pid
 
 WARM_UP_SECONDS = 900.0  # of a life, usually: until the tables of the last 64 rounds are full

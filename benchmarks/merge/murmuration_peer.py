@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.merge.random_vectors import random_vector, relative_error
 from benchmarks.merge.worker import OrderChannel, peer_parser
-from node.checkpoints.vote_log import VoteLog
+from node.daemon.checkpoints.vote_log import VoteLog
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.peers.downloads import Downloads
@@ -32,7 +32,6 @@ from node.daemon.state.offered_states import OfferedStates
 from node.daemon.state.outer_state import OuterState, ReplicatedState, RoundCompute
 from node.daemon.state.proof_file import ProofFile
 from node.daemon.state_effects import StateEffects
-from node.ipc.channel import ContributionHeader
 from node.loop.actions import AdvanceState, ApplyCommit, PrecomputeCommit, PublishHead
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import (
@@ -52,6 +51,7 @@ from node.loop.steering import unsteered
 from node.monitoring.status_reporter import StatusReporter
 from node.processes.process_memory import enable_frequent_gc, use_one_malloc_arena
 from node.processes.workers import Workers, start_workers
+from node.trainer.ipc.channel import ContributionHeader
 from optim.compose import compose
 from optim.exchange import ContributionEncoder
 from optim.layout import Layout

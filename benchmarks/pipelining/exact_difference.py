@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.pipelining.exact_reference import SingleProcess
-from node.receipts.commit_file import COMMIT_FILE_NAME, Start, read_header, read_records
-from node.receipts.ledger import commit_reader
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME, Start, read_header, read_records
+from node.daemon.receipts.ledger import commit_reader
 from node.run_dir import RunDir
 from optim.exact import Doubles, Float64Sum
 from protocol.blobs.blob import Blob

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.checkpoints.checkpoint import load_newest
+from node.daemon.checkpoints.checkpoint import load_newest
+from node.daemon.stages.activation_store import slot_sizes
 from node.daemon.state.outer_state import OuterState
 from node.data import BatchReader, Corpus, open_corpus
 from node.from_manifest import build_program, learning_rate_scale
-from node.ipc.activation_memory import ActivationMemory
-from node.ipc.stage_messages import ComputeStage, DrawMicrobatch
 from node.model import build_model, cut_of, initial_weights
 from node.model.families import shapes_of
-from node.pipeline.activation_store import slot_sizes
 from node.run_dir import RunDir
+from node.trainer.ipc.activation_memory import ActivationMemory
+from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch
 from node.trainer.stages.exact_step import EXACT_READER
 from node.trainer.stages.stage_work import StageWork
 from optim.exact import Doubles, Float64Sum

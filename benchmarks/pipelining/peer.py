@@ -18,14 +18,14 @@ from typing import Any
 from benchmarks.merge.worker import OrderChannel, peer_parser
 from benchmarks.pipelining.sleeping_trainer import SleepingTrainer
 from benchmarks.pipelining.watch import Watch
-from node.ipc.channel import Ready
-from node.pipeline.build import build_pipeline
-from node.pipeline.calls import StageCalls
-from node.pipeline.node_stages import NodeStages
-from node.pipeline.pipeline import Pipeline
-from node.pipeline.service import StagesService
+from node.daemon.stages.build import build_pipeline
+from node.daemon.stages.calls import StageCalls
+from node.daemon.stages.node_stages import NodeStages
+from node.daemon.stages.pipeline import Pipeline
+from node.daemon.stages.service import StagesService
 from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
+from node.trainer.ipc.channel import Ready
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import Manifest, RunId

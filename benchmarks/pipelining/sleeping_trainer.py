@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from node.ipc.activation_memory import ActivationMemory
-from node.ipc.channel import FromTrainer, ToTrainer
-from node.ipc.stage_messages import (
+from node.trainer.ipc.activation_memory import ActivationMemory
+from node.trainer.ipc.channel import FromTrainer, ToTrainer
+from node.trainer.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,
     MicrobatchDrawn,

@@ -4,7 +4,7 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 
-from node.pipeline.calls import StageCalls
+from node.daemon.stages.calls import StageCalls
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId

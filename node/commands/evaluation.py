@@ -47,8 +47,8 @@ def evaluate(
         os.environ.setdefault(PROGRESS_BARS, "1")
     with say_when_interrupted("no result was noted"):
         with loading():
-            from node.evaluation.command import EvalOptions, print_results
-            from node.evaluation.command import evaluate as run_evaluation
+            from node.commands.eval.command import EvalOptions, print_results
+            from node.commands.eval.command import evaluate as run_evaluation
         options = EvalOptions(
             source=source,
             tasks=tuple(tasks or ()),

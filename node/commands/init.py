@@ -14,11 +14,11 @@ from pathlib import Path
 
 import typer
 
-from node.checkpoints.tensor_file import write_file
+from node.commands.join.room import needed_room
+from node.daemon.checkpoints.tensor_file import write_file
 from node.data.token_shards import HEADER_FILE
 from node.data.tokenizer import FileTokenizer
 from node.from_manifest import build_program
-from node.join.room import needed_room
 from node.model import shape_table
 from node.model.memory_estimate import fixed_bytes, microbatch_bytes
 from node.paths import organiser_key_path

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from node.checkpoints.checkpoint_folders import SavedCheckpoint, list_checkpoints
+from node.daemon.checkpoints.checkpoint_folders import SavedCheckpoint, list_checkpoints
 from node.run_dir import RunDir
 from protocol.errors import MissingFileError, StorageError, UsageError
 from protocol.manifest.reading import load_manifest

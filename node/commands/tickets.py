@@ -23,7 +23,7 @@ def ticket(
     insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
 ) -> None:
     """Let a key take part in a run of tickets as its organiser; without a KEY, list the tickets so far."""
-    from node.steering.tickets import TicketOptions, run_tickets
+    from node.daemon.steering.tickets import TicketOptions, run_tickets
 
     run_tickets(
         TicketOptions(

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 
 from node.daemon.node import Node
+from node.daemon.stages.choose_stage import change_stage, choose_stages
+from node.daemon.stages.stage_mover import StageMover
+from node.daemon.stored_states.stage_keepers import OtherStageKeeper, StageKeepers, build_stage_keepers
 from node.disk_budget import choose_budget, watch_budget
-from node.keeper.stage_keepers import OtherStageKeeper, StageKeepers, build_stage_keepers
 from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
+from node.monitoring.training_log.recorder import recorded_metrics
 from node.options import NodeOptions
-from node.pipeline.choose_stage import change_stage, choose_stages
-from node.pipeline.stage_mover import StageMover
 from node.processes.process import give_up_privileges, handle_stop_signals, raise_fd_limit
 from node.processes.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
 from node.processes.running_nodes import registered
 from node.processes.workers import start_workers
 from node.run_dir import RunDir
-from node.site.command import describe_site
-from node.training_log.recorder import recorded_metrics
+from node.trainer.site.command import describe_site
 from protocol.errors import MurmurError, describe_error
 from protocol.manifest.run import Manifest
 from protocol.pipeline.stages.stage import StageManifest, stage_of

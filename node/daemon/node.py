@@ -11,15 +11,15 @@ from typing import Protocol
 from node.daemon.node_parts import NodeParts
 from node.daemon.replica import Replica
 from node.daemon.services import CarriersService, RoundsService, RunsService, ServedChain
+from node.daemon.stages.node_stages import NodeStages
+from node.daemon.stages.service import StagesService
+from node.daemon.steering.keeper import RevisionKeeper
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
 from node.own_ticket import load_own_ticket
-from node.pipeline.node_stages import NodeStages
-from node.pipeline.service import StagesService
 from node.processes.workers import Workers
 from node.run_dir import RunDir, reuse_last_port
-from node.steering.keeper import RevisionKeeper
 from protocol.blobs.server import BlobService, CallerLimits, register_blob_service
 from protocol.blobs.store import BlobStore
 from protocol.blobs.store_group import StoreGroup

@@ -3,11 +3,11 @@
 import random
 from dataclasses import dataclass
 
+from node.daemon.stages.node_stages import NodeStages
+from node.daemon.steering.keeper import RevisionKeeper
 from node.monitoring.metrics import Metrics
 from node.options import NodeOptions
-from node.pipeline.node_stages import NodeStages
 from node.processes.workers import Workers
-from node.steering.keeper import RevisionKeeper
 from protocol.blobs.server import BlobService
 from protocol.identity import Identity
 from protocol.membership.directory import PeerDirectory

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from google.protobuf.message import Message
 
-from node.audits.auditor import Auditor, AuditTools
-from node.audits.work_keeper import WorkKeeper
-from node.checkpoints.vote_log import VoteLog
+from node.daemon.audits.auditor import Auditor, AuditTools
+from node.daemon.audits.work_keeper import WorkKeeper
+from node.daemon.checkpoints.vote_log import VoteLog
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox
 from node.daemon.kernels import compile_kernels
@@ -20,6 +20,7 @@ from node.daemon.peers.connections import Connections
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.run_limits import blob_memory_bytes, contribution_limits, max_store_bytes
 from node.daemon.services import ServedChain
+from node.daemon.stages.build import build_pipeline, stage_config
 from node.daemon.state.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.state.offered_states import OfferedStates
 from node.daemon.state.outer_state import ReplicatedState, RoundCompute, state_bytes
@@ -38,18 +39,6 @@ from node.from_manifest import (
     round_settings_by_number,
     topology_class,
 )
-from node.ipc.channel import (
-    AnchorApplied,
-    ContributionHeader,
-    FromTrainer,
-    PauseChanged,
-    Ready,
-    TrainerProgress,
-)
-from node.ipc.own_loop import OwnLoopProcess
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
-from node.ipc.trainer_process import TrainerProcess
 from node.loop.contributions import ContributionFile
 from node.loop.events import ContributionReady, RevisionsChanged, SwarmChanged
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
@@ -60,9 +49,20 @@ from node.model import shapes_of
 from node.monitoring.status import first_status
 from node.monitoring.status_reporter import StatusReporter
 from node.own_ticket import load_own_ticket
-from node.pipeline.build import build_pipeline, stage_config
 from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
+from node.trainer.ipc.channel import (
+    AnchorApplied,
+    ContributionHeader,
+    FromTrainer,
+    PauseChanged,
+    Ready,
+    TrainerProgress,
+)
+from node.trainer.ipc.own_loop import OwnLoopProcess
+from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.trainer_process import TrainerProcess
 from node.trainer.vectors import TrainerVectors
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import BlobStore

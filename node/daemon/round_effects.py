@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
-from node.checkpoints.vote_log import VoteLog
+from node.daemon.checkpoints.vote_log import VoteLog
 from node.daemon.inbox import Inbox
 from node.daemon.peers.downloads import Downloads
 from node.daemon.state.outer_state import RoundCompute

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from node.audits.auditor import Auditor
+from node.daemon.audits.auditor import Auditor
 from node.daemon.inbox import Inbox
 from node.daemon.peers.chain_sync import ChainSyncClient
 from node.daemon.peers.downloads import Downloads
@@ -13,8 +13,8 @@ from node.daemon.peers.swarm_view import SwarmView
 from node.daemon.state.checkpointer import Checkpointer
 from node.daemon.state.outer_state import OuterState, ReplicatedState, Rooms, SignedContributions
 from node.daemon.state.outer_vectors import OuterVectors
+from node.daemon.steering.keeper import RevisionKeeper
 from node.daemon.trainer_link import TrainerLink
-from node.ipc.channel import ContributionOutcome
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
@@ -46,8 +46,8 @@ from node.loop.events import (
 from node.loop.steering import Steering
 from node.monitoring.status_reporter import StatusReporter
 from node.processes.workers import RunInThread
-from node.steering.keeper import RevisionKeeper
 from node.step_settings import StepSettings, step_settings
+from node.trainer.ipc.channel import ContributionOutcome
 from optim.method import Method
 from protocol.consensus.events import Rejected
 from protocol.consensus.messages.contributions import AppliedContributions, Commit

@@ -1,9 +1,9 @@
 """The configuration with which the daemon starts a trainer."""
 
 from node.data.batches import VALIDATION_TOKENS
-from node.ipc.channel import SiteConfig, StageConfig, TrainerConfig
 from node.options import NodeOptions
 from node.run_dir import RunDir
+from node.trainer.ipc.channel import SiteConfig, StageConfig, TrainerConfig
 from node.units import parse_host_port
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest

@@ -17,9 +17,22 @@ from typing import Protocol
 
 from torch import Tensor
 
-from node.audits.work_keeper import WorkKeeper
+from node.daemon.audits.work_keeper import WorkKeeper
+from node.daemon.stages.pipeline import Pipeline
 from node.daemon.state.outer_state import OuterState, Rooms
-from node.ipc.channel import (
+from node.loop.contributions import (
+    ContributionFile,
+    ContributionTracker,
+    ForkOutcome,
+    LastSent,
+    SettledContribution,
+    StoredContribution,
+    store_parts,
+)
+from node.monitoring.status import ErrorRecorder
+from node.processes.workers import RunInThread
+from node.step_settings import StepSettings
+from node.trainer.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
     ContributionHeader,
@@ -35,21 +48,8 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.ipc.shared_memory import SharedMemory
-from node.ipc.trainer_process import TrainerProcess
-from node.loop.contributions import (
-    ContributionFile,
-    ContributionTracker,
-    ForkOutcome,
-    LastSent,
-    SettledContribution,
-    StoredContribution,
-    store_parts,
-)
-from node.monitoring.status import ErrorRecorder
-from node.pipeline.pipeline import Pipeline
-from node.processes.workers import RunInThread
-from node.step_settings import StepSettings
+from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.trainer_process import TrainerProcess
 from node.trainer.vectors import TrainerVectors
 from optim.method import Method
 from protocol.blobs.store import BlobStore

@@ -8,8 +8,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.commands.join.invitation import Invitation
+from node.commands.join.joined_folder import MANIFEST_FILE, save_invitation
+from node.commands.join.public_runs import packaged_peers
+from node.commands.plan.command import warn_if_poor
 from node.daemon.lifecycle import locked_run_dir, run_node
 from node.daemon.node import Node
+from node.daemon.stored_states.stage_keepers import StageKeepers
 from node.dashboard.evaluations import EvaluationPlan
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.observer_node import Keeper, NodeHandle, gossiping, node_handle, open_observer_node
@@ -27,27 +32,22 @@ from node.dashboard.state import RunState
 from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program
-from node.join.invitation import Invitation
-from node.join.joined_folder import MANIFEST_FILE, save_invitation
-from node.join.public_runs import packaged_peers
-from node.keeper.stage_keepers import StageKeepers
 from node.monitoring.display import Display
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.logs import configure_logs
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
+from node.monitoring.training_log.recorder import recorded_metrics
 from node.options import NodeOptions, parse_node_options
 from node.own_loops import WEIGHTS_ONLY, needs_own_loop, require_our_loop
 from node.own_ticket import require_admission
 from node.paths import host_dir
-from node.plan.command import warn_if_poor
 from node.processes.process import handle_stop_signals, raise_fd_limit
 from node.processes.process_memory import enable_frequent_gc, trim_periodically
 from node.processes.running_nodes import registered
 from node.run_dir import RunDir
 from node.run_file import load_run_file
 from node.trainer.devices.device import require_usable_device
-from node.training_log.recorder import recorded_metrics
 from protocol.errors import DataError, MissingFileError, UsageError
 from protocol.manifest.reading import load_manifest
 from protocol.membership.rendezvous import Rendezvous

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.commands.eval.results import RESULTS_FILE, read_results
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_RESULTS, ModelEvaluated
-from node.evaluation.results import RESULTS_FILE, read_results
 from node.paths import find_newest_model
 from node.processes.child_process import run_module
 from protocol.errors import MurmurError, UsageError
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 DEADLINE_SECONDS = 1800.0  # for one evaluation
-MODULE = "node.evaluation"
+MODULE = "node.commands.eval"
 
 
 @dataclass(frozen=True)

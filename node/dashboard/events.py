@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from node.evaluation.results import Result
+from node.commands.eval.results import Result
 from protocol.errors import DataError
 from protocol.fault_words import describe_value
 from protocol.identity import PeerId

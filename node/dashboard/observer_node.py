@@ -15,10 +15,10 @@ from pathlib import Path
 import grpc
 
 from node.daemon.node import Node
+from node.daemon.stored_states.announcing import WholeRunAnnouncer
+from node.daemon.stored_states.stage_keepers import StageKeepers, keep_stages
+from node.daemon.stored_states.state_keeper import KeeperPlan, StateKeeper, build_keeper
 from node.dashboard.chain_follower import shown_manifest
-from node.keeper.announcing import WholeRunAnnouncer
-from node.keeper.stage_keepers import StageKeepers, keep_stages
-from node.keeper.state_keeper import KeeperPlan, StateKeeper, build_keeper
 from node.options import NodeOptions
 from node.run_dir import RunDir
 from protocol.consensus.history.chain import Chain

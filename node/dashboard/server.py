@@ -30,6 +30,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from node.daemon.receipts.issuer import ReceiptIssuer
+from node.daemon.stored_states.model_archive import ModelArchive, model_values
+from node.daemon.stored_states.model_route import model_route
 from node.dashboard.ending.end_section import render_end
 from node.dashboard.ending.host_report import CurrentReport
 from node.dashboard.ending.routes import receipt_routes, report_routes
@@ -37,10 +40,7 @@ from node.dashboard.event_log import EventLog, encode_message, stream_messages
 from node.dashboard.html_page import STATIC_DIR, render_page
 from node.dashboard.json_views import MAX_POINTS, SERIES, history, run_status, series_points, snapshot
 from node.dashboard.state import timings_of_round
-from node.keeper.model_archive import ModelArchive, model_values
-from node.keeper.model_route import model_route
 from node.own_loops import join_line
-from node.receipts.issuer import ReceiptIssuer
 from protocol.errors import LimitError
 
 GAUGES = (

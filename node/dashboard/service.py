@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from node.daemon.receipts.chain_recorder import commit_file_header, receipt_name
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
+from node.daemon.receipts.commit_log import CommitLog
+from node.daemon.receipts.issuer import ReceiptIssuer
+from node.daemon.stored_states.model_archive import ModelArchive
 from node.dashboard.chain_follower import shown_manifest
 from node.dashboard.ending.host_report import ReportWriter
 from node.dashboard.evaluations import EvaluationKeeper, EvaluationPlan
@@ -23,14 +28,9 @@ from node.dashboard.samples.sampler import Sampler
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import SwarmWatcher
-from node.keeper.model_archive import ModelArchive
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
 from node.own_loops import join_line, needs_own_loop
-from node.receipts.chain_recorder import commit_file_header, receipt_name
-from node.receipts.commit_file import COMMIT_FILE_NAME
-from node.receipts.commit_log import CommitLog
-from node.receipts.issuer import ReceiptIssuer
 from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, StorageError, TransportError, UnreachableError, UsageError

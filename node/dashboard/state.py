@@ -11,6 +11,7 @@ gradient at every step:
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from node.commands.eval.results import Result
 from node.dashboard.events import (
     ChainForked,
     CommittedContribution,
@@ -41,7 +42,6 @@ from node.dashboard.run_state.loss_trend import LossTrend, trend_of
 from node.dashboard.run_state.outcome import progress_to_target, was_stopped
 from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
 from node.dashboard.run_state.stages import served_stages
-from node.evaluation.results import Result
 from node.monitoring.stage_table import StageEntry
 from protocol.identity import PeerId
 

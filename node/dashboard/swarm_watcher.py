@@ -10,6 +10,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from node.daemon.receipts.chain_recorder import commit_file_header
+from node.daemon.receipts.commit_log import CommitLog
+from node.daemon.stages.stage_peers import served_stage
+from node.daemon.stored_states.model_archive import ModelArchive, model_values
 from node.dashboard.chain_follower import MAX_SHOWN_LOSS, ChainFollower, find_diverged, shown_manifest
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import (
@@ -38,11 +42,7 @@ from node.dashboard.run_state.steering import (
     manifest_at_head,
 )
 from node.from_manifest import build_method, topology_class
-from node.keeper.model_archive import ModelArchive, model_values
 from node.monitoring.stage_table import MICROBATCH_WORDS
-from node.pipeline.stage_peers import served_stage
-from node.receipts.chain_recorder import commit_file_header
-from node.receipts.commit_log import CommitLog
 from protocol.consensus.history.certified import ChainLog
 from protocol.identity import PeerId
 from protocol.manifest.pipeline import MAX_STAGES

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from node.checkpoints.new_folder import fill_folder
+from node.daemon.checkpoints.new_folder import fill_folder
 from node.data.corpus import Shard, SourceText, TokenArray, count_held_out
 from node.data.tokenizer import FileTokenizer, token_dtype
 from node.monitoring.progress import ByteProgress

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from node.daemon.state.outer_state import SignedContributions
-from node.ipc.channel import ContributionOutcome
 from node.loop.contributions import ForkOutcome
 from node.loop.peers.catch_up import SyncOffer
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
+from node.trainer.ipc.channel import ContributionOutcome
 from protocol.blobs.blob import Blob
 from protocol.conduct.proofs import Proof
 from protocol.consensus.events import (

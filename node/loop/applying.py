@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from node.daemon.state.outer_state import SignedContributions
-from node.ipc.channel import ContributionOutcome
+from node.trainer.ipc.channel import ContributionOutcome
 from protocol.consensus.history.certified import CertifiedCommit
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from node.ipc.channel import ContributionHeader, ContributionOutcome
-from node.ipc.shared_memory import SharedMemory
 from node.run_dir import write_atomically
+from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
+from node.trainer.ipc.shared_memory import SharedMemory
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore

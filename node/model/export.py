@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from node.checkpoints.new_folder import fill_folder
-from node.checkpoints.tensor_file import encode_tensors, write_file
-from node.checkpoints.trained_weights import TrainedWeights, load_trained_weights
+from node.daemon.checkpoints.new_folder import fill_folder
+from node.daemon.checkpoints.tensor_file import encode_tensors, write_file
+from node.daemon.checkpoints.trained_weights import TrainedWeights, load_trained_weights
 from node.data.tokenizer import TextTokenizer, open_node_tokenizer
 from node.model.families import model_family, shape_table
 from node.model.model_card import model_card

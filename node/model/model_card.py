@@ -3,7 +3,7 @@
 import json
 import re
 
-from node.checkpoints.trained_weights import TrainedWeights
+from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.data.tokenizer import TextTokenizer
 from node.model.families import model_family
 from protocol.manifest.sections import AboutSection

@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from node.checkpoints.checkpoint_folders import is_checkpoint
-from node.checkpoints.trained_weights import TrainedWeights, load_checkpoint_weights, load_trained_weights
+from node.daemon.checkpoints.checkpoint_folders import is_checkpoint
+from node.daemon.checkpoints.trained_weights import TrainedWeights, load_checkpoint_weights, load_trained_weights
 from node.data.tokenizer import FileTokenizer, TextTokenizer, open_node_tokenizer
 from node.model.families import build_model
 from node.model.hugging_face.config_file import CONFIG_FILE, read_config

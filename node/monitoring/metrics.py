@@ -21,9 +21,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from node.data.skipped_rows import SkipReason
-from node.ipc.device_use import DeviceUse
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome, StatusSource
+from node.trainer.ipc.device_use import DeviceUse
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.consensus.messages.contributions import AppliedContributions
 

@@ -1,6 +1,6 @@
 """Sum up in one line the rounds that a peer missed and what became of its contributions. Pure."""
 
-from node.ipc.channel import ContributionOutcome
+from node.trainer.ipc.channel import ContributionOutcome
 from node.units import format_plural
 
 

@@ -10,7 +10,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from node.ipc.channel import (
+from node.loop.contributions import SettledContribution
+from node.monitoring.metrics import Metrics
+from node.monitoring.return_summary import ReturnSummary
+from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
+from node.trainer.ipc.channel import (
     ContributionHeader,
     ContributionOutcome,
     Evaluated,
@@ -21,10 +25,6 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.loop.contributions import SettledContribution
-from node.monitoring.metrics import Metrics
-from node.monitoring.return_summary import ReturnSummary
-from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
 from node.units import format_bytes, format_plural
 from optim.aggregation.base import LeftOut
 from protocol.consensus.events import RejectReason

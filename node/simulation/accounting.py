@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from node.ipc.channel import ContributionHeader
+from node.trainer.ipc.channel import ContributionHeader
 from optim.aggregation.base import LeftOut
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Commit

@@ -14,9 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from node.ipc.channel import ContributionHeader
 from node.simulation.adversary import Adversaries, insert_targets
 from node.simulation.virtual.trainer import VirtualTrainer
+from node.trainer.ipc.channel import ContributionHeader
 
 
 class LazyTrainer(VirtualTrainer):

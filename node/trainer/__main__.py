@@ -1,8 +1,8 @@
 """The trainer process: `python -m node.trainer PARENT CHANNEL MEMORY [FILE] [ACTIVATIONS]`.
 
-PARENT is the daemon's process id; the others are inherited file descriptors (see node.ipc.channel,
-node.ipc.shared_memory, node.ipc.activation_memory): FILE only with little memory, the last one only for a stage of a
-pipeline. The first message on the channel is TrainerConfig. The process opens no socket, unless it has other ranks
+PARENT is the daemon's process id; the others are inherited file descriptors (see channel, shared_memory and
+activation_memory in node.trainer.ipc): FILE only with little memory, the last one only for a stage of a pipeline. The
+first message on the channel is TrainerConfig. The process opens no socket, unless it has other ranks
 (node.trainer.ranks), and no shared memory of its own, ignores Ctrl-C (the daemon decides), has a lower priority than
 the daemon, and dies with it.
 
@@ -49,12 +49,12 @@ def train_until_stopped(connection: socket.socket, memory_fds: list[int]) -> int
         import torch
 
         from node.from_manifest import build_node_program
-        from node.ipc.activation_memory import ActivationMemory
-        from node.ipc.channel import Failed, TrainerChannel, TrainerConfig
-        from node.ipc.frames import ChannelClosed
-        from node.ipc.shared_layout import SharedLayout
-        from node.ipc.shared_memory import SharedMemory
         from node.trainer.ending import describe_end
+        from node.trainer.ipc.activation_memory import ActivationMemory
+        from node.trainer.ipc.channel import Failed, TrainerChannel, TrainerConfig
+        from node.trainer.ipc.frames import ChannelClosed
+        from node.trainer.ipc.shared_layout import SharedLayout
+        from node.trainer.ipc.shared_memory import SharedMemory
         from node.trainer.loop import Trainer
         from protocol.errors import MurmurError
         from protocol.manifest.reading import parse_manifest

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from node.ipc.channel import Activity
+from node.trainer.ipc.channel import Activity
 
 
 class ActivityTimer:

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
-from node.ipc.channel import Activity, ContributionHeader, ContributionOutcome
+from node.trainer.ipc.channel import Activity, ContributionHeader, ContributionOutcome
 from protocol.audits.work import MAX_TRACED_ANCHORS, AppliedAnchor, WorkTrace
 
 

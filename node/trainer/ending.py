@@ -4,9 +4,9 @@ import logging
 import traceback
 from pathlib import Path
 
-from node.ipc.channel import Crashed, Failed, Regrouping
 from node.monitoring.logs import sanitize
 from node.trainer.devices.device import MicrobatchTooLarge, exit_code_of, is_out_of_memory
+from node.trainer.ipc.channel import Crashed, Failed, Regrouping
 from protocol.errors import DeviceError, MurmurError
 
 MAX_REASON_CHARACTERS = 300

@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
 
-from node.ipc.channel import (
+from node.trainer.activity_timer import ActivityTimer
+from node.trainer.counters import StepTotals
+from node.trainer.ipc.channel import (
     Activity,
     AnchorApplied,
     ApplyAnchor,
@@ -31,9 +33,7 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.ipc.shared_memory import SharedMemory
-from node.trainer.activity_timer import ActivityTimer
-from node.trainer.counters import StepTotals
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.schedule import (
     ContributionTimer,
     StepTarget,

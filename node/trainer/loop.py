@@ -14,23 +14,7 @@ from torch import Tensor
 from node.data import BatchReader, Corpus, open_corpus, validation_sets
 from node.data.source import require_document_end
 from node.from_manifest import in_memory_mode
-from node.ipc.activation_memory import ActivationMemory
-from node.ipc.channel import (
-    Activity,
-    ApplyAnchor,
-    ContributionHeader,
-    PauseChanged,
-    RowsSkipped,
-    ToTrainer,
-    TrainerChannel,
-    TrainerConfig,
-    TrainerProgress,
-    TrainerWarning,
-)
-from node.ipc.shared_memory import SharedMemory
-from node.ipc.stage_messages import ComputeStage, DrawMicrobatch, DropStageSum, StageCommand, TakeStageStep
 from node.model.memory_estimate import fit_microbatch
-from node.site.messages import own_version
 from node.step_settings import StepSettings, step_settings
 from node.trainer.counters import StepTotals
 from node.trainer.devices.compiling import build_trained_model, uncompiled
@@ -49,7 +33,23 @@ from node.trainer.devices.pause_when_busy import DevicePause, usage_meter_for
 from node.trainer.ending import OtherRanksNeeded
 from node.trainer.exchange_loop import ExchangeLoop
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
+from node.trainer.ipc.activation_memory import ActivationMemory
+from node.trainer.ipc.channel import (
+    Activity,
+    ApplyAnchor,
+    ContributionHeader,
+    PauseChanged,
+    RowsSkipped,
+    ToTrainer,
+    TrainerChannel,
+    TrainerConfig,
+    TrainerProgress,
+    TrainerWarning,
+)
+from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, DropStageSum, StageCommand, TakeStageStep
 from node.trainer.live import LiveVectors, live_vectors
+from node.trainer.site.messages import own_version
 from node.trainer.stages.exact_step import EXACT_READER
 from node.trainer.stages.faulty_stage import build_stage_work
 from node.trainer.stages.stage_work import StageWork, stage_train
@@ -63,8 +63,8 @@ from protocol.manifest.run import Manifest
 from protocol.manifest.sections import TrainSection
 
 if TYPE_CHECKING:
-    from node.site.head import JoinedMachine, SiteHead
     from node.trainer.ranks.leader import RankLeader
+    from node.trainer.site.head import JoinedMachine, SiteHead
 
 MAX_SKIPPED_STEPS_IN_A_ROW = 20
 
@@ -157,7 +157,7 @@ class Trainer(ExchangeLoop):
 
     def _open_site(self, config: TrainerConfig, channel: TrainerChannel) -> "SiteHead":
         """Listen for the other machines of this site."""
-        from node.site.head import SiteHead, SiteRules
+        from node.trainer.site.head import SiteHead, SiteRules
 
         assert config.site is not None
         devices = len(self._devices) if config.site.shard == "machine" else None

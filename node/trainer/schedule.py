@@ -8,8 +8,8 @@ peer trains for `ahead` more steps, and applies the result after `delay` of them
 
 from dataclasses import dataclass
 
-from node.ipc.channel import ApplyAnchor
 from node.trainer.counters import Counters
+from node.trainer.ipc.channel import ApplyAnchor
 from optim.round_plan import RoundPlan
 from optim.schedules.exchange_schedule import Schedule
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from node.ipc.channel import ContributionHeader, ContributionOutcome
-from node.ipc.shared_layout import locally_trained_names
-from node.ipc.shared_memory import SharedMemory
 from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
 from node.trainer.inner_step import InnerOptimizer
+from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
+from node.trainer.ipc.shared_layout import locally_trained_names
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.live import LiveVectors
 from node.trainer.stages.exact_step import ExactStep
 from node.trainer.trained import OptimizerVectors

@@ -16,9 +16,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch import Tensor
 
-from node.ipc.shared_layout import REFERENCE, RESIDUAL, locally_trained_names
-from node.ipc.shared_memory import SharedMemory
 from node.trainer.counters import Counters, StepTotals
+from node.trainer.ipc.shared_layout import REFERENCE, RESIDUAL, locally_trained_names
+from node.trainer.ipc.shared_memory import SharedMemory
 from optim.codecs.base import Payload
 from optim.exchange import ContributionEncoder
 from optim.kernels.vectors import SLAB_SIZE, slabs

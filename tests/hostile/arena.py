@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from node.options import LISTEN_ON_LOOPBACK
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from node.ipc.trainer_process import TrainerProcess
 from node.monitoring.status_reporter import StatusReporter
+from node.trainer.ipc.trainer_process import TrainerProcess
 from node.trainer.loop import Trainer
 from tests.hostile.patches import replaced
 from tests.hostile.switches import Switches

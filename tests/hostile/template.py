@@ -112,8 +112,9 @@ def main() -> None:
 
 
 def _import_all() -> None:
-    for module in ("node.daemon.lifecycle", "node.join.command", "node.cli", "node.trainer.loop", "node.data.check",
-                   "node.join.run_end", "node.receipts.chain_recorder", "tests.hostile.peers"):  # fmt: skip
+    for module in ("node.daemon.lifecycle", "node.commands.join.command", "node.cli", "node.trainer.loop",
+                   "node.data.check", "node.commands.join.run_end", "node.daemon.receipts.chain_recorder",
+                   "tests.hostile.peers"):  # fmt: skip
         importlib.import_module(module)
     from optim.compose import compose
     from optim.kernels.warmup import warm_up

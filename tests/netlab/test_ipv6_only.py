@@ -18,7 +18,7 @@ exec {sys.executable} -c "$0" "$1"
 """
 PROGRAM = f"""
 import asyncio, pathlib, socket, sys
-from node.doctor.network import listening_tcp_port
+from node.commands.doctor.network import listening_tcp_port
 from node.run_dir import RunDir, reuse_last_port
 from protocol.transport.nat import find_own_ip, listen_on_all_interfaces
 from protocol.transport.transport import Transport

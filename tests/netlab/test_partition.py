@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from node.commands.up.peer_process import PeerProcess
 from node.daemon.state.outer_state import RoundCompute
-from node.local.peer_process import PeerProcess
 from protocol.consensus.history.chain import ChainHead, extend_head
 from protocol.consensus.history.fork_choice import MAX_LOST_ROUNDS
 from protocol.consensus.messages.contributions import Commit

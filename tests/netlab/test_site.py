@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.ipc.channel import ApplyAnchor, ContributionHeader
-from node.site.token import SiteToken, load_site_key
+from node.trainer.ipc.channel import ApplyAnchor, ContributionHeader
+from node.trainer.site.token import SiteToken, load_site_key
 from tests.netlab.lab import namespaces
-from tests.node.site.test_site import free_port, machine, ready_with, site_harness
 from tests.node.trainer.ranks.test_two_processes import OneRank
+from tests.node.trainer.site.test_site import free_port, machine, ready_with, site_harness
 from tests.node.trainer.state_harness import copy_arena
 from tests.swarm.processes import open_ports, process_tree
 

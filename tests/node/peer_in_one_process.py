@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoints import checkpoint
-from node.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints import checkpoint
+from node.daemon.checkpoints.chain_file import SavedChain
 from node.daemon.state.checkpointer import CONTRIBUTION_VECTOR, restore_trainer_snapshot
 from node.daemon.state.outer_state import OuterState
 from node.daemon.state.outer_vectors import OuterVectors
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights, shape_table
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
+from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
 from optim.compose import compose

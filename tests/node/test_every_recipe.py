@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.checkpoints.chain_file import SavedChain
-from node.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.commands.up.up import UpOptions, adapt_manifest
+from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.daemon.state.outer_state import OuterState
 from node.from_manifest import build_program
-from node.ipc.shared_layout import SharedLayout
-from node.local.up import UpOptions, adapt_manifest
 from node.model import shape_table
 from node.model.memory_estimate import fit_microbatch
+from node.trainer.ipc.shared_layout import SharedLayout
 from optim.recipes import RECIPES
 from protocol.manifest.reading import load_manifest, parse_manifest
 from protocol.manifest.run import Manifest

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from node.daemon.steering.tickets import TicketOptions, parse_end, run_tickets
 from node.own_ticket import load_own_ticket, require_admission
 from node.run_dir import RunDir
-from node.steering.tickets import TicketOptions, parse_end, run_tickets
 from protocol.admission.ticket import Ticket, issue_ticket, ticket_from_text, ticket_to_text
 from protocol.errors import AdmissionError, MissingFileError, OrganiserError, UsageError
 from protocol.identity import Identity

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from node.pipeline.pipeline import Pipeline
+from node.daemon.stages.pipeline import Pipeline
 from protocol.pipeline.course import Course
 from protocol.pipeline.ended import EndedMicrobatches
 from protocol.pipeline.owner import Owner

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipelining.peer import SleepingPeer
+from node.daemon.stages import calls, faulty_calls
+from node.daemon.stages.pipeline import Pipeline
 from node.injected_faults import VARIABLE
-from node.ipc.activation_memory import ActivationMemory
-from node.ipc.channel import DaemonChannel, FromTrainer, ToTrainer
-from node.ipc.frames import ChannelClosed
-from node.pipeline import calls, faulty_calls
-from node.pipeline.pipeline import Pipeline
+from node.trainer.ipc.activation_memory import ActivationMemory
+from node.trainer.ipc.channel import DaemonChannel, FromTrainer, ToTrainer
+from node.trainer.ipc.frames import ChannelClosed
 from protocol.manifest.run import Manifest
 from protocol.membership import directory
 from protocol.pipeline import owner, owner_events, routing

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from node.injected_faults import parse_faults
-from node.ipc.activation_memory import ActivationMemory, SlotSizes
-from node.ipc.channel import ContributionHeader, Ready, ToTrainer, TrainerChannel
-from node.ipc.frames import ChannelClosed
-from node.ipc.stage_messages import (
+from node.trainer.ipc.activation_memory import ActivationMemory, SlotSizes
+from node.trainer.ipc.channel import ContributionHeader, Ready, ToTrainer, TrainerChannel
+from node.trainer.ipc.frames import ChannelClosed
+from node.trainer.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,
     MicrobatchDrawn,

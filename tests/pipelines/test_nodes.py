@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.pipelining.exact_reference import SingleProcess, read_stages
+from node.commands.up.peer_process import PeerProcess
 from node.injected_faults import VARIABLE
-from node.local.peer_process import PeerProcess
 from node.run_dir import RunDir
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest

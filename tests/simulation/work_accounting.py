@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
-from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.loop.contributions import ContributionTracker, LastSent, SettledContribution, StoredContribution
+from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain, ChainHead, extend_head

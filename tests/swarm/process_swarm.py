@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from node.monitoring.status import NodeStatus
 from node.options import LISTEN_ON_LOOPBACK
 from protocol.manifest.reading import load_manifest

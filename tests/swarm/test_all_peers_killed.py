@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from tests.swarm.process_swarm import ENDLESS, POLL_SECONDS, ProcessSwarm, manifest_with, running_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.ordeal, pytest.mark.timeout(300)]

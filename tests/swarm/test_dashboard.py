@@ -16,11 +16,11 @@ import httpx2
 import pytest
 
 from node.commands.status import status_lines
+from node.commands.up.peer_process import PeerProcess
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
+from node.daemon.receipts.ledger import commit_verifier, read_ledger
 from node.dashboard.event_log import read_events
-from node.local.peer_process import PeerProcess
 from node.options import LISTEN_ON_LOOPBACK
-from node.receipts.commit_file import COMMIT_FILE_NAME
-from node.receipts.ledger import commit_verifier, read_ledger
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest
 from protocol.signing import open_signed_manifest

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from protocol.consensus.views.quorum import Election
 from protocol.manifest.reading import load_manifest
 from tests.node.model.weights_folder import start_from_weights

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, isolated_processes, join_command, manifest_with
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

@@ -14,9 +14,9 @@ import pytest
 import murmuration
 from examples.custom_model import build_model
 from node.monitoring.status import NodeStatus
+from node.monitoring.training_log.file import METRICS_FILE
 from node.options import LISTEN_ON_LOOPBACK
 from node.run_dir import read_json_if_whole
-from node.training_log.file import METRICS_FILE
 from tests.swarm.process_swarm import isolated_processes, manifest_with, running_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.steering.client import contact_run
+from node.daemon.steering.client import contact_run
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest

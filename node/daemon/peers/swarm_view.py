@@ -5,11 +5,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from node.daemon.stages.missing_peers import MissingPeers
+from node.daemon.stages.node_stages import StageBoard
+from node.daemon.stages.stage_peers import lowest_round
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
-from node.pipeline.missing_peers import MissingPeers
-from node.pipeline.node_stages import StageBoard
-from node.pipeline.stage_peers import lowest_round
 from protocol.admission.gate import Gate
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.consensus.history.chain import Chain, ChainHead

@@ -21,20 +21,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from node.checkpoints import checkpoint
-from node.checkpoints.chain_file import SavedChain
-from node.checkpoints.checkpoint import Checkpoint
-from node.checkpoints.checkpoint_folders import keep_newest, release_kept
-from node.checkpoints.named_vectors import SavedInner
+from node.daemon.checkpoints import checkpoint
+from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import Checkpoint
+from node.daemon.checkpoints.checkpoint_folders import keep_newest, release_kept
+from node.daemon.checkpoints.named_vectors import SavedInner
 from node.daemon.state.outer_state import OuterState, ReplicatedState
 from node.disk_budget import checkpoints_within, folder_bytes
-from node.ipc.shared_layout import REFERENCE, RESIDUAL, locally_trained_names
-from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, ContributionTracker, LastSent, StoredContribution, store_parts
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.model import ShapeTable
 from node.monitoring.status import ErrorRecorder
 from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
+from node.trainer.ipc.shared_layout import REFERENCE, RESIDUAL, locally_trained_names
+from node.trainer.ipc.shared_memory import SharedMemory
 from optim.exchange import nonzero_mask
 from optim.inner.adamw import AdamW
 from optim.inner.eight_bit import EightBitAdamW

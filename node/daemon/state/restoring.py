@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoints.checkpoint import Checkpoint, load_newest
+from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest
 from node.daemon.run_limits import contribution_limits
 from node.daemon.state.checkpointer import restore_contributions, restore_trainer_snapshot
 from node.daemon.state.outer_state import OuterState
 from node.daemon.state.outer_vectors import OuterVectors
-from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, ContributionTracker
 from node.model import cut_of, shapes_of
 from node.model.start_weights import start_weights
 from node.monitoring.status import ErrorRecorder
+from node.trainer.ipc.shared_memory import SharedMemory
 from optim.inner.base import WEIGHTS
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import BlobStore

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.dashboard.log_text import short_id
 from node.dashboard.page.formats import format_duration, format_number, format_share, format_si
-from node.receipts.commit_file import COMMIT_FILE_NAME
-from node.report.run_report import OUTCOME_WORDS, REPORT_JSON, REPORT_MARKDOWN, ContributorReport, RunReport
+from node.dashboard.report.run_report import OUTCOME_WORDS, REPORT_JSON, REPORT_MARKDOWN, ContributorReport, RunReport
 from node.units import format_bytes, format_plural
 
 MAX_SHOWN_CONTRIBUTORS = 100

@@ -4,11 +4,11 @@ import asyncio
 import logging
 from pathlib import Path
 
+from node.commands.eval.results import newest_of_each
 from node.dashboard.event_log import EventLog
+from node.dashboard.report.run_report import REPORT_MARKDOWN, ContributorReport, RunReport, write_report
 from node.dashboard.run_state.contributors import mean_seconds
 from node.dashboard.state import RunState
-from node.evaluation.results import newest_of_each
-from node.report.run_report import REPORT_MARKDOWN, ContributorReport, RunReport, write_report
 from protocol.errors import StorageError
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from node.daemon.receipts.command import receipt_file_name
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
+from node.daemon.receipts.issuer import ReceiptIssuer
 from node.dashboard.ending.host_report import CurrentReport
-from node.receipts.command import receipt_file_name
-from node.receipts.commit_file import COMMIT_FILE_NAME
-from node.receipts.issuer import ReceiptIssuer
-from node.report.run_report import REPORT_JSON, REPORT_MARKDOWN
+from node.dashboard.report.run_report import REPORT_JSON, REPORT_MARKDOWN
 from protocol.errors import MissingFileError, ReceiptError
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from node.evaluation.results import Result
+from node.commands.eval.results import Result
 
 WIDTH: Final = 100.0  # of the course, whose height is HEIGHT
 HEIGHT: Final = 20.0

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoints.checkpoint import ANCHOR
+from node.commands.doctor.machine import free_memory
+from node.daemon.checkpoints.checkpoint import ANCHOR
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS
 from node.dashboard.samples.prompt import choose_prompt
 from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
-from node.doctor.machine import free_memory
 from node.model.generate import continue_text
 from node.model.opened_model import open_folder
 from node.paths import newest_checkpoints

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from node.audits.inner_state import InnerState, max_state_bytes
-from node.audits.repeater import Repeater
-from node.audits.screening import Judgement, Screening, find_broken_link, next_link
-from node.audits.work_keeper import WorkKeeper
+from node.daemon.audits.inner_state import InnerState, max_state_bytes
+from node.daemon.audits.repeater import Repeater
+from node.daemon.audits.screening import Judgement, Screening, find_broken_link, next_link
+from node.daemon.audits.work_keeper import WorkKeeper
 from node.daemon.state.outer_state import OuterState
 from node.data import Corpus
-from node.ipc.channel import ContributionHeader
-from node.ipc.shared_layout import SharedLayout
 from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import StepSettings, step_settings
+from node.trainer.ipc.channel import ContributionHeader
+from node.trainer.ipc.shared_layout import SharedLayout
 from protocol import murmur_pb2 as wire
 from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
 from protocol.audits.draw import Audit

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from node.daemon.state.outer_state import blobs_to_apply
 from node.from_manifest import build_pacing
-from node.ipc.channel import ContributionOutcome
 from node.loop import events
 from node.loop.actions import (
     AdoptState,
@@ -39,6 +38,7 @@ from node.simulation.virtual.audits import PeerAudits
 from node.simulation.virtual.downloads import VirtualDownloads
 from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import step_settings
+from node.trainer.ipc.channel import ContributionOutcome
 from protocol import murmur_pb2 as wire
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
 from protocol.consensus.history.chain import Chain

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from node.from_manifest import build_node_program, in_memory_mode
-from node.ipc.device_use import DeviceUse
-from node.ipc.shared_layout import SharedLayout
 from node.model import smallest_cut
 from node.model.computation.fp8 import has_fp8, require_fp8_sizes
 from node.model.computation.precision import has_bf16
 from node.model.memory_estimate import fit_microbatch
 from node.options import Device, NodeOptions, TrainerOptions
 from node.trainer.devices.pause_when_busy import usage_meter_for
+from node.trainer.ipc.device_use import DeviceUse
+from node.trainer.ipc.shared_layout import SharedLayout
 from node.units import format_bytes, format_count
 from optim.round_plan import RoundPlanner
 from protocol.errors import DeviceError, MurmurError

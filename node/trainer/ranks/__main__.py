@@ -30,9 +30,9 @@ def main(arguments: list[str]) -> int:
 def work_until_ended(connection: socket.socket, daemon: socket.socket, inherited: list[int]) -> int:
     """Carry out the commands of rank 0 until it says that this is the end; returns the exit code."""
     with rare_garbage_collection():
-        from node.ipc.channel import TrainerChannel
-        from node.ipc.frames import ChannelClosed, FrameSocket
         from node.trainer.ending import describe_end
+        from node.trainer.ipc.channel import TrainerChannel
+        from node.trainer.ipc.frames import ChannelClosed, FrameSocket
         from node.trainer.ranks.follower import follow
         from node.trainer.ranks.leader import GRACE_SECONDS
         from node.trainer.ranks.messages import TO_RANK, RankConfig

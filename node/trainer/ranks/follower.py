@@ -7,10 +7,10 @@ from typing import Final
 import torch
 
 from node.from_manifest import build_program
-from node.ipc.frames import FrameSocket
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
 from node.trainer.devices.device import limit_memory, measure_device_use
+from node.trainer.ipc.frames import FrameSocket
+from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.ranks.group import RankGroup, listen_for_ranks
 from node.trainer.ranks.messages import TO_RANK, CopyVectors, Done, EndRank, Listening, MeasureDevice, Meet, RankConfig
 from node.trainer.ranks.rank import Rank

@@ -2,7 +2,7 @@
 
 The ranks of one machine meet in a file without a name, whose descriptor they inherit, and connect over the loopback
 interface. Those of a site meet in a TCPStore; for gloo, each listens at a loopback address of its own, to which the
-tunnels of node.site lead from the other machines.
+tunnels of node.trainer.site lead from the other machines.
 """
 
 import os

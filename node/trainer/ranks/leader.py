@@ -1,7 +1,7 @@
 """Rank 0 of a node: it starts the other ranks, gives them their commands, and does the same work itself.
 
 If another rank ends, this process ends too, and its own end kills the rest. So the daemon sees one trainer that died.
-Ranks on other machines of a site are started there (node.site), and get the same commands.
+Ranks on other machines of a site are started there (node.trainer.site), and get the same commands.
 """
 
 import logging
@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from node.ipc.channel import TrainerConfig
-from node.ipc.device_use import DeviceUse
-from node.ipc.frames import FrameSocket
-from node.ipc.shared_memory import SharedMemory
 from node.model import LanguageModel
 from node.processes.process import python_environment
-from node.site.head import JoinedMachine, SiteHead
-from node.site.messages import Target, own_host
 from node.trainer.devices.device import measure_device_use
 from node.trainer.ending import OtherRanksNeeded
+from node.trainer.ipc.channel import TrainerConfig
+from node.trainer.ipc.device_use import DeviceUse
+from node.trainer.ipc.frames import FrameSocket
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.live import LiveVectors
 from node.trainer.ranks.messages import (
     FROM_RANK,
@@ -46,6 +44,8 @@ from node.trainer.ranks.messages import (
     SiteGroup,
     TakeStep,
 )
+from node.trainer.site.head import JoinedMachine, SiteHead
+from node.trainer.site.messages import Target, own_host
 from optim.round_plan import RoundPlanner
 from protocol.manifest.reading import parse_manifest
 

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from node.ipc.channel import TrainerConfig
-from node.ipc.device_use import DeviceUse
 from node.options import SiteShard
+from node.trainer.ipc.channel import TrainerConfig
+from node.trainer.ipc.device_use import DeviceUse
 from protocol.manifest.sections import TrainSection
 
 
@@ -15,7 +15,7 @@ class _RankMessage(BaseModel):
 
 
 class SiteGroup(_RankMessage):
-    """The ranks of several machines, and the addresses at which they meet (node.site)."""
+    """The ranks of several machines, and the addresses at which they meet (node.trainer.site)."""
 
     machines: tuple[int, ...] = Field(description="number of ranks by machine")
     shard: SiteShard

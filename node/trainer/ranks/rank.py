@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from node.ipc.shared_memory import SharedMemory
 from node.model import LanguageModel
 from node.options import TrainerOptions
 from node.trainer.devices.compiling import build_dealt_model, uncompiled
 from node.trainer.devices.device import MicrobatchTooLarge, autocast_context, is_out_of_memory, uses_bf16
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.ranks.far_parts import receive_into, receive_part, send_from, send_part
 from node.trainer.ranks.group import RankGroup
 from node.trainer.ranks.messages import ClearVectors, CopyVectors, MeasureLoss, RankCommand, TakeStep

@@ -8,9 +8,9 @@ import torch
 
 from node.data import BatchReader
 from node.injected_faults import Faults, PlaceCounter, injected_faults
-from node.ipc.activation_memory import ActivationMemory
-from node.ipc.stage_messages import ComputeStage, DrawMicrobatch, MicrobatchDrawn, StageComputed
 from node.model import LanguageModel
+from node.trainer.ipc.activation_memory import ActivationMemory
+from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, MicrobatchDrawn, StageComputed
 from node.trainer.stages.exact_step import ExactStep
 from node.trainer.stages.stage_work import StageWork
 from protocol.manifest.run import Manifest

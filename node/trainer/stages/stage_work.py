@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from node.data import BatchReader
-from node.ipc.activation_memory import ActivationMemory
-from node.ipc.stage_messages import (
+from node.model import LanguageModel
+from node.trainer.ipc.activation_memory import ActivationMemory
+from node.trainer.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,
     DropStageSum,
@@ -26,7 +27,6 @@ from node.ipc.stage_messages import (
     StageStepped,
     TakeStageStep,
 )
-from node.model import LanguageModel
 from node.trainer.stages.activation_format import FORMATS
 from node.trainer.stages.exact_step import ExactStep
 from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage

@@ -29,11 +29,11 @@ async def oversized_manifest(stranger: Stranger) -> None:
 
 def _prepare(stranger: Stranger, manifest: Manifest) -> None:
     """Do what `murmur join` does before it trains: check the room, then create the shared memory."""
+    from node.commands.join import room
     from node.from_manifest import build_program
-    from node.ipc.shared_layout import SharedLayout
-    from node.ipc.shared_memory import SharedMemory
-    from node.join import room
     from node.options import NodeOptions
+    from node.trainer.ipc.shared_layout import SharedLayout
+    from node.trainer.ipc.shared_memory import SharedMemory
 
     def note_allocation(descriptor: int, offset: int, length: int) -> None:
         stranger.note(gigabytes=length / 1e9)

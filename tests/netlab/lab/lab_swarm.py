@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from node.monitoring.status import NodeStatus
 from protocol.manifest.run import Manifest
 from tests.netlab.lab.laboratory import Laboratory, Node

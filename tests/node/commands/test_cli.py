@@ -193,8 +193,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]
     monkeypatch.setitem(sys.modules, "node.model.generate", module(continue_text=note, require_sampling=note))
     monkeypatch.setitem(sys.modules, "node.commands.opening", module(open_model=lambda source, *_: source))
     evaluation = module(EvalOptions=dict, evaluate=lambda options: note(**options), print_results=note)
-    monkeypatch.setitem(sys.modules, "node.evaluation.command", evaluation)
-    monkeypatch.setitem(sys.modules, "node.join.command", module(join_run=note))
+    monkeypatch.setitem(sys.modules, "node.commands.eval.command", evaluation)
+    monkeypatch.setitem(sys.modules, "node.commands.join.command", module(join_run=note))
     monkeypatch.setitem(sys.modules, "node.data.token_shards", module(tokenize_files=lambda *words: len(note(*words))))
     yield calls
 

@@ -5,14 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from node.checkpoints.vote_log import VoteLog
+from node.daemon.checkpoints.vote_log import VoteLog
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.peers.downloads import Downloads
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.state.outer_state import RoundCompute
 from node.daemon.state.proof_file import ProofFile
-from node.ipc.channel import ContributionHeader
 from node.loop.actions import ApplyCommit, PrecomputeCommit, ReportRecovered
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import ContributionReady, LoopEvent, Started, SwarmChanged, TimePassed, TrainerStarted
@@ -21,6 +20,7 @@ from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import unsteered
+from node.trainer.ipc.channel import ContributionHeader
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Fetch, Rejected
 from protocol.consensus.history.chain import Chain, genesis_head

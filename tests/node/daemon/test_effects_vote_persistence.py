@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.checkpoints.vote_log import VoteLog
+from node.daemon.checkpoints.vote_log import VoteLog
 from node.loop import round_session
 from node.loop.actions import LoopAction
 from protocol.blobs.store import BlobStore

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.checkpoints import checkpoint
-from node.checkpoints.chain_file import SavedChain
-from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.checkpoints import checkpoint
+from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import Checkpoint
 from node.daemon.state.checkpointer import (
     CONTRIBUTION_VECTOR,
     OFFER_KEY,
     restore_contributions,
     restore_trainer_snapshot,
 )
-from node.ipc.channel import ContributionOutcome
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import ContributionFile, LastSent, StoredContribution, store_parts
 from node.model import shape_table
 from node.run_dir import RunDir
+from node.trainer.ipc.channel import ContributionOutcome
+from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
 from optim.compose import compose
 from optim.options import Scalar
 from optim.round_plan import RoundPlanner

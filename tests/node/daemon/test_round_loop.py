@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from node.daemon import state_effects
-from node.ipc.channel import ContributionHeader
 from node.loop import round_loop
 from node.loop.actions import PrecomputeCommit
 from node.loop.contributions import StoredContribution
 from node.loop.events import ContributionReady
 from node.loop.peers import catch_up
+from node.trainer.ipc.channel import ContributionHeader
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import GoneError, MalformedError, UnreachableError

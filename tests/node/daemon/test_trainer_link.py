@@ -10,7 +10,8 @@ import torch
 
 from node.daemon import trainer_link
 from node.daemon.state.outer_state import OuterState
-from node.ipc.channel import (
+from node.loop.contributions import MAX_AGE_ROUNDS, ContributionTracker, LastSent
+from node.trainer.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
     Evaluate,
@@ -21,7 +22,6 @@ from node.ipc.channel import (
     SubmitEarly,
     TrainerProgress,
 )
-from node.loop.contributions import MAX_AGE_ROUNDS, ContributionTracker, LastSent
 from optim.compose import compose
 from protocol.consensus.history.chain import ChainHead
 from protocol.errors import DeviceError

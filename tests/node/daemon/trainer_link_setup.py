@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from node.daemon.trainer_link import TrainerLink, TrainerTools
-from node.ipc.channel import (
+from node.loop.contributions import ContributionFile, ContributionTracker
+from node.step_settings import step_settings
+from node.trainer.ipc.channel import (
     ApplyAnchor,
     ContributionHeader,
     FromTrainer,
     Ready,
     ToTrainer,
 )
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
-from node.loop.contributions import ContributionFile, ContributionTracker
-from node.step_settings import step_settings
+from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
 from tests.node.daemon.recorded_errors import RecordedErrors

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from node.commands.eval.results import Result, append_results, read_results
 from node.dashboard import evaluations as module
 from node.dashboard.ending.host_report import build_host_report
 from node.dashboard.evaluations import EvaluationKeeper, EvaluationPlan, is_evaluation_due, plan_of
@@ -15,7 +16,6 @@ from node.dashboard.html_page import render_page
 from node.dashboard.json_views import snapshot
 from node.dashboard.run_state.evaluations import MAX_POINTS, course_points
 from node.dashboard.state import MAX_EVALUATIONS
-from node.evaluation.results import Result, append_results, read_results
 from protocol.errors import MurmurError, UsageError
 from protocol.tasks import cancel_and_wait
 from tests.node.dashboard.example_events import FACTS, apply_all, opening_events

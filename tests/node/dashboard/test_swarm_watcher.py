@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from node.daemon.receipts.commit_file import CommitFileHeader
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import ChainForked, DashboardEvent
 from node.dashboard.swarm_watcher import (
@@ -18,7 +19,6 @@ from node.dashboard.swarm_watcher import (
     SwarmWatcher,
     build_peer_report,
 )
-from node.receipts.commit_file import CommitFileHeader
 from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.messages.adoption import NOTHING_ADOPTED
 from protocol.errors import StorageError

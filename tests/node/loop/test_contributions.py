@@ -2,7 +2,6 @@
 
 import pytest
 
-from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.loop.contributions import (
     MAX_AGE_ROUNDS,
     MAX_RESTORABLE,
@@ -13,6 +12,7 @@ from node.loop.contributions import (
     SettledContribution,
     StoredContribution,
 )
+from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.compose import compose
 from optim.exact import exact_method
 from protocol.blobs.blob import Blob

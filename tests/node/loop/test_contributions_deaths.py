@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from node.ipc.channel import ContributionOutcome
 from node.loop.contributions import (
     MAX_AGE_ROUNDS,
     ContributionTracker,
     LastSent,
     StoredContribution,
 )
+from node.trainer.ipc.channel import ContributionOutcome
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
 from protocol.consensus.messages.contributions import Commit

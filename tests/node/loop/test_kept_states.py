@@ -4,9 +4,9 @@ import random
 from typing import Any, cast
 
 from node.daemon.peers.swarm_view import SwarmView
+from node.daemon.stages.node_stages import NodeStages
 from node.loop.actions import FindPath, LoopAction, StartTrainer, TakeState
 from node.loop.events import PathFound, Started, SwarmChanged
-from node.pipeline.node_stages import NodeStages
 from protocol.admission.gate import Gate
 from protocol.manifest.sections import AdmissionSection
 from protocol.membership.records.kept_states import KeptState, encode_kept_states

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from node.ipc.channel import ContributionHeader
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
@@ -46,6 +45,7 @@ from node.loop.peers.catch_up import MIN_AVOID_SECONDS, SYNC_AFTER_SECONDS
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.peers.syncing import Syncing
 from node.loop.round_loop import POLL_SECONDS
+from node.trainer.ipc.channel import ContributionHeader
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Send, VoteRecord
 from protocol.consensus.history.certified import CertifiedCommit

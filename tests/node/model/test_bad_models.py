@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from node.commands.guard import run_guarded
-from node.local.up import UpOptions, up
+from node.commands.up.up import UpOptions, up
 from node.model.hugging_face import hub
 from protocol import errors
 from tests.node.model.hugging_face.folders import save_model, write_manifest

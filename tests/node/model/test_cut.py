@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.checkpoints.chain_file import SavedChain
-from node.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.from_manifest import learning_rate_scale
 from node.model import WHOLE, Cut, LanguageModel, all_cuts, build_model, initial_weights, shape_table, stage_slice
 from node.model.cut import deal_blocks

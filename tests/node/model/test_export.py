@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from node.checkpoints.chain_file import SavedChain
-from node.checkpoints.checkpoint import Checkpoint, save
-from node.checkpoints.tensor_file import write_file
+from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import Checkpoint, save
+from node.daemon.checkpoints.tensor_file import write_file
 from node.data.byte_tokenizer import byte_tokenizer_json
 from node.model import build_model, shape_table
 from node.model import export as module

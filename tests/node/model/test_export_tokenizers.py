@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from node.checkpoints.trained_weights import TrainedWeights
+from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.data.byte_tokenizer import ByteTokenizer
 from node.data.tokenizer import FileTokenizer
 from node.model import initial_weights

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from node.checkpoints.trained_weights import TrainedWeights
+from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.data.byte_tokenizer import ByteTokenizer
 from node.model import initial_weights
 from node.model.export import write_export

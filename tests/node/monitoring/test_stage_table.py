@@ -4,11 +4,11 @@ import asyncio
 from functools import partial
 from typing import get_args
 
+from node.daemon.stages.microbatch_counts import SERVED_COUNTS
+from node.daemon.stages.stage_peers import served_stages
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.stage_table import ServedStage, build_stage_table
 from node.monitoring.status import NodeStatus
-from node.pipeline.microbatch_counts import SERVED_COUNTS
-from node.pipeline.stage_peers import served_stages
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.course import DropReason
 from tests.node.monitoring.fixed_status import FixedStatus

@@ -5,7 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from node.ipc.channel import (
+from node.loop.contributions import SettledContribution, StoredContribution
+from node.monitoring.metrics import Metrics
+from node.monitoring.status import NodeStatus, Phase
+from node.monitoring.status_reporter import StatusReporter
+from node.trainer.ipc.channel import (
     ContributionHeader,
     Evaluated,
     PauseChanged,
@@ -14,11 +18,7 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.ipc.device_use import DeviceUse
-from node.loop.contributions import SettledContribution, StoredContribution
-from node.monitoring.metrics import Metrics
-from node.monitoring.status import NodeStatus, Phase
-from node.monitoring.status_reporter import StatusReporter
+from node.trainer.ipc.device_use import DeviceUse
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit

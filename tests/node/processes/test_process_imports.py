@@ -28,7 +28,7 @@ def take_part(folder: str) -> None:
 
 
 async def _train(folder: Path) -> None:
-    from node.ipc.channel import ContributionHeader, DaemonChannel, Stop, TrainerChannel
+    from node.trainer.ipc.channel import ContributionHeader, DaemonChannel, Stop, TrainerChannel
     from node.trainer.loop import Trainer
     from tests.node.trainer.process_harness import ProcessHarness
 

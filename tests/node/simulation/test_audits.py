@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from node.audits.inner_state import InnerState
+from node.daemon.audits.inner_state import InnerState
 from node.data import Corpus
-from node.ipc.channel import ContributionHeader
 from node.simulation.adversary import Adversaries, LieKind
 from node.simulation.swarm import VirtualSwarm
 from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import step_settings
+from node.trainer.ipc.channel import ContributionHeader
 from optim.method import Method
 from optim.recipes import RECIPES
 from protocol.manifest.data import DataSection, PhaseSection, SourceSection

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from node.daemon.state.outer_state import OuterState
-from node.ipc.channel import ContributionHeader
 from node.simulation.accounting import Accounting
 from node.simulation.comparison import RecipeResults
 from node.simulation.fake_signer import FakeSigner
@@ -19,6 +18,7 @@ from node.simulation.measurement import CurvePoint, CurveRecorder, Evaluator, co
 from node.simulation.plot import mean_curve
 from node.simulation.shared_compute import KEPT_ROUNDS, AppliedState, SharedCompute
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
+from node.trainer.ipc.channel import ContributionHeader
 from optim.exchange import ContributionEncoder
 from optim.layout import Layout
 from optim.round_plan import RoundPlanner

@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.ipc.channel import ApplyAnchor, ContributionOutcome
+from node.trainer.ipc.channel import ApplyAnchor, ContributionOutcome
 from node.trainer.schedule import merge_pending
 
 

@@ -10,7 +10,12 @@ import psutil
 import pytest
 import torch
 
-from node.ipc.channel import (
+from node.model import LanguageModel
+from node.model.memory_estimate import fit_microbatch, fixed_bytes, microbatch_bytes
+from node.trainer import loop
+from node.trainer.devices import pause_when_busy
+from node.trainer.inner_step import accumulate_gradient
+from node.trainer.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
     ContributionHeader,
@@ -22,11 +27,6 @@ from node.ipc.channel import (
     TrainerChannel,
     TrainerProgress,
 )
-from node.model import LanguageModel
-from node.model.memory_estimate import fit_microbatch, fixed_bytes, microbatch_bytes
-from node.trainer import loop
-from node.trainer.devices import pause_when_busy
-from node.trainer.inner_step import accumulate_gradient
 from node.trainer.loop import Trainer
 from protocol.errors import DeviceError
 from tests.node.trainer.process_harness import DEADLINE, M, ProcessHarness

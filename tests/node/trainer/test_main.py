@@ -13,7 +13,9 @@ import psutil
 import pytest
 import torch
 
-from node.ipc.channel import (
+from node.processes.process import TRAINER_NICENESS
+from node.trainer.counters import Counters
+from node.trainer.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
     ContributionHeader,
@@ -27,9 +29,7 @@ from node.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.ipc.shared_memory import Snapshot
-from node.processes.process import TRAINER_NICENESS
-from node.trainer.counters import Counters
+from node.trainer.ipc.shared_memory import Snapshot
 from optim.compose import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DataError, MurmurError

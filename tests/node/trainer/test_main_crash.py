@@ -6,11 +6,11 @@ import socket
 import pytest
 import torch
 
-from node.ipc.channel import Crashed, DaemonChannel, Failed, FromTrainer, TrainerConfig
-from node.ipc.shared_memory import SharedMemory
 from node.options import TrainerOptions
 from node.trainer import loop
 from node.trainer.__main__ import train_until_stopped
+from node.trainer.ipc.channel import Crashed, DaemonChannel, Failed, FromTrainer, TrainerConfig
+from node.trainer.ipc.shared_memory import SharedMemory
 from protocol.errors import DataError
 from tests.node.small_run import MANIFEST
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from node.ipc.channel import (
+from node.step_settings import StepSettings
+from node.trainer.ipc.channel import (
     AnchorApplied,
     ApplyAnchor,
     ContributionHeader,
@@ -14,7 +15,6 @@ from node.ipc.channel import (
     TakeSnapshot,
     TrainerProgress,
 )
-from node.step_settings import StepSettings
 from tests.node.trainer.process_harness import ProcessHarness
 
 pytestmark = pytest.mark.slow

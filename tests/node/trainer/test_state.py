@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.ipc.channel import ContributionHeader, ContributionOutcome
 from node.model import initial_weights
 from node.trainer.counters import StepTotals
+from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.compose import compose
 from optim.inner.base import FIRST_MOMENT, GRADIENT_SUM, SECOND_MOMENT
 from optim.recipes import RECIPES

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from node.ipc.channel import ContributionOutcome
-from node.ipc.shared_memory import SharedMemory
 from node.model import initial_weights
 from node.trainer.counters import Counters
+from node.trainer.ipc.channel import ContributionOutcome
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.vectors import TrainerVectors
 from optim.inner.base import WEIGHTS
 from optim.kernels.vectors import slabs

@@ -4,7 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from node.audits.auditor import Auditor
+from node.daemon.audits.auditor import Auditor
 from protocol.audits.docket import Docket, PeerStruck
 from protocol.conduct.conduct import Conduct
 from tests.node.small_run import PEERS

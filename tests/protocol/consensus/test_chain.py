@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from node.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.chain_file import SavedChain
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from node.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.chain_file import SavedChain
 from protocol.admission.electorate import ABSENCES_TO_LOSE, INCLUSIONS_FOR_VOTE, OPEN, WINDOW_ROUNDS
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
 from protocol.consensus.history.chain import Chain

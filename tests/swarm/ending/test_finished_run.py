@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
+from node.monitoring.training_log.file import METRICS_FILE
 from node.processes.process import python_environment
-from node.training_log.file import METRICS_FILE
 from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import manifest_with, running_swarm
 from tests.swarm.test_dashboard import DashboardProcess

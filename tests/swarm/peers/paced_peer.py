@@ -3,9 +3,9 @@
 Its rounds take at least as long as the sleeps, however fast the machine is, and leave the processors to others.
 """
 
-import node.ipc.trainer_process
+import node.trainer.ipc.trainer_process
 from node.cli import main
 
 if __name__ == "__main__":
-    node.ipc.trainer_process.TRAINER_MODULE = "tests.swarm.peers.paced_trainer"
+    node.trainer.ipc.trainer_process.TRAINER_MODULE = "tests.swarm.peers.paced_trainer"
     main()

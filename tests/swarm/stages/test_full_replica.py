@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.local.peer_process import PeerProcess
+from node.commands.up.peer_process import PeerProcess
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, isolated_processes

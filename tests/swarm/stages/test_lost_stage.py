@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from node.daemon.steering.command import SteerOptions, steer
 from node.model import shape_table
-from node.steering.command import SteerOptions, steer
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, running_swarm

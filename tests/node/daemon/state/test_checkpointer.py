@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from node.checkpoints import checkpoint
+from node.daemon.checkpoints import checkpoint
 from node.daemon.state.checkpointer import MAX_OLD_STATES, MAX_RETAINED_STATES, OFFER_KEY
-from node.ipc.channel import ContributionHeader
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from node.loop.peers.catch_up import RETAINED_ROUNDS
+from node.trainer.ipc.channel import ContributionHeader
 from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead

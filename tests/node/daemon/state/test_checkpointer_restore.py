@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from node.checkpoints.checkpoint import Checkpoint
+from node.daemon.checkpoints.checkpoint import Checkpoint
 from node.daemon.state.checkpointer import restore_contributions, restore_trainer_snapshot
-from node.ipc.channel import ContributionHeader
-from node.ipc.shared_layout import RESIDUAL, SharedLayout
-from node.ipc.shared_memory import SharedMemory
 from node.loop.contributions import (
     ContributionFile,
     ContributionTracker,
@@ -18,6 +15,9 @@ from node.loop.contributions import (
     SettledContribution,
     StoredContribution,
 )
+from node.trainer.ipc.channel import ContributionHeader
+from node.trainer.ipc.shared_layout import RESIDUAL, SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
 from optim.compose import compose
 from protocol.consensus.history.chain import ChainHead
 from protocol.errors import CheckpointError, StorageError

@@ -8,8 +8,8 @@ from node.dashboard.events import (
     SampleGenerated,
     ValidationMeasured,
 )
+from tests.node.daemon.receipts.example_commits import MARY, THREE_PEERS, TOM, ZOE, Given
 from tests.node.dashboard.example_events import OPENED, joined
-from tests.node.receipts.example_commits import MARY, THREE_PEERS, TOM, ZOE, Given
 from tests.node.small_run import PEERS
 
 HOSTILE = "<img src=x onerror=alert(1)>"

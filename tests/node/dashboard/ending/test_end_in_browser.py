@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from node.daemon.receipts.issuer import ReceiptIssuer
+from node.daemon.receipts.receipt import read_receipt, verify_receipts
 from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData, build_app
 from node.monitoring.http_server import open_listener, serve
-from node.receipts.issuer import ReceiptIssuer
-from node.receipts.receipt import read_receipt, verify_receipts
+from tests.node.daemon.receipts.example_commits import HOST, MARY, THREE_PEERS, chain, extend, log_in
 from tests.node.dashboard.ending.example_end import NAMES, ROUNDS, finished_run, first_rounds, last_events
 from tests.node.dashboard.serving.test_server import the_manifest
-from tests.node.receipts.example_commits import HOST, MARY, THREE_PEERS, chain, extend, log_in
 from tests.swarm.test_dashboard import browser_path
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ from node.dashboard.ending.host_report import ReportWriter, build_host_report
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import ChainForked, PeerDeparted, RevisionReport, RunSteered
 from node.dashboard.json_views import run_status, snapshot
+from node.dashboard.report.run_report import RunReport
 from node.dashboard.state import MAX_GONE_PEERS
-from node.report.run_report import RunReport
 from protocol.identity import Identity
+from tests.node.daemon.receipts.example_commits import MARY, THREE_PEERS, chain, extend, log_in
 from tests.node.dashboard.ending.example_end import ROUNDS, SAMPLE, finished_run, first_rounds, last_events
 from tests.node.dashboard.example_events import OPENED, apply_all, joined
-from tests.node.receipts.example_commits import MARY, THREE_PEERS, chain, extend, log_in
 
 
 def test_report_has_the_start_the_end_and_everybody() -> None:

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from node.daemon.receipts.issuer import ReceiptIssuer
+from node.daemon.receipts.receipt import read_receipt, verify_receipts
 from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData
-from node.receipts.issuer import ReceiptIssuer
-from node.receipts.receipt import read_receipt, verify_receipts
-from tests.node.dashboard.serving.test_server import RUN, served, the_manifest
-from tests.node.receipts.example_commits import (
+from tests.node.daemon.receipts.example_commits import (
     HOST,
     MARY,
     THREE_PEERS,
@@ -20,6 +19,7 @@ from tests.node.receipts.example_commits import (
     extend,
     log_in,
 )
+from tests.node.dashboard.serving.test_server import RUN, served, the_manifest
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from node.daemon.stored_states.model_archive import ModelArchive
 from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData, build_app
-from node.keeper.model_archive import ModelArchive
 from node.monitoring.http_server import open_listener, serve
 
 WINDOWS = [(scheme, width) for scheme in ("light", "dark") for width in (400, 1400)]

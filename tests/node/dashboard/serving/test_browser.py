@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from node.commands.eval.results import Result
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import (
     CommittedContribution,
@@ -21,7 +22,6 @@ from node.dashboard.events import (
     SampleGenerated,
     ValidationMeasured,
 )
-from node.evaluation.results import Result
 from tests.node.dashboard.example_events import FACTS, NAMES, joined, peer_report, timed
 from tests.node.dashboard.serving.browser import (
     WINDOWS,

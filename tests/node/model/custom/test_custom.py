@@ -12,18 +12,18 @@ from torch import nn
 
 import murmuration
 from murmuration.own_model import OwnModel
-from node.checkpoints.trained_weights import TrainedWeights
+from node.commands.plan.command import plan
+from node.commands.up.up import UpOptions, resolve_options
+from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.dashboard.command import HostOptions, host
 from node.dashboard.evaluations import EvaluationPlan
 from node.data.byte_tokenizer import ByteTokenizer
 from node.data.check import check_text
 from node.from_manifest import build_own_loop_program
-from node.local.up import UpOptions, resolve_options
 from node.model import build_model, initial_weights, shapes_of
 from node.model.export import write_export
 from node.model.start_weights import start_weights
 from node.own_loops import join_line, needs_own_loop, require_our_loop
-from node.plan.command import plan
 from node.run_file import load_run_file
 from node.simulation.command import SimulationOptions, build_config
 from protocol.errors import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.checkpoints.trained_weights import TrainedWeights
+from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.data.byte_tokenizer import ByteTokenizer
 from node.model import all_cuts, build_model, stage_slice
 from node.model.export import write_export

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from node.data import BatchReader, open_corpus
-from node.ipc.channel import AnchorApplied, ApplyAnchor, ContributionHeader, Ready, Snapshotted, TakeSnapshot
-from node.ipc.shared_memory import SharedMemory
 from node.model import build_model
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
+from node.trainer.ipc.channel import AnchorApplied, ApplyAnchor, ContributionHeader, Ready, Snapshotted, TakeSnapshot
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from node.from_manifest import build_program
-from node.ipc.shared_layout import SharedLayout
-from node.ipc.shared_memory import SharedMemory
 from node.model import build_model, initial_weights
 from node.options import TrainerOptions
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
+from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.ranks.group import RankGroup
 from node.trainer.ranks.messages import TakeStep
 from node.trainer.ranks.rank import DEFAULT_OPTIONS, Rank

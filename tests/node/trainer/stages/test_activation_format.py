@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.ipc.activation_memory import SlotSizes
+from node.trainer.ipc.activation_memory import SlotSizes
 from node.trainer.stages.activation_format import FORMATS
 from optim.errors import CodecError
 from protocol.manifest.pipeline import ACTIVATION_BYTES, PipelineSection

@@ -12,10 +12,10 @@ from torch import Tensor
 from node.data import BatchReader, Corpus
 from node.data.corpus import TokenArray
 from node.injected_faults import TEST_RUN, VARIABLE
-from node.ipc.activation_memory import ActivationMemory, SlotSizes
-from node.ipc.stage_messages import ComputeStage, DrawMicrobatch, StageComputed
 from node.model import LanguageModel, build_model, cut_of, initial_weights
 from node.trainer.inner_step import accumulate_gradient
+from node.trainer.ipc.activation_memory import ActivationMemory, SlotSizes
+from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, StageComputed
 from node.trainer.stages.faulty_stage import build_stage_work
 from node.trainer.stages.stage_work import StageWork, stage_train
 from protocol.manifest.pipeline import PipelineSection

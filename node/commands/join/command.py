@@ -1,0 +1,102 @@
+"""`murmur join`: one node of a run, in this process. Slow imports come after the first log line."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from node.commands.join.data_consent import require_data_consent
+from node.commands.join.finished_run import describe_end
+from node.commands.join.invitation import Invitation
+from node.commands.join.joined_folder import DATA, check_pin, open_or_recall, save_invitation
+from node.flags import NodeFlags
+from node.monitoring.display import Display
+from node.monitoring.logs import configure_logs
+from node.options import parse_node_options
+from node.own_loops import require_our_loop
+from node.own_ticket import require_admission
+from node.paths import join_dir
+from node.processes.process import rare_garbage_collection
+from node.run_dir import RunDir
+from node.units import format_count
+from protocol.errors import DataError, MissingFileError
+from protocol.manifest.reading import load_manifest
+from protocol.signing import fingerprint
+
+logger = logging.getLogger(__name__)
+
+
+def join_run(
+    run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False, allow_data: bool = False,
+    ticket: Path | None = None,
+) -> None:  # fmt: skip
+    """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
+    with configure_logs(flags.log_json, flags.verbose) as display:
+        with display.activity("opening the run"):
+            invitation = open_or_recall(run, folder, insecure)
+        node_dir = (folder or invitation.folder or join_dir(invitation.manifest)).resolve()
+        require_admission(invitation.manifest, RunDir(node_dir), ticket)
+        _join_run(run, flags, display, node_dir, invitation, allow_data)
+
+
+def _join_run(
+    run: str, flags: NodeFlags, display: Display, node_dir: Path, invitation: Invitation, allow_data: bool
+) -> None:
+    manifest = invitation.manifest
+    settings = parse_node_options(
+        flags,
+        manifest=manifest,
+        base=invitation.base or node_dir / DATA,
+        folder=node_dir,
+        more_peers=invitation.peers,
+    )
+    if settings.trust is None and invitation.trust is not None:
+        settings = settings.model_copy(update={"trust": invitation.trust, "requires_trust": False})
+    with display.activity("loading PyTorch"), rare_garbage_collection():
+        from node.commands.join.room import require_room
+        from node.commands.join.run_end import find_end
+        from node.commands.plan.command import warn_if_poor
+        from node.daemon.lifecycle import run_node
+        from node.daemon.receipts.chain_recorder import record_chain
+        from node.data.check import check_and_log_text
+        from node.from_manifest import require_program
+        from node.trainer.devices.device import require_usable_device
+
+    require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
+    if not settings.own_loop:
+        require_our_loop(manifest)
+        require_usable_device(settings)
+    if invitation.is_downloaded and not settings.own_loop:
+        require_data_consent(manifest.data, settings.base, allow_data)
+    require_room(settings, invitation.is_downloaded)
+    _verify_organiser(node_dir, invitation)
+    warn_if_poor(manifest, settings.listen)
+    try:
+        if not settings.own_loop:  # which reads a text of its own
+            with display.activity("reading the text"):
+                check_and_log_text(manifest, settings.base)  # before this peer is announced
+    except (DataError, MissingFileError):
+        with display.activity("asking whether the run is over"):
+            finished = asyncio.run(find_end(settings))
+        if finished is None:
+            raise
+    else:
+        finished = asyncio.run(run_node(settings, display, record_chain))
+    display.close()
+    if finished is not None:
+        for line in describe_end(finished, run, node_dir):
+            print(line, flush=True)
+
+
+def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
+    """Log who organises the run; pin the organiser's key at the first visit."""
+    run, method, target = invitation.manifest.run, invitation.manifest.method, invitation.manifest.target
+    if (node_dir / "run.toml").exists() and load_manifest(node_dir / "run.toml").run_id != invitation.manifest.run_id:
+        return  # the node refuses the folder later
+    is_new = check_pin(node_dir, invitation)
+    tokens = f"target {format_count(target.tokens)} tokens" if target.tokens else "no target"
+    aim = f"target {target.rounds} rounds" if target.rounds else tokens
+    logger.info("run %s: %s, %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
+    save_invitation(node_dir, invitation)
+    if invitation.organiser is not None:
+        when = "seen for the first time and saved" if is_new else "as before"
+        logger.info("organiser's fingerprint %s, %s", fingerprint(invitation.organiser), when)

@@ -1,0 +1,131 @@
+"""`murmur receipt` and `murmur verify`: write the receipts of a run, and check them offline."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+
+from node.daemon.receipts.chain_recorder import receipt_name
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
+from node.daemon.receipts.ledger import Ledger, commit_reader, read_ledger
+from node.daemon.receipts.receipt import Receipt, describe_missing, issue_receipt, read_receipt, verify_receipts
+from node.dashboard.event_log import EVENT_FILE_NAME, read_events
+from node.dashboard.events import PeerAppeared
+from node.monitoring.logs import sanitize
+from node.run_dir import RunDir, write_atomically
+from protocol.errors import ReceiptError, StorageError, UsageError
+from protocol.identity import Identity, PeerId
+from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import RunId
+from protocol.pipeline.stages.stage import StageManifest
+
+RECEIPTS_FOLDER = "receipts"
+MIN_ID_END = 4  # characters of a peer id that may stand for it
+MAX_SHOWN_PEERS = 8
+
+
+def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]:
+    """Write the receipt of one peer, or of all peers; returns the lines to print.
+
+    `who` is a peer id, the end of one, or a name; `out` is the file for one receipt.
+    """
+    if out is not None and who is None:
+        raise UsageError("--out is for the receipt of one peer; name the peer too")
+    names = read_names(folder)
+    peers = None if who is None else {find_peer(who, names, read_own_ledger(folder).accounts.keys())}
+    ledger = read_own_ledger(folder, peers)
+    run, issuer = _run_of(folder, ledger.header.run_id), Identity.load_or_create(RunDir(folder).key)
+    lines = []
+    for peer in sorted(peers or ledger.accounts, key=lambda peer: (-ledger.accounts[peer].tokens, peer)):
+        receipt = issue_receipt(ledger, run, peer, names.get(peer, ""), issuer)
+        path = out or folder / RECEIPTS_FOLDER / receipt_file_name(receipt)
+        _write(path, receipt.to_json())
+        lines.append(f"{path}: {receipt.tokens:,} tokens in {receipt.rounds:,} rounds ({receipt.share:.1%})")
+    if peers is None:
+        lines.append(f"together {ledger.tokens:,} tokens in {ledger.head.round:,} rounds{describe_missing(ledger)}")
+    return [*lines, f"check them with `murmur verify RECEIPT... {folder / COMMIT_FILE_NAME}`"]
+
+
+def _run_of(folder: Path, run_id: RunId) -> str:
+    """Return the name of the run whose commits a folder has, with the stage of a pipeline."""
+    manifest = load_manifest(folder / "run.toml")
+    if not manifest.pipeline.is_cut:
+        return manifest.run.name
+    stages = (StageManifest.of(manifest, stage) for stage in range(manifest.pipeline.stages))
+    return next(receipt_name(each) for each in stages if each.run_id == run_id)
+
+
+def verify_files(paths: Sequence[Path], commits: Path, issuer: PeerId | None) -> list[str]:
+    """Check receipts against the commits; returns the lines to print. Raises ReceiptError."""
+    receipts = [read_receipt(path) for path in paths]
+    for receipt in receipts:
+        if issuer is not None and receipt.issuer != issuer:
+            raise ReceiptError(f"the receipt of {receipt.peer} is signed by {receipt.issuer}, not by {issuer}")
+    ledger = verify_receipts(receipts, commits)
+    lines = [sanitize(receipt.describe()) for receipt in receipts]
+    sums = [_describe_sum(receipts)] if len(receipts) > 1 else []
+    return [*lines, *sums, _describe_certificates(ledger)]
+
+
+def _describe_certificates(ledger: Ledger) -> str:
+    known = ledger.head.round - ledger.missing_rounds
+    if not ledger.thin_rounds:
+        return f"a quorum of all voters acknowledged each of the {known:,} rounds"
+    return (
+        f"a quorum of all voters acknowledged {known - ledger.thin_rounds:,} of the {known:,} rounds; in the others, "
+        "voters were gone"
+    )
+
+
+def _describe_sum(receipts: Sequence[Receipt]) -> str:
+    unique = {receipt.peer: receipt for receipt in receipts}.values()
+    tokens, heads = sum(receipt.tokens for receipt in unique), {receipt.chain_digest for receipt in unique}
+    if len(heads) > 1:
+        return f"together {tokens:,} tokens, counted at different rounds"
+    first = receipts[0]
+    rest = first.run_tokens - first.missing_tokens - tokens
+    if rest:
+        return f"together {tokens:,} of {first.run_tokens:,} tokens; receipts for {rest:,} tokens are not among them"
+    missing = f"; {first.missing_tokens:,} are in rounds without commits" if first.missing_tokens else ""
+    return f"together {tokens:,} of {first.run_tokens:,} tokens of the run, exactly{missing}"
+
+
+def read_own_ledger(folder: Path, followed: Set[PeerId] | None = frozenset()) -> Ledger:
+    """Add up the commits in a folder of this machine, whose signatures were checked before they were written."""
+    path = folder / COMMIT_FILE_NAME
+    if not path.exists():
+        raise UsageError(f"{folder} has no {COMMIT_FILE_NAME}; name the --dir of a node that has seen a round")
+    return read_ledger(path, commit_reader, followed)
+
+
+def read_names(folder: Path) -> dict[PeerId, str]:
+    """Return the names of the peers that the host has seen, by its event log; a volunteer's node knows none."""
+    path = folder / EVENT_FILE_NAME
+    events = read_events(path) if path.exists() else ()
+    return {event.now.peer: event.now.name for event in events if isinstance(event, PeerAppeared) and event.now.name}
+
+
+def find_peer(who: str, names: Mapping[PeerId, str], known: Iterable[PeerId]) -> PeerId:
+    """Return the peer of that id, end of an id, or name. Raises UsageError unless exactly one has counted work."""
+    peers = set(known)
+    found = [peer for peer in sorted(peers) if names.get(peer) == who] if who not in peers else [who]
+    found = found or [peer for peer in sorted(peers) if len(who) >= MIN_ID_END and peer.endswith(who.lstrip("."))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"{len(found)} peers are called {sanitize(who)}; name one by its id: {', '.join(found)}")
+    shown = ", ".join(sanitize(names.get(peer) or peer) for peer in sorted(peers)[:MAX_SHOWN_PEERS])
+    raise UsageError(f"no commit counts work of {sanitize(who)}; there is work of {shown or 'nobody yet'}")
+
+
+def receipt_file_name(receipt: Receipt) -> str:
+    """Return a file name that is safe whatever the peer calls itself."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", receipt.name).strip("-")[:32]
+    return f"{name or 'peer'}-{receipt.peer[-6:]}.json"
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {path.parent}: {error.strerror}; name another --out") from error
+    write_atomically(path, content)

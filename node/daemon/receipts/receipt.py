@@ -1,0 +1,236 @@
+"""A receipt: the counted work of one volunteer, signed by the host, and checked offline against the signed commits.
+
+The host's signature covers "murmur/1" NUL "receipt" NUL and the JSON of the receipt without its signature, with sorted
+keys and without spaces. It says which chain is that of the run. Everything else follows from the commits: who signed
+which contribution, in which round it counts, and with how many tokens.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from node.daemon.receipts.ledger import CountedWork, Ledger, PeerAccount, commit_verifier, read_ledger
+from protocol.errors import MissingFileError, PeerFault, ReceiptError
+from protocol.fault_words import describe_faults
+from protocol.identity import Identity, PeerId, verify
+from protocol.signing import DOMAIN, fingerprint
+
+MAX_RECEIPT_BYTES = 256 << 20
+MAX_SHOWN_NAME = 64
+COMPARED_FIELDS = (
+    "format", "organiser", "run_rounds", "chain_digest", "run_tokens", "missing_tokens", "segments", "tokens", "rounds",
+)  # fmt: skip
+Hex32 = str
+
+
+class ReceiptModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ReceiptEntry(ReceiptModel):
+    """One counted contribution."""
+
+    round: int = Field(description="the round that counts it; the first is 0")
+    age: int = Field(description="by how many rounds it was late")
+    tokens: int
+    steps: int
+    message: Hex32 = Field(description="digest of the contribution message")
+    signature: str = Field(description="of the volunteer below the contribution, base64")
+    chain_digest: Hex32 = Field(description="of the chain after the round")
+
+
+class ReceiptSegment(ReceiptModel):
+    """Consecutive rounds whose commits the host holds; between two segments some are missing."""
+
+    first_round: int
+    last_round: int
+    start_digest: Hex32
+    end_digest: Hex32
+    start_tokens: int
+
+
+class ReceiptContent(ReceiptModel):
+    """Everything that the host signs."""
+
+    format: str = "murmur receipt 1"
+    run: str
+    run_id: str
+    organiser: str = Field(description="the key that may steer the run; empty if there is none")
+    peer: PeerId
+    name: str
+    tokens: int
+    rounds: int
+    run_tokens: int
+    run_rounds: int
+    missing_tokens: int = Field(description="of the run, in rounds whose commits the host does not hold")
+    chain_digest: Hex32
+    segments: tuple[ReceiptSegment, ...]
+    contributions: tuple[ReceiptEntry, ...]
+    issuer: PeerId
+
+    def signed_bytes(self) -> bytes:
+        content = {name: value for name, value in self.model_dump(mode="json").items() if name != "signature"}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return b"\0".join((DOMAIN, b"receipt", text.encode()))
+
+    @property
+    def share(self) -> float:
+        """Return the peer's share of the run's tokens."""
+        return self.tokens / self.run_tokens if self.run_tokens else 0.0
+
+
+class Receipt(ReceiptContent):
+    """A receipt with the host's signature, base64."""
+
+    signature: str
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json(indent=1).encode() + b"\n"
+
+    def describe(self) -> str:
+        """Return the line that a successful check prints."""
+        who = self.name or f"..{self.peer[-6:]}"
+        rounds = f"{self.rounds:,} round{'s' * (self.rounds != 1)}"
+        return (
+            f"valid: {who} gave {self.tokens:,} tokens in {rounds} of run {self.run} ({self.share:.1%}); "
+            f"signed by {fingerprint(self.issuer)}"
+        )
+
+
+def issue_receipt(ledger: Ledger, run: str, peer: PeerId, name: str, issuer: Identity) -> Receipt:
+    """Sign a receipt for a peer that the ledger follows."""
+    return sign_content(build_content(ledger, run, peer, name[:MAX_SHOWN_NAME], issuer.peer_id), issuer)
+
+
+def sign_content(content: ReceiptContent, issuer: Identity) -> Receipt:
+    signature = base64.b64encode(issuer.sign(content.signed_bytes())).decode()
+    return Receipt.model_validate({**content.model_dump(), "signature": signature})
+
+
+def build_content(ledger: Ledger, run: str, peer: PeerId, name: str, issuer: PeerId) -> ReceiptContent:
+    """Return what a receipt for `peer` says if these commits are the run."""
+    account = ledger.accounts.get(peer, PeerAccount())
+    return ReceiptContent(
+        run=run,
+        run_id=ledger.header.run_id,
+        organiser=ledger.header.organiser,
+        peer=peer,
+        name=name,
+        tokens=account.tokens,
+        rounds=account.rounds,
+        run_tokens=ledger.head.tokens,
+        run_rounds=ledger.head.round,
+        missing_tokens=ledger.missing_tokens,
+        chain_digest=ledger.head.digest.hex(),
+        segments=_build_segments(ledger),
+        contributions=tuple(_build_entry(work) for work in ledger.works.get(peer, ())),
+        issuer=issuer,
+    )
+
+
+def describe_missing(ledger: Ledger) -> str:
+    """Return the end of a sentence that names the rounds without commits; empty if there are none."""
+    rounds, tokens = ledger.missing_rounds, ledger.missing_tokens
+    return f"; the commits of {rounds:,} rounds with {tokens:,} tokens are missing" if rounds else ""
+
+
+def _build_segments(ledger: Ledger) -> tuple[ReceiptSegment, ...]:
+    return tuple(
+        ReceiptSegment(
+            first_round=segment.start.round,
+            last_round=segment.end.round - 1,
+            start_digest=segment.start.digest.hex(),
+            end_digest=segment.end.digest.hex(),
+            start_tokens=segment.start.tokens,
+        )
+        for segment in ledger.segments
+        if segment.start != segment.end
+    )
+
+
+def _build_entry(work: CountedWork) -> ReceiptEntry:
+    message, body = work.contribution, work.contribution.body
+    return ReceiptEntry(
+        round=work.round,
+        age=body.age,
+        tokens=work.tokens,
+        steps=body.steps,
+        message=message.digest.hex(),
+        signature=base64.b64encode(message.signed.signature).decode(),
+        chain_digest=work.chain_digest.hex(),
+    )
+
+
+def read_receipt(path: Path) -> Receipt:
+    """Read a receipt. Raises MissingFileError, and ReceiptError if it is not one."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_RECEIPT_BYTES + 1)
+    except OSError as error:
+        raise MissingFileError(f"cannot read {path}: {error.strerror}; name a receipt") from error
+    try:
+        return Receipt.model_validate_json(text)
+    except ValidationError as error:
+        raise ReceiptError(f"{path} is not a receipt: {describe_faults(error)}") from error
+
+
+def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> Ledger:
+    """Check receipts against a file of commits, and return the account of the longest chain that they name.
+
+    Raises ReceiptError with the reason, and MissingFileError.
+    """
+    for receipt in receipts:
+        verify_issuer(receipt)
+    for run_rounds in sorted({receipt.run_rounds for receipt in receipts}):
+        asked = [receipt for receipt in receipts if receipt.run_rounds == run_rounds]
+        peers = {receipt.peer for receipt in asked}
+        ledger = read_ledger(commits, commit_verifier, peers, up_to_round=run_rounds)
+        for receipt in asked:
+            compare(receipt, ledger)
+    return ledger
+
+
+def verify_issuer(receipt: Receipt) -> None:
+    """Raise ReceiptError unless the issuer signed exactly this receipt."""
+    try:
+        verify(receipt.issuer, receipt.signed_bytes(), base64.b64decode(receipt.signature, validate=True))
+    except (PeerFault, ValueError) as error:  # base64 that is not ASCII is a ValueError
+        raise ReceiptError(
+            f"the receipt of {receipt.peer} is not what {receipt.issuer} signed: it was changed, or forged"
+        ) from error
+
+
+def compare(receipt: Receipt, ledger: Ledger) -> None:
+    """Raise ReceiptError unless the receipt says exactly what the commits say."""
+    expected = build_content(ledger, receipt.run, receipt.peer, receipt.name, receipt.issuer)
+    if receipt.run_id != expected.run_id:
+        raise ReceiptError(f"the receipt is for run {receipt.run_id[:12]}, the commits are of {expected.run_id[:12]}")
+    _compare_entries(receipt, {entry.round: entry for entry in expected.contributions})
+    for field in COMPARED_FIELDS:
+        said, found = getattr(receipt, field), getattr(expected, field)
+        if said != found:
+            raise ReceiptError(f"the receipt and the commits differ in {field}: {_shorten(said)}, {_shorten(found)}")
+
+
+def _compare_entries(receipt: Receipt, expected: dict[int, ReceiptEntry]) -> None:
+    seen: set[int] = set()
+    for entry in receipt.contributions:
+        if entry.round in seen:
+            raise ReceiptError(f"the receipt counts round {entry.round} twice")
+        seen.add(entry.round)
+        found = expected.get(entry.round)
+        if found is None:
+            raise ReceiptError(f"the commits have no contribution of {receipt.peer} in round {entry.round}")
+        if found != entry:
+            raise ReceiptError(f"the contribution of round {entry.round} is another one in the commits")
+    if left_out := sorted(expected.keys() - seen):
+        raise ReceiptError(f"the receipt leaves out round {left_out[0]}, which the commits have")
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 64 else f"{text[:61]}..."

@@ -1,0 +1,155 @@
+"""Choose the stage that a node serves: as the user says, else as before, else the weakest, ties by key."""
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.daemon.peers.run_contacts import find_records
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
+from node.options import NodeOptions
+from node.paths import kept_stage_dir, kept_stages_in
+from node.run_dir import RunDir
+from protocol.blobs.storage import disk_errors
+from protocol.errors import UsageError
+from protocol.identity import PeerId
+from protocol.manifest.run import Manifest
+from protocol.membership.records.served_stages import MAX_MORE_STAGES, records_by_stage
+from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.balance import sum_rates
+from protocol.pipeline.stages.stage import StageManifest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """A stage, and why a node serves it."""
+
+    stage: int
+    reason: str
+
+
+async def choose_stages(options: NodeOptions, folder: RunDir, peer_id: PeerId) -> list[tuple[Manifest, RunDir]]:
+    """Return the manifests of the stages that this node serves, each with its folder.
+
+    A run that is not cut has one, the manifest itself. Raises UsageError as `choose_stage` does.
+    """
+    stages = options.manifest.pipeline.stages
+    if not options.manifest.pipeline.is_cut or not _serves_all(options, folder):
+        return [(await choose_stage(options, folder, peer_id), folder)]
+    if options.manifest.pipeline.is_exact:
+        raise UsageError('--stage all: with pipeline.mode = "exact" a node serves one stage; name its number')
+    if stages > MAX_MORE_STAGES + 1:
+        raise UsageError(f"--stage all: a node serves at most {MAX_MORE_STAGES + 1} stages, and this run has {stages}")
+    logger.info("serving all %d stages", stages)
+    return [(StageManifest.of(options.manifest, stage), _folder_of(folder, stage, stages)) for stage in range(stages)]
+
+
+def _serves_all(options: NodeOptions, folder: RunDir) -> bool:
+    """Return whether the user or the folder says so. Raises UsageError if they contradict each other."""
+    one, has_all = folder.read_stage(), folder.read_stage() is None and bool(kept_stages_in(folder.path))
+    if options.stage == "all" and one is not None:
+        raise UsageError(f"--stage: {folder.path} holds stage {one}, not all; give the node another --dir")
+    if isinstance(options.stage, int) and has_all:
+        raise UsageError(f"--stage: {folder.path} holds all stages, not {options.stage}; give the node another --dir")
+    return options.stage == "all" or has_all
+
+
+def _folder_of(folder: RunDir, stage: int, stages: int) -> RunDir:
+    place = RunDir(kept_stage_dir(folder.path, stage))
+    with disk_errors(place.path):
+        place.path.mkdir(mode=0o700, exist_ok=True)
+    place.write_stage(stage, stages)
+    return place
+
+
+async def choose_stage(options: NodeOptions, folder: RunDir, peer_id: PeerId) -> Manifest:
+    """Return the manifest of the stage that this node serves; of a run with one stage, the manifest itself.
+
+    Asks the contacts who serves which stage unless the user or the folder names one. Nodes that join at the same moment
+    may take the same stage. Raises UsageError if there is no such stage, or the folder holds the state of another one.
+    """
+    manifest = options.manifest
+    choice = pinned_stage(manifest, options.stage, folder)
+    if not manifest.pipeline.is_cut:
+        return manifest
+    if choice is None:
+        records = await find_records(manifest, options.contacts) if options.contacts else {}
+        choice = weakest_stage(records, manifest.pipeline.stages, peer_id)
+    logger.info("serving stage %d of %d: %s", choice.stage, manifest.pipeline.stages, choice.reason)
+    folder.write_stage(choice.stage, manifest.pipeline.stages)
+    return StageManifest.of(manifest, choice.stage)
+
+
+def pinned_stage(manifest: Manifest, wanted: int | str | None, folder: RunDir) -> StageChoice | None:
+    """Return the stage that the user or the folder names; None if neither does. Raises UsageError."""
+    stages = manifest.pipeline.stages
+    if not manifest.pipeline.is_cut:
+        if wanted is not None:
+            raise UsageError("--stage: every peer of this run trains the whole model; leave the option out")
+        return None
+    if isinstance(wanted, int) and wanted >= stages:
+        raise UsageError(f"--stage: this run has the stages 0 to {stages - 1}, not {wanted}")
+    before = folder.read_stage()
+    if before is not None and wanted not in (None, before):
+        raise UsageError(f"--stage: {folder.path} holds stage {before}, not {wanted}; give the node another --dir")
+    if before is not None:
+        return StageChoice(before, "its folder holds that one")
+    return StageChoice(wanted, "as --stage says") if isinstance(wanted, int) else None
+
+
+def change_stage(folder: RunDir, stage: int, stages: int) -> None:
+    """Let a folder hold another stage: files that bind or credit the node at the old one are put aside.
+
+    Raises StorageError.
+    """
+    before = folder.read_stage()
+    with disk_errors(folder.path):
+        for state in (folder.checkpoints, folder.blobs, folder.activations):
+            shutil.rmtree(state, ignore_errors=True)
+        folder.contribution_file.unlink(missing_ok=True)
+        for path in (folder.vote_log, folder.proofs, folder.path / COMMIT_FILE_NAME):
+            if path.exists():
+                path.rename(_aside(path, before))
+            if _aside(path, stage).exists():
+                _aside(path, stage).rename(path)
+    folder.write_stage(stage, stages)
+
+
+def _aside(path: Path, stage: int | None) -> Path:
+    """Return where the file of a stage waits until the node serves that stage again."""
+    return path.with_name(f"{path.name}.stage-{stage}")
+
+
+def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId) -> StageChoice:
+    """Return a stage that nobody serves, else the one with the lowest sum of reported rates.
+
+    A trainer that has not reported a rate counts with the median of the known ones.
+    """
+    rates = _rates_by_stage((record for peer, record in records.items() if peer != me), stages)
+    empty = [stage for stage in range(stages) if not rates[stage]]
+    if len(empty) == stages:
+        return StageChoice(_by_key(me, empty), "no peer that serves a stage is known, so by the key of this node")
+    if empty:
+        return StageChoice(_by_key(me, empty), "nobody serves it")
+    sums = sum_rates(rates)
+    chosen = _by_key(me, [stage for stage in range(stages) if sums[stage] <= min(sums)])
+    return StageChoice(chosen, f"it is the weakest, {sums[chosen]:.3g} of {max(sums):.3g} microbatches/s")
+
+
+def _rates_by_stage(records: Iterable[PeerRecord], stages: int) -> list[list[float]]:
+    """Return the rates of the trainers of each stage; 0 for one that has not reported any."""
+    rates: list[list[float]] = [[] for _ in range(stages)]
+    for record in (seen for each in records for seen in records_by_stage(each)):
+        if record.role == "trainer" and not record.leaving and 0 < record.stage <= stages:
+            rates[record.stage - 1].append(record.stage_rate)
+    return rates
+
+
+def _by_key(peer_id: PeerId, stages: list[int]) -> int:
+    """Return one of the stages; keys are spread evenly over them."""
+    draw = int.from_bytes(hashlib.sha256(f"murmur stage of {peer_id}".encode()).digest()[:8], "big")
+    return stages[draw % len(stages)]

@@ -1,0 +1,363 @@
+"""Exchange small messages between a daemon and its trainer over a socket pair; everything large is in shared memory.
+
+The frames are those of `frames`. The daemon sends TrainerConfig first and the trainer answers Ready; afterwards
+both sides send at any time. The end of the stream means that the other process is gone.
+
+The trainer's end blocks (TrainerChannel), the daemon's does not (DaemonChannel). Every write has a deadline.
+"""
+
+import asyncio
+import socket
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter
+
+from node.data.skipped_rows import SkipReason
+from node.options import SiteShard, TrainerOptions
+from node.step_settings import StepSettings
+from node.trainer.ipc.activation_memory import SlotSizes
+from node.trainer.ipc.device_use import DeviceUse
+from node.trainer.ipc.frames import (
+    LENGTH_BYTES,
+    MAX_MESSAGE_BYTES,
+    WRITE_SECONDS,
+    ChannelClosed,
+    FrameSocket,
+    decode_length,
+    encode_frame,
+    parse_message,
+)
+from node.trainer.ipc.stage_messages import (
+    ComputeStage,
+    DrawMicrobatch,
+    DropStageSum,
+    MicrobatchDrawn,
+    StageComputed,
+    StageStepped,
+    TakeStageStep,
+)
+from protocol.audits.work import Conditions, Outcome, WorkTrace
+
+ContributionOutcome = Outcome
+Activity = Literal["compute", "encode", "adopt", "wait", "idle", "evaluate", "snapshot", "pause"]
+
+
+class _IpcMessage(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StageConfig(_IpcMessage):
+    """The stage that a trainer serves, and the slots of the activation memory that it inherits."""
+
+    stage: int = Field(ge=0)
+    slots: SlotSizes
+
+
+class SiteConfig(_IpcMessage):
+    """The address at which a trainer's rank 0 waits for other machines of its site (node.trainer.site)."""
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+    key: str = Field(description="file of the site's key")
+    shard: SiteShard = "machine"
+    gather_seconds: float = Field(default=5.0, ge=0, description="a start waits so long for machines that come back")
+
+
+class TrainerConfig(_IpcMessage):
+    """The first message to a trainer: everything it needs apart from the shared memory."""
+
+    kind: Literal["config"] = "config"
+    manifest: str = Field(description="TOML")
+    base: str = Field(description="folder against which the manifest's data paths are resolved")
+    blobs: str = Field(default="", description="folder of the blob store, which holds earlier contributions")
+    peer_id: str
+    options: TrainerOptions = TrainerOptions()
+    round: int = Field(ge=0, description="round whose anchor a trainer without a snapshot starts from")
+    settings: StepSettings | None = Field(default=None, description="of the steps in that round")
+    validation_tokens: int = Field(default=65_536, ge=1, description="most tokens that one evaluation reads")
+    stage: StageConfig | None = Field(default=None, description="None: the trainer has the whole model")
+    exact_step: int = Field(default=0, ge=0, description="of that round, where steps are exact")
+    site: SiteConfig | None = Field(default=None, description="None: all ranks are on this machine")
+    halvings: int = Field(default=0, ge=0, le=64, description="of the microbatch, because memory ran out")
+    start: int = Field(default=0, ge=0, description="number of this start of a trainer, in the daemon's process")
+
+
+class ContributionHeader(_IpcMessage):
+    """A contribution to `round`; its parts are in the outbox, one after another, until its outcome arrives.
+
+    Tokens, steps and mean loss count from the last included contribution. `serial` counts the trainer's contributions.
+    `trace` and `conditions` are for audits (`node.daemon.audits`). `ledger`: of an exact step, in hexadecimal.
+    """
+
+    kind: Literal["message"] = "message"
+    serial: int = Field(default=0, ge=0)
+    round: int
+    sizes: tuple[int, ...]
+    tokens: int
+    steps: int
+    loss: FiniteFloat
+    trace: WorkTrace = WorkTrace()
+    conditions: Conditions = Conditions()
+    ledger: str = ""
+
+
+class RevisedOutcome(_IpcMessage):
+    """An earlier contribution whose outcome differs on another chain; `parts` are its blobs' names in the store."""
+
+    header: ContributionHeader
+    parts: tuple[str, ...]
+    outcome: ContributionOutcome
+
+
+class ApplyAnchor(_IpcMessage):
+    """The anchor of `round` is in shared memory; `outcome` is that of the outstanding contribution.
+
+    "excluded": no round has it, and none will. "lost": the outcome is unknown, so it is neither sent again nor returned
+    to the residual. "none": not decided yet.
+    """
+
+    kind: Literal["adopt"] = "adopt"
+    round: int = Field(ge=0)
+    outcome: ContributionOutcome
+    steps: int | None = Field(default=None, ge=1, description="inner steps for the round, if fewer than planned")
+    revised: tuple[RevisedOutcome, ...] = Field(default=(), description="repeated with every anchor; applied once")
+    settings: StepSettings | None = Field(default=None, description="from this anchor on; None: as before")
+    exact_step: int = Field(default=0, ge=0, description="that the round makes, where steps are exact")
+    is_other_chain: bool = Field(default=False, description="the round may be that of the trainer's, on another chain")
+
+
+class SetResting(_IpcMessage):
+    """Make no steps until further notice, or go on: the organiser has paused the run, or resumed it."""
+
+    kind: Literal["rest"] = "rest"
+    is_resting: bool
+
+
+class SubmitEarly(_IpcMessage):
+    """Other peers are waiting: submit the contribution to `round` after the current step."""
+
+    kind: Literal["hurry"] = "hurry"
+    round: int = Field(ge=0)
+
+
+class Evaluate(_IpcMessage):
+    """Measure the validation loss of the anchor of `round`."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    round: int = Field(ge=0)
+
+
+class TakeSnapshot(_IpcMessage):
+    kind: Literal["snapshot"] = "snapshot"
+
+
+class Stop(_IpcMessage):
+    """Write a last snapshot, send Stopped and exit."""
+
+    kind: Literal["stop"] = "stop"
+
+
+class Ready(_IpcMessage):
+    """The trainer trains from `step` on.
+
+    A daemon that is at another round, or knows the outcome of the outstanding contribution, sends ApplyAnchor again,
+    because messages to a trainer that died are lost.
+    """
+
+    kind: Literal["ready"] = "ready"
+    device: str
+    ranks: int = Field(default=1, ge=1, description="devices that train together")
+    step: int
+    round: int
+    outstanding: int | None = Field(
+        description="round of the outstanding contribution, which follows this message again"
+    )
+    ledger: str = Field(default="", description="microbatches of a stage since the last contribution")
+    contributed: str = Field(default="", description="microbatches in the last contribution")
+    exact_step: int = 0
+    evaluates: bool = Field(default=True, description="answers Evaluate")
+    start: int = Field(default=0, ge=0, description="as in its config")
+
+
+class TrainerProgress(_IpcMessage):
+    """Totals since the start of the run, over restarts; `loss` is the mean since the last message, in nats.
+
+    Learning rate and gradient norm, before clipping, are those of the newest step.
+    """
+
+    kind: Literal["progress"] = "progress"
+    step: int
+    tokens: int
+    loss: FiniteFloat
+    tokens_per_second: FiniteFloat
+    seconds: dict[Activity, FiniteFloat]
+    learning_rate: FiniteFloat = 0.0
+    gradient_norm: FiniteFloat = 0.0
+    device_use: DeviceUse | None = Field(default=None, description="of all accelerators together")
+    cards: tuple[DeviceUse, ...] = Field(default=(), description="by rank, if several train together")
+
+
+class PauseChanged(_IpcMessage):
+    """The trainer pauses for this reason; an empty reason means that it resumes."""
+
+    kind: Literal["pausing"] = "pausing"
+    reason: str
+
+
+class TrainerWarning(_IpcMessage):
+    """An error from which the trainer recovered; the daemon counts it and logs the line."""
+
+    kind: Literal["mishap"] = "mishap"
+    reason: Literal[
+        "step skipped",
+        "out of memory",
+        "memory not pinned",
+        "not compiled",
+        "no bf16",
+        "machine refused",
+        "contribution missing",
+        "work dropped",
+    ]
+    line: str
+
+
+class RowsSkipped(_IpcMessage):
+    """Rows of the text that could not be used since the last message, by reason; the daemon logs the lines."""
+
+    kind: Literal["skipped"] = "skipped"
+    counts: dict[SkipReason, PositiveInt]
+    lines: tuple[str, ...]
+
+
+class AnchorApplied(_IpcMessage):
+    kind: Literal["adopted"] = "adopted"
+    round: int
+    exact_step: int = 0
+    evaluation_share: FiniteFloat = Field(default=0.0, description="of all the time, that validations have taken")
+
+
+class Evaluated(_IpcMessage):
+    kind: Literal["evaluated"] = "evaluated"
+    round: int
+    loss: FiniteFloat
+    tokens: int
+    by_source: dict[str, FiniteFloat] = Field(default={}, description="of a mixture, by name of the source")
+
+
+class Snapshotted(_IpcMessage):
+    kind: Literal["snapshotted"] = "snapshotted"
+    step: int
+
+
+class Stopped(_IpcMessage):
+    kind: Literal["stopped"] = "stopped"
+
+
+class Failed(_IpcMessage):
+    """The trainer cannot continue, and a restart would not help."""
+
+    kind: Literal["failed"] = "failed"
+    reason: str
+    exit_code: int
+
+
+class Crashed(_IpcMessage):
+    """An unexpected error ends the trainer; a restart may help."""
+
+    kind: Literal["crashed"] = "crashed"
+    reason: str = Field(description="one line: error, file and line")
+    exit_code: int = Field(description="code of the error that ends the node if the trainer crashes so again")
+    halve: bool = Field(default=False, description="start again with microbatches of half the size")
+
+
+class Regrouping(_IpcMessage):
+    """The trainer ends, with its state in the shared memory, to start again with other ranks; it is not a crash."""
+
+    kind: Literal["regrouping"] = "regrouping"
+    reason: str
+
+
+ToTrainer = Annotated[
+    TrainerConfig
+    | ApplyAnchor
+    | SetResting
+    | SubmitEarly
+    | Evaluate
+    | TakeSnapshot
+    | DrawMicrobatch
+    | ComputeStage
+    | TakeStageStep
+    | DropStageSum
+    | Stop,
+    Field(discriminator="kind"),
+]
+FromTrainer = Annotated[
+    Ready
+    | TrainerProgress
+    | ContributionHeader
+    | PauseChanged
+    | TrainerWarning
+    | RowsSkipped
+    | AnchorApplied
+    | Evaluated
+    | Snapshotted
+    | MicrobatchDrawn
+    | StageComputed
+    | StageStepped
+    | Stopped
+    | Failed
+    | Crashed
+    | Regrouping,
+    Field(discriminator="kind"),
+]
+_TO_TRAINER: Final[TypeAdapter[ToTrainer]] = TypeAdapter(ToTrainer)
+_FROM_TRAINER: Final[TypeAdapter[FromTrainer]] = TypeAdapter(FromTrainer)
+
+
+class TrainerChannel(FrameSocket):
+    """The trainer's blocking end."""
+
+    def receive(self, timeout_seconds: float = 0.0) -> ToTrainer | None:
+        """Return the next message, or None if none is complete in time; 0 only polls."""
+        return self.receive_as(_TO_TRAINER, timeout_seconds)
+
+
+class DaemonChannel:
+    """The daemon's asyncio end; it raises the same errors as TrainerChannel."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, connection: socket.socket) -> "DaemonChannel":
+        """Open the channel and take ownership of the socket."""
+        connection.setblocking(False)
+        return cls(*await asyncio.open_unix_connection(sock=connection, limit=MAX_MESSAGE_BYTES))
+
+    async def send(self, message: ToTrainer) -> None:
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                self._writer.write(encode_frame(message))
+                await self._writer.drain()
+        except (OSError, TimeoutError) as error:
+            raise ChannelClosed(f"the trainer does not read: {error}") from error
+
+    async def receive(self) -> FromTrainer:
+        """Wait for the next message without a deadline; the death of the trainer ends the wait."""
+        try:
+            length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
+            return parse_message(_FROM_TRAINER, await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise ChannelClosed("the trainer closed the channel") from error
+
+    def abort(self) -> None:
+        """Close the channel without sending what is buffered."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except OSError:
+            return  # the trainer died before it read everything
