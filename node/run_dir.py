@@ -23,13 +23,13 @@ import logging
 import os
 import re
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from protocol.errors import AlreadyRunningError, DataError, OtherRunError, PortTakenError, StorageError
+from protocol.files import write_atomically as write_atomically
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest, changed_keys
 from protocol.steering.revisions import steerable_keys
@@ -199,26 +199,6 @@ def tokenizer_path(run_dir: Path, manifest: Manifest) -> Path:
     """Return the path of the tokenizer of a run that has one: the copy in the folder, else the original."""
     copy = run_dir / TOKENIZER
     return copy if copy.exists() else run_dir / manifest.data.tokenizer
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content so that a reader sees the old or the new one, even after a power cut.
-
-    Raises:
-        StorageError: The file could not be written; the old content is unchanged.
-    """
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; free some space or choose another --dir") from error
 
 
 logger = logging.getLogger(__name__)

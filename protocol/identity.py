@@ -6,7 +6,6 @@ alone. Layout of both: https://github.com/libp2p/specs/blob/master/peer-ids/peer
 """
 
 import os
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -16,6 +15,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.errors import ForgedError, IdentityError, MalformedError
+from protocol.files import create_atomically
 
 PeerId = str  # 52 characters, 12D3KooW...
 
@@ -70,7 +70,7 @@ class Identity:
     def _store_new(cls, path: Path) -> Self:
         identity = cls.create()
         try:
-            _store_exclusively(path, identity.to_bytes())
+            create_atomically(path, identity.to_bytes())
         except FileExistsError:  # another process was faster; both must be the same peer
             return cls._load(path)
         except OSError as error:
@@ -93,21 +93,6 @@ class Identity:
         The bytes that TLS signs cannot be confused with those of our messages.
         """
         return self._key
-
-
-def _store_exclusively(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably; raise FileExistsError if it exists."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".key-") as file:  # created with mode 0600
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        os.link(file.name, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _peer_id(public: bytes) -> PeerId:

@@ -1,8 +1,10 @@
-"""The end of asyncio tasks that run together."""
+"""Asyncio tasks that run together or again and again."""
 
 import asyncio
-from collections.abc import Collection, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, NoReturn
+
+Sleep = Callable[[float], Awaitable[None]]
 
 
 async def cancel_and_wait(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -21,3 +23,23 @@ async def run_until_one_ends(*endless: Coroutine[Any, Any, Any]) -> None:
             await task
     finally:
         await cancel_and_wait(tasks)
+
+
+async def run_periodically(
+    seconds: float | Callable[[], float],
+    work: Callable[[], Awaitable[object] | None],
+    *,
+    sleep: Sleep | None = None,
+) -> NoReturn:
+    """Call `work` at once and then after every pause, until cancelled or until it raises.
+
+    Args:
+        seconds: the pause after each call, or a function that returns the next pause.
+        work: a function or a coroutine function.
+        sleep: for tests; `asyncio.sleep` by default.
+    """
+    while True:
+        pending = work()
+        if pending is not None:
+            await pending
+        await (sleep or asyncio.sleep)(seconds() if callable(seconds) else seconds)

@@ -11,6 +11,7 @@ from protocol.admission.ticket import Ticket, open_ticket
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
+from protocol.recent import RecentTable
 
 Refusal = Literal["no ticket", "ticket expired", "not on the list", "revoked"]
 CLOCK_MARGIN_SECONDS = 120.0
@@ -27,8 +28,10 @@ class Gate:
         self._manifest = manifest
         self.revoked: Set[PeerId] = frozenset(manifest.admission.revoked)
         self.refusals: Counter[str] = Counter()
-        self._refused: dict[PeerId, Refusal] = {}  # oldest first
-        self._tickets: dict[PeerId, tuple[bytes, Ticket | None]] = {}  # by holder, with the bytes that it showed
+        self._refused = RecentTable[PeerId, Refusal](MAX_REMEMBERED)
+        self._tickets = RecentTable[PeerId, tuple[bytes, Ticket | None]](
+            MAX_REMEMBERED
+        )  # by holder: bytes shown, ticket
 
     def admits(self, peer: PeerId, ticket: bytes, now: float) -> bool:
         """Return whether a key takes part, and count the refusal if not.
@@ -43,7 +46,6 @@ class Gate:
         elif self._refused.get(peer) != refusal:
             self._refused[peer] = refusal
             self.refusals[refusal] += 1
-            _drop_oldest(self._refused)
         return refusal is None
 
     def _refusal_of(self, peer: PeerId, shown: bytes, now: float) -> Refusal | None:
@@ -64,7 +66,6 @@ class Gate:
         known = self._tickets.get(peer)
         if known is None or known[0] != shown:
             known = self._tickets[peer] = shown, self._open(peer, shown)
-            _drop_oldest(self._tickets)
         return known[1]
 
     def _open(self, peer: PeerId, shown: bytes) -> Ticket | None:
@@ -74,8 +75,3 @@ class Gate:
         except (DecodeError, PeerFault):
             return None
         return ticket if ticket.key == peer else None
-
-
-def _drop_oldest(table: dict[PeerId, Refusal] | dict[PeerId, tuple[bytes, Ticket | None]]) -> None:
-    if len(table) > MAX_REMEMBERED:
-        del table[next(iter(table))]

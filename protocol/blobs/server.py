@@ -9,7 +9,7 @@ limited for all callers together.
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from typing import Any, Self
 import grpc
 
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
-from protocol.blobs.recent import RecentBlobs
 from protocol.blobs.store_group import BlobReader
 from protocol.blobs.wire_format import BLOBS_SERVICE, Chunk, compress_piece
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer
+from protocol.recent import RecentSet, RecentTable
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ MAX_COUNTED_CALLERS = 1024
 CHUNK_SECONDS = 0.05
 MIN_CHUNK_BYTES = 4096
 RECENT_SECONDS = 60.0  # for this long after a call a blob counts as being fetched
+MAX_RECENT_BLOBS = 256
 
 
 class RangeError(MurmurError):
@@ -88,21 +89,21 @@ class BlobService(BlobsServicer):
     """
 
     def __init__(self, store: BlobReader, caller: Callable[[Any], PeerId], limits: CallerLimits | None = None) -> None:
-        self.bytes_served: OrderedDict[PeerId, int] = OrderedDict()
+        self.bytes_served = RecentTable[PeerId, int](MAX_COUNTED_CALLERS)
         self.total_bytes_served = 0
         self.refusals: Counter[str] = Counter()
         self._store = store
         self._caller = caller
         self._limits = limits or CallerLimits()
         self._loads: dict[PeerId, CallerLoad] = {}
-        self._requested = RecentBlobs(RECENT_SECONDS)
+        self._requested = RecentSet[bytes](RECENT_SECONDS, MAX_RECENT_BLOBS)
 
     def recently_requested(self) -> Set[bytes]:
         """Return the digests of blobs that were requested recently.
 
         They may be requested again.
         """
-        return self._requested.digests(time.monotonic())
+        return self._requested.members(time.monotonic())
 
     async def Pieces(self, request: PiecesRequest, context: Any) -> PiecesReply:  # noqa: N802
         async with self._translate_errors(context) as peer:
@@ -174,9 +175,7 @@ class BlobService(BlobsServicer):
 
     def _count_bytes(self, peer: PeerId, size: int) -> None:
         self.total_bytes_served += size
-        self.bytes_served[peer] = self.bytes_served.pop(peer, 0) + size
-        if len(self.bytes_served) > MAX_COUNTED_CALLERS:
-            self.bytes_served.popitem(last=False)
+        self.bytes_served[peer] = self.bytes_served.get(peer, 0) + size
 
 
 def register_blob_service(service: BlobService, server: Any) -> None:

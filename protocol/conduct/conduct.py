@@ -10,6 +10,7 @@ from protocol.conduct.strikes import Strikes
 from protocol.consensus.messages.contributions import Commit, Roster
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
 
 MAX_STATEMENTS_PER_PEER = 64
 MAX_EXCLUDED = 1024
@@ -50,7 +51,7 @@ class Conduct:
 
     def __init__(self, me: PeerId, proofs: Iterable[SignedMessage[Proof]] = ()) -> None:
         self._me = me
-        self._statements: dict[PeerId, dict[Place, SignedMessage[Any]]] = {}
+        self._statements: dict[PeerId, RecentTable[Place, SignedMessage[Any]]] = {}
         self.proofs: dict[PeerId, SignedMessage[Proof]] = {proof.body.culprit: proof for proof in proofs}
         self.found: dict[PeerId, Proof] = {}  # those that this peer found itself
         self.wrong_sums: dict[PeerId, int] = {}  # the round in which this peer computed another sum
@@ -107,10 +108,8 @@ class Conduct:
             return None
         if message.sender == self._me or self.is_excluded(message.sender):
             return None
-        known = self._statements.setdefault(message.sender, {})
+        known = self._statements.setdefault(message.sender, RecentTable(MAX_STATEMENTS_PER_PEER))
         first = known.setdefault(place, message)
-        if len(known) > MAX_STATEMENTS_PER_PEER:
-            del known[next(iter(known))]
         if first is message or first.digest == message.digest:
             return None
         return self._prove(first, message)
@@ -140,10 +139,9 @@ class Conduct:
     def forget(self, number: int) -> None:
         """Forget the statements of rounds long before this one."""
         for peer, known in list(self._statements.items()):
-            kept = {place: entry for place, entry in known.items() if entry.body.round >= number - KEPT_ROUNDS}
-            if kept:
-                self._statements[peer] = kept
-            else:
+            for place in [place for place, entry in known.items() if entry.body.round < number - KEPT_ROUNDS]:
+                del known[place]
+            if not known:
                 del self._statements[peer]
 
     def close_round(self, seen: RoundConduct) -> None:

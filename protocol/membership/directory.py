@@ -52,6 +52,7 @@ from protocol.membership.records.summary import SALT_BYTES, Summary
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
 from protocol.replies import require_reply
+from protocol.tasks import run_periodically
 from protocol.traffic import ControlTraffic
 from protocol.transport.rate_limit import TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
@@ -170,10 +171,7 @@ class PeerDirectory(MembershipServicer):
     async def run(self) -> None:
         """Gossip until cancelled. Raises KeyInUseError if another node uses our key and started earlier."""
         try:
-            while True:
-                await self._run_heartbeat()
-                self._known.key_conflict.check(time.monotonic())
-                await asyncio.sleep(self._heartbeat * self._rng.uniform(0.9, 1.1))
+            await run_periodically(lambda: self._heartbeat * self._rng.uniform(0.9, 1.1), self._run_heartbeat)
         finally:
             await self._stop_exchanges()
 
@@ -240,6 +238,7 @@ class PeerDirectory(MembershipServicer):
         if unconfirmed := self._known.table.unconfirmed():
             self._try_contacts(GOSSIP_FANOUT, unconfirmed)
         self._address_file.save_if_due(self._contacts.addresses(), time.monotonic())
+        self._known.key_conflict.check(time.monotonic())
 
     def _expire_records(self, current_caller: PeerId | None = None) -> None:
         for peer in self._known.table.expire(self._clock.now()):

@@ -13,6 +13,8 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
+from protocol.tasks import run_periodically
 from protocol.transport.libp2p.client import Stream
 from protocol.transport.rate_limit import Flow, RateLimiter, SharedTokenBuckets, TokenBuckets
 from protocol.transport.tunnel import ConnectionLimits, CutReason, RateLimiters, TrafficCounter, Tunnel
@@ -58,14 +60,16 @@ class ConnectionSupervisor:
         self._strangers_opens = SharedTokenBuckets(
             TokenBuckets(STREAM_BURST, STREAMS_PER_SECOND), TokenBuckets(8 * STREAM_BURST, 8 * STREAMS_PER_SECOND)
         )
-        self._banned_until: dict[PeerId, float] = {}
+        self._banned_until = RecentTable[PeerId, float](MAX_BANNED)
         self._flows: WeakValueDictionary[tuple[PeerId, str], Flow] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._incoming: set[SupervisedConnection] = set()
         self._outgoing: set[SupervisedConnection] = set()
         self.refusals: Counter[str] = Counter()
         self._warned_peers: set[PeerId] = set()
-        self._check_task = asyncio.create_task(self._check_loop(), name="tunnel watcher")
+        self._check_task = asyncio.create_task(
+            run_periodically(self.limits.check_interval, self._cut_timed_out), name="tunnel watcher"
+        )
 
     def __len__(self) -> int:
         return len(self._incoming) + len(self._outgoing)
@@ -110,8 +114,6 @@ class ConnectionSupervisor:
         self.refusals["cut for flooding"] += 1
         logger.warning("%s floods this node with calls; it is not answered for %.0f s", peer, BAN_SECONDS)
         self._banned_until[peer] = asyncio.get_running_loop().time() + BAN_SECONDS
-        if len(self._banned_until) > MAX_BANNED:
-            del self._banned_until[next(iter(self._banned_until))]
         self.cut_peer(peer)
 
     def may_open_stream(self, peer: PeerId) -> bool:
@@ -188,12 +190,8 @@ class ConnectionSupervisor:
             if tunnel.peer == peer:
                 tunnel.cut()
 
-    async def _check_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self.limits.check_interval)
-            self._cut_timed_out(asyncio.get_running_loop().time())
-
-    def _cut_timed_out(self, now: float) -> None:
+    def _cut_timed_out(self) -> None:
+        now = asyncio.get_running_loop().time()
         for tunnel in self._incoming | self._outgoing:
             if reason := tunnel.find_cut_reason(now):
                 if reason.is_stalled:

@@ -14,11 +14,11 @@ knock at a third party, or at services that only this machine or its network can
 """
 
 import ipaddress
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
 from protocol.transport.nat import CIRCUIT_MARKER, IpAddress
 from protocol.transport.rate_limit import TokenBuckets
 
@@ -80,8 +80,8 @@ class DialPolicy:
         self._trusted = frozenset(found)
         self._contact_hosts = [address for endpoint in found if (address := parse_ip(endpoint.host)) is not None]
         self._own: list[IpAddress] = []
-        self._proofs: OrderedDict[Endpoint, tuple[PeerId, float]] = OrderedDict()
-        self._failures: OrderedDict[Endpoint, _Failures] = OrderedDict()
+        self._proofs = RecentTable[Endpoint, tuple[PeerId, float]](MAX_ENDPOINTS)
+        self._failures = RecentTable[Endpoint, _Failures](MAX_ENDPOINTS)
         self._host_failures = TokenBuckets(HOST_FAILURES, HOST_FAILURES_PER_SECOND)
         self._all_failures = TokenBuckets(ALL_FAILURES, ALL_FAILURES_PER_SECOND)
 
@@ -127,9 +127,6 @@ class DialPolicy:
         """Record that a peer has proved its key at an endpoint."""
         self._failures.pop(endpoint, None)
         self._proofs[endpoint] = peer, now
-        self._proofs.move_to_end(endpoint)
-        if len(self._proofs) > MAX_ENDPOINTS:
-            self._proofs.popitem(last=False)
 
     def record_failure(self, peer: PeerId, endpoint: Endpoint, now: float) -> None:
         """Record that a peer was not found at an endpoint."""
@@ -137,18 +134,14 @@ class DialPolicy:
             return
         if self._proofs.get(endpoint, ("", 0.0))[0] == peer:
             del self._proofs[endpoint]  # it may have moved; the next failure counts
-            return self._note_failures(endpoint, _Failures(0, now, peer))
-        failures = self._failures.pop(endpoint, None) or _Failures(0, now)
+            self._failures[endpoint] = _Failures(0, now, peer)
+            return
+        failures = self._failures.get(endpoint) or _Failures(0, now)
         longest = MAX_WAIT_PROVED_SECONDS if peer == failures.last_owner else MAX_WAIT_SECONDS
         wait = min(longest, FIRST_WAIT_SECONDS * 2.0 ** min(failures.count, 16))
-        self._note_failures(endpoint, _Failures(failures.count + 1, now + wait, failures.last_owner))
+        self._failures[endpoint] = _Failures(failures.count + 1, now + wait, failures.last_owner)
         self._host_failures.try_take(str(parse_ip(endpoint.host)), now)
         self._all_failures.try_take("", now)
-
-    def _note_failures(self, endpoint: Endpoint, failures: _Failures) -> None:
-        self._failures[endpoint] = failures
-        if len(self._failures) > MAX_ENDPOINTS:
-            self._failures.popitem(last=False)
 
 
 def _are_neighbours(host: IpAddress, own: IpAddress) -> bool:

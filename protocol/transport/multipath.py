@@ -20,6 +20,8 @@ import grpc
 
 from protocol.errors import UnreachableError
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
+from protocol.tasks import run_periodically
 from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.multipath_policy import BulkPath, ConnectionCountController, PathSelector, TransferTotals
 from protocol.transport.tls.connection import TcpReceiveStats, TlsConnection, count_link_losses, read_tcp_receive_stats
@@ -143,10 +145,10 @@ class BulkTransport:
         self._dialer = dialer
         self._supervisor = supervisor
         self._libp2p_channel = libp2p_channel
-        self._endpoints: OrderedDict[PeerId, Endpoint] = OrderedDict()
+        self._endpoints = RecentTable[PeerId, Endpoint](MAX_ENDPOINTS)
         self._peers: OrderedDict[PeerId, PeerConnections] = OrderedDict()
         self._open_connections: set[PooledConnection] = set()
-        supervisor.spawn(self._observe_loop())
+        supervisor.spawn(run_periodically(OBSERVE_INTERVAL_SECONDS, self._observe))
 
     def set_endpoint(self, peer: PeerId, endpoint: Endpoint | None) -> None:
         """Set where `peer` takes direct connections now; `None` means nowhere."""
@@ -154,9 +156,6 @@ class BulkTransport:
             self._endpoints.pop(peer, None)
         else:
             self._endpoints[peer] = endpoint
-            self._endpoints.move_to_end(peer)
-            if len(self._endpoints) > MAX_ENDPOINTS:
-                self._endpoints.popitem(last=False)
         connections = self._peers.get(peer)
         if connections and connections.endpoint != endpoint:
             self._change_endpoint(connections, endpoint)
@@ -323,14 +322,12 @@ class BulkTransport:
         finally:
             connections.is_probing = False
 
-    async def _observe_loop(self) -> None:
-        while True:
-            await asyncio.sleep(OBSERVE_INTERVAL_SECONDS)
-            total = self._supervisor.traffic.total.received
-            for peer, connections in self._peers.items():
-                if connections.active or connections.draining:
-                    connections.observe(_now(), self._supervisor.traffic.count_of(peer).received, total)
-                    self._drain(connections, connections.count_controller.connections)
+    def _observe(self) -> None:
+        total = self._supervisor.traffic.total.received
+        for peer, connections in self._peers.items():
+            if connections.active or connections.draining:
+                connections.observe(_now(), self._supervisor.traffic.count_of(peer).received, total)
+                self._drain(connections, connections.count_controller.connections)
 
     def _drain(self, connections: PeerConnections, keep: int) -> None:
         while len(connections.active) > keep:

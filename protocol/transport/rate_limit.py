@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
 
 BURST_SECONDS = 0.1  # of the rate; also how late a timer may be before throughput is lost
 GRANT_SECONDS = 0.02  # of the rate; how long one flow may delay the others
 MIN_GRANT_BYTES = 2048
 MAX_GRANT_BYTES = 64 * 1024
+MAX_CALLERS = 4096  # token buckets that are remembered
 
 
 @dataclass
@@ -128,9 +130,6 @@ class RateLimiter:
             self._timer.cancel()
 
 
-MAX_CALLERS = 4096
-
-
 class TokenBuckets:
     """A token bucket per caller.
 
@@ -140,8 +139,7 @@ class TokenBuckets:
     def __init__(self, burst: float, rate: float, max_callers: int = MAX_CALLERS) -> None:
         self._burst = burst
         self._rate = rate
-        self._max_callers = max_callers
-        self._buckets: dict[PeerId, tuple[float, float]] = {}  # tokens left and when; least recently used first
+        self._buckets = RecentTable[PeerId, tuple[float, float]](max_callers)  # tokens left, and when
 
     def tokens_left(self, peer: PeerId, now: float) -> float:
         left, when = self._buckets.get(peer, (self._burst, now))
@@ -150,10 +148,7 @@ class TokenBuckets:
     def try_take(self, peer: PeerId, now: float, amount: float = 1.0) -> bool:
         left = self.tokens_left(peer, now)
         granted = left >= amount
-        self._buckets.pop(peer, None)
         self._buckets[peer] = (left - amount if granted else left), now
-        if len(self._buckets) > self._max_callers:
-            del self._buckets[next(iter(self._buckets))]
         return granted
 
 

@@ -7,7 +7,6 @@ call, and gRPC enforces it whatever the other side does.
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ import grpc
 
 from protocol.errors import MalformedError, MurmurError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId, public_key
+from protocol.recent import RecentTable
 from protocol.transport.call_guard import CallGuard, GuardedServer
 from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.dial_policy import DialPolicy
@@ -93,7 +93,7 @@ class Transport:
         self._guard = CallGuard(self._supervisor)
         self._dialer = TlsDialer(identity, self._direct_limits)
         self.bulk = BulkTransport(self._dialer, self._supervisor, self.bulk_channel)
-        self._addresses: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
+        self._addresses = RecentTable[PeerId, tuple[str, ...]](MAX_PEERS)
         self._supervisor.is_known = self._addresses.__contains__
         self._outbound_bridges: dict[tuple[PeerId, ChannelUse], OutboundBridge] = {}
         self._bridges_made = 0
@@ -274,9 +274,6 @@ class Transport:
             raise MalformedError(f"an address of {peer} belongs to another peer")
         routes = self._addresses[peer] = tuple(route for _, route in split)
         self.bulk.set_endpoint(peer, Endpoint(_hosts_of(routes), direct_port) if direct_port else None)
-        self._addresses.move_to_end(peer)
-        if len(self._addresses) > MAX_PEERS:
-            self._addresses.popitem(last=False)
         for key in [(peer, use) for use in get_args(ChannelUse)]:
             if key in self._outbound_bridges and self._outbound_bridges[key].has_failed:
                 self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))

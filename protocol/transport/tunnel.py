@@ -8,17 +8,19 @@ has no half-open streams, so when one direction ends, the other gets a moment to
 import asyncio
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.errors import describe_error
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
 from protocol.transport.libp2p.client import BUFFER_BYTES, Stream
 from protocol.transport.rate_limit import Flow, RateLimiter
 
 logger = logging.getLogger(__name__)
+
+MAX_COUNTED_PEERS = 4096
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,14 @@ class ByteCount:
 class TrafficCounter:
     """Bytes through all connections, in total and by peer.
 
-    At most `max_peers` peers are kept; forgetting the one longest silent does not change the total.
+    At most MAX_COUNTED_PEERS peers are kept; forgetting the one longest silent does not change the total.
     """
 
     total: ByteCount = field(default_factory=ByteCount)
-    by_peer: OrderedDict[PeerId, ByteCount] = field(default_factory=OrderedDict)
-    max_peers: int = 4096
+    by_peer: RecentTable[PeerId, ByteCount] = field(default_factory=lambda: RecentTable(MAX_COUNTED_PEERS))
 
     def count_of(self, peer: PeerId) -> ByteCount:
-        count = self.by_peer.setdefault(peer, ByteCount())
-        self.by_peer.move_to_end(peer)
-        if len(self.by_peer) > self.max_peers:
-            self.by_peer.popitem(last=False)
+        count = self.by_peer[peer] = self.by_peer.get(peer) or ByteCount()
         return count
 
     def add_sent(self, peer: PeerId, size: int) -> None:

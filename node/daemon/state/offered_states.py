@@ -9,7 +9,7 @@ from collections.abc import Set
 from typing import Final
 
 from node.loop.peers.catch_up import RETAINED_ROUNDS
-from protocol.blobs.recent import RecentBlobs
+from protocol.recent import RecentSet
 
 OFFER_SECONDS: Final = 10.0  # from the answer to the first request for the state
 MAX_OFFERS: Final = 64
@@ -19,7 +19,7 @@ class OfferedStates:
     """The digests of the states, and when each was shown last."""
 
     def __init__(self) -> None:
-        self._shown = RecentBlobs(OFFER_SECONDS, MAX_OFFERS)
+        self._shown = RecentSet[bytes](OFFER_SECONDS, MAX_OFFERS)
 
     def show(self, digest: bytes, rounds_behind: int, now: float) -> None:
         """Remember a state that was shown to a peer, which is `rounds_behind` our head.
@@ -31,4 +31,4 @@ class OfferedStates:
 
     def recent(self, now: float) -> Set[bytes]:
         """Return the states that a peer may be about to fetch."""
-        return self._shown.digests(now)
+        return self._shown.members(now)

@@ -14,6 +14,7 @@ from protocol.consensus.messages.kinds import CommitCertificate
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.recent import RecentTable
 
 MAX_KEPT_DECISIONS = 4
 MAX_ANSWERED_PEERS = 4096  # for each decision; the peers answered longest ago are forgotten first
@@ -35,7 +36,7 @@ class MessageBuffer:
         self._repeat_seconds = repeat_seconds
         self._early: dict[MessageKey, SignedMessage[Any]] = {}
         self._decisions: dict[int, tuple[Signed, ...]] = {}
-        self._answered_at: dict[int, dict[PeerId, float]] = {}
+        self._answered_at: dict[int, RecentTable[PeerId, float]] = {}
 
     def buffer_early(self, message: SignedMessage[Any]) -> None:
         """Keep a message for the round after the open one."""
@@ -63,7 +64,9 @@ class MessageBuffer:
         Args:
             informed_peers: peers that have just been sent the decision.
         """
-        self._decisions[number], self._answered_at[number] = decision, dict.fromkeys(informed_peers, now)
+        self._decisions[number] = decision
+        self._answered_at[number] = RecentTable(MAX_ANSWERED_PEERS)
+        self._answered_at[number].update(dict.fromkeys(informed_peers, now))
         while len(self._decisions) > MAX_KEPT_DECISIONS:
             oldest = min(self._decisions)
             del self._decisions[oldest], self._answered_at[oldest]
@@ -81,8 +84,5 @@ class MessageBuffer:
         answered_at = self._answered_at[number]
         if now < answered_at.get(peer, -self._repeat_seconds) + self._repeat_seconds:
             return ()
-        answered_at.pop(peer, None)
         answered_at[peer] = now
-        if len(answered_at) > MAX_ANSWERED_PEERS:
-            del answered_at[next(iter(answered_at))]
         return self._decisions[number]

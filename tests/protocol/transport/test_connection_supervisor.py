@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from protocol.recent import RecentTable
 from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.libp2p.client import Stream
 from protocol.transport.tunnel import ByteCount, BytePump, ConnectionLimits, TrafficCounter, TransferProgress, Tunnel
@@ -244,7 +245,7 @@ async def test_cutting_a_peer_leaves_the_others_connected(supervisor: Connection
 
 
 def test_number_of_counted_peers_is_bounded() -> None:
-    traffic = TrafficCounter(max_peers=2)
+    traffic = TrafficCounter(by_peer=RecentTable(2))
     for peer in ("a", "b", "a", "c"):
         traffic.add_sent(peer, 1)
     assert list(traffic.by_peer) == ["a", "c"]

@@ -16,9 +16,10 @@ from typing import Literal, TypeVar
 from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.messages.briefs.seen import REFERENCE_BYTES, RecentTable, SeenMessages, reference_to
+from protocol.consensus.messages.briefs.seen import REFERENCE_BYTES, SeenMessages, reference_to
 from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS, MAX_HELD_BLOBS, MAX_MESSAGE_BYTES
 from protocol.errors import LimitError, MalformedError
+from protocol.recent import RecentTable
 
 MAX_KEPT_BRIEFS = 64
 Name = TypeVar("Name", bytes, str)
@@ -58,7 +59,7 @@ class Abridger:
 
     def __init__(self, seen: SeenMessages) -> None:
         self.seen = seen
-        self._briefs = RecentTable[wire.Brief | Literal["none"]](MAX_KEPT_BRIEFS)
+        self._briefs = RecentTable[bytes, wire.Brief | Literal["none"]](MAX_KEPT_BRIEFS)
 
     def brief_of(self, signed: wire.Signed) -> wire.Brief | None:
         """Return the brief of a message, which this peer has seen from now on; None if it has none."""
@@ -66,7 +67,7 @@ class Abridger:
         if brief is None:
             self.seen.record(signed)
             brief = abridge(signed, self.seen) or "none"
-            self._briefs.put(signed.signature, brief)
+            self._briefs[signed.signature] = brief
         return None if brief == "none" else brief
 
 

@@ -7,19 +7,18 @@ they send the whole message.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
 
 from protocol import murmur_pb2 as wire
 from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS
 from protocol.consensus.messages.signed import Digest, digest_of
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
 
 REFERENCE_BYTES = 8
 MAX_SEEN_BYTES = 16 * 1024 * 1024  # of contributions
 MAX_SEEN_LISTS = 16  # of rosters, and of commits
 MAX_SEEN_BLOBS = 4 * MAX_CONTRIBUTIONS  # of reduced parts
 Reference = bytes
-Value = TypeVar("Value")
 
 
 class SeenMessages:
@@ -28,9 +27,9 @@ class SeenMessages:
     def __init__(self) -> None:
         self._contributions: OrderedDict[Reference, wire.Signed] = OrderedDict()
         self._contribution_bytes = 0
-        self._rosters = RecentTable[tuple[Digest, ...]](MAX_SEEN_LISTS)
-        self._proposals = RecentTable[tuple[PeerId, ...]](MAX_SEEN_LISTS)
-        self._part_blobs = RecentTable[Digest](MAX_SEEN_BLOBS)
+        self._rosters = RecentTable[Digest, tuple[Digest, ...]](MAX_SEEN_LISTS)
+        self._proposals = RecentTable[Digest, tuple[PeerId, ...]](MAX_SEEN_LISTS)
+        self._part_blobs = RecentTable[Reference, Digest](MAX_SEEN_BLOBS)
 
     def record(self, signed: wire.Signed) -> None:
         """Record a message of our own or one that was verified, with those inside it."""
@@ -40,16 +39,16 @@ class SeenMessages:
             case "roster" if self._rosters.get(digest := digest_of(signed)) is None:
                 entries = wire.Roster.FromString(signed.body).contributions
                 parts = (part for entry in entries for part in wire.Contribution.FromString(entry.body).parts)
-                self._rosters.put(digest, tuple(sorted({part.digest for part in parts})))
+                self._rosters[digest] = tuple(sorted({part.digest for part in parts}))
                 self._record_nested(entries)
             case "commit" if self._proposals.get(digest := digest_of(signed)) is None:
                 body = wire.Commit.FromString(signed.body)
                 peers = {*body.left_out, *(entry.peer for entry in body.contributions)}
-                self._proposals.put(digest, tuple(sorted(peers)))
+                self._proposals[digest] = tuple(sorted(peers))
                 self._record_nested(body.contributions)
             case "part":
                 blob = wire.Part.FromString(signed.body).blob.digest
-                self._part_blobs.put(blob[:REFERENCE_BYTES], blob)
+                self._part_blobs[blob[:REFERENCE_BYTES]] = blob
 
     def _record_nested(self, contributions: Iterable[wire.Signed]) -> None:
         for entry in contributions:
@@ -87,19 +86,3 @@ def reference_to(signed: wire.Signed) -> Reference:
     """Return the reference to a signed message, which covers its signature too."""
     content = signed.SerializeToString(deterministic=True)
     return hashlib.blake2b(content, digest_size=REFERENCE_BYTES).digest()
-
-
-class RecentTable(Generic[Value]):
-    """A table that forgets the entry that was put first."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._entries: dict[bytes, Value] = {}
-
-    def get(self, key: bytes) -> Value | None:
-        return self._entries.get(key)
-
-    def put(self, key: bytes, value: Value) -> None:
-        self._entries[key] = value
-        if len(self._entries) > self._size:
-            del self._entries[next(iter(self._entries))]
