@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
 
-quick: check
+quick: check warmup
 	$(BIN)/pytest -q -n logical --dist loadfile -m "not swarm and not netlab and not seeds and not slow"
 
 test: check modules processes

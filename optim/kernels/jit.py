@@ -4,15 +4,12 @@ A kernel is plain Python over C-ordered numpy arrays and numbers. It releases th
 that `parallel.each` can spread it over threads. Every operation rounds to its own result; a product and a sum are never
 contracted to one fused step, so the bits are the same on every machine.
 
-Machine code is kept on disk for the processes that start later, one directory for each version of this package's
-sources and each kind of processor: numba's cache notices changes only in the file of a function, not in the functions
-that it calls. Processes may compile the same kernel at the same time, because every kernel has a single signature and
-so writes the same file.
+Machine code is kept on disk for the processes that start later, one directory for each kind of processor. Processes may
+compile the same kernel at the same time, because every kernel has a single signature and so writes the same file.
 """
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -20,6 +17,8 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import numpy as np
 from llvmlite import binding as llvm
+
+from optim.kernels.sources import KernelFiles
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -32,24 +31,22 @@ with chdir(PACKAGE):
     from numba.core import config as numba_config
 numba_config._config_fname = ""
 MAGNITUDE_MASK: Final = np.uint32(0x7FFF_FFFF)  # the bits of an fp32 without its sign, which sort as the numbers do
+# where numba looks for machine code of other packages in this process, unless the user names other places
+LOCATORS: Final = numba_config.CACHE_LOCATOR_CLASSES or (
+    "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator,ZipCacheLocator"
+)
 OPTIONS: Final = {"nogil": True, "error_model": "numpy"}
 
 
 def cache_directory() -> Path | None:
-    """Create and return the directory for machine code, or `None` where nothing can be written.
-
-    Directories of other versions of the sources beside it are removed.
-    """
+    """Create and return the directory for machine code of this processor, or `None` where nothing can be written."""
     for parent in _cache_parents():
-        version = parent / f"kernels-{source_digest()}"
-        is_new, directory = not version.exists(), version / processor_digest()
+        directory = parent / f"kernels-{processor_digest()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
         if os.access(directory, os.W_OK):
-            if is_new:
-                _remove_others(version)
             return directory
     return None
 
@@ -63,20 +60,6 @@ def _cache_parents() -> Iterator[Path]:
         yield user_cache / "murmur"
 
 
-def _remove_others(version: Path) -> None:
-    for other in version.parent.glob("kernels-*"):
-        if other != version:
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def source_digest() -> str:
-    """Return a digest of all sources of this package."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def processor_digest() -> str:
     """Return a digest of the processor that numba compiles for."""
     named = numba.config.CPU_NAME, numba.config.CPU_FEATURES
@@ -86,7 +69,8 @@ def processor_digest() -> str:
 
 CACHE: Final = cache_directory()
 if CACHE:
-    numba.config.CACHE_DIR = str(CACHE)
+    KernelFiles.directory = CACHE
+    numba.config.CACHE_LOCATOR_CLASSES = f"{KernelFiles.__module__}.KernelFiles,{LOCATORS}"
 
 
 def kernel(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -94,6 +78,7 @@ def kernel(function: Callable[Parameters, Result]) -> Callable[Parameters, Resul
 
     Division by zero follows IEEE 754, and indices are not checked.
     """
+    KernelFiles.kernels.add(function)
     compiled: Any = numba.njit(cache=CACHE is not None, **OPTIONS)(function)
     return cast(Callable[Parameters, Result], compiled)
 
