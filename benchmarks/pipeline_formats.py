@@ -24,8 +24,7 @@ from node.data import BatchReader, Corpus, open_corpus
 from node.data.batches import validation_batches
 from node.model import LanguageModel, all_cuts, build_model, initial_weights
 from node.trainer.inner_step import InnerOptimizer, validation_loss
-from node.trainer.stages.activation_format import FORMATS
-from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage
+from node.trainer.stages.stage_pass import FORMATS, backward_stage, finish_microbatch, forward_stage
 from node.trainer.stages.stage_work import stage_train
 from optim.inner.adamw import AdamW
 from protocol.manifest.data import DataSection

@@ -13,7 +13,7 @@ from typing import Final
 
 from node.processes.process import python_environment
 from node.run_dir import is_locked, read_json_if_whole
-from node.trainer.ipc import loop_socket
+from node.trainer.ipc.own_loop import connect_loop
 from protocol.errors import AlreadyRunningError, error_with_code
 
 START_SECONDS: Final = 180.0
@@ -62,7 +62,7 @@ class Daemon:
     def _connect(self) -> tuple[socket.socket, list[int]] | None:
         """Connect to a node; None if none listens. Raises TimeoutError if it has another loop."""
         try:
-            return loop_socket.connect(self.folder)
+            return connect_loop(self.folder)
         except TimeoutError:
             raise
         except OSError:

@@ -15,8 +15,7 @@ from node.from_manifest import build_node_program, build_own_loop_program
 from node.model import model_family
 from node.paths import join_dir
 from node.trainer.ipc.channel import TrainerChannel, TrainerConfig
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder

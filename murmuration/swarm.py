@@ -12,11 +12,10 @@ from murmuration.daemon import Daemon, tell
 from murmuration.own_model import OwnModel
 from node.trainer.devices.device import device_name
 from node.trainer.exchange_loop import ExchangeLoop
-from node.trainer.ipc.channel import TrainerChannel, TrainerConfig
-from node.trainer.ipc.frames import ChannelClosed
+from node.trainer.inner_step import Validation
+from node.trainer.ipc.channel import ChannelClosed, TrainerChannel, TrainerConfig
 from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.state import TrainerState
-from node.trainer.validation import Validation
 from protocol.errors import MurmurError
 
 Evaluation = Callable[[], tuple[float, int]]  # mean loss in nats per token, tokens

@@ -21,8 +21,7 @@ from node.model.families import shapes_of
 from node.run_dir import RunDir
 from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch
-from node.trainer.stages.exact_step import EXACT_READER
-from node.trainer.stages.stage_work import StageWork
+from node.trainer.stages.stage_work import EXACT_READER, StageWork
 from optim.exact import Doubles, Float64Sum
 from optim.exchange import Aggregator
 from optim.method import SMALL_SLOTS, STEPS_MADE

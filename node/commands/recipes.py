@@ -17,7 +17,7 @@ from node.model import shape_table
 from node.monitoring.activity import activity
 from node.monitoring.tables import choose_columns, describe_left_out, table_console
 from node.paths import demo_manifest
-from node.trainer.ipc.shared_layout import locally_trained_names
+from node.trainer.ipc.shared_memory import locally_trained_names
 from optim.aggregation.filtered import Filtered
 from optim.compatibility import ROBUST
 from optim.compose import COMPONENTS, compose

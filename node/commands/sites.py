@@ -24,7 +24,7 @@ def rank(
 ) -> None:
     """Train on this machine as a part of another machine's node, which runs with --site."""
     with loading():
-        from node.trainer.site.command import RankOptions, serve_site
+        from node.trainer.site.agent import RankOptions, serve_site
 
     serve_site(RankOptions(address=address, token=token, device=device, devices=devices, threads=threads))
 

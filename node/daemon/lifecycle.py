@@ -30,7 +30,7 @@ from node.processes.process_memory import enable_frequent_gc, trim_periodically,
 from node.processes.running_nodes import registered
 from node.processes.workers import start_workers
 from node.run_dir import RunDir
-from node.trainer.site.command import describe_site
+from node.trainer.site.token import describe_site
 from protocol.errors import MurmurError, describe_error
 from protocol.manifest.run import Manifest
 from protocol.pipeline.stages.stage import StageManifest, stage_of

@@ -60,8 +60,7 @@ from node.trainer.ipc.channel import (
     TrainerProgress,
 )
 from node.trainer.ipc.own_loop import OwnLoopProcess
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.ipc.trainer_process import TrainerProcess
 from node.trainer.vectors import TrainerVectors
 from optim.round_plan import RoundPlanner

@@ -4,7 +4,7 @@ from node.daemon.peers.blob_relay import MAX_CONTRIBUTIONS
 from node.daemon.state.outer_state import state_bytes
 from node.model import Cut, shapes_of
 from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedLayout
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES
 from protocol.consensus.messages.contributions import ContributionLimits

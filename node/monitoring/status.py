@@ -7,7 +7,7 @@ from typing import Final, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from node.monitoring.stage_table import StageEntry, describe_empty_stages, stage_lines, sum_microbatches
-from node.trainer.ipc.device_use import DeviceUse
+from node.trainer.ipc.channel import DeviceUse
 from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId

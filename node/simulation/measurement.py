@@ -13,7 +13,7 @@ from node.from_manifest import topology_class
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
 from node.simulation.virtual.peer import VirtualPeer
-from node.trainer.validation import validate
+from node.trainer.inner_step import validate
 
 
 @dataclass(frozen=True)

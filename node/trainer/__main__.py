@@ -51,10 +51,8 @@ def train_until_stopped(connection: socket.socket, memory_fds: list[int]) -> int
         from node.from_manifest import build_node_program
         from node.trainer.ending import describe_end
         from node.trainer.ipc.activation_memory import ActivationMemory
-        from node.trainer.ipc.channel import Failed, TrainerChannel, TrainerConfig
-        from node.trainer.ipc.frames import ChannelClosed
-        from node.trainer.ipc.shared_layout import SharedLayout
-        from node.trainer.ipc.shared_memory import SharedMemory
+        from node.trainer.ipc.channel import ChannelClosed, Failed, TrainerChannel, TrainerConfig
+        from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
         from node.trainer.loop import Trainer
         from protocol.errors import MurmurError
         from protocol.manifest.reading import parse_manifest

@@ -7,11 +7,13 @@ everything that the daemon has heard of survives a crash of this process.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from node.trainer.activity_timer import ActivityTimer
 from node.trainer.counters import StepTotals
+from node.trainer.inner_step import Validation
 from node.trainer.ipc.channel import (
     Activity,
     AnchorApplied,
@@ -43,7 +45,6 @@ from node.trainer.schedule import (
     must_wait,
 )
 from node.trainer.state import TrainerState
-from node.trainer.validation import Validation
 from protocol.audits.work import Conditions
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError
@@ -52,6 +53,28 @@ SNAPSHOT_SECONDS = 10.0
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 1.0
 MAX_ANCHOR_WAIT_SECONDS = 5.0  # in mid-step; the gradients of a stage that it interrupts count in the step all the same
+
+
+class ActivityTimer:
+    """Seconds spent on each activity, including those of earlier processes."""
+
+    def __init__(self, seconds: Mapping[Activity, float], clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds: dict[Activity, float] = dict(seconds)
+        self._clock = clock
+
+    @contextmanager
+    def measure(self, activity: Activity) -> Iterator[None]:
+        """Add the time inside the context to `activity`."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + self._clock() - start
+
+    def share(self, activity: Activity) -> float:
+        """Return the share of all seconds that an activity has taken, from 0 to 1."""
+        total = sum(self.seconds.values())
+        return self.seconds.get(activity, 0.0) / total if total else 0.0
 
 
 class ExchangeLoop(ABC):

@@ -4,12 +4,14 @@ g <- g * min(1, clip / |g|)     then the method's inner update rule with the man
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from node.data import HeldOut
 from node.from_manifest import learning_rate_scale
 from node.model import LanguageModel
 from node.trainer.devices.device import autocast_context
@@ -180,3 +182,27 @@ def loaded_weights(model: LanguageModel, flat: Tensor) -> Iterator[None]:
         yield
     finally:
         model.use_memory(own, model.gradient_memory)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A mean loss in nats per token, the number of tokens, and the losses of the sources of a mixture by name."""
+
+    loss: float
+    tokens: int
+    by_source: Mapping[str, float] = field(default_factory=dict)
+
+
+def validate(model: LanguageModel, flat: Tensor, held_out: Sequence[HeldOut]) -> Validation:
+    """Measure the weights `flat` (numel,) on each source."""
+    return combine_sources(held_out, [validation_loss(model, flat, held.batches) for held in held_out])
+
+
+def combine_sources(held_out: Sequence[HeldOut], measured: Sequence[tuple[float, int]]) -> Validation:
+    """Return the result of losses and tokens by source; the loss of a mixture is their mean by weights."""
+    pairs = [(held, loss) for held, (loss, _) in zip(held_out, measured, strict=True)]
+    return Validation(
+        loss=sum(held.weight * loss for held, loss in pairs) / sum(held.weight for held in held_out),
+        tokens=sum(tokens for _, tokens in measured),
+        by_source={held.name: loss for held, loss in pairs} if len(pairs) > 1 else {},
+    )

@@ -1,19 +1,37 @@
-"""Weights and optimizer vectors in training: in the shared memory, or beside it.
+"""Weights and optimizer vectors in training: in the shared memory, or copied from and into it.
 
-A model of ours on the CPU trains the vectors in the shared memory. One on an accelerator, or of a user's own loop, has
-memory of its own, which the trainer copies.
+Our model on a CPU trains the vectors in the shared memory. A model on an accelerator, or in a user's own loop, has its
+own memory, which the trainer copies.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from node.model import LanguageModel
 from node.trainer.inner_step import InnerOptimizer
-from node.trainer.trained import FlatModel, OptimizerVectors
 from optim.inner.base import WEIGHTS
+
+
+class FlatModel(Protocol):
+    """A model whose parameters are views of `flat` (numel,), fp32."""
+
+    flat: Tensor
+
+    def load_flat(self, flat: Tensor) -> None:
+        """Copy all weights from `flat` (numel,), fp32 on any device."""
+
+
+class OptimizerVectors(Protocol):
+    """The state of an inner optimizer: flat fp32 vectors by name, and the age of the run when it began."""
+
+    age_at_join: int
+    moments_age_at_join: int
+
+    @property
+    def vectors(self) -> Mapping[str, Tensor]: ...
 
 
 class LiveVectors(ABC):

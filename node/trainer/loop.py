@@ -32,7 +32,7 @@ from node.trainer.devices.device import (
 from node.trainer.devices.pause_when_busy import DevicePause, usage_meter_for
 from node.trainer.ending import OtherRanksNeeded
 from node.trainer.exchange_loop import ExchangeLoop
-from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
+from node.trainer.inner_step import InnerOptimizer, Validation, accumulate_gradient, combine_sources, validate
 from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.channel import (
     Activity,
@@ -50,11 +50,9 @@ from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, DropStageSum, StageCommand, TakeStageStep
 from node.trainer.live import LiveVectors, live_vectors
 from node.trainer.site.messages import own_version
-from node.trainer.stages.exact_step import EXACT_READER
 from node.trainer.stages.faulty_stage import build_stage_work
-from node.trainer.stages.stage_work import StageWork, stage_train
+from node.trainer.stages.stage_work import EXACT_READER, StageWork, stage_train
 from node.trainer.state import TrainerState
-from node.trainer.validation import Validation, combine_sources, validate
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
 from protocol.audits.work import Conditions

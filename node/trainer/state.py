@@ -20,11 +20,9 @@ from torch import Tensor
 from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
 from node.trainer.inner_step import InnerOptimizer
 from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
-from node.trainer.ipc.shared_layout import locally_trained_names
-from node.trainer.ipc.shared_memory import SharedMemory
-from node.trainer.live import LiveVectors
-from node.trainer.stages.exact_step import ExactStep
-from node.trainer.trained import OptimizerVectors
+from node.trainer.ipc.shared_memory import SharedMemory, locally_trained_names
+from node.trainer.live import LiveVectors, OptimizerVectors
+from node.trainer.stages.stage_work import ExactStep
 from node.trainer.vectors import Change, TrainerVectors
 from optim.codecs.base import Payload
 from optim.exact import Float64Sum

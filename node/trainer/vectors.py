@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch import Tensor
 
 from node.trainer.counters import Counters, StepTotals
-from node.trainer.ipc.shared_layout import REFERENCE, RESIDUAL, locally_trained_names
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
 from optim.codecs.base import Payload
 from optim.exchange import ContributionEncoder
 from optim.kernels.vectors import SLAB_SIZE, slabs

@@ -11,7 +11,7 @@ from node.daemon.audits.inner_state import InnerState
 from node.daemon.state.outer_state import OuterState
 from node.model import shape_table
 from node.trainer.counters import Counters, Outstanding, StepTotals
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedLayout
 from optim.codecs.base import Codec
 from optim.errors import OptimError
 from protocol import murmur_pb2 as wire

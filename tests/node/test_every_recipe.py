@@ -12,7 +12,7 @@ from node.daemon.state.outer_state import OuterState
 from node.from_manifest import build_program
 from node.model import shape_table
 from node.model.memory_estimate import fit_microbatch
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedLayout
 from optim.recipes import RECIPES
 from protocol.manifest.reading import load_manifest, parse_manifest
 from protocol.manifest.run import Manifest

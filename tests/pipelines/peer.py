@@ -19,8 +19,7 @@ from node.daemon.stages import calls, faulty_calls
 from node.daemon.stages.pipeline import Pipeline
 from node.injected_faults import VARIABLE
 from node.trainer.ipc.activation_memory import ActivationMemory
-from node.trainer.ipc.channel import DaemonChannel, FromTrainer, ToTrainer
-from node.trainer.ipc.frames import ChannelClosed
+from node.trainer.ipc.channel import ChannelClosed, DaemonChannel, FromTrainer, ToTrainer
 from protocol.manifest.run import Manifest
 from protocol.membership import directory
 from protocol.pipeline import owner, owner_events, routing

@@ -15,8 +15,7 @@ from typing import Any
 
 from node.injected_faults import parse_faults
 from node.trainer.ipc.activation_memory import ActivationMemory, SlotSizes
-from node.trainer.ipc.channel import ContributionHeader, Ready, ToTrainer, TrainerChannel
-from node.trainer.ipc.frames import ChannelClosed
+from node.trainer.ipc.channel import ChannelClosed, ContributionHeader, Ready, ToTrainer, TrainerChannel
 from node.trainer.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,

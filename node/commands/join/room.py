@@ -20,7 +20,7 @@ from node.model import shape_table, smallest_cut
 from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes
 from node.options import NodeOptions
 from node.trainer.devices.device import choose_devices
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedLayout
 from node.units import format_bytes
 from protocol.errors import DeviceError, ManifestError, StorageError
 from protocol.manifest.run import Manifest

@@ -24,7 +24,7 @@ from node.model.export import export
 from node.model.generate import generate
 from node.model.start_weights import start_weights
 from node.paths import find_newest_checkpoint, find_trained_dir
-from node.trainer.validation import validate
+from node.trainer.inner_step import validate
 from node.units import format_bytes
 from protocol.manifest.run import Manifest
 

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         from node.model import build_model
         from node.step_settings import StepSettings
         from node.trainer.devices.device import choose_device
-        from node.trainer.ipc.shared_layout import SharedLayout
+        from node.trainer.ipc.shared_memory import SharedLayout
         from protocol.errors import MalformedError, MurmurError
         from protocol.manifest.reading import parse_manifest
 

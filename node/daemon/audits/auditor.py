@@ -25,7 +25,7 @@ from node.options import Device
 from node.processes.child_process import run_module
 from node.processes.workers import BackgroundTasks, FaultSink
 from node.step_settings import StepSettings, step_settings
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedLayout
 from optim.round_plan import RoundPlanner
 from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
 from protocol.audits.draw import Audit, AuditKey

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from node.trainer.counters import Counters
-from node.trainer.ipc.shared_layout import MAX_META_BYTES, SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import MAX_META_BYTES, SharedLayout, SharedMemory
 from protocol.audits.work import MAX_POSITION, MAX_STEPS
 from protocol.blobs.blob import Bytes
 from protocol.errors import MalformedError

@@ -33,8 +33,7 @@ from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.model import ShapeTable
 from node.monitoring.status import ErrorRecorder
 from node.trainer.counters import Counters, Outstanding, SettledOutcome, StepTotals
-from node.trainer.ipc.shared_layout import REFERENCE, RESIDUAL, locally_trained_names
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import REFERENCE, RESIDUAL, SharedMemory, locally_trained_names
 from optim.exchange import nonzero_mask
 from optim.inner.adamw import AdamW
 from optim.inner.eight_bit import EightBitAdamW

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from node.daemon.state.outer_state import FLOAT_BYTES, OuterState
-from node.trainer.ipc.shared_layout import unlinked_file
+from node.trainer.ipc.shared_memory import unlinked_file
 from optim.round_plan import RoundPlanner
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import StepSettings
 from node.trainer.inner_step import loaded_weights
-from node.trainer.stages.activation_format import FORMATS
-from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage
+from node.trainer.stages.stage_pass import FORMATS, backward_stage, finish_microbatch, forward_stage
 from node.trainer.stages.stage_work import stage_train
 from optim.errors import CodecError
 from protocol.errors import MurmurError

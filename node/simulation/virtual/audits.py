@@ -16,7 +16,7 @@ from node.data import Corpus
 from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import StepSettings, step_settings
 from node.trainer.ipc.channel import ContributionHeader
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedLayout
 from protocol import murmur_pb2 as wire
 from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
 from protocol.audits.draw import Audit

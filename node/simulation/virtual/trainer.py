@@ -12,8 +12,7 @@ from node.step_settings import StepSettings
 from node.trainer.counters import Counters
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.schedule import ContributionTimer, StepTarget, is_contribution_due, may_apply_anchor, must_wait
 from node.trainer.state import TrainerState

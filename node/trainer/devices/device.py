@@ -17,8 +17,8 @@ from node.model.computation.precision import has_bf16
 from node.model.memory_estimate import fit_microbatch
 from node.options import Device, NodeOptions, TrainerOptions
 from node.trainer.devices.pause_when_busy import usage_meter_for
-from node.trainer.ipc.device_use import DeviceUse
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.channel import DeviceUse
+from node.trainer.ipc.shared_memory import SharedLayout
 from node.units import format_bytes, format_count
 from optim.round_plan import RoundPlanner
 from protocol.errors import DeviceError, MurmurError

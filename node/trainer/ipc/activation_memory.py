@@ -11,7 +11,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from node.trainer.ipc.shared_layout import anonymous_file
+from node.trainer.ipc.shared_memory import anonymous_file
 
 ALIGNMENT = 64  # of slots, so that a trainer can view any of them as numbers
 

@@ -1,32 +1,25 @@
 """Exchange small messages between a daemon and its trainer over a socket pair; everything large is in shared memory.
 
-The frames are those of `frames`. The daemon sends TrainerConfig first and the trainer answers Ready; afterwards
-both sides send at any time. The end of the stream means that the other process is gone.
+A frame is a length (4 bytes, big endian) and that many bytes of JSON, at most MAX_MESSAGE_BYTES. The daemon sends
+TrainerConfig first and the trainer answers Ready; afterwards both sides send at any time. The end of the stream means
+that the other process is gone.
 
 The trainer's end blocks (TrainerChannel), the daemon's does not (DaemonChannel). Every write has a deadline.
 """
 
 import asyncio
+import select
 import socket
-from typing import Annotated, Final, Literal
+import threading
+import time
+from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 
 from node.data.skipped_rows import SkipReason
 from node.options import SiteShard, TrainerOptions
 from node.step_settings import StepSettings
 from node.trainer.ipc.activation_memory import SlotSizes
-from node.trainer.ipc.device_use import DeviceUse
-from node.trainer.ipc.frames import (
-    LENGTH_BYTES,
-    MAX_MESSAGE_BYTES,
-    WRITE_SECONDS,
-    ChannelClosed,
-    FrameSocket,
-    decode_length,
-    encode_frame,
-    parse_message,
-)
 from node.trainer.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,
@@ -37,9 +30,112 @@ from node.trainer.ipc.stage_messages import (
     TakeStageStep,
 )
 from protocol.audits.work import Conditions, Outcome, WorkTrace
+from protocol.errors import MalformedError
+from protocol.fault_words import describe_faults
 
 ContributionOutcome = Outcome
 Activity = Literal["compute", "encode", "adopt", "wait", "idle", "evaluate", "snapshot", "pause"]
+MAX_MESSAGE_BYTES: Final = 2 * 1024 * 1024
+WRITE_SECONDS: Final = 30.0
+LENGTH_BYTES: Final = 4
+M = TypeVar("M")
+
+
+class ChannelClosed(Exception):  # noqa: N818
+    """The other process is gone or does not read."""
+
+
+class FrameSocket:
+    """The blocking end of a stream of frames; several threads may send.
+
+    It raises ChannelClosed when the other process is gone, and MalformedError for bytes that are not a message.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+        self._sending = threading.Lock()
+
+    def send(self, message: BaseModel) -> None:
+        frame = encode_frame(message)
+        try:
+            with self._sending:
+                self._socket.settimeout(WRITE_SECONDS)
+                self._socket.sendall(frame)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive_as(self, adapter: TypeAdapter[M], timeout_seconds: float | None) -> M | None:
+        """Return the next message, or None if none is complete in time; 0 only polls, None waits for it."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            body = self._next_body()
+            if body is not None:
+                return parse_message(adapter, body)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._socket], [], [], left)[0]:
+                return None
+            self._fill_buffer()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _fill_buffer(self) -> None:
+        try:
+            data = self._socket.recv(MAX_MESSAGE_BYTES)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not data:
+            raise ChannelClosed("the other process closed the channel")
+        self._buffer += data
+
+    def _next_body(self) -> bytes | None:
+        if len(self._buffer) < LENGTH_BYTES:
+            return None
+        end = LENGTH_BYTES + decode_length(bytes(self._buffer[:LENGTH_BYTES]))
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[LENGTH_BYTES:end])
+        del self._buffer[:end]
+        return body
+
+
+def encode_frame(message: BaseModel) -> bytes:
+    """Return the frame of a message. Raises MalformedError if it is too long."""
+    body = message.model_dump_json().encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise MalformedError(f"a message of {len(body)} bytes is too long for the channel; at most {MAX_MESSAGE_BYTES}")
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def decode_length(prefix: bytes) -> int:
+    """Return the length of a frame's body. Raises MalformedError if it is above MAX_MESSAGE_BYTES."""
+    length = int.from_bytes(prefix, "big")
+    if length > MAX_MESSAGE_BYTES:
+        raise MalformedError(f"a frame of {length} bytes is too long for the channel; at most {MAX_MESSAGE_BYTES}")
+    return length
+
+
+def parse_message(adapter: TypeAdapter[M], body: bytes) -> M:
+    """Return the message in a frame. Raises MalformedError for anything else."""
+    try:
+        return adapter.validate_json(body)
+    except ValidationError as error:
+        raise MalformedError(f"not a message of the channel: {describe_faults(error)}") from error
+
+
+class DeviceUse(BaseModel):
+    """The use of an accelerator by all programs; memory in bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float | None = Field(default=None, ge=0, le=1, description="of the time; None: the driver does not say")
+    memory: int = Field(ge=0)
+    memory_total: int = Field(ge=0)
 
 
 class _IpcMessage(BaseModel):
@@ -291,6 +387,8 @@ ToTrainer = Annotated[
     | Stop,
     Field(discriminator="kind"),
 ]
+
+
 FromTrainer = Annotated[
     Ready
     | TrainerProgress
@@ -310,7 +408,11 @@ FromTrainer = Annotated[
     | Regrouping,
     Field(discriminator="kind"),
 ]
+
+
 _TO_TRAINER: Final[TypeAdapter[ToTrainer]] = TypeAdapter(ToTrainer)
+
+
 _FROM_TRAINER: Final[TypeAdapter[FromTrainer]] = TypeAdapter(FromTrainer)
 
 

@@ -4,7 +4,7 @@ A trainer that died resumes from the shared memory after a growing delay. The da
 Failed, crashes with the same error MAX_EQUAL_CRASHES times without progress, or dies MAX_CRASHES_IN_A_ROW times without
 progress.
 
-A watchdog kills a trainer that is stuck (`node.trainer.ipc.watchdog`).
+A watchdog kills a trainer that is stuck: a hanging driver raises nothing, and its process goes on running.
 """
 
 import asyncio
@@ -15,15 +15,17 @@ import re
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from node.processes.process import python_environment
-from node.trainer.ipc import watchdog
 from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.channel import (
+    ChannelClosed,
     ContributionHeader,
     Crashed,
     DaemonChannel,
@@ -36,10 +38,7 @@ from node.trainer.ipc.channel import (
     TrainerConfig,
     TrainerProgress,
 )
-from node.trainer.ipc.frames import ChannelClosed
 from node.trainer.ipc.shared_memory import SharedMemory
-from node.trainer.ipc.trainer_run import SpawnedRun, TrainerRun
-from node.trainer.ipc.watchdog import Watchdog
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 
@@ -61,6 +60,80 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 # busy machine it holds a core that they need, and all threads together are slower than one (`benchmarks/busy.py`). A
 # thousand iterations are some microseconds.
 SPIN_LIMITS: Final[Mapping[str, str]] = MappingProxyType({"GOMP_SPINCOUNT": "1000"})
+WATCHDOG_SECONDS = 5.0  # between two checks
+MIN_STUCK_SECONDS = 300.0
+STUCK_FACTOR = 20.0  # steps take minutes on some machines
+
+
+class Watchdog:
+    """Detects a stuck trainer process by its heartbeats. All times are seconds of a monotonic clock.
+
+    The trainer records a heartbeat at every iteration of its loop, which is a step or a short wait. It may be silent
+    for MIN_STUCK_SECONDS or STUCK_FACTOR times its longest silence, whichever is longer.
+    """
+
+    def __init__(self, heartbeat_count: int, now: float) -> None:
+        self._heartbeat_count = heartbeat_count
+        self._observed_at = now
+        self._longest_silence = 0.0
+        self.silent_seconds = 0.0
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.silent_seconds > max(MIN_STUCK_SECONDS, STUCK_FACTOR * self._longest_silence)
+
+    def observe(self, heartbeat_count: int, now: float) -> None:
+        # While the daemon is suspended (a closed laptop, a stopped container), so is the trainer: that is no silence.
+        elapsed = min(now - self._observed_at, 2 * WATCHDOG_SECONDS)
+        self._observed_at = now
+        self.silent_seconds += elapsed
+        if heartbeat_count != self._heartbeat_count:
+            self._longest_silence = max(self._longest_silence, self.silent_seconds)
+            self._heartbeat_count = heartbeat_count
+            self.silent_seconds = 0.0
+
+
+@dataclass(frozen=True)
+class TrainerRun(ABC):
+    """One trainer, from its start to its end: a process that the daemon spawned, or one that a user started."""
+
+    channel: DaemonChannel
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The id of the process while it runs; `None` for a process of the user."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
+
+    @abstractmethod
+    async def wait(self) -> str:
+        """Wait for its end; return how it ended."""
+
+
+@dataclass(frozen=True)
+class SpawnedRun(TrainerRun):
+    process: asyncio.subprocess.Process
+    stderr_task: asyncio.Task[None]
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process.returncode is None else None
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+    async def wait(self) -> str:
+        code = await self.process.wait()
+        await self.stderr_task
+        return _describe_exit(code)
+
+
+def _describe_exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class TrainerProcess:
@@ -219,7 +292,7 @@ class TrainerProcess:
         """Kill the trainer if it is ready and then gets stuck."""
         guard: Watchdog | None = None
         while not (guard and guard.is_stuck):
-            await asyncio.sleep(watchdog.WATCHDOG_SECONDS)
+            await asyncio.sleep(WATCHDOG_SECONDS)
             if self.not_running_reason:
                 continue  # starting takes as long as loading its data
             now, heartbeat_count = time.monotonic(), self._shared_memory.heartbeat_count
@@ -286,7 +359,7 @@ class TrainerProcess:
             theirs.close()
         self._stderr_tail.clear()
         stderr_task = asyncio.create_task(self._pump_stderr(process), name="stderr of the trainer")
-        run = SpawnedRun(process, await DaemonChannel.open(ours), stderr_task)
+        run = SpawnedRun(await DaemonChannel.open(ours), process, stderr_task)
         with contextlib.suppress(ChannelClosed):  # dead already: `receive` will notice
             await run.channel.send(self._current_config)
         return run

@@ -31,11 +31,10 @@ def work_until_ended(connection: socket.socket, daemon: socket.socket, inherited
     """Carry out the commands of rank 0 until it says that this is the end; returns the exit code."""
     with rare_garbage_collection():
         from node.trainer.ending import describe_end
-        from node.trainer.ipc.channel import TrainerChannel
-        from node.trainer.ipc.frames import ChannelClosed, FrameSocket
-        from node.trainer.ranks.follower import follow
+        from node.trainer.ipc.channel import ChannelClosed, FrameSocket, TrainerChannel
         from node.trainer.ranks.leader import GRACE_SECONDS
         from node.trainer.ranks.messages import TO_RANK, RankConfig
+        from node.trainer.ranks.rank import follow
         from protocol.errors import MurmurError
 
     channel, memory = FrameSocket(connection), None

@@ -3,11 +3,15 @@
 The ranks of one machine meet in a file without a name, whose descriptor they inherit, and connect over the loopback
 interface. Those of a site meet in a TCPStore; for gloo, each listens at a loopback address of its own, to which the
 tunnels of node.trainer.site lead from the other machines.
+
+A rank on another machine has no shared memory with the daemon, so rank 0 sends its parts of a flat vector and receives
+them back. They are contiguous in that vector, so they are sent from and received into their place, CHUNK_VALUES at a
+time; an accelerator's parts pass through one buffer of that length.
 """
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -19,12 +23,48 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from node.trainer.ranks.messages import SiteGroup
+from node.trainer.ranks.shards import Shard
 
 COLLECTIVE_SECONDS: Final = 600.0  # the longest wait for another rank; its death is noticed at once
 BACKENDS: Final = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 SITE_BACKEND: Final = "murmur_gloo"
 SITE_BACKENDS: Final = {"cpu": SITE_BACKEND, "cuda": f"cpu:{SITE_BACKEND},cuda:nccl"}
 LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+CHUNK_VALUES: Final = 1 << 22  # 16 MiB
+
+
+def send_from(flat: Tensor, shards: Sequence[Shard], rank: int) -> None:
+    """Send the parts of another rank from the flat vector of the model."""
+    for shard in shards:
+        send_part(flat[slice(*shard.whole)], rank)
+
+
+def receive_into(flat: Tensor, shards: Sequence[Shard], rank: int) -> None:
+    """Receive the parts of another rank into the flat vector of the model."""
+    for shard in shards:
+        receive_part(flat[slice(*shard.whole)], rank)
+
+
+def send_part(part: Tensor, rank: int) -> None:
+    """Send values (n,) to another rank."""
+    for chunk in _chunks(part):
+        dist.send(chunk.cpu(), rank)
+
+
+def receive_part(part: Tensor, rank: int) -> None:
+    """Receive values (n,) from another rank."""
+    for chunk in _chunks(part):
+        if chunk.device.type == "cpu":
+            dist.recv(chunk, rank)
+            continue
+        buffer = torch.empty(len(chunk), dtype=chunk.dtype)
+        dist.recv(buffer, rank)
+        chunk.copy_(buffer)
+
+
+def _chunks(part: Tensor) -> Iterator[Tensor]:
+    if len(part):
+        yield from torch.split(part, CHUNK_VALUES)
 
 
 class RankGroup:

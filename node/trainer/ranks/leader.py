@@ -24,9 +24,7 @@ from node.model import LanguageModel
 from node.processes.process import python_environment
 from node.trainer.devices.device import measure_device_use
 from node.trainer.ending import OtherRanksNeeded
-from node.trainer.ipc.channel import TrainerConfig
-from node.trainer.ipc.device_use import DeviceUse
-from node.trainer.ipc.frames import FrameSocket
+from node.trainer.ipc.channel import DeviceUse, FrameSocket, TrainerConfig
 from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.live import LiveVectors
 from node.trainer.ranks.messages import (
@@ -41,8 +39,8 @@ from node.trainer.ranks.messages import (
     Meet,
     RankCommand,
     RankConfig,
+    RankStep,
     SiteGroup,
-    TakeStep,
 )
 from node.trainer.site.head import JoinedMachine, SiteHead
 from node.trainer.site.messages import Target, own_host
@@ -52,7 +50,7 @@ from protocol.manifest.reading import parse_manifest
 if TYPE_CHECKING:
     from node.trainer.ranks.group import RankGroup
     from node.trainer.ranks.rank import Rank
-    from node.trainer.ranks.sharded_optimizer import ShardedOptimizer
+    from node.trainer.ranks.sharded_model import ShardedOptimizer
 
 RANK_MODULE: Final = "node.trainer.ranks"
 DONE_SECONDS: Final = 600.0  # for copies of a rank's parts
@@ -99,7 +97,7 @@ class RankLeader(LiveVectors):
         The other ranks then apply the gradient if loss and norm are finite, and so must the caller.
         """
         optimizer = self.optimizer
-        command = TakeStep(
+        command = RankStep(
             step=step,
             rows=len(windows),
             train=optimizer.train,

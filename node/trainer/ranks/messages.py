@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from node.options import SiteShard
-from node.trainer.ipc.channel import TrainerConfig
-from node.trainer.ipc.device_use import DeviceUse
+from node.trainer.ipc.channel import DeviceUse, TrainerConfig
 from protocol.manifest.sections import TrainSection
 
 
@@ -49,7 +48,7 @@ class RankConfig(_RankMessage):
     site: SiteGroup | None = Field(default=None, description="None: all ranks are on one machine")
 
 
-class TakeStep(_RankMessage):
+class RankStep(_RankMessage):
     """Make an inner step on a batch of `rows` sequences, which rank 0 broadcasts next."""
 
     kind: Literal["step"] = "step"
@@ -114,7 +113,7 @@ class Listening(_RankMessage):
     port: int
 
 
-RankCommand = TakeStep | CopyVectors | ClearVectors | MeasureLoss | MeasureDevice | EndRank
+RankCommand = RankStep | CopyVectors | ClearVectors | MeasureLoss | MeasureDevice | EndRank
 TO_RANK: TypeAdapter[RankConfig | Meet | RankCommand] = TypeAdapter(
     Annotated[RankConfig | Meet | RankCommand, Field(discriminator="kind")]
 )

@@ -1,27 +1,51 @@
-"""The work that every rank of a node does, rank 0 as well."""
+"""The work of every rank of a node, rank 0 included, and the loop of the others."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from node.from_manifest import build_program
 from node.model import LanguageModel
 from node.options import TrainerOptions
 from node.trainer.devices.compiling import build_dealt_model, uncompiled
-from node.trainer.devices.device import MicrobatchTooLarge, autocast_context, is_out_of_memory, uses_bf16
-from node.trainer.ipc.shared_memory import SharedMemory
-from node.trainer.ranks.far_parts import receive_into, receive_part, send_from, send_part
-from node.trainer.ranks.group import RankGroup
-from node.trainer.ranks.messages import ClearVectors, CopyVectors, MeasureLoss, RankCommand, TakeStep
-from node.trainer.ranks.sharded_model import ShardedModel
-from node.trainer.ranks.sharded_optimizer import ShardedOptimizer
+from node.trainer.devices.device import (
+    MicrobatchTooLarge,
+    autocast_context,
+    is_out_of_memory,
+    limit_memory,
+    measure_device_use,
+    uses_bf16,
+)
+from node.trainer.ipc.channel import FrameSocket
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
+from node.trainer.ranks.group import RankGroup, listen_for_ranks, receive_into, receive_part, send_from, send_part
+from node.trainer.ranks.messages import (
+    TO_RANK,
+    ClearVectors,
+    CopyVectors,
+    Done,
+    EndRank,
+    Listening,
+    MeasureDevice,
+    MeasureLoss,
+    Meet,
+    RankCommand,
+    RankConfig,
+    RankStep,
+)
+from node.trainer.ranks.sharded_model import ShardedModel, ShardedOptimizer
 from node.trainer.ranks.shards import Shard, own_pieces, own_shards
 from optim.experts.routed_tokens import add_tokens
 from optim.inner.base import WEIGHTS, InnerUpdateRule
+from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 
 DEFAULT_OPTIONS = TrainerOptions()
+MEET_SECONDS: Final = 120.0  # until all ranks have imported torch and listen
 
 
 class Rank:
@@ -61,7 +85,7 @@ class Rank:
     def carry_out(self, command: RankCommand) -> None:
         """Carry out a command of rank 0 on another rank."""
         match command:
-            case TakeStep():
+            case RankStep():
                 self.take_step(command, self._room(command.rows))
             case CopyVectors(direction="save"):
                 self._save()
@@ -73,7 +97,7 @@ class Rank:
             case MeasureLoss():
                 self.measure_loss(command, [self._room(rows) for rows in command.rows])
 
-    def take_step(self, command: TakeStep, windows: Tensor) -> None:
+    def take_step(self, command: RankStep, windows: Tensor) -> None:
         """Make a step as rank 0 does in `TrainerState.take_step`: all ranks see the same loss and norm."""
         optimizer = self.optimizer
         optimizer.train = command.train
@@ -84,7 +108,7 @@ class Rank:
             optimizer.apply(command.step, norm)
         optimizer.clear_gradient()
 
-    def accumulate_gradient(self, command: TakeStep, windows: Tensor) -> float:
+    def accumulate_gradient(self, command: RankStep, windows: Tensor) -> float:
         """Add this rank's part to the gradient of the mean loss over a batch; return the loss, the same on all ranks.
 
         Args:
@@ -209,3 +233,44 @@ class Rank:
         for name, vector in self.optimizer.vectors.items():
             for shard in self._model.shards:
                 vector[slice(*shard.own)].copy_(shared[name][slice(*shard.whole)])
+
+
+def follow(config: RankConfig, channel: FrameSocket, inherited: Sequence[int]) -> None:
+    """Join the other ranks and carry out the commands of rank 0. Raises ChannelClosed if that is gone.
+
+    `inherited` are the shared memory and the file in which the ranks meet, or nothing on another machine.
+    """
+    trainer, ranks = config.trainer, len(config.devices)
+    device = torch.device(config.devices[config.rank])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    limit_memory(trainer.options.memory, device)
+    manifest = parse_manifest(trainer.manifest.encode(), "the daemon's manifest")
+    program = build_program(manifest)
+    memory = SharedMemory.attach(inherited[:1], SharedLayout.of(program)) if inherited else None
+    if config.site is None:
+        group = RankGroup.join(config.rank, ranks, device, inherited[1])
+    else:
+        channel.send(Listening(port=listen_for_ranks(config.site.address(config.rank))))
+        _require_meet(channel)
+        group = RankGroup.join_site(config.rank, device, config.site)
+    if device.type == "cuda" and memory is not None:
+        memory.pin()
+    rank = Rank(manifest, program.method.inner, config.microbatch, group, memory, trainer.options)
+    while True:
+        command = channel.receive_as(TO_RANK, None)
+        if isinstance(command, EndRank):
+            return group.leave()
+        if isinstance(command, RankConfig | Meet) or command is None:
+            raise ValueError("rank 0 sent its config twice")
+        if isinstance(command, MeasureDevice):
+            channel.send(Done(use=measure_device_use(device)))
+            continue
+        rank.carry_out(command)
+        if isinstance(command, CopyVectors):
+            channel.send(Done())
+
+
+def _require_meet(channel: FrameSocket) -> None:
+    command = channel.receive_as(TO_RANK, MEET_SECONDS)
+    if not isinstance(command, Meet):
+        raise TimeoutError(f"rank 0 opened no tunnels within {MEET_SECONDS:.0f} s")

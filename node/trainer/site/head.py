@@ -1,4 +1,4 @@
-"""The first machine of a site: it listens for the others, in a thread of rank 0."""
+"""The first machine of a site: a thread of rank 0 that listens for the other machines."""
 
 import asyncio
 import contextlib
@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from node.monitoring.logs import sanitize
-from node.trainer.ipc.channel import Crashed, SiteConfig, TrainerChannel, TrainerWarning
-from node.trainer.ipc.frames import ChannelClosed, FrameSocket
+from node.trainer.ipc.channel import ChannelClosed, Crashed, FrameSocket, SiteConfig, TrainerChannel, TrainerWarning
 from node.trainer.site.messages import (
     FROM_MACHINE,
     OPENING,
-    Answer,
     Dial,
+    DialedConnection,
     Forward,
     Forwarding,
     Machine,
     Opening,
+    OpenTunnel,
     RankChannel,
     Refused,
     Target,
-    Tunnel,
     Welcome,
     own_host,
     receive,
@@ -42,7 +41,7 @@ from protocol.transport.tls.handshake import ServerHandshake
 OPENING_SECONDS: Final = 5.0
 DIAL_SECONDS: Final = 10.0
 FORWARD_SECONDS: Final = 30.0
-MAX_STRANGERS: Final = 32  # connections that have not shown the secret yet
+MAX_UNAUTHENTICATED: Final = 32  # connections whose secret has not arrived yet
 MAX_MACHINES: Final = 63
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -50,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class JoinedMachine:
-    """A machine that has shown the token."""
+    """A machine that has sent the site's secret."""
 
     offer: Machine
     address: str
     writer: asyncio.StreamWriter
-    channels: dict[int, FrameSocket] = field(default_factory=dict)  # to its ranks, by number on the machine
+    channels: dict[int, FrameSocket] = field(default_factory=dict)  # by number of the rank on the machine
     forwarding: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -65,14 +64,14 @@ class JoinedMachine:
 
 @dataclass(frozen=True)
 class SiteRules:
-    """The properties that each machine must have."""
+    """The versions and devices that each machine must have."""
 
     version: str
-    devices: int | None  # on each machine; None: any number
-    kind: str  # of the devices: cpu or cuda
+    devices: int | None  # per machine; None: any number
+    kind: str  # cpu or cuda
 
     def refuse(self, offer: Machine) -> Refused | None:
-        """Return why a machine may not take part; `None` means that it may."""
+        """Return why a machine is not admitted; `None` means that it is."""
         if offer.version != self.version:
             return _refuse(f"the first machine has {self.version}, this one {offer.version}; install the same")
         if {device.partition(":")[0] for device in offer.devices} != {self.kind}:
@@ -99,22 +98,23 @@ class SiteHead:
         self._machines: dict[str, JoinedMachine] = {}
         self._used: tuple[JoinedMachine, ...] | None = None
         self._is_closing = False
-        self._strangers = 0
+        self._unauthenticated = 0
         self._targets: dict[int, tuple[Target, JoinedMachine | None]] = {}
         self._dials: dict[int, asyncio.Future[Streams]] = {}
         self._dial_numbers = itertools.count()
         self._entrances = TunnelEntrances(self._dial)
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="site", daemon=True)
         self._thread.start()
 
     def gather(self, seconds: float) -> tuple[JoinedMachine, ...]:
-        """Wait for machines, and return those that train from now on; later ones make the ranks start again."""
+        """Wait for machines, and return the ones to train with; a later one makes all ranks start again."""
         time.sleep(seconds)
         deadline = time.monotonic() + OPENING_SECONDS
         while time.monotonic() < deadline and not all(m.is_complete for m in list(self._machines.values())):
-            time.sleep(0.05)  # one is about to come
+            time.sleep(0.05)  # some ranks of a machine have connected, the others are about to
 
         async def choose() -> tuple[JoinedMachine, ...]:
             self._used = tuple(machine for machine in self._machines.values() if machine.is_complete)
@@ -124,18 +124,18 @@ class SiteHead:
 
     @property
     def newcomer(self) -> str:
-        """Return the address of a machine that came after `gather`, or nothing."""
+        """Return the address of a machine that joined after `gather`; empty if there is none."""
         if self._used is None:
             return ""
         machines = list(self._machines.values())
         return next((m.address for m in machines if m.is_complete and m not in self._used), "")
 
     def forward(self, targets: Sequence[tuple[Target, JoinedMachine | None]]) -> None:
-        """Offer targets on all machines but their own; `None` is this one."""
+        """Make targets available on all machines but their own; `None` stands for this machine."""
         self._call(self._forward(targets), FORWARD_SECONDS)
 
     def close(self, seconds: float) -> None:
-        """Let the machines leave, and stop listening."""
+        """Wait until the machines have left, then stop listening."""
         self._is_closing = True
         deadline = time.monotonic() + seconds
         while self._machines and time.monotonic() < deadline:
@@ -147,8 +147,8 @@ class SiteHead:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
+        with self._runner:
+            self._runner.run(self._serve())
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
@@ -174,9 +174,9 @@ class SiteHead:
                     await self._serve_machine(offer, streams)
                 case RankChannel() as channel:
                     await self._serve_channel(channel, streams)
-                case Tunnel(target=number) if number in self._targets:
+                case OpenTunnel(target=number) if number in self._targets:
                     await join_streams(streams, await self._connect(*self._targets[number]))
-                case Answer(dial=number) if number in self._dials:
+                case DialedConnection(dial=number) if number in self._dials:
                     self._dials.pop(number).set_result(streams)
                 case _:
                     writer.close()
@@ -185,10 +185,10 @@ class SiteHead:
             writer.close()
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Opening | None:
-        """Return the first message of a caller that has the secret."""
-        if self._strangers >= MAX_STRANGERS:
+        """Return the first message of a caller with the right secret; `None` after a refusal."""
+        if self._unauthenticated >= MAX_UNAUTHENTICATED:
             return None
-        self._strangers += 1
+        self._unauthenticated += 1
         try:
             opening = await receive(reader, OPENING, OPENING_SECONDS)
             if self._token.admits(opening.secret):
@@ -199,7 +199,7 @@ class SiteHead:
         except (ChannelClosed, MalformedError) as error:
             self._report(writer, str(error))
         finally:
-            self._strangers -= 1
+            self._unauthenticated -= 1
         return None
 
     async def _serve_machine(self, offer: Machine, streams: Streams) -> None:
@@ -240,7 +240,7 @@ class SiteHead:
             self._lose(machine)
 
     def _report(self, writer: asyncio.StreamWriter, reason: str) -> None:
-        """Let the daemon count and log a refusal."""
+        """Report a refusal to the daemon, which counts and logs it."""
         line = f"--site refused {_address(writer)}: {sanitize(reason)}"
         self._daemon.send(TrainerWarning(reason="machine refused", line=line))
 
@@ -260,6 +260,7 @@ class SiteHead:
         hosts = {self._host}
         await self._entrances.open([target for target, _ in targets if target.host != self._host])
         for machine in self._used or ():
+            # Processes that share a loopback interface need one set of listeners.
             is_first = machine.offer.host not in hosts
             hosts.add(machine.offer.host)
             away = [target for target, _ in targets if target.host != machine.offer.host]
@@ -271,7 +272,7 @@ class SiteHead:
         return await self._connect(*self._targets[target.number])
 
     async def _connect(self, target: Target, machine: JoinedMachine | None) -> Streams:
-        """Connect with a target here, or let its machine dial us."""
+        """Connect to a target on this machine, or request the connection from the target's machine."""
         if machine is None:
             return await asyncio.open_connection(target.address, target.port, limit=CHUNK_BYTES)
         number = next(self._dial_numbers)

@@ -1,4 +1,4 @@
-"""The messages of a site's machines to its first one, and back: frames of JSON (node.trainer.ipc.frames) on TLS."""
+"""The messages between a site's first machine and the others: frames of JSON (node.trainer.ipc.channel) over TLS."""
 
 import asyncio
 import os
@@ -9,8 +9,7 @@ from typing import Annotated, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from node.options import MAX_DEVICES
-from node.trainer.ipc.channel import Crashed
-from node.trainer.ipc.frames import LENGTH_BYTES, ChannelClosed, encode_frame, parse_message
+from node.trainer.ipc.channel import LENGTH_BYTES, ChannelClosed, Crashed, encode_frame, parse_message
 from protocol.errors import MalformedError
 
 MAX_SITE_MESSAGE_BYTES: Final = 64 * 1024
@@ -24,33 +23,33 @@ class _SiteMessage(BaseModel):
 
 
 class Machine(_SiteMessage):
-    """A machine offers its devices; the connection stays for orders."""
+    """Offer the devices of a machine; the connection stays open for commands."""
 
     kind: Literal["machine"] = "machine"
-    machine: Name = Field(description="random, of this attempt")
-    host: Name = Field(description="the same for processes that share a loopback interface")
-    version: Name = Field(description="of torch and Python")
+    machine: Name = Field(description="random; new for each attempt to join")
+    host: Name = Field(description="identifies a loopback interface")
+    version: Name = Field(description="versions of torch and Python")
     devices: tuple[Name, ...] = Field(min_length=1, max_length=MAX_DEVICES)
-    names: tuple[Name, ...] = Field(min_length=1, max_length=MAX_DEVICES, description="of the devices, for people")
+    names: tuple[Name, ...] = Field(min_length=1, max_length=MAX_DEVICES, description="device names, for people")
 
 
 class RankChannel(_SiteMessage):
-    """The channel between rank 0 and one rank of a machine."""
+    """Open the channel between rank 0 and one rank of a machine."""
 
     kind: Literal["channel"] = "channel"
     machine: Name
     index: int = Field(ge=0, lt=MAX_DEVICES)
 
 
-class Tunnel(_SiteMessage):
-    """A connection to a target of the tunnels."""
+class OpenTunnel(_SiteMessage):
+    """Connect to a target of the tunnels."""
 
     kind: Literal["tunnel"] = "tunnel"
     target: int = Field(ge=0)
 
 
-class Answer(_SiteMessage):
-    """The connection that rank 0 asked for with Dial."""
+class DialedConnection(_SiteMessage):
+    """Open the connection that rank 0 requested with Dial."""
 
     kind: Literal["answer"] = "answer"
     dial: int = Field(ge=0)
@@ -60,17 +59,17 @@ class Opening(_SiteMessage):
     """The first message of each connection."""
 
     secret: str = Field(max_length=64)
-    what: Annotated[Machine | RankChannel | Tunnel | Answer, Field(discriminator="kind")]
+    what: Annotated[Machine | RankChannel | OpenTunnel | DialedConnection, Field(discriminator="kind")]
 
 
 class Welcome(_SiteMessage):
-    """The machine may take part."""
+    """The machine is admitted."""
 
     kind: Literal["welcome"] = "welcome"
 
 
 class Refused(_SiteMessage):
-    """The machine may not take part, for this reason."""
+    """The machine is not admitted, for this reason."""
 
     kind: Literal["refused"] = "refused"
     reason: str = Field(max_length=400)
@@ -78,7 +77,7 @@ class Refused(_SiteMessage):
 
 
 class Target(_SiteMessage):
-    """A listener on the loopback interface of one machine, which the tunnels offer on the others."""
+    """A listener on the loopback interface of one machine, which tunnels make available on the others."""
 
     number: int = Field(ge=0)
     host: Name
@@ -87,20 +86,20 @@ class Target(_SiteMessage):
 
 
 class Forward(_SiteMessage):
-    """Offer these targets on the loopback interface; answered by Forwarding."""
+    """Listen for these targets on the loopback interface; the reply is Forwarding."""
 
     kind: Literal["forward"] = "forward"
     targets: tuple[Target, ...] = Field(max_length=MAX_DEVICES * MAX_DEVICES)
 
 
 class Forwarding(_SiteMessage):
-    """The targets are offered."""
+    """Confirm that the machine listens for the targets."""
 
     kind: Literal["forwarding"] = "forwarding"
 
 
 class Dial(_SiteMessage):
-    """Connect this target of yours with rank 0, by an Answer with this number."""
+    """Connect a target on this machine to rank 0, by a DialedConnection with this number."""
 
     kind: Literal["dial"] = "dial"
     dial: int = Field(ge=0)
@@ -127,7 +126,7 @@ async def send(writer: asyncio.StreamWriter, message: BaseModel) -> None:
 
 
 async def receive(reader: asyncio.StreamReader, adapter: TypeAdapter[M], seconds: float | None = MESSAGE_SECONDS) -> M:
-    """Return the next message. Raises ChannelClosed, also after `seconds`, and MalformedError."""
+    """Return the next message. Raises MalformedError, and ChannelClosed, also after `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
@@ -139,11 +138,11 @@ async def receive(reader: asyncio.StreamReader, adapter: TypeAdapter[M], seconds
 
 
 def own_host() -> str:
-    """Return a name that all processes with this loopback interface share, and no others."""
+    """Return a name that identifies this loopback interface (boot and network namespace)."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
 def own_version(torch_version: str) -> str:
-    """Return the versions that all machines must have in common."""
+    """Return the versions of torch and Python, which must be equal on all machines."""
     return f"torch {torch_version.partition('+')[0]}, Python {platform.python_version().rpartition('.')[0]}"

@@ -1,4 +1,4 @@
-"""The token of a site: the public key of its first machine, and a secret that admits a machine."""
+"""The token of a site: the public key of its first machine, and the secret with which other machines join."""
 
 import hashlib
 import hmac
@@ -8,6 +8,9 @@ from typing import Final, Self
 
 import base58
 
+from node.options import NodeOptions
+from node.run_dir import RunDir
+from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import UsageError
 from protocol.identity import KEY_BYTES, PUBLIC_HEADER, Identity, PeerId, public_key
 
@@ -46,10 +49,18 @@ class SiteToken:
         return hmac.compare_digest(self.secret.encode(), secret.encode())
 
     def __str__(self) -> str:
-        # One word in base58, because logs shorten peer ids and digests.
+        # One base58 string of both, because logs shorten peer ids and digests.
         return base58.b58encode(public_key(self.head).public_bytes_raw() + bytes.fromhex(self.secret)).decode()
 
 
 def load_site_key(path: Path) -> Identity:
-    """Return the key of a site's first machine; the first call creates it."""
+    """Load the key of a site's first machine, or create it."""
     return Identity.load_or_create(path)
+
+
+def describe_site(settings: NodeOptions, run_dir: RunDir) -> str:
+    """Return the command that adds another machine to this node's site."""
+    assert settings.site is not None
+    host, port = parse_host_port(settings.site, "--site")
+    shown = "THIS-MACHINE" if host in ALL_INTERFACES else f"[{host}]" if ":" in host else host
+    return f"murmur rank {shown}:{port} --token {SiteToken.of(load_site_key(run_dir.site_key))}"

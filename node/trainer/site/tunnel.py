@@ -1,4 +1,4 @@
-"""Copy bytes between two connections, and offer the targets of other machines on this one's loopback interface."""
+"""Forward the listeners of other machines to this one's loopback interface."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from node.trainer.ipc.frames import ChannelClosed
+from node.trainer.ipc.channel import ChannelClosed
 from node.trainer.site.messages import Target
 from protocol.errors import MurmurError
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Notice within twenty seconds that the other machine is gone, and send small messages at once."""
+    """Detect a lost machine within twenty seconds, and send small messages without delay."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (*KEEPALIVE, (socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
@@ -49,7 +49,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class TunnelEntrances:
-    """The listeners on this machine's loopback interface that lead to targets on other machines."""
+    """Listens on this machine's loopback interface for targets on other machines; `dial` connects to one."""
 
     def __init__(self, dial: Callable[[Target], Awaitable[Streams]]) -> None:
         self._dial = dial

@@ -11,8 +11,7 @@ from node.injected_faults import Faults, PlaceCounter, injected_faults
 from node.model import LanguageModel
 from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, MicrobatchDrawn, StageComputed
-from node.trainer.stages.exact_step import ExactStep
-from node.trainer.stages.stage_work import StageWork
+from node.trainer.stages.stage_work import ExactStep, StageWork
 from protocol.manifest.run import Manifest
 from protocol.pipeline.exact.ledger import StepLedger
 

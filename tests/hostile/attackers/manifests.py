@@ -32,8 +32,7 @@ def _prepare(stranger: Stranger, manifest: Manifest) -> None:
     from node.commands.join import room
     from node.from_manifest import build_program
     from node.options import NodeOptions
-    from node.trainer.ipc.shared_layout import SharedLayout
-    from node.trainer.ipc.shared_memory import SharedMemory
+    from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 
     def note_allocation(descriptor: int, offset: int, length: int) -> None:
         stranger.note(gigabytes=length / 1e9)

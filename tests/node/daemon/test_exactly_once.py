@@ -25,8 +25,7 @@ from node.loop.contributions import ContributionFile, LastSent, StoredContributi
 from node.model import shape_table
 from node.run_dir import RunDir
 from node.trainer.ipc.channel import ContributionOutcome
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from optim.compose import compose
 from optim.options import Scalar
 from optim.round_plan import RoundPlanner

@@ -17,8 +17,7 @@ from node.trainer.ipc.channel import (
     Ready,
     ToTrainer,
 )
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
 from tests.node.daemon.recorded_errors import RecordedErrors

@@ -11,6 +11,7 @@ from node.monitoring.status import NodeStatus, Phase
 from node.monitoring.status_reporter import StatusReporter
 from node.trainer.ipc.channel import (
     ContributionHeader,
+    DeviceUse,
     Evaluated,
     PauseChanged,
     Ready,
@@ -18,7 +19,6 @@ from node.trainer.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.trainer.ipc.device_use import DeviceUse
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit

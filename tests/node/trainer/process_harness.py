@@ -11,8 +11,7 @@ from node.from_manifest import build_node_program
 from node.model import initial_weights
 from node.options import TrainerOptions
 from node.trainer.ipc.channel import FromTrainer, TrainerConfig
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.ipc.trainer_process import TrainerProcess
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest

@@ -8,8 +8,7 @@ from torch import Tensor
 from node.model import build_model, initial_weights, shape_table
 from node.trainer.inner_step import InnerOptimizer
 from node.trainer.ipc.channel import ContributionOutcome
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.schedule import is_contribution_due, may_apply_anchor, must_wait
 from node.trainer.state import TrainerState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.trainer.activity_timer import ActivityTimer
+from node.trainer.exchange_loop import ActivityTimer
 
 
 def test_seconds_add_up_over_lives_and_errors() -> None:

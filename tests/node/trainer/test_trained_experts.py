@@ -8,8 +8,7 @@ from torch import Tensor
 
 from node.model import build_model, initial_weights, shape_table
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
 from optim.compose import compose

@@ -6,7 +6,7 @@ import torch
 from node.commands.doctor.prediction import DAEMON_PROCESS_BYTES, measure_flops, predict
 from node.commands.join.room import needed_room
 from node.from_manifest import build_node_program, in_memory_mode
-from node.trainer.ipc.shared_layout import SharedLayout
+from node.trainer.ipc.shared_memory import SharedLayout
 from protocol.errors import DeviceError
 from tests.node.small_run import MANIFEST
 

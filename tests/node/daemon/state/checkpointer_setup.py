@@ -12,8 +12,7 @@ from node.daemon.state.outer_state import ReplicatedState
 from node.loop.contributions import ContributionFile, ContributionTracker
 from node.run_dir import RunDir
 from node.trainer.counters import Counters, Outstanding, StepTotals
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from protocol.consensus.messages.contributions import Commit
 from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import MANIFEST, PROGRAM, RUN_ID, SHAPES, replica_in, store_in

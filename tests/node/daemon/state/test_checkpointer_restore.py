@@ -16,8 +16,7 @@ from node.loop.contributions import (
     StoredContribution,
 )
 from node.trainer.ipc.channel import ContributionHeader
-from node.trainer.ipc.shared_layout import RESIDUAL, SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import RESIDUAL, SharedLayout, SharedMemory
 from optim.compose import compose
 from protocol.consensus.history.chain import ChainHead
 from protocol.errors import CheckpointError, StorageError

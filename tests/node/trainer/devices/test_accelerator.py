@@ -10,8 +10,7 @@ from node.model.computation.fp8 import has_fp8
 from node.trainer.devices.device import is_out_of_memory, limit_memory
 from node.trainer.inner_step import accumulate_gradient
 from node.trainer.ipc.channel import ContributionOutcome
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from optim.inner.base import WEIGHTS
 from tests.node.trainer.state_harness import MODEL, StateHarness
 

@@ -7,8 +7,10 @@ import threading
 import pytest
 
 from node.trainer.ipc.channel import (
+    MAX_MESSAGE_BYTES,
     AnchorApplied,
     ApplyAnchor,
+    ChannelClosed,
     ContributionHeader,
     DaemonChannel,
     Evaluate,
@@ -25,7 +27,6 @@ from node.trainer.ipc.channel import (
     TrainerConfig,
     TrainerProgress,
 )
-from node.trainer.ipc.frames import MAX_MESSAGE_BYTES, ChannelClosed
 from protocol.errors import MalformedError
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.trainer.ipc.shared_layout import MAX_META_BYTES, REFERENCE, RESIDUAL, SharedLayout, locally_trained_names
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import (
+    MAX_META_BYTES,
+    REFERENCE,
+    RESIDUAL,
+    SharedLayout,
+    SharedMemory,
+    locally_trained_names,
+)
 from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT, WEIGHTS
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner

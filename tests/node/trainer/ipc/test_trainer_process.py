@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.trainer.ipc import trainer_process, watchdog
+from node.trainer.ipc import trainer_process
 from node.trainer.ipc.channel import ApplyAnchor, FromTrainer, Ready, Stopped, TrainerProgress
-from node.trainer.ipc.trainer_process import MAX_CRASHES_IN_A_ROW, TrainerProcess
-from node.trainer.ipc.trainer_run import TrainerRun
+from node.trainer.ipc.trainer_process import MAX_CRASHES_IN_A_ROW, TrainerProcess, TrainerRun
 from protocol.errors import DataError, DeviceError, MurmurError, error_with_code
 from tests.node.trainer.process_harness import ProcessHarness
 
@@ -189,8 +188,8 @@ async def test_trainer_that_sends_a_malformed_message_is_killed(harness: Process
 async def test_stuck_trainer_is_restarted(
     harness: ProcessHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_watched: bool
 ) -> None:
-    monkeypatch.setattr(watchdog, "WATCHDOG_SECONDS", 0.05)
-    monkeypatch.setattr(watchdog, "MIN_STUCK_SECONDS", 5.0 if is_watched else 600.0)
+    monkeypatch.setattr(trainer_process, "WATCHDOG_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_process, "MIN_STUCK_SECONDS", 5.0 if is_watched else 600.0)
     await harness.trainer.start()
     await harness.until(Ready)
     await harness.until(TrainerProgress)

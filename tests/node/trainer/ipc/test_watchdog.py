@@ -1,6 +1,6 @@
 """The watchdog distinguishes a stuck trainer from a slow one, and from a suspended daemon."""
 
-from node.trainer.ipc.watchdog import MIN_STUCK_SECONDS, STUCK_FACTOR, WATCHDOG_SECONDS, Watchdog
+from node.trainer.ipc.trainer_process import MIN_STUCK_SECONDS, STUCK_FACTOR, WATCHDOG_SECONDS, Watchdog
 
 
 def observe_silence(watchdog: Watchdog, heartbeat_count: int, since: float, seconds: float) -> float:

@@ -12,8 +12,7 @@ from node.options import TrainerOptions
 from node.trainer import inner_step
 from node.trainer.devices.device import MicrobatchTooLarge
 from node.trainer.inner_step import validation_loss
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.ranks import rank as rank_module
 from node.trainer.ranks.group import RankGroup
 from node.trainer.ranks.messages import MeasureLoss

@@ -14,10 +14,9 @@ from node.from_manifest import build_program
 from node.model import build_model, initial_weights
 from node.options import TrainerOptions
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
-from node.trainer.ipc.shared_layout import SharedLayout
-from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.ranks.group import RankGroup
-from node.trainer.ranks.messages import TakeStep
+from node.trainer.ranks.messages import RankStep
 from node.trainer.ranks.rank import DEFAULT_OPTIONS, Rank
 from optim.inner.base import WEIGHTS
 from protocol.manifest.run import Manifest
@@ -71,8 +70,8 @@ def batch_of(manifest: Manifest, step: int, rows: int) -> Tensor:
     return torch.randint(0, manifest.model.vocabulary, (rows, manifest.model.context + 1), generator=generator)
 
 
-def command_for(manifest: Manifest, step: int, rows: int) -> TakeStep:
-    return TakeStep(step=step, rows=rows, train=manifest.train, age_at_join=0, moments_age_at_join=0)
+def command_for(manifest: Manifest, step: int, rows: int) -> RankStep:
+    return RankStep(step=step, rows=rows, train=manifest.train, age_at_join=0, moments_age_at_join=0)
 
 
 def train_alone(manifest: Manifest, steps: int, rows: int) -> Vectors:

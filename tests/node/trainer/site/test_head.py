@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 from node.monitoring.peer_names import PeerNames
-from node.trainer.ipc.channel import SiteConfig, TrainerChannel
-from node.trainer.ipc.frames import ChannelClosed
+from node.trainer.ipc.channel import ChannelClosed, SiteConfig, TrainerChannel
 from node.trainer.site.agent import SiteAgent, SiteMember
 from node.trainer.site.head import SiteHead, SiteRules
 from node.trainer.site.messages import (
     TO_MACHINE,
     Machine,
     Opening,
+    OpenTunnel,
     Refused,
     Target,
-    Tunnel,
     Welcome,
     own_host,
     receive,
@@ -70,7 +69,7 @@ class Site:
         member = SiteMember("127.0.0.1", self.port, self.token, ("cpu",), ("cpu",), VERSION, 1)
         return replace(member, **changes)  # type: ignore[arg-type]
 
-    async def open(self, secret: str, what: Machine | Tunnel) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(self, secret: str, what: Machine | OpenTunnel) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         streams = await asyncio.open_connection("127.0.0.1", self.port, ssl=make_client_context())
         await send(streams[1], Opening(secret=secret, what=what))
         return streams
@@ -114,7 +113,7 @@ async def test_secret_is_not_shown_to_a_machine_with_another_key(site: Site) -> 
 @pytest.mark.parametrize("has_token", [False, True])
 async def test_store_of_the_ranks_is_reached_with_the_token_only(has_token: bool, site: Site) -> None:
     serving = asyncio.create_task(site.serve_store()) if has_token else None
-    reader, writer = await site.open(site.token.secret if has_token else "1" * 64, Tunnel(target=0))
+    reader, writer = await site.open(site.token.secret if has_token else "1" * 64, OpenTunnel(target=0))
     answer = await asyncio.wait_for(reader.read(1000), 20)
     assert (answer == SECRET_WEIGHTS) is has_token and (b"refused the token" in answer) is not has_token
     await close(writer)

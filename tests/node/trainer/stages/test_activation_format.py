@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from node.trainer.ipc.activation_memory import SlotSizes
-from node.trainer.stages.activation_format import FORMATS
+from node.trainer.stages.stage_pass import FORMATS
 from optim.errors import CodecError
 from protocol.manifest.pipeline import ACTIVATION_BYTES, PipelineSection
 
