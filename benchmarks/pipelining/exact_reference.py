@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from node.daemon.checkpoints.checkpoint import load_newest
-from node.daemon.stages.activation_store import slot_sizes
+from node.daemon.stages.activations import slot_sizes
 from node.daemon.state.outer_state import OuterState
 from node.data import BatchReader, Corpus, open_corpus
 from node.from_manifest import build_program, learning_rate_scale

@@ -5,6 +5,7 @@ The transport, the directory, the services, the calls and the pipeline are the p
 
 import asyncio
 import json
+import os
 import random
 import resource
 import tempfile
@@ -18,11 +19,14 @@ from typing import Any
 from benchmarks.merge.worker import OrderChannel, peer_parser
 from benchmarks.pipelining.sleeping_trainer import SleepingTrainer
 from benchmarks.pipelining.watch import Watch
-from node.daemon.stages.build import build_pipeline
-from node.daemon.stages.calls import StageCalls
-from node.daemon.stages.node_stages import NodeStages
-from node.daemon.stages.pipeline import Pipeline
+from node.daemon.inbox import Inbox
+from node.daemon.stages.build import build_stage
+from node.daemon.stages.calls import StageCalls, stage_calls
 from node.daemon.stages.service import StagesService
+from node.daemon.stages.stage_effects import NodeStages, StageEffects
+from node.injected_faults import injected_faults
+from node.loop.events import LoopEvent
+from node.loop.stage_events import StageEvent
 from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
 from node.trainer.ipc.channel import Ready
@@ -32,9 +36,8 @@ from protocol.manifest.run import Manifest, RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import DirectoryOptions
-from protocol.murmur_pb2 import StepStatement
 from protocol.murmur_pb2_grpc import add_StagesServicer_to_server
-from protocol.pipeline.messages import Answer, Outcome, Task
+from protocol.pipeline.messages import Outcome
 from protocol.pipeline.stages.stage import StageManifest
 from protocol.transport.transport import AddServicer, Transport, caller
 
@@ -60,30 +63,29 @@ class Told:
     time: float
 
 
-class TimedPipeline:
-    """Passes calls to a pipeline, and records when outcomes come in."""
+class TimedStages(NodeStages):
+    """The stages of a node, which record when outcomes come in."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, directory: PeerDirectory, calls: StageCalls) -> None:
+        super().__init__(directory, calls)
         self.told: list[Told] = []
 
-    def answer(self, task: Task) -> Answer:
-        return self._pipeline.answer(task)
-
     def take_outcome(self, peer: PeerId, outcome: Outcome) -> None:
-        if len(self.told) < HOP_SAMPLES:
+        if len(self.told) < HOP_SAMPLES and peer != self.directory.peer_id:
             is_backward = outcome.direction == "backward"
             self.told.append(Told(outcome.serial, outcome.run, is_backward, peer, time.monotonic()))
-        self._pipeline.take_outcome(peer, outcome)
+        super().take_outcome(peer, outcome)
 
-    def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
-        self._pipeline.release(peer, run, serials)
 
-    def take_invitation(self, peer: PeerId, run: RunId) -> None:
-        self._pipeline.take_invitation(peer, run)
+class StageHandler:
+    """Handles the events of an inbox without rounds."""
 
-    def take_statement(self, peer: PeerId, body: StepStatement) -> None:
-        self._pipeline.take_statement(peer, body)
+    def __init__(self, stage: StageEffects) -> None:
+        self._stage = stage
+
+    def handle(self, event: LoopEvent | StageEvent) -> None:
+        assert isinstance(event, StageEvent)
+        self._stage.handle(event)
 
 
 class SleepingPeer:
@@ -99,17 +101,20 @@ class SleepingPeer:
         )
         self.directory = PeerDirectory(options, identity, self.transport, SwarmClock(), random.Random(identity.peer_id))
         self.background = BackgroundTasks(Faults())
-        pipeline = build_pipeline(manifest, run_dir, NodeStages(self.directory), self.transport, self.background)
-        assert pipeline is not None
-        self.pipeline = pipeline
-        self.timed = TimedPipeline(pipeline)
-        self.blobs = BlobService(pipeline.store, caller)
-        self.trainer = SleepingTrainer(pipeline.memory, rate)
+        calls = stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
+        self.stages = TimedStages(self.directory, calls)
+        inbox = Inbox()
+        stage = build_stage(manifest, run_dir, self.stages, self.transport, self.background, inbox)
+        assert stage is not None
+        inbox.attach(StageHandler(stage))
+        self.stage = stage
+        self.blobs = BlobService(stage.store, caller)
+        self.trainer = SleepingTrainer(stage.memory, rate)
         self.watch = Watch(self.directory, StageCalls(self.transport), manifest.run_id)
 
     async def open(self, owns: bool, address: str | None = None) -> dict[str, Any]:
         """Go on the network, at an address of a laboratory or on this machine; return this peer's id and addresses."""
-        service = StagesService(self.timed, self.directory)
+        service = StagesService(self.stages, self.directory)
         services: list[AddServicer] = [
             self.directory.register,
             partial(register_blob_service, self.blobs),
@@ -118,14 +123,14 @@ class SleepingPeer:
         listen = [f"/ip4/{address or LOOPBACK}/tcp/0"]
         await self.transport.open(services, listen=listen, direct=0)
         self.directory.publish(role="trainer", direct_port=self.transport.direct_port)
-        self.pipeline.set_resting(not owns)
+        self.stage.set_resting(not owns)
         return {"peer": self.transport.peer_id, "addresses": await self.transport.addresses()}
 
     def start(self) -> None:
         """Let the trainer be ready, so that this peer serves its stage and begins its own microbatches."""
-        self.trainer.start(self.pipeline.on_trainer_message)
-        self.pipeline.start(self.trainer)
-        self.pipeline.on_trainer_message(Ready(round=0, device="none", step=0, outstanding=None))
+        self.trainer.start(self.stage.on_trainer_message)
+        self.stage.start(self.trainer.send)
+        self.stage.on_trainer_message(Ready(round=0, device="none", step=0, outstanding=None))
 
     def start_watch(self) -> None:
         """Begin a window of the watch, which runs from the first one on."""
@@ -136,7 +141,7 @@ class SleepingPeer:
 
     def counts(self) -> dict[str, Any]:
         """Return all counters, from the start on."""
-        server, owner = self.pipeline.server, self.pipeline.owner
+        server, owner = self.stage.loop.server, self.stage.loop.owner
         assert server is not None
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return {
@@ -159,10 +164,10 @@ class SleepingPeer:
         Each of them begins when the outcome of the task before it comes in. The first stage and the last one are left
         out, because their tasks have other inputs or no result.
         """
-        inner = {self.pipeline.owner.run_of(stage) for stage in range(1, self.pipeline.settings.stages - 1)}
+        inner = {self.stage.loop.owner.run_of(stage) for stage in range(1, self.stage.loop.settings.stages - 1)}
         return [
             told.time - before.time
-            for before, told in zip(self.timed.told, self.timed.told[1:], strict=False)
+            for before, told in zip(self.stages.told, self.stages.told[1:], strict=False)
             if told.serial == before.serial and told.run in inner
         ]
 

@@ -5,6 +5,7 @@ import asyncio
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.peers.peer_rpc import Outbox
 from node.daemon.round_effects import RoundEffects
+from node.daemon.stages.stage_effects import StageEffects
 from node.daemon.state_effects import StateEffects
 from node.loop.actions import (
     AdoptState,
@@ -35,6 +36,7 @@ from node.loop.actions import (
 )
 from node.loop.events import LoopEvent, Started, Stopped, TimePassed
 from node.loop.round_loop import RoundLoop
+from node.loop.stage_events import StageEvent
 from node.processes.workers import BackgroundTasks
 from protocol.consensus.events import Rejected, RequestEarlySubmit, Send, VoteRecord
 
@@ -44,7 +46,7 @@ class Effects:
 
     def __init__(
         self, loop: RoundLoop, inbox: Inbox, receiver: MessageReceiver, outbox: Outbox, round_effects: RoundEffects,
-        state_effects: StateEffects,
+        state_effects: StateEffects, stage: StageEffects | None = None,
     ) -> None:  # fmt: skip
         self._loop = loop
         self._inbox = inbox
@@ -52,6 +54,7 @@ class Effects:
         self._outbox = outbox
         self._round = round_effects
         self._state = state_effects
+        self._stage = stage
         self._tasks = BackgroundTasks(inbox)
         self._timer: asyncio.TimerHandle | None = None
         self.reached: TargetReached | None = None  # the end of the run
@@ -70,7 +73,11 @@ class Effects:
         self._inbox.post(Stopped())
         self._tasks.cancel_all()
 
-    def handle(self, event: LoopEvent) -> None:
+    def handle(self, event: LoopEvent | StageEvent) -> None:
+        if isinstance(event, StageEvent):
+            assert self._stage is not None
+            self._stage.handle(event)
+            return
         for action in self._loop.handle(event, _now()):
             self._run(action)
         self._set_timer()

@@ -9,6 +9,7 @@ from typing import Protocol
 from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES, Outbox
 from node.loop.actions import Answer
 from node.loop.events import LoopEvent, MessagesReceived
+from node.loop.stage_events import StageEvent
 from node.monitoring.status_reporter import StatusReporter
 from protocol.audits.findings import FINDING_KIND
 from protocol.consensus.events import MisbehaviourSeen
@@ -27,7 +28,7 @@ MAX_DECISION_REPLY_BYTES = 768 * 1024  # in one reply; larger decisions go throu
 
 
 class EventHandler(Protocol):
-    def handle(self, event: LoopEvent) -> None: ...
+    def handle(self, event: LoopEvent | StageEvent) -> None: ...
 
 
 class FindingReceiver(Protocol):
@@ -43,7 +44,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._events: deque[LoopEvent] = deque()
+        self._events = deque[LoopEvent | StageEvent]()
         self._handler: EventHandler | None = None
         self._is_draining = False
         self._fault: BaseException | None = None
@@ -54,7 +55,7 @@ class Inbox:
     def attach(self, handler: EventHandler) -> None:
         self._handler = handler
 
-    def post(self, event: LoopEvent) -> None:
+    def post(self, event: LoopEvent | StageEvent) -> None:
         self._events.append(event)
         if self._is_draining or self._handler is None:
             return

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from node.daemon.node import Node
-from node.daemon.stages.choose_stage import change_stage, choose_stages
-from node.daemon.stages.stage_mover import StageMover
+from node.daemon.stages.placement import StageMover, change_stage, choose_stages
 from node.daemon.stored_states.stage_keepers import OtherStageKeeper, StageKeepers, build_stage_keepers
 from node.disk_budget import choose_budget, watch_budget
 from node.monitoring.display import Display

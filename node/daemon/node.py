@@ -1,6 +1,7 @@
 """Build the parts that all replicas of a node share: identity, transport, directory, services, metrics."""
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,11 @@ from typing import Protocol
 from node.daemon.node_parts import NodeParts
 from node.daemon.replica import Replica
 from node.daemon.services import CarriersService, RoundsService, RunsService, ServedChain
-from node.daemon.stages.node_stages import NodeStages
+from node.daemon.stages.calls import stage_calls
 from node.daemon.stages.service import StagesService
+from node.daemon.stages.stage_effects import NodeStages
 from node.daemon.steering.keeper import RevisionKeeper
+from node.injected_faults import injected_faults
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
@@ -81,7 +84,8 @@ class Node:
             self._clock,
             rng,
         )
-        self.stages = NodeStages(self.directory)
+        faults = injected_faults(os.environ, manifest.run.name)
+        self.stages = NodeStages(self.directory, stage_calls(self.transport, faults))
         self.revisions = RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
         self._stores = StoreGroup()
         self.blob_service = BlobService(self._stores, caller, CallerLimits.at_rate(options.upload))
@@ -108,8 +112,8 @@ class Node:
         replica = await Replica.build(parts, manifest, run_dir)
         replica.status_reporter.add_source(self)
         self.add_chain(replica.run_id, replica.served_chain, replica.store)
-        if replica.pipeline is not None:
-            self._stores.add(replica.pipeline.store)
+        if replica.stage is not None:
+            self._stores.add(replica.stage.store)
         self.metrics.add_store(replica.store)
         self.metrics.add_refusal_counter(replica.peers.downloader)
         self.manifests[replica.run_id] = manifest
@@ -193,7 +197,7 @@ class Node:
 
     async def drain(self) -> None:
         """Finish work that others would have to make again, before the peers learn that this node leaves."""
-        await asyncio.gather(*(replica.pipeline.drain() for replica in self.replicas.values() if replica.pipeline))
+        await asyncio.gather(*(replica.stage.drain() for replica in self.replicas.values() if replica.stage))
 
     async def finish(self) -> None:
         """Stop the trainers and save; the network stays open. May be repeated."""

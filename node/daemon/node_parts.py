@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from node.daemon.stages.node_stages import NodeStages
+from node.daemon.stages.stage_effects import NodeStages
 from node.daemon.steering.keeper import RevisionKeeper
 from node.monitoring.metrics import Metrics
 from node.options import NodeOptions

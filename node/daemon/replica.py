@@ -20,7 +20,7 @@ from node.daemon.peers.connections import Connections
 from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.run_limits import blob_memory_bytes, contribution_limits, max_store_bytes
 from node.daemon.services import ServedChain
-from node.daemon.stages.build import build_pipeline, stage_config
+from node.daemon.stages.build import build_stage, stage_config
 from node.daemon.state.checkpointer import Checkpointer, CheckpointerOptions
 from node.daemon.state.offered_states import OfferedStates
 from node.daemon.state.outer_state import ReplicatedState, RoundCompute, state_bytes
@@ -109,7 +109,7 @@ class Replica:
         self._connect()
         self._build_loop()
         self._build_audits()
-        self.pipeline = build_pipeline(manifest, run_dir, node.stages, node.transport, self._background)
+        self.stage = build_stage(manifest, run_dir, node.stages, node.transport, self._background, self.inbox)
         self._build_trainer()
         self._build_effects()
         self.status_reporter.add_source(self)
@@ -211,9 +211,9 @@ class Replica:
 
     def _build_trainer(self) -> None:
         options, me, number = self._node.options, self._node.identity.peer_id, self.replicated.chain.round
-        stage = stage_config(self.pipeline) if self.pipeline else None
+        stage = stage_config(self.stage) if self.stage else None
         trainer_config = build_trainer_config(self.manifest, options, self._run_dir, me, number, stage)
-        activations = self.pipeline.memory if self.pipeline else None
+        activations = self.stage.memory if self.stage else None
         self._process = (
             OwnLoopProcess(self.shared_memory, trainer_config, self._run_dir.path)
             if options.own_loop
@@ -226,7 +226,7 @@ class Replica:
             contribution_file=self._contribution_file,
             run_in_thread=self._node.workers.compute,
             work_keeper=self.auditor.work_keeper if self.auditor else None,
-            pipeline=self.pipeline,
+            stage=self.stage,
             vectors=TrainerVectors(self.shared_memory, self._planner),
         )
         self.trainer = TrainerLink(tools, self._contributions, self._pacing, self, self.status_reporter)
@@ -284,6 +284,7 @@ class Replica:
             self.peers.outbox,
             RoundEffects(self.inbox, self.status_reporter, round_tools),
             StateEffects(self.inbox, self.status_reporter, state_tools),
+            self.stage,
         )
 
     @property
@@ -297,8 +298,8 @@ class Replica:
         if self._has_state:
             self.peers.swarm_view.announce_head(self.replicated.chain, self.replicated.blob.digest)
         self._node.directory.subscribe(self)
-        if self.pipeline is not None:
-            self.pipeline.start(self._process)
+        if self.stage is not None:
+            self.stage.start(self._process.send)
         self._node.revisions.subscribe(self)
         self.inbox.post(SwarmChanged(self.peers.swarm_view.snapshot()))
 
@@ -327,8 +328,8 @@ class Replica:
 
     async def _finish(self) -> None:
         self.effects.stop()
-        if self.pipeline is not None:
-            self.pipeline.stop()
+        if self.stage is not None:
+            self.stage.stop()
         if self.auditor is not None:
             self.auditor.stop()
         await self.trainer.stop(self.replicated.chain.round, evaluates=self.effects.reached is not None)
@@ -390,6 +391,6 @@ class Replica:
             "trainer_trouble": self.trainer.not_running_reason,
             "unsaved": self.checkpointer.last_error,
             "trust": str(self.served_chain.trust_point or ""),
-            **(self.pipeline.status_fields() if self.pipeline else {}),
+            **(self.stage.status_fields() if self.stage else {}),
             "audits": dict(self.auditor.counts) if self.auditor else {},
         }

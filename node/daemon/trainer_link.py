@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from node.daemon.audits.work_keeper import WorkKeeper
-from node.daemon.stages.pipeline import Pipeline
+from node.daemon.stages.stage_effects import StageEffects
 from node.daemon.state.outer_state import OuterState, Rooms
 from node.loop.contributions import (
     ContributionFile,
@@ -80,7 +80,7 @@ class TrainerTools:
     contribution_file: ContributionFile
     run_in_thread: RunInThread
     work_keeper: WorkKeeper | None = None
-    pipeline: Pipeline | None = None
+    stage: StageEffects | None = None
     vectors: TrainerVectors | None = None
 
 
@@ -101,7 +101,7 @@ class TrainerLink:
         self._contribution_file = tools.contribution_file
         self._run_in_thread = tools.run_in_thread
         self._work_keeper = tools.work_keeper
-        self._pipeline = tools.pipeline
+        self._stage = tools.stage
         self._vectors = tools.vectors
         self.contributions = contributions
         self._step_targets = step_targets
@@ -184,8 +184,8 @@ class TrainerLink:
         """Let the trainer rest, or train again; also one that is restarted."""
         self._is_resting = is_resting
         await self._process.send(SetResting(is_resting=is_resting))
-        if self._pipeline is not None:
-            self._pipeline.set_resting(is_resting)
+        if self._stage is not None:
+            self._stage.set_resting(is_resting)
 
     async def apply_anchor(
         self, round_number: int, shared: Sequence[Tensor], settings: StepSettings, exact_step: int = 0
@@ -288,8 +288,8 @@ class TrainerLink:
     async def request_early_submit(self) -> None:
         """Request the contribution to the current round before all its steps are made."""
         await self._process.send(SubmitEarly(round=self._round))
-        if self._pipeline is not None:
-            self._pipeline.close_step()
+        if self._stage is not None:
+            self._stage.close_step()
 
     async def _listen(self) -> None:
         async for message in self._process.messages():
@@ -306,8 +306,8 @@ class TrainerLink:
                     await self._on_pause()
                 case TrainerProgress() | TrainerWarning() | RowsSkipped():
                     pass
-            if self._pipeline is not None:
-                self._pipeline.on_trainer_message(message)
+            if self._stage is not None:
+                self._stage.on_trainer_message(message)
             self._listener.on_trainer_message(message)
 
     async def _on_ready(self, ready: Ready) -> None:

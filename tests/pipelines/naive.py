@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from node.daemon.stages.pipeline import Pipeline
+from node.daemon.stages.stage_effects import StageEffects
 from protocol.pipeline.course import Course
 from protocol.pipeline.ended import EndedMicrobatches
 from protocol.pipeline.owner import Owner
@@ -51,10 +51,10 @@ def _step_while_microbatches_are_under_way() -> None:
 
 
 def _leave_at_once() -> None:
-    async def drain(self: Pipeline) -> None:
+    async def drain(self: StageEffects) -> None:
         pass
 
-    pytest.MonkeyPatch().setattr(Pipeline, "drain", drain)
+    pytest.MonkeyPatch().setattr(StageEffects, "drain", drain)
 
 
 def _drop_microbatches_of_an_empty_stage() -> None:

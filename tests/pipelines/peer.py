@@ -9,15 +9,15 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pipelining.peer import SleepingPeer
-from node.daemon.stages import calls, faulty_calls
-from node.daemon.stages.pipeline import Pipeline
+from node.daemon.stages import calls
 from node.injected_faults import VARIABLE
+from node.loop.stage_events import StageAnchorApplied, StageContributed, TrainerReady
+from node.loop.stage_modes import Draw, LocalMode
 from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.channel import ChannelClosed, DaemonChannel, FromTrainer, ToTrainer
 from protocol.manifest.run import Manifest
@@ -37,7 +37,7 @@ GOSSIP_SECONDS = 20.0  # instead of 2 s: a peer that waits for a processor is no
 def set_deadlines() -> None:
     """Shorten the deadlines of calls about microbatches, and miss no peer that is only slow, in this process."""
     directory.MIN_TIMEOUT_SECONDS = GOSSIP_SECONDS
-    for module in (owner, calls, faulty_calls):
+    for module in (owner, calls):
         module.ASK_SECONDS = ASK_SECONDS  # type: ignore[attr-defined]
     owner.MIN_PATIENCE = MIN_PATIENCE
     routing.FIRST_BAN_SECONDS = BAN_SECONDS
@@ -84,31 +84,27 @@ class ForkedTrainer:
             await asyncio.sleep(RESTART_SECONDS)
 
 
-class Quota:
-    """Lets a pipeline begin a number of microbatches, and records how each of them ends."""
+class Quota(LocalMode):
+    """Begins a number of microbatches, and records how each of them ends."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self) -> None:
         self.wanted = 0
         self.ended: dict[int, str] = {}
-        self._pipeline = pipeline
-        self._in_flight = pipeline.owner.settings.in_flight
-        self._draw_all, self._send_all = pipeline._draw, pipeline._send
-        pipeline._draw = self._draw  # type: ignore[method-assign]
-        pipeline._send = self._send  # type: ignore[method-assign]
+        self._begun = 0
 
-    def _draw(self) -> None:
-        owning = self._pipeline.owner
-        begun = len(owning.open_serials) + len(self._pipeline._drawing)
-        left = max(0, self.wanted - len(self.ended) - begun)
-        owning.settings = replace(owning.settings, in_flight=min(self._in_flight, begun + left))
-        self._draw_all()
+    def draws(self, room: int, now: float) -> list[Draw]:
+        draws = super().draws(min(room, self.wanted - self._begun), now)
+        self._begun += len(draws)
+        return draws
 
-    def _send(self, actions: Iterable[owner_events.Action]) -> None:
-        actions = list(actions)
-        for action in actions:
-            if isinstance(action, owner_events.Finished):
-                self.ended[action.serial] = action.reason or "done"
-        self._send_all(actions)
+    def on_trainer(
+        self, event: TrainerReady | StageAnchorApplied | StageContributed, drawing: Collection[int], now: float
+    ) -> None:
+        if isinstance(event, TrainerReady):
+            self._begun -= len(drawing)
+
+    def on_finished(self, ended: owner_events.Finished, now: float) -> None:
+        self.ended[ended.serial] = ended.reason or "done"
 
 
 class PipelinePeer(SleepingPeer):
@@ -117,21 +113,21 @@ class PipelinePeer(SleepingPeer):
     def __init__(self, words: dict[str, Any]) -> None:
         manifest = StageManifest.of(Manifest.model_validate(words["manifest"]), words["stage"])
         super().__init__(manifest, Path(words["folder"]), rate=1.0)
-        self.quota = Quota(self.pipeline)
+        self.quota = self.stage.loop.mode = Quota()
         self.peak = 0  # bytes of activations that the server held
         trainer = words["trainer"] | {"stage": words["stage"], "stages": manifest.pipeline.stages}
         trainer |= {"owner": self.transport.peer_id, "faults": words["faults"]}
-        self.forked = ForkedTrainer(words["zygote"], Path(words["folder"]), self.pipeline.memory, trainer)
+        self.forked = ForkedTrainer(words["zygote"], Path(words["folder"]), self.stage.memory, trainer)
 
     def start(self) -> None:
-        self.background.spawn(self.forked.run(self.pipeline.on_trainer_message))
+        self.background.spawn(self.forked.run(self.stage.on_trainer_message))
         self.background.spawn(self.watch_memory())
-        self.pipeline.start(self.forked)
+        self.stage.start(self.forked.send)
 
     def counts(self) -> dict[str, Any]:
         """Return what the product counts, and the ends of this peer's microbatches."""
-        own, server = self.pipeline.owner.counts, self.pipeline.server
-        fields: Any = self.pipeline.status_fields()["microbatches"]
+        own, server = self.stage.loop.owner.counts, self.stage.loop.server
+        fields: Any = self.stage.status_fields()["microbatches"]
         return {
             "microbatches": fields,
             "ended": {f"{self.transport.peer_id}/{serial}": how for serial, how in self.quota.ended.items()},
@@ -148,15 +144,15 @@ class PipelinePeer(SleepingPeer):
 
     async def watch_memory(self) -> None:
         while True:
-            if self.pipeline.server is not None:
-                self.peak = max(self.peak, self.pipeline.server.memory.used)
+            if self.stage.loop.server is not None:
+                self.peak = max(self.peak, self.stage.loop.server.memory.used)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def drain(self) -> None:
         """Leave as a node does at SIGTERM."""
-        await self.pipeline.drain()
+        await self.stage.drain()
         await self.directory.leave()
-        self.pipeline.stop()
+        self.stage.stop()
 
 
 async def take_orders(peer: PipelinePeer, orders: socket.socket) -> None:
@@ -176,7 +172,7 @@ async def take_orders(peer: PipelinePeer, orders: socket.socket) -> None:
                 await reply()
             case {"begin": count}:
                 peer.quota.wanted += count
-                peer.pipeline._draw()
+                peer.stage.set_resting(False)
                 await reply()
             case {"counts": True}:
                 await reply(**peer.counts())

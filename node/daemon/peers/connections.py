@@ -32,8 +32,8 @@ class Connections:
     ) -> None:
         gate = Gate(manifest)
         node.metrics.add_refusal_counter(gate)
-        board = node.stages.board_of(manifest) if isinstance(manifest, StageManifest) else None
-        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate, board)
+        stage = node.stages.records.record_of(manifest) if isinstance(manifest, StageManifest) else None
+        self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate, stage)
         self.quota = InboundQuota(limits.parts, manifest.round.leader_timeout)
         seen = SeenMessages()
         self.receiver = MessageReceiver(manifest.run_id, limits, seen, inbox, status)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from node.daemon.stages.missing_peers import MissingPeers
-from node.daemon.stages.node_stages import StageBoard
 from node.daemon.stages.stage_peers import lowest_round
+from node.daemon.stages.stage_record import StageRecord
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
 from protocol.admission.gate import Gate
@@ -29,7 +29,7 @@ MAX_LEFT_PEERS = 4096
 class SwarmView:
     """The node's directory as one replica sees it: everything that a replica asks about peers passes here.
 
-    A replica of a stage of a pipeline sees the trainers of its stage alone, and shows its own state on a `board`.
+    A replica of a stage of a pipeline sees the trainers of its stage alone, and shows its own state in `stage`.
     `has_contacts`: whether somebody was named whom we can ask for the run.
     """
 
@@ -40,12 +40,12 @@ class SwarmView:
         has_contacts: bool,
         rng: random.Random,
         gate: Gate,
-        board: StageBoard | None = None,
+        stage: StageRecord | None = None,
     ) -> None:
-        self._board = board
-        self._stage = board.stage if board is not None else None
-        self._missing = MissingPeers(board.timing) if board is not None else None
-        self._exact_stages = board.exact_stages if board is not None else 0
+        self._stage_record = stage
+        self._stage = stage.stage if stage is not None else None
+        self._missing = MissingPeers(stage.timing) if stage is not None else None
+        self._exact_stages = stage.exact_stages if stage is not None else 0
         self._gate = gate
         self._directory = directory
         self._status = status
@@ -189,7 +189,7 @@ class SwarmView:
         head = chain.head
         self._directory.set_voters(self._with_standing(chain.electorate.voters))
         self._gate.revoked = chain.electorate.revoked
-        (self._board or self._directory).publish(
+        (self._stage_record or self._directory).publish(
             urgent=urgent, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
             **self._status.status().record_fields(),
         )  # fmt: skip
@@ -211,7 +211,7 @@ class SwarmView:
 
     def publish_progress(self) -> None:
         """Update the progress fields of our peer record; each new head and each renewal publishes them."""
-        (self._board or self._directory).update(**self._status.status().record_fields())
+        (self._stage_record or self._directory).update(**self._status.status().record_fields())
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
         if self._missing is not None:

@@ -1,60 +1,42 @@
-"""The calls about microbatches to the peers of all stages; failed ones raise UnreachableError or PeerFault."""
+"""Send the calls about microbatches to the peers of all stages; failed ones raise UnreachableError or PeerFault."""
 
 import asyncio
+import logging
+import os
+import signal
 from collections.abc import Iterable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
-from node.daemon.peers.peer_rpc import PeerChannels, await_reply, call_by_best_channel
-from node.daemon.stages.service import StagePeer
+from node.daemon.peers.peer_rpc import await_reply, call_by_best_channel
+from node.injected_faults import Faults, PlaceCounter
+from protocol.blobs.blob import Blob
+from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 from protocol.murmur_pb2_grpc import StagesStub
 from protocol.pipeline.exact.statements import Statement
-from protocol.pipeline.messages import Answer, Outcome, Task, invitation_to_wire, release_to_wire
+from protocol.pipeline.messages import (
+    Answer,
+    HeldBlob,
+    Inputs,
+    Outcome,
+    Task,
+    invitation_to_wire,
+    release_to_wire,
+)
 from protocol.pipeline.owner import ASK_SECONDS
+from protocol.transport.transport import Transport
 
+logger = logging.getLogger(__name__)
 
-class Calls(Protocol):
-    """The four calls about microbatches to a peer."""
-
-    async def ask(self, peer: PeerId, task: Task) -> Answer: ...
-
-    async def tell(self, peer: PeerId, outcome: Outcome) -> None: ...
-
-    async def release(self, peer: PeerId, run: RunId, serials: Iterable[int]) -> None: ...
-
-    async def invite(self, peer: PeerId, run: RunId) -> None: ...
-
-
-class OwnCalls:
-    """Calls of a peer to itself, without a network."""
-
-    def __init__(self, here: StagePeer) -> None:
-        self._here = here
-
-    async def ask(self, peer: PeerId, task: Task) -> Answer:
-        return self._here.answer(task)
-
-    async def tell(self, peer: PeerId, outcome: Outcome) -> None:
-        self._here.take_outcome(peer, outcome)
-
-    async def release(self, peer: PeerId, run: RunId, serials: Iterable[int]) -> None:
-        self._here.release(peer, run, tuple(serials))
-
-    async def invite(self, peer: PeerId, run: RunId) -> None:
-        self._here.take_invitation(peer, run)
-
-
-class StageChannels(PeerChannels, Protocol):
-    """The channels to a peer, and a way to prepare for many small calls."""
-
-    def open_direct(self, peer: PeerId) -> None: ...
+COPY_SECONDS = 2.0  # until the copy of a task is sent, where a test injects copies
 
 
 class StageCalls:
     """Calls over the channels of a node. They soon go over direct connections, which the downloads use too."""
 
-    def __init__(self, channels: StageChannels) -> None:
+    def __init__(self, channels: Transport) -> None:
         self._channels = channels
 
     async def ask(self, peer: PeerId, task: Task) -> Answer:
@@ -82,3 +64,78 @@ class StageCalls:
             return await await_reply(peer, lambda: stub(request, timeout=seconds))
 
         return await call_by_best_channel(self._channels, peer, call, lambda: deadline - clock())
+
+
+class FaultyStageCalls(StageCalls):
+    """Calls that a test makes fail; see `node.injected_faults`."""
+
+    def __init__(self, channels: Transport, faults: Faults) -> None:
+        super().__init__(channels)
+        self._faults = faults
+        self._places = PlaceCounter()
+        self._copies: set[asyncio.Task[None]] = set()
+
+    async def ask(self, peer: PeerId, task: Task) -> Answer:
+        task = self._spoil_task(task)
+        if self._places.is_each("copy", self._faults.copied_tasks):
+            copying = asyncio.create_task(self._send_copy(peer, task))
+            self._copies.add(copying)
+            copying.add_done_callback(self._copies.discard)
+        answer = await super().ask(peer, task)
+        if self._places.is_each("drop answer", self._faults.dropped_answers):
+            raise UnreachableError(f"{peer} does not answer (the answer is dropped by a test)")
+        if self._places.is_each("late answer", self._faults.late_answers):
+            await asyncio.sleep(ASK_SECONDS)
+            raise UnreachableError(f"{peer} does not answer in time (delayed by a test)")
+        return answer
+
+    async def tell(self, peer: PeerId, outcome: Outcome) -> None:
+        if self._places.is_each("drop outcome", self._faults.dropped_outcomes):
+            return
+        await super().tell(peer, self._spoil_outcome(outcome))
+        if self._faults.point == "told" and self._places.is_nth("told", self._faults.killed_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def _send_copy(self, peer: PeerId, task: Task) -> None:
+        await asyncio.sleep(COPY_SECONDS)
+        try:
+            answer = await super().ask(peer, task)
+        except UnreachableError:
+            return
+        logger.info("the copy of a task is answered: %s", answer.kind)
+
+    def _spoil_task(self, task: Task) -> Task:
+        wrong = self._faults.wrong or ""
+        if not wrong.startswith("task") or not self._places.is_nth("task", self._faults.wrong_at):
+            return task
+        match wrong:
+            case "task size":
+                return replace(
+                    task, inputs=Inputs(**{name: _larger(held) for name, held in task.inputs.named().items()})
+                )
+            case "task stage":
+                return replace(task, run=_other_run(task.run))
+        return replace(task, inputs=Inputs(**dict(list(task.inputs.named().items())[1:])))
+
+    def _spoil_outcome(self, outcome: Outcome) -> Outcome:
+        wrong = self._faults.wrong or ""
+        if not wrong.startswith("result") or outcome.result is None:
+            return outcome
+        if not self._places.is_nth("result", self._faults.wrong_at):
+            return outcome
+        if wrong == "result size":
+            return replace(outcome, result=Blob(outcome.result.digest, outcome.result.size + 1))
+        return replace(outcome, run=_other_run(outcome.run))
+
+
+def _larger(held: HeldBlob) -> HeldBlob:
+    return HeldBlob(Blob(held.blob.digest, held.blob.size + 1), held.holder)
+
+
+def _other_run(run: RunId) -> RunId:
+    return ("0" if run[0] != "0" else "1") + run[1:]
+
+
+def stage_calls(channels: Transport, faults: Faults | None) -> StageCalls:
+    """Return the calls of a node, with faults if a test injects some."""
+    return StageCalls(channels) if faults is None else FaultyStageCalls(channels, faults)

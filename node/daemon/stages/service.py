@@ -2,14 +2,14 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from node.daemon.services import RefusalRecorder
+from node.daemon.stages.stage_effects import NodeStages
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId
-from protocol.manifest.run import RunId
+from protocol.membership.directory import PeerDirectory
 from protocol.murmur_pb2 import (
     AskReply,
     InviteReply,
@@ -23,39 +23,20 @@ from protocol.murmur_pb2 import (
     TellReply,
 )
 from protocol.murmur_pb2_grpc import StagesServicer
-from protocol.pipeline.messages import Answer, Outcome, Task, read_invitation, read_release
+from protocol.pipeline.messages import Outcome, Task, read_invitation, read_release
 from protocol.transport.transport import UNKNOWN_CALLER, caller
-
-
-class StagePeer(Protocol):
-    """The part of a node that serves a stage and owns microbatches."""
-
-    def answer(self, task: Task) -> Answer:
-        """Answer a task at once."""
-
-    def take_outcome(self, peer: PeerId, outcome: Outcome) -> None:
-        """Take the outcome of a task of ours."""
-
-    def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
-        """Forget microbatches of a peer that have ended."""
-
-    def take_invitation(self, peer: PeerId, run: RunId) -> None:
-        """Send forwards to a peer that has room again."""
-
-    def take_statement(self, peer: PeerId, body: StepStatement) -> None:
-        """Take what a server counts in the open exact step."""
 
 
 class StagesService(StagesServicer):
     """Serves tasks for our stage; outcomes of our own microbatches, and invitations to send them; and releases."""
 
-    def __init__(self, peer: StagePeer, recorder: RefusalRecorder) -> None:
-        self._peer = peer
+    def __init__(self, node: NodeStages, recorder: PeerDirectory) -> None:
+        self._node = node
         self._recorder = recorder
 
     async def Ask(self, request: StageTask, context: Any) -> AskReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
-            answer = self._peer.answer(Task.from_wire(request, sender))
+            answer = self._node.answer(Task.from_wire(request, sender))
             if answer.kind == "refused":
                 fault = MalformedError("a task whose inputs are not those of this stage")
                 self._recorder.record_refusal(sender, fault)
@@ -63,22 +44,22 @@ class StagesService(StagesServicer):
 
     async def Tell(self, request: StageOutcome, context: Any) -> TellReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
-            self._peer.take_outcome(sender, Outcome.from_wire(request))
+            self._node.take_outcome(sender, Outcome.from_wire(request))
         return TellReply()
 
     async def Release(self, request: ReleaseRequest, context: Any) -> ReleaseReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
-            self._peer.release(sender, *read_release(request))
+            self._node.release(sender, *read_release(request))
         return ReleaseReply()
 
     async def Invite(self, request: InviteRequest, context: Any) -> InviteReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
-            self._peer.take_invitation(sender, read_invitation(request))
+            self._node.take_invitation(sender, read_invitation(request))
         return InviteReply()
 
     async def State(self, request: StepStatement, context: Any) -> StepReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
-            self._peer.take_statement(sender, request)
+            self._node.take_statement(sender, request)
         return StepReply()
 
     @asynccontextmanager

@@ -112,6 +112,11 @@ class Settlement:
         known = {peer for stage in stages for peer in stage}
         self._statements = {peer: each for peer, each in self._statements.items() if peer in known}
 
+    def next_deadline(self) -> float | None:
+        """Return when `advance` or `wanted` may change without an event."""
+        times = [*self._retry_at.values(), *([] if self._say_at is None else [self._say_at])]
+        return min(times, default=None)
+
     def take_reports(self, reports: StepReports) -> None:
         """Take over how the stages have decided the round."""
         self._is_doomed = reports.is_doomed(self.round)
@@ -182,6 +187,7 @@ class Settlement:
 
     def advance(self, now: float) -> list[Action]:
         """Return what follows from all that we know now."""
+        self._retry_at = {number: at for number, at in self._retry_at.items() if at > now}
         actions: list[Action] = []
         if self.phase != "offered" and not self.is_adding and not self.is_offering:
             self._seal_or_open(now)

@@ -4,7 +4,7 @@ import random
 from typing import Any, cast
 
 from node.daemon.peers.swarm_view import SwarmView
-from node.daemon.stages.node_stages import NodeStages
+from node.daemon.stages.stage_record import StageRecords
 from node.loop.actions import FindPath, LoopAction, StartTrainer, TakeState
 from node.loop.events import PathFound, Started, SwarmChanged
 from protocol.admission.gate import Gate
@@ -35,7 +35,7 @@ def view_of(*kept: KeptState) -> SwarmView:
         True,
         random.Random(0),
         GATE,
-        NodeStages(cast(Any, directory)).board_of(CUT_STAGE),
+        StageRecords(cast(Any, directory)).record_of(CUT_STAGE),
     )
 
 

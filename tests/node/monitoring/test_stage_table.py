@@ -4,7 +4,7 @@ import asyncio
 from functools import partial
 from typing import get_args
 
-from node.daemon.stages.microbatch_counts import SERVED_COUNTS
+from node.daemon.stages.stage_effects import SERVED_COUNTS
 from node.daemon.stages.stage_peers import served_stages
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.stage_table import ServedStage, build_stage_table

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.stages import choose_stage as module
-from node.daemon.stages.choose_stage import change_stage, choose_stage, choose_stages, weakest_stage
+from node.daemon.stages import placement as module
+from node.daemon.stages.placement import change_stage, choose_stage, choose_stages, weakest_stage
 from node.options import NodeOptions
 from node.paths import kept_stage_dir
 from node.run_dir import RunDir

@@ -2,12 +2,15 @@
 
 from typing import Any, cast
 
-from node.daemon.stages.node_stages import NodeStages
+from node.daemon.stages.stage_effects import NodeStages
 from node.daemon.stages.stage_peers import lowest_round, stage_peers
+from node.daemon.stages.stage_record import StageRecords
 from protocol.blobs.blob import hash_of
 from protocol.membership.peer_table import FieldValue
 from protocol.membership.records.served_stages import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.owner_events import Told
+from protocol.pipeline.stages.server_events import ReleasedBy
 from protocol.pipeline.stages.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
@@ -29,7 +32,7 @@ class Directory:
 
 
 class Stage:
-    """In the place of a Pipeline."""
+    """In the place of StageEffects."""
 
     def __init__(self, *blobs: bytes) -> None:
         self.calls: list[object] = []
@@ -39,11 +42,8 @@ class Stage:
     def answer(self, task: Any) -> None:
         self.calls.append(task.run)
 
-    def take_outcome(self, peer: str, outcome: object) -> None:
-        self.calls.append(outcome)
-
-    def release(self, peer: str, run: str, serials: tuple[int, ...]) -> None:
-        self.calls.append(serials)
+    def post(self, event: object) -> None:
+        self.calls.append(event)
 
     def has(self, digest: bytes) -> bool:
         return digest in self.blobs
@@ -59,8 +59,8 @@ class Task:
 
 def test_record_has_the_head_of_each_stage() -> None:
     directory = Directory()
-    node = NodeStages(cast(Any, directory))
-    first, second = node.board_of(FIRST), node.board_of(SECOND)
+    records = StageRecords(cast(Any, directory))
+    first, second = records.record_of(FIRST), records.record_of(SECOND)
     first.publish(stage=1, stage_life=5, round=8, step=77)
     second.publish(stage=2, stage_life=6, stage_rate=2.0)
     second.publish(urgent=True, round=7, digest=bytes(32), step=3)
@@ -74,8 +74,8 @@ def test_record_has_the_head_of_each_stage() -> None:
 
 
 def test_calls_reach_the_stage_that_they_concern_and_outcomes_the_first() -> None:
-    node, one, other = NodeStages(cast(Any, Directory())), Stage(b"ours"), Stage(b"theirs")
-    node.board_of(FIRST)
+    node, one, other = NodeStages(cast(Any, Directory()), cast(Any, None)), Stage(b"ours"), Stage(b"theirs")
+    first, second = node.records.record_of(FIRST), node.records.record_of(SECOND)
     node.add("first", cast(Any, one))
     node.add("second", cast(Any, other))
     node.answer(cast(Any, Task("second")))
@@ -83,6 +83,9 @@ def test_calls_reach_the_stage_that_they_concern_and_outcomes_the_first() -> Non
     node.take_outcome("peer", cast(Any, "outcome"))
     node.release("peer", "second", (1,))
     node.release("peer", "unknown", (2,))
-    assert (one.calls, other.calls) == (["unknown", "outcome"], ["second", (1,)])
-    assert [node.owns_microbatches(stage) for stage in (0, 1)] == [True, False]
-    assert node.view(hash_of(b"theirs")) == b"theirs" and node.view(bytes(32)) is None
+    assert (one.calls, other.calls) == (
+        ["unknown", Told("peer", cast(Any, "outcome"))],
+        ["second", ReleasedBy("peer", (1,))],
+    )
+    assert [first.is_first, second.is_first] == [True, False]
+    assert node.blobs.view(hash_of(b"theirs")) == b"theirs" and node.blobs.view(bytes(32)) is None

@@ -8,12 +8,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from node.daemon.stages.activation_store import ActivationStore, slot_sizes
-from node.daemon.stages.exact_pipeline import ExactPipeline
-from node.daemon.stages.node_stages import NodeStages, StageBoard
-from node.daemon.stages.parts import PipelineParts
+from node.daemon.inbox import Inbox
+from node.daemon.stages.activations import ActivationFetcher, ActivationStore, slot_sizes
+from node.daemon.stages.stage_effects import NodeStages, StageEffects
 from node.data import BatchReader, Corpus
 from node.data.corpus import TokenArray
+from node.loop.stage_loop import StageLoop
+from node.loop.stage_modes import ExactMode
 from node.model import build_model, cut_of
 from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.channel import AnchorApplied, Ready
@@ -57,34 +58,37 @@ class Background:
         work.close()
 
 
+class Handler:
+    def __init__(self, stage: StageEffects) -> None:
+        self.handle: Any = stage.handle
+
+
 class World:
     """The daemon's part of one stage; its trainer is given its commands by hand."""
 
     def __init__(self, folder: Path) -> None:
-        node = NodeStages(cast(Any, Directory()))
         sizes = slot_sizes(STAGE)
         self.memory = ActivationMemory.create(sizes)
         self.activations = ActivationStore(self.memory, BlobStore(folder, sizes.total_bytes, sizes.total_bytes))
-        parts = PipelineParts(
-            node=node,
-            board=StageBoard(node, STAGE),
-            calls=cast(Any, None),
-            downloader=cast(Any, None),
-            activations=self.activations,
-            background=cast(Any, Background()),
-        )
+        node, inbox = NodeStages(cast(Any, Directory()), cast(Any, None)), Inbox()
+        fetcher = ActivationFetcher(node.directory, node.blobs, cast(Any, None), self.activations)
         settings = StageSettings(RUNS[0], 0, 2, sizes.activation_bytes, sizes.token_bytes, COUNT, TABLE.memory)
         owner = Owner(OwnerSettings(ME, IN_FLIGHT), RUNS, random.Random(0))
-        self.pipeline = ExactPipeline(settings, owner, parts, Settlement(ME, RUNS, 0, COUNT), TABLE.microbatch)
+        self.settlement = Settlement(ME, RUNS, 0, COUNT)
+        self.loop = StageLoop(settings, owner, ExactMode(self.settlement, 0, TABLE.microbatch), 1 << 20)
+        record = node.records.record_of(STAGE)
+        self.stage = StageEffects(self.loop, node, record, fetcher, cast(Any, Background()), inbox)
+        node.add(RUNS[0], self.stage)
+        inbox.attach(Handler(self.stage))
 
     def take_commands(self) -> list[StageCommand]:
-        queue = self.pipeline._commands
+        queue = self.stage._commands
         return [queue.get_nowait() for _ in range(queue.qsize())]
 
     def ready(self, start: int, round_number: int = 0, exact_step: int = 0) -> list[StageCommand]:
         """Let a trainer be ready; return the commands to it."""
         ready = Ready(device="cpu", step=0, round=round_number, outstanding=None, exact_step=exact_step, start=start)
-        self.pipeline.on_trainer_message(ready)
+        self.stage.on_trainer_message(ready)
         return self.take_commands()
 
     def trainer(self, start: int) -> StageWork:
@@ -98,16 +102,16 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+async def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "control"])
-def test_commands_to_a_dead_trainer_change_no_slot_of_the_next_one(world: World, is_checked: bool) -> None:
+async def test_commands_to_a_dead_trainer_change_no_slot_of_the_next_one(world: World, is_checked: bool) -> None:
     """They are in the channel that the next trainer finds when it starts, before its Ready is heard."""
     stale = [each for each in world.ready(start=0) if isinstance(each, DrawMicrobatch)]
     assert len(stale) == IN_FLIGHT
-    world.pipeline.set_resting(True)  # others have counted these microbatches meanwhile
+    world.stage.set_resting(True)  # others have counted these microbatches meanwhile
     assert not world.ready(start=1)
     # The slots are free again, and microbatches of another peer come into them.
     fetched = bytes(len(world.memory.slot(stale[0].slot)))
@@ -121,7 +125,7 @@ def test_commands_to_a_dead_trainer_change_no_slot_of_the_next_one(world: World,
     assert (held == list(world.activations._slots)) == is_checked, "the bytes of a blob have changed"
 
 
-def test_gradient_that_a_dead_trainer_was_to_add_is_not_added_by_the_next_one(world: World) -> None:
+async def test_gradient_that_a_dead_trainer_was_to_add_is_not_added_by_the_next_one(world: World) -> None:
     tokens = world.memory.sizes.activations
     command = ComputeStage(task=1, is_backward=True, adds=True, tokens=tokens, gradient=0, number=3, start=0)
     for start in (1, 0):  # the control is the trainer that it was for
@@ -131,7 +135,7 @@ def test_gradient_that_a_dead_trainer_was_to_add_is_not_added_by_the_next_one(wo
         assert list(work.exact.ledger) == ([] if start == 1 else [3])
 
 
-def test_sum_takes_no_microbatch_twice(world: World) -> None:
+async def test_sum_takes_no_microbatch_twice(world: World) -> None:
     exact = world.trainer(start=0).exact
     assert exact is not None
     gradient = exact._total.float()
@@ -143,37 +147,39 @@ def test_sum_takes_no_microbatch_twice(world: World) -> None:
         exact.take_away(3, gradient)
 
 
-def test_trainer_that_died_after_it_had_applied_an_anchor_goes_on_with_the_step_of_that_round(world: World) -> None:
+async def test_trainer_that_died_after_it_applied_an_anchor_continues_with_the_step_of_that_round(
+    world: World,
+) -> None:
     world.ready(start=0)
     drawn = world.ready(start=1, round_number=1, exact_step=1)
-    assert world.pipeline.server is not None and world.pipeline.server.round == world.pipeline.settlement.round == 1
+    assert world.loop.server is not None and world.loop.server.round == world.settlement.round == 1
     windows = [each.window for each in drawn if isinstance(each, DrawMicrobatch)]
     assert windows and min(window for window in windows if window is not None) >= COUNT * TABLE.microbatch
 
 
-def test_microbatches_of_a_new_round_are_drawn_for_that_round(world: World) -> None:
+async def test_microbatches_of_a_new_round_are_drawn_for_that_round(world: World) -> None:
     """They were chosen by the round that is over, at the step of the new one."""
     for message in [each for each in world.ready(start=0) if isinstance(each, DrawMicrobatch)]:
-        world.pipeline.on_trainer_message(MicrobatchDrawn(serial=message.serial))
+        world.stage.on_trainer_message(MicrobatchDrawn(serial=message.serial))
     world.take_commands()
     chosen = list[int]()
-    wanted = world.pipeline.settlement.wanted
+    wanted = world.settlement.wanted
 
     def note(started: Any, now: float) -> list[int]:
-        chosen.append(world.pipeline.settlement.round)
+        chosen.append(world.settlement.round)
         return wanted(started, now)
 
-    world.pipeline.settlement.wanted = note  # type: ignore[method-assign]
-    world.pipeline.on_trainer_message(AnchorApplied(round=1, exact_step=1))
+    world.settlement.wanted = note  # type: ignore[method-assign]
+    world.stage.on_trainer_message(AnchorApplied(round=1, exact_step=1))
     assert chosen and set(chosen) == {1}
 
 
-def test_what_was_computed_on_another_chain_counts_no_more(world: World) -> None:
+async def test_what_was_computed_on_another_chain_counts_no_more(world: World) -> None:
     """Its anchor may be of the same round; the trainer has dropped its sum. Control: the next round of ours."""
     world.ready(start=0)
-    first = world.pipeline._life
-    world.pipeline.on_trainer_message(AnchorApplied(round=1, exact_step=1))
-    assert world.pipeline._life == first
-    world.pipeline.settlement.add(2, 0.0)
-    world.pipeline.on_trainer_message(AnchorApplied(round=1, exact_step=1))
-    assert world.pipeline._life > first and not world.pipeline.settlement.ledger
+    first = world.loop.life
+    world.stage.on_trainer_message(AnchorApplied(round=1, exact_step=1))
+    assert world.loop.life == first
+    world.settlement.add(2, 0.0)
+    world.stage.on_trainer_message(AnchorApplied(round=1, exact_step=1))
+    assert world.loop.life > first and not world.settlement.ledger

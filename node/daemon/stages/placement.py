@@ -1,27 +1,39 @@
-"""Choose the stage that a node serves: as the user says, else as before, else the weakest, ties by key."""
+"""Choose the stage that a node serves, and move the node to another one when the pipeline needs it there.
 
+At the start the choice is the user's, otherwise that of the folder, otherwise the weakest stage, ties by key. Later
+`protocol.pipeline.balance` decides on moves.
+"""
+
+import asyncio
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from node.daemon.peers.run_contacts import find_records
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
+from node.daemon.stages.stage_peers import list_seats
 from node.options import NodeOptions
 from node.paths import kept_stage_dir, kept_stages_in
 from node.run_dir import RunDir
 from protocol.blobs.storage import disk_errors
+from protocol.consensus.history.chain import Chain
 from protocol.errors import UsageError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.peer_table import MembershipEvent
 from protocol.membership.records.served_stages import MAX_MORE_STAGES, records_by_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.balance import sum_rates
+from protocol.pipeline.balance import PINNED, Balancer, Move, sum_rates
 from protocol.pipeline.stages.stage import StageManifest
 
 logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2  # between two looks at the chain
 
 
 @dataclass(frozen=True)
@@ -153,3 +165,36 @@ def _by_key(peer_id: PeerId, stages: list[int]) -> int:
     """Return one of the stages; keys are spread evenly over them."""
     draw = int.from_bytes(hashlib.sha256(f"murmur stage of {peer_id}".encode()).digest()[:8], "big")
     return stages[draw % len(stages)]
+
+
+class StageMover:
+    """Watches the records of all peers for a node that serves one stage. `chain`: that of its replica."""
+
+    def __init__(self, directory: PeerDirectory, manifest: StageManifest, chain: Chain, has_moved: bool) -> None:
+        self._directory = directory
+        self._stages = manifest.pipeline.stages
+        self._chain = chain
+        self._balancer = Balancer(directory.peer_id, self._stages, manifest.membership.expiry)
+        self._shown = PINNED
+        if has_moved:
+            self._balancer.rest(time.monotonic())
+        directory.subscribe(self)
+
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        """Take over who serves which stage."""
+        self._balancer.observe(list_seats(self._directory.live(), self._stages), time.monotonic())
+
+    async def run(self) -> Move:
+        """Wait until this node has to move, and return the move. Call it on the network."""
+        last_round = self._chain.round
+        while True:
+            if self._shown != self._balancer.move:
+                self._shown = self._balancer.move
+                self._directory.publish(urgent=True, stage_move=self._shown)
+            await asyncio.sleep(POLL_SECONDS)
+            if self._chain.round == last_round:
+                continue
+            last_round = self._chain.round
+            move = self._balancer.on_commit(list_seats(self._directory.live(), self._stages), time.monotonic())
+            if move is not None:
+                return move

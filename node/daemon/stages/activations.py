@@ -1,0 +1,209 @@
+"""Hold the activations of a stage in slots that a peer shares with its trainer, and fetch those of other peers.
+
+A blob is held for one or several microbatches, by key, and once more for the owner's tokens; its slot is free again
+when nobody holds it. `protocol.pipeline.stages.server` decides which blobs a peer may hold at all, so a free slot is
+always there.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Literal
+
+from node.trainer.ipc.activation_memory import ActivationMemory, SlotSizes
+from protocol.blobs.blob import Blob, Bytes
+from protocol.blobs.download import Downloader
+from protocol.blobs.store import BlobStore
+from protocol.errors import GoneError, MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest.run import Manifest
+from protocol.membership.directory import PeerDirectory
+from protocol.pipeline.messages import HeldBlob, Input, Inputs, Key
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["activation", "tokens"]
+TOKEN_BYTES = 4  # int32
+SPARE_ACTIVATIONS = 2  # for a result whose microbatch is given up while it is computed
+FETCH_SECONDS = 60.0
+UNKNOWN_HOLDER_SECONDS = 5.0  # for a holder that is gone, or whose record has not come yet
+FETCH_ERRORS = (UnreachableError, PeerFault, MissingFileError, StorageError)
+
+
+def slot_sizes(manifest: Manifest) -> SlotSizes:
+    """Return the slots of a stage of a run: as many activations as its memory holds, and tokens for each of them."""
+    model, table = manifest.model, manifest.pipeline
+    activation_bytes = table.activation_bytes(model.context, model.stream_width)
+    activations = table.memory // activation_bytes + SPARE_ACTIVATIONS
+    token_bytes = TOKEN_BYTES * table.microbatch * (model.context + 1)
+    tokens = activations + table.in_flight + SPARE_ACTIVATIONS
+    return SlotSizes(activation_bytes=activation_bytes, activations=activations, token_bytes=token_bytes, tokens=tokens)
+
+
+class ActivationStore:
+    """Slots of `memory` by blob; `store` serves them, and keeps what is being fetched."""
+
+    def __init__(self, memory: ActivationMemory, store: BlobStore) -> None:
+        self.memory = memory
+        self.store = store
+        sizes = memory.sizes
+        self._free: dict[Kind, list[int]] = {
+            "activation": list(range(sizes.activations)),
+            "tokens": list(range(sizes.activations, sizes.activations + sizes.tokens)),
+        }
+        self._slots: dict[bytes, int] = {}
+        self._holders: defaultdict[bytes, set[Key]] = defaultdict(set)
+        self._held: defaultdict[Key, set[bytes]] = defaultdict(set)
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._slots
+
+    def take_slot(self, kind: Kind) -> int:
+        """Return a free slot to write into. Raises MemoryError if there is none."""
+        free = self._free[kind]
+        if not free:
+            raise MemoryError(f"all slots for {kind} are in use")
+        return free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot that has no blob."""
+        self._free["activation" if slot < self.memory.sizes.activations else "tokens"].append(slot)
+
+    def publish(self, key: Key, slot: int) -> Blob:
+        """Serve the contents of a slot as a blob, and hold it for a microbatch."""
+        blob = self.store.lend(self.memory.slot(slot))
+        if blob.digest in self._slots:
+            self.give_back(slot)  # the same bytes are in another slot
+        else:
+            self._slots[blob.digest] = slot
+        self.hold(key, blob.digest)
+        return blob
+
+    def take_over(self, key: Key, blob: Blob) -> None:
+        """Move a blob that was fetched into the store into a slot, and hold it for a microbatch."""
+        if blob.digest not in self._slots:
+            slot = self._fill_slot(blob, self.store.view(blob.digest))
+            self.store.discard(blob.digest)
+            self.store.lend(self.memory.slot(slot))
+        self.hold(key, blob.digest)
+
+    def copy(self, key: Key, blob: Blob, content: Bytes) -> None:
+        """Copy a blob of another stage of this node into a slot, and hold it for a microbatch."""
+        if blob.digest not in self._slots:
+            self.store.lend(self.memory.slot(self._fill_slot(blob, content)))
+        self.hold(key, blob.digest)
+
+    def _fill_slot(self, blob: Blob, content: Bytes) -> int:
+        slot = self.take_slot("activation" if blob.size == self.memory.sizes.activation_bytes else "tokens")
+        self.memory.slot(slot)[:] = content
+        self._slots[blob.digest] = slot
+        return slot
+
+    def hold(self, key: Key, digest: bytes) -> None:
+        """Keep a blob that is here, for a microbatch."""
+        self._holders[digest].add(key)
+        self._held[key].add(digest)
+
+    def slot_of(self, blob: Blob) -> int:
+        """Return the slot of a blob that is here."""
+        return self._slots[blob.digest]
+
+    def drop(self, key: Key, kept: Collection[Blob] = ()) -> None:
+        """Release the blobs of a microbatch except `kept`, and free slots without holders."""
+        keep = {blob.digest for blob in kept}
+        for digest in self._held.get(key, set()) - keep:
+            self._held[key].discard(digest)
+            self._holders[digest].discard(key)
+            if not self._holders[digest]:
+                del self._holders[digest]
+                self.store.discard(digest)
+                self.give_back(self._slots.pop(digest))
+        if not self._held.get(key):
+            self._held.pop(key, None)
+
+
+class NodeBlobs:
+    """The blobs that the stages of one node hold; a stage copies those of another one instead of fetching them."""
+
+    def __init__(self) -> None:
+        self._stores: list[BlobStore] = []
+
+    def add(self, store: BlobStore) -> None:
+        """Show the blobs of a stage to the others."""
+        self._stores.append(store)
+
+    def view(self, digest: bytes) -> Bytes | None:
+        """Return a blob that one of the stages holds."""
+        return next((store.view(digest) for store in self._stores if store.has(digest)), None)
+
+
+class ActivationFetcher:
+    """Downloads from one holder for each blob. If that holder leaves, nobody else has it, and the download ends."""
+
+    def __init__(
+        self, directory: PeerDirectory, node: NodeBlobs, downloader: Downloader, activations: ActivationStore
+    ) -> None:
+        self.activations = activations
+        self._directory = directory
+        self._node = node
+        self._downloader = downloader
+        self._running: dict[PeerId, set[asyncio.Task[None]]] = {}
+
+    async def fetch(self, key: Key, inputs: Iterable[tuple[Input, HeldBlob]]) -> Input | None:
+        """Bring the inputs of a task into slots; return the name of one that is missing."""
+        for name, held in inputs:
+            if not await self._fetch_one(key, held):
+                return name
+        return None
+
+    def blame_holders(self, inputs: Inputs) -> None:
+        """Count an input that is malformed or not finite against the other peers that had inputs."""
+        for holder in {held.holder for held in inputs.named().values()} - {self._directory.peer_id}:
+            fault = MalformedError("an activation with a value that is not allowed")
+            self._directory.record_refusal(holder, fault)
+
+    def drop_peer(self, peer: PeerId) -> None:
+        """End the downloads from a peer that is gone."""
+        for task in self._running.get(peer, ()):
+            task.cancel()
+
+    async def _fetch_one(self, key: Key, held: HeldBlob) -> bool:
+        activations, blob = self.activations, held.blob
+        if activations.has(blob.digest):
+            activations.hold(key, blob.digest)
+            return True
+        if held.holder == self._directory.peer_id:
+            content = self._node.view(blob.digest)
+            if content is not None:
+                activations.copy(key, blob, content)
+            return content is not None
+        try:
+            await self._download(held)
+            activations.take_over(key, blob)
+        except FETCH_ERRORS as error:
+            logger.info("an activation of %s is missing: %s", held.holder, error)
+            return False
+        return True
+
+    async def _download(self, held: HeldBlob) -> None:
+        """Download a blob from its holder. Raises one of FETCH_ERRORS."""
+
+        def holders() -> list[PeerId]:
+            return [held.holder]
+
+        seconds = FETCH_SECONDS if held.holder in self._directory.live() else UNKNOWN_HOLDER_SECONDS
+        fetching = self._downloader.fetch(held.blob, holders, seconds, wait_if_absent=False)
+        task = asyncio.create_task(fetching, name=f"activation {held.blob.name[:12]}")
+        running = self._running.setdefault(held.holder, set())
+        running.add(task)
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise GoneError(f"{held.holder} has left")
+            await task
+        finally:
+            task.cancel()
+            running.discard(task)
+            if not running:
+                self._running.pop(held.holder, None)

@@ -1,0 +1,497 @@
+"""Carry out the actions of the stage loop: calls to peers, downloads into slots, and commands to the trainer.
+
+Their results come back as events through the replica's inbox. Calls about microbatches reach the replica whose stage
+they name through `NodeStages`, also those of this node to itself, which need no network.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from node.daemon.inbox import Inbox
+from node.daemon.stages.activations import ActivationFetcher, ActivationStore, NodeBlobs
+from node.daemon.stages.calls import StageCalls
+from node.daemon.stages.stage_peers import served_stages, stage_peers
+from node.daemon.stages.stage_record import StageRecord, StageRecords
+from node.loop.stage_events import (
+    AnswerTask,
+    DeadlinePassed,
+    Draining,
+    DrawTokens,
+    DropTokens,
+    Leaving,
+    PeersSeen,
+    PublishLife,
+    PublishRate,
+    ReportRefused,
+    RestingChanged,
+    SendStatement,
+    StageAction,
+    StageAnchorApplied,
+    StageContributed,
+    StageEvent,
+    StatementReceived,
+    TaskAsked,
+    TokensDrawn,
+    TrainerReady,
+)
+from node.loop.stage_loop import NOT_READY_MS, StageLoop
+from node.monitoring.stage_table import build_stage_table, describe_waiting
+from node.processes.workers import BackgroundTasks
+from node.trainer.ipc.activation_memory import ActivationMemory
+from node.trainer.ipc.channel import AnchorApplied, ContributionHeader, FromTrainer, Ready, ToTrainer
+from node.trainer.ipc.stage_messages import (
+    ComputeStage,
+    DrawMicrobatch,
+    DropStageSum,
+    MicrobatchDrawn,
+    StageCommand,
+    StageComputed,
+    StageStepped,
+    TakeStageStep,
+)
+from protocol.blobs.store import BlobStore
+from protocol.errors import MalformedError, PeerFault, UnreachableError
+from protocol.identity import PeerId
+from protocol.manifest.run import RunId
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.peer_table import MembershipEvent, PeerLeft
+from protocol.murmur_pb2 import StepStatement
+from protocol.pipeline import owner_events
+from protocol.pipeline.exact.reports import read_step_reports
+from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline.ledger import Ledger
+from protocol.pipeline.messages import Answer, Key, Outcome, Task, first_serial
+from protocol.pipeline.owner_events import OwnerCounts
+from protocol.pipeline.stages import server_events
+from protocol.pipeline.stages.server_events import ServerCounts
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 8.0  # less than the ten seconds that a service manager waits before it kills
+MIN_PAUSE_SECONDS = 0.001  # until a deadline, so that one in the past cannot occupy the daemon
+MORE_COMMANDS = 4  # besides those that draw: one task or step at a time
+OWN = ""  # owner in the keys of our own tokens, so that they differ from those that we serve
+OWN_COUNTS = ("done", "torn", "lost", "duplicates", "replayed", "void")
+SERVED_COUNTS = (
+    *("computed", "steps", "struck", "torn", "lost", "duplicates", "replayed", "invalid"),
+    "subtracted",
+)
+
+
+class StageEffects:
+    """The part of a replica that serves a stage and owns microbatches; it keeps the timer of its loop."""
+
+    def __init__(
+        self,
+        loop: StageLoop,
+        node: "NodeStages",
+        record: StageRecord,
+        fetcher: ActivationFetcher,
+        background: BackgroundTasks,
+        inbox: Inbox,
+    ) -> None:
+        self.loop = loop
+        self.activations: ActivationStore = fetcher.activations
+        self._node = node
+        self._directory: PeerDirectory = node.directory
+        self._record = record
+        self._fetcher = fetcher
+        self._background = background
+        self._inbox = inbox
+        self._commands = asyncio.Queue[StageCommand](loop.owner.settings.in_flight + MORE_COMMANDS)
+        self._start = 0  # that of the trainer whose Ready is the newest
+        self._drawing: dict[int, int] = {}  # slots by serial
+        self._computing: tuple[server_events.Compute, int | None] | None = None  # with the slot of its result
+        self._answer: Answer | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._drained = asyncio.Event()
+
+    @property
+    def memory(self) -> ActivationMemory:
+        """Return the memory that the trainer shares."""
+        return self.activations.memory
+
+    @property
+    def store(self) -> BlobStore:
+        """Return the blobs that other peers fetch."""
+        return self.activations.store
+
+    def status_fields(self) -> dict[str, object]:
+        """Return the counts and the rate for the status of this node."""
+        owner, server = self.loop.owner, self.loop.server
+        live = served_stages(self._directory.live().values(), self.loop.settings.stages)
+        return {
+            "microbatches": count_microbatches(owner.counts, server.counts if server else None),
+            "stage_rate": server.rate if server else 0.0,
+            "stages": build_stage_table(live, owner.waiting),
+        }
+
+    def start(self, send: Callable[[ToTrainer], Awaitable[bool]]) -> None:
+        """Follow the peers' records, and pass commands to the trainer by `send`; call it on the network."""
+        self._directory.subscribe(self)
+        self._background.spawn(self._send_commands(send))
+        self._see_peers()
+
+    def post(self, event: StageEvent) -> None:
+        """Let the inbox pass an event to `handle`."""
+        self._inbox.post(event)
+
+    def handle(self, event: StageEvent) -> None:
+        """Pass an event to the loop, and carry its actions out."""
+        for action in self.loop.handle(event, asyncio.get_running_loop().time()):
+            self._run(action)
+        if self.loop.is_resting and self.loop.is_drained:
+            self._drained.set()
+        self._set_timer()
+
+    # Calls of other peers.
+
+    def answer(self, task: Task) -> Answer:
+        """Answer a task at once."""
+        self._answer = None
+        self.post(TaskAsked(task))
+        # Before the replica is complete, its inbox only collects events.
+        return self._answer or Answer("busy", 0, self.loop.round, retry_ms=NOT_READY_MS)
+
+    def take_statement(self, peer: PeerId, body: StepStatement) -> None:
+        """Take the statement of another server about its sum. Raises MalformedError."""
+        if not self._record.exact_stages:
+            raise MalformedError("a statement about a step, where steps are not exact")
+        self.post(StatementReceived(peer, Statement.from_wire(body, self.loop.settings.step_size)))
+
+    # Events of this node.
+
+    def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
+        """Stop waiting for activations of peers that left, and show the loop who serves which stage."""
+        for event in events:
+            if isinstance(event, PeerLeft):
+                self._fetcher.drop_peer(event.peer)
+        self._see_peers()
+
+    def _see_peers(self) -> None:
+        live, stages = self._directory.live(), self.loop.settings.stages
+        seen = stage_peers(live, stages)
+        serials = {entry.peer: first_serial(live[entry.peer].start) for peers in seen for entry in peers}
+        reports = read_step_reports(live.values(), stages)
+        self.post(PeersSeen(seen, serials, reports, serves_all=len(self._node) == stages))
+
+    def on_trainer_message(self, message: FromTrainer) -> None:
+        """Turn a message of the trainer into an event."""
+        match message:
+            case Ready():
+                self._on_ready(message)
+            case AnchorApplied():
+                self.post(StageAnchorApplied(message.round, _wall_ms(), message.exact_step))
+                self._see_peers()
+            case ContributionHeader():
+                self.post(StageContributed(message.round, bytes.fromhex(message.ledger)))
+            case MicrobatchDrawn():
+                self._on_drawn(message)
+            case StageComputed():
+                self._on_computed(message)
+            case StageStepped():
+                self.post(server_events.Stepped())
+
+    def close_step(self) -> None:
+        """End the open step early, because the round waits for our contribution."""
+        self.post(server_events.CloseStep())
+
+    def set_resting(self, is_resting: bool) -> None:
+        """Begin no microbatches of our own until further notice, or begin them again."""
+        self.post(RestingChanged(is_resting))
+
+    async def drain(self) -> None:
+        """Take no new work, and finish what others would have to compute again; takes at most DRAIN_SECONDS."""
+        if self.loop.server is None or self.loop.is_leaving:
+            return
+        self._drained.clear()
+        self._directory.publish(urgent=True, resting=True)
+        self.post(Draining())
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await self._drained.wait()
+        except TimeoutError:
+            logger.info("leaving with work for others unfinished after %.0f seconds", DRAIN_SECONDS)
+
+    def stop(self) -> None:
+        """Take no more work, because this peer leaves; owners notice it by the answers to their requests."""
+        self.post(Leaving())
+
+    def _on_ready(self, message: Ready) -> None:
+        self._forget_commands()
+        self._start = message.start
+        self.post(
+            TrainerReady(
+                message.round,
+                _wall_ms(),
+                Ledger.from_text(message.ledger),
+                Ledger.from_text(message.contributed),
+                repeats=message.outstanding is not None,
+                exact_step=message.exact_step,
+            )
+        )
+        self._see_peers()  # its own entry has changed
+
+    def _forget_commands(self) -> None:
+        """Free the slots into which the trainer that died was to write."""
+        for slot in self._drawing.values():
+            self.activations.give_back(slot)
+        self._drawing.clear()
+        if self._computing is not None and self._computing[1] is not None:
+            self.activations.give_back(self._computing[1])
+        self._computing = None
+        while not self._commands.empty():
+            self._commands.get_nowait()
+
+    def _on_drawn(self, message: MicrobatchDrawn) -> None:
+        slot = self._drawing.pop(message.serial, None)
+        if slot is not None:  # else a trainer that died has drawn it
+            blob = self.activations.publish(Key(OWN, message.serial), slot)
+            self.post(TokensDrawn(message.serial, blob))
+
+    def _on_computed(self, message: StageComputed) -> None:
+        if self._computing is None or self._computing[0].token != message.task:
+            return  # a trainer that died has computed it
+        (action, output), self._computing = self._computing, None
+        task, result = action.task, None
+        if message.fault == "wrong input":
+            self._fetcher.blame_holders(task.inputs)
+        if output is not None and message.fault:
+            self.activations.give_back(output)
+        elif output is not None:
+            result = self.activations.publish(task.key, output)
+        self.post(
+            server_events.Computed(
+                task.key,
+                task.direction,
+                action.token,
+                valid=not message.fault,
+                result=result,
+                loss=message.loss,
+                compute_ms=1000 * message.seconds,
+            )
+        )
+
+    # Actions.
+
+    def _run(self, action: StageAction) -> None:
+        spawn = self._background.spawn
+        match action:
+            case owner_events.Ask(peer, task):
+                spawn(self._ask(peer, task))
+            case owner_events.Release():
+                spawn(self._release(action))
+            case server_events.Fetch():
+                spawn(self._fetch(action))
+            case server_events.Tell(owner, outcome):
+                spawn(self._tell(owner, outcome))
+            case server_events.Invite(owner):
+                spawn(self._invite(owner))
+            case SendStatement(peers, statement):
+                for peer in peers:
+                    spawn(self._state(peer, statement))
+            case server_events.Drop(key, kept):
+                self.activations.drop(key, kept)
+            case DropTokens(serial):
+                self.activations.drop(Key(OWN, serial))
+            case AnswerTask(answer):
+                self._answer = answer
+            case DrawTokens() | server_events.Compute() | server_events.TakeStep() | server_events.DropSum():
+                self._command(action)
+            case _:
+                self._report(action)
+
+    def _command(
+        self, action: DrawTokens | server_events.Compute | server_events.TakeStep | server_events.DropSum
+    ) -> None:
+        match action:
+            case DrawTokens(serial, window):
+                slot = self._drawing[serial] = self.activations.take_slot("tokens")
+                self._order(DrawMicrobatch(serial=serial, slot=slot, window=window))
+            case server_events.Compute():
+                self._compute(action)
+            case server_events.TakeStep():
+                self._order(TakeStageStep(round=self.loop.round))
+            case server_events.DropSum():
+                self._order(DropStageSum(round=self.loop.round))
+
+    def _report(
+        self, action: PublishLife | PublishRate | ReportRefused | owner_events.StageEmpty | owner_events.WrongResult
+    ) -> None:
+        match action:
+            case PublishLife(life, rate):
+                self._record.publish(urgent=True, stage=self.loop.settings.stage + 1, stage_life=life, stage_rate=rate)
+            case PublishRate(rate):
+                self._record.update(stage_rate=rate)
+            case ReportRefused(serial):
+                logger.warning("three peers refused microbatch %d; it is dropped", serial)
+            case owner_events.StageEmpty(stage, waiting):
+                logger.info("nobody serves stage %d, and %s", stage, describe_waiting(waiting))
+            case owner_events.WrongResult(peer):
+                self._directory.record_refusal(peer, MalformedError("a result of a wrong size"))
+
+    def _compute(self, action: server_events.Compute) -> None:
+        task, activations = action.task, self.activations
+        size = self.loop.settings.result_bytes(task.direction)
+        output = activations.take_slot("activation") if size else None
+        self._computing = action, output
+        slots = {name: activations.slot_of(held.blob) for name, held in task.inputs.named().items()}
+        self._order(ComputeStage.of(action, slots, output, self.loop.round))
+
+    def _order(self, command: StageCommand) -> None:
+        """Send a command to this start of the trainer; the next one ignores it."""
+        self._commands.put_nowait(command.model_copy(update={"start": self._start}))
+
+    async def _send_commands(self, send: Callable[[ToTrainer], Awaitable[bool]]) -> None:
+        while True:
+            await send(await self._commands.get())
+
+    async def _fetch(self, action: server_events.Fetch) -> None:
+        missing = await self._fetcher.fetch(action.key, action.inputs)
+        if missing is None:
+            self.post(server_events.Fetched(action.key, action.direction, action.token))
+        else:
+            self.post(server_events.FetchFailed(action.key, action.direction, action.token, missing))
+
+    async def _ask(self, peer: PeerId, task: Task) -> None:
+        try:
+            answer = await self._node.ask(peer, task)
+        except UnreachableError:
+            self.post(owner_events.AskFailed(peer, task, unreachable=True))
+        except PeerFault as fault:
+            logger.info("%s refuses a task: %s", peer, fault)
+            self.post(owner_events.AskFailed(peer, task, unreachable=False))
+        else:
+            self.post(owner_events.Answered(peer, task, answer))
+
+    async def _release(self, action: owner_events.Release) -> None:
+        try:
+            await self._node.send_release(action.peer, self.loop.owner.run_of(action.stage), action.serials)
+        except (UnreachableError, PeerFault):
+            self.post(owner_events.ReleaseFailed(action.peer, action.stage, action.serials))
+
+    async def _tell(self, owner: PeerId, outcome: Outcome) -> None:
+        try:
+            await self._node.send_outcome(owner, outcome)
+        except (UnreachableError, PeerFault) as error:
+            logger.debug("%s has not got an outcome, and will ask again: %s", owner, error)
+
+    async def _invite(self, owner: PeerId) -> None:
+        try:
+            await self._node.send_invitation(owner, self.loop.settings.run)
+        except (UnreachableError, PeerFault) as error:
+            logger.debug("%s has not been invited, and will ask again: %s", owner, error)
+
+    async def _state(self, peer: PeerId, statement: Statement) -> None:
+        try:
+            await self._node.calls.state(peer, statement)
+        except (UnreachableError, PeerFault):
+            return  # it is repeated
+
+    # Time.
+
+    def _set_timer(self) -> None:
+        deadline, clock = self.loop.next_deadline(), asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() == deadline:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer = clock.call_at(max(deadline, clock.time() + MIN_PAUSE_SECONDS), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.post(DeadlinePassed())
+
+
+class NodeStages:
+    """The stages of a node by run id; it passes each call about microbatches to the stage that the call names."""
+
+    def __init__(self, directory: PeerDirectory, calls: StageCalls) -> None:
+        self.directory = directory
+        self.calls = calls
+        self.records = StageRecords(directory)
+        self.blobs = NodeBlobs()
+        self._stages: dict[RunId, StageEffects] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def add(self, run: RunId, stage: StageEffects) -> None:
+        """Pass the calls for a stage to its replica; the first one owns the microbatches of this node."""
+        self._stages[run] = stage
+        self.blobs.add(stage.store)
+
+    # Calls of peers.
+
+    @property
+    def _owner(self) -> StageEffects:
+        return next(iter(self._stages.values()))
+
+    def answer(self, task: Task) -> Answer:
+        """Answer a task at once; the first stage answers for those that this node does not serve."""
+        return self._stages.get(task.run, self._owner).answer(task)
+
+    def take_outcome(self, peer: PeerId, outcome: Outcome) -> None:
+        """Take the outcome of a task of ours."""
+        self._owner.post(owner_events.Told(peer, outcome))
+
+    def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
+        """Forget microbatches of a peer that have ended."""
+        if run in self._stages:
+            self._stages[run].post(server_events.ReleasedBy(peer, serials))
+
+    def take_invitation(self, peer: PeerId, run: RunId) -> None:
+        """Send forwards to a peer that has room again."""
+        self._owner.post(owner_events.Invited(peer, run))
+
+    def take_statement(self, peer: PeerId, body: StepStatement) -> None:
+        """Take the statement of a server about the open exact step. Raises MalformedError."""
+        self._owner.take_statement(peer, body)
+
+    # Calls to peers; those to ourselves need no network.
+
+    async def ask(self, peer: PeerId, task: Task) -> Answer:
+        """Ask a server for a computation. Raises UnreachableError or PeerFault, as the other calls do."""
+        if peer == self.directory.peer_id:
+            return self.answer(task)
+        return await self.calls.ask(peer, task)
+
+    async def send_outcome(self, peer: PeerId, outcome: Outcome) -> None:
+        """Send the owner of a task its outcome."""
+        if peer == self.directory.peer_id:
+            self.take_outcome(peer, outcome)
+        else:
+            await self.calls.tell(peer, outcome)
+
+    async def send_release(self, peer: PeerId, run: RunId, serials: frozenset[int]) -> None:
+        """Let a server forget microbatches that have ended."""
+        if peer == self.directory.peer_id:
+            self.release(peer, run, tuple(serials))
+        else:
+            await self.calls.release(peer, run, serials)
+
+    async def send_invitation(self, peer: PeerId, run: RunId) -> None:
+        """Invite an owner to send forwards again."""
+        if peer == self.directory.peer_id:
+            self.take_invitation(peer, run)
+        else:
+            await self.calls.invite(peer, run)
+
+
+def count_microbatches(own: OwnerCounts, served: ServerCounts | None) -> dict[str, int]:
+    """Return the counts of our own microbatches and of those that we serve, by result."""
+    served = served or ServerCounts()
+    counts: dict[str, int] = {name: getattr(own, name) for name in OWN_COUNTS}
+    counts |= {f"dropped: {reason}": count for reason, count in own.dropped.items()}
+    return counts | {f"served: {name}": getattr(served, name) for name in SERVED_COUNTS}
+
+
+def _wall_ms() -> int:
+    return int(time.time() * 1000)

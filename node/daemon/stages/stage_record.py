@@ -1,0 +1,61 @@
+"""Show the stages that a node serves in its peer record.
+
+A node that serves several stages has a replica for each. The first one reads the text of the node and owns its
+microbatches; its head is in the record's own fields, and those of the others are in `more_stages`.
+"""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.peer_table import FieldValue
+from protocol.membership.records.served_stages import ServedStage, encode_served_stages
+from protocol.pipeline.stages.stage import StageManifest
+
+ENTRY_FIELDS = frozenset(asdict(ServedStage(0))) - {"stage"}
+
+
+class StageRecord:
+    """The fields of one stage in the record of its node."""
+
+    def __init__(self, records: "StageRecords", manifest: StageManifest) -> None:
+        self.stage = manifest.stage
+        self.timing = manifest.membership
+        self.exact_stages = manifest.pipeline.stages if manifest.pipeline.is_exact else 0
+        self._records = records
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether the replica of this stage reads the text of the node."""
+        return self.stage == self._records.first
+
+    def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
+        """Change fields of the record that concern the stage."""
+        self._records.directory.publish(urgent=urgent, **self._records.fields_of(self.stage, fields))
+
+    def update(self, **fields: FieldValue) -> None:
+        """Change figures of the stage; the next renewal of the record carries them."""
+        self._records.directory.update(**self._records.fields_of(self.stage, fields))
+
+
+class StageRecords:
+    """The stages of one node, in the order in which it began to serve them."""
+
+    def __init__(self, directory: PeerDirectory) -> None:
+        self.directory = directory
+        self.first: int | None = None
+        self._others: dict[int, ServedStage] = {}
+
+    def record_of(self, manifest: StageManifest) -> StageRecord:
+        """Return the record of a stage; the first stage for which it is asked owns the node's microbatches."""
+        if self.first is None:
+            self.first = manifest.stage
+        return StageRecord(self, manifest)
+
+    def fields_of(self, stage: int, fields: dict[str, FieldValue]) -> dict[str, FieldValue]:
+        """Return the fields of our record that change with those of a stage."""
+        if stage == self.first:
+            return fields
+        changes: dict[str, Any] = {name: fields[name] for name in ENTRY_FIELDS & fields.keys()}
+        self._others[stage] = replace(self._others.get(stage, ServedStage(stage)), **changes)
+        return {"more_stages": encode_served_stages(self._others.values())}

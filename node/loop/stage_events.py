@@ -1,0 +1,220 @@
+"""Define the events that the stage loop handles, and the actions that it returns. PURE.
+
+Most of them belong to the two machines in it, the owner of microbatches and the server of a stage; this module adds
+those of the trainer, of the peers' records and of exact steps.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.pipeline import owner_events
+from protocol.pipeline.exact.reports import StepReports
+from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline.ledger import Ledger
+from protocol.pipeline.messages import Answer, Task
+from protocol.pipeline.routing import StagePeer
+from protocol.pipeline.stages import server_events
+
+StagePeers = tuple[tuple[StagePeer, ...], ...]  # the live servers of each stage
+
+
+# Events.
+
+
+@dataclass(frozen=True)
+class TrainerReady:
+    """A trainer of the stage has started from its snapshot.
+
+    Attributes:
+        wall_ms: milliseconds since 1970; a life that begins with them is larger than each life before a restart.
+        ledger: microbatches of the steps that the trainer will contribute.
+        contributed: microbatches of its last contribution.
+        repeats: whether it sends its last contribution again.
+    """
+
+    round: int
+    wall_ms: int
+    ledger: Ledger = field(default_factory=Ledger)
+    contributed: Ledger = field(default_factory=Ledger)
+    repeats: bool = False
+    exact_step: int = 0
+
+
+@dataclass(frozen=True)
+class StageAnchorApplied:
+    """The trainer has taken over the weights of a round; `wall_ms` as in TrainerReady."""
+
+    round: int
+    wall_ms: int
+    exact_step: int = 0
+
+
+@dataclass(frozen=True)
+class StageContributed:
+    """The trainer has made a contribution to a round; `ledger` is that of an exact step."""
+
+    round: int
+    ledger: bytes = b""
+
+
+@dataclass(frozen=True)
+class TokensDrawn:
+    """Answers DrawTokens: the tokens of a microbatch are in memory."""
+
+    serial: int
+    blob: Blob
+
+
+@dataclass(frozen=True)
+class PeersSeen:
+    """The live servers of each stage, the first serial of each peer's process, and their reports of exact steps.
+
+    `serves_all`: our node serves every stage, so our microbatches visit no other peer.
+    """
+
+    stages: StagePeers
+    first_serials: Mapping[PeerId, int]
+    reports: StepReports
+    serves_all: bool = False
+
+
+@dataclass(frozen=True)
+class TaskAsked:
+    """A peer asks for a computation; the loop answers with AnswerTask at once."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class StatementReceived:
+    """Another server reports what its sum of the exact step contains."""
+
+    peer: PeerId
+    statement: Statement
+
+
+@dataclass(frozen=True)
+class RestingChanged:
+    """This peer begins no microbatches of its own until further notice, or begins them again."""
+
+    is_resting: bool
+
+
+@dataclass(frozen=True)
+class Draining:
+    """This peer leaves after it has finished what others would have to compute again."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """This peer leaves now; owners notice it by the answers to their requests."""
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """The time of `StageLoop.next_deadline` has come."""
+
+
+StageEvent = (
+    TrainerReady
+    | StageAnchorApplied
+    | StageContributed
+    | TokensDrawn
+    | PeersSeen
+    | TaskAsked
+    | StatementReceived
+    | RestingChanged
+    | Draining
+    | Leaving
+    | DeadlinePassed
+    | owner_events.Answered
+    | owner_events.AskFailed
+    | owner_events.Told
+    | owner_events.Invited
+    | owner_events.ReleaseFailed
+    | server_events.Fetched
+    | server_events.FetchFailed
+    | server_events.Computed
+    | server_events.Stepped
+    | server_events.ReleasedBy
+    | server_events.CloseStep
+)
+
+
+# Actions.
+
+
+@dataclass(frozen=True)
+class DrawTokens:
+    """Let the trainer read a microbatch into memory; `window` of the run's text in exact steps, else its next one."""
+
+    serial: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class DropTokens:
+    """Free the tokens of a microbatch of ours."""
+
+    serial: int
+
+
+@dataclass(frozen=True)
+class AnswerTask:
+    """Answer the TaskAsked that is being handled."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class SendStatement:
+    """Send a statement to other servers; it is repeated, so it may be lost."""
+
+    peers: frozenset[PeerId]
+    statement: Statement
+
+
+@dataclass(frozen=True)
+class PublishLife:
+    """Publish at once that a new life of our stage has begun; results of earlier ones are void."""
+
+    life: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class PublishRate:
+    """Show the measured rate with the next renewal of our record, in microbatches a second."""
+
+    rate: float
+
+
+@dataclass(frozen=True)
+class ReportRefused:
+    """Report a microbatch of ours that is dropped because three peers refused it."""
+
+    serial: int
+
+
+StageAction = (
+    DrawTokens
+    | DropTokens
+    | AnswerTask
+    | SendStatement
+    | PublishLife
+    | PublishRate
+    | ReportRefused
+    | owner_events.Ask
+    | owner_events.Release
+    | owner_events.StageEmpty
+    | owner_events.WrongResult
+    | server_events.Fetch
+    | server_events.Compute
+    | server_events.TakeStep
+    | server_events.DropSum
+    | server_events.Tell
+    | server_events.Invite
+    | server_events.Drop
+)

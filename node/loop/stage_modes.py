@@ -1,0 +1,195 @@
+"""The two modes of a pipeline's steps, as strategies of the stage loop. PURE.
+
+In `local` mode each server makes an inner step whenever it has the gradients of one. In `exact` mode a round is a step
+of numbered microbatches, each of which counts exactly once at each stage: `protocol.pipeline.exact.settlement` decides
+which of them this peer begins and when its sum is offered, and whatever belongs to a round is dropped when it is over.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from node.loop.stage_events import (
+    PeersSeen,
+    SendStatement,
+    StageAction,
+    StageAnchorApplied,
+    StageContributed,
+    TrainerReady,
+)
+from protocol.identity import PeerId
+from protocol.pipeline import owner_events
+from protocol.pipeline.course import ExactPart
+from protocol.pipeline.exact.ledger import StepLedger
+from protocol.pipeline.exact.server import ExactServer
+from protocol.pipeline.exact.settlement import OfferStep, SayStatement, Settlement
+from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline.ledger import Ledger
+from protocol.pipeline.routing import StagePeer
+from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.stages.settings import StageSettings
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A microbatch to read; in exact steps with its number, and the window of the run's text where it begins."""
+
+    number: int | None = None
+    window: int | None = None
+
+
+class LocalMode:
+    """Let each server step by itself, and an owner draw as many microbatches as may be in flight."""
+
+    ends_with_round = False  # whether microbatches that are open when a round ends are given up
+
+    def build_server(self, settings: StageSettings, life: int, round_number: int, now: float) -> StageServer:
+        return StageServer(settings, life, round_number, Ledger())
+
+    def on_trainer(
+        self, event: TrainerReady | StageAnchorApplied | StageContributed, drawing: Collection[int], now: float
+    ) -> None:
+        """Take over what the trainer reports; a new trainer draws none of the serials in `drawing` any more."""
+
+    def leaves_chain(self, anchor_round: int, current_round: int) -> bool:
+        """Return whether an anchor belongs to another chain, so that computed gradients do not count."""
+        return False
+
+    def begin_round(self) -> None:
+        """Forget our microbatches of the round before."""
+
+    def freeze_sum(self, now: float) -> None:
+        """Change the sum of the round no more if its contribution exists."""
+
+    def set_peers(self, seen: PeersSeen, us: StagePeer, is_resting: bool) -> None:
+        """Take over the servers of all stages; `us` is this peer at its stage and round."""
+
+    def record(self, peer: PeerId, statement: Statement, now: float) -> None:
+        """Take over a statement of another server about its sum."""
+
+    def draws(self, room: int, now: float) -> list[Draw]:
+        """Return the microbatches to draw now, at most `room`."""
+        return [Draw()] * room
+
+    def start_draw(self, serial: int, draw: Draw) -> None:
+        """Note that a microbatch is being drawn."""
+
+    def may_begin(self, serial: int, room: int) -> bool:
+        """Return whether a drawn microbatch is still wanted."""
+        return True
+
+    def part_of(self, serial: int, round_number: int) -> ExactPart | None:
+        """Return the part of a microbatch in the exact step."""
+        return None
+
+    def on_finished(self, ended: owner_events.Finished, now: float) -> None:
+        """Take over the end of a microbatch of ours."""
+
+    def settle(self, server: StageServer, now: float) -> list[StageAction]:
+        """Return the actions by which the step moves on."""
+        return []
+
+    def next_deadline(self) -> float | None:
+        """Return when `draws` or `settle` may change without an event."""
+        return None
+
+
+class ExactMode(LocalMode):
+    """Count each of the `settlement.count` microbatches of a step once at each stage.
+
+    Args:
+        stage: the one that this peer serves.
+        sequences: sequences in a microbatch.
+    """
+
+    ends_with_round = True
+
+    def __init__(self, settlement: Settlement, stage: int, sequences: int) -> None:
+        self.settlement = settlement
+        self._stage = stage
+        self._sequences = sequences
+        self._step = 0
+        self._offer: tuple[int, StepLedger] | None = None  # round and ledger of our last contribution
+        self._numbers: dict[int, int] = {}  # of our microbatches that are drawn or in flight, by serial
+
+    def build_server(self, settings: StageSettings, life: int, round_number: int, now: float) -> StageServer:
+        self.settlement.begin(round_number, life, now)
+        return ExactServer(settings, life, round_number, self.settlement)
+
+    def on_trainer(
+        self, event: TrainerReady | StageAnchorApplied | StageContributed, drawing: Collection[int], now: float
+    ) -> None:
+        match event:
+            case TrainerReady():
+                self._step = event.exact_step
+                for serial in drawing:
+                    self._numbers.pop(serial, None)
+            case StageAnchorApplied():
+                self._step = event.exact_step
+            case StageContributed():
+                self._offer = event.round, StepLedger.from_bytes(event.ledger, self.settlement.count)
+                self.freeze_sum(now)
+
+    def leaves_chain(self, anchor_round: int, current_round: int) -> bool:
+        return anchor_round <= current_round
+
+    def begin_round(self) -> None:
+        self._numbers.clear()
+
+    def freeze_sum(self, now: float) -> None:
+        # A restarted peer repeats its contribution, and may reach the contribution's round only later.
+        if self._offer is not None and self._offer[0] == self.settlement.round:
+            self.settlement.offered(self._offer[1], now)
+
+    def set_peers(self, seen: PeersSeen, us: StagePeer, is_resting: bool) -> None:
+        lives = [{entry.peer: entry.life for entry in peers} for peers in seen.stages]
+        lives[self._stage][us.peer] = us.life
+        owners = {entry.peer for peers in seen.stages for entry in peers if self._owns(entry, us.round)} - {us.peer}
+        self.settlement.set_peers(lives, owners if is_resting else owners | {us.peer})
+        self.settlement.take_reports(seen.reports)
+
+    def _owns(self, entry: StagePeer, round_number: int) -> bool:
+        # A peer that is far behind cannot own microbatches of this step; its record may be a round late.
+        return not entry.draining and entry.round >= round_number - 1
+
+    def record(self, peer: PeerId, statement: Statement, now: float) -> None:
+        self.settlement.record(peer, statement, now)
+
+    def draws(self, room: int, now: float) -> list[Draw]:
+        wanted = self.settlement.wanted(set(self._numbers.values()), now)[:room]
+        first = self._step * self.settlement.count
+        return [Draw(number, (first + number) * self._sequences) for number in wanted]
+
+    def start_draw(self, serial: int, draw: Draw) -> None:
+        if draw.number is not None:
+            self._numbers[serial] = draw.number
+
+    def may_begin(self, serial: int, room: int) -> bool:
+        if serial in self._numbers and room > 0:
+            return True
+        self._numbers.pop(serial, None)
+        return False
+
+    def part_of(self, serial: int, round_number: int) -> ExactPart | None:
+        number = self._numbers[serial]
+        return ExactPart(round_number, number, self.settlement.counted_at(number))
+
+    def on_finished(self, ended: owner_events.Finished, now: float) -> None:
+        number = self._numbers.pop(ended.serial, None)
+        if number is None:
+            return
+        self.settlement.acknowledge(number, ended.added, now)
+        if ended.reason is not None:
+            self.settlement.postpone(number, now)
+
+    def settle(self, server: StageServer, now: float) -> list[StageAction]:
+        actions = list[StageAction]()
+        for action in self.settlement.advance(now):
+            match action:
+                case SayStatement(statement):
+                    actions.append(SendStatement(self.settlement.listeners, statement))
+                case OfferStep(doubles) if isinstance(server, ExactServer):
+                    actions += server.offer(doubles)
+        return actions
+
+    def next_deadline(self) -> float | None:
+        return self.settlement.next_deadline()
