@@ -4,15 +4,25 @@ runs/NAME-1/             a swarm of `murmur up`: run.toml, report.json, report.m
 runs/NAME-1/peer-0/      a node's folder, as node.run_dir describes it
 ~/.local/state/murmur/   a folder NAME-RUNID for each joined run (or below $XDG_STATE_HOME),
                          hosts/NAME-RUNID for each hosted run, and organiser.key, the user's key as an organiser
+~/.local/state/murmur/running/   a file for each node that runs, with the path of its folder, wherever that is
+
+The file of a node that was killed stays until `murmur status` removes it. A machine where the file cannot be written
+runs nodes all the same.
 """
 
+import contextlib
+import hashlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from node.run_dir import STAGE, read_json_if_whole
-from protocol.errors import CheckpointError, MissingFileError, UsageError
+from node.run_dir import STAGE, is_locked, read_json_if_whole
+from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
+from protocol.files import write_atomically
 from protocol.manifest.run import Manifest
+
+logger = logging.getLogger(__name__)
 
 SWARMS_DIR = Path("runs")
 KEEP_MARK = ".keep"  # the suffix of a file that protects a checkpoint, see node.daemon.checkpoints.checkpoint
@@ -201,3 +211,51 @@ def _require_dir(path: Path) -> None:
 
 def _is_node_dir(folder: Path) -> bool:
     return (folder / "key").exists() or (folder / "node.json").exists()
+
+
+@contextlib.contextmanager
+def registered(folder: Path) -> Iterator[None]:
+    """Keep a node's folder in the registry while the node runs."""
+    try:
+        entry = _entry_of(folder.resolve())
+        entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_vanished(entry.parent)
+        write_atomically(entry, os.fsencode(folder.resolve()))
+    except (OSError, StorageError, UsageError) as error:
+        logger.debug("`murmur status` will need the folder of this node, because it cannot be noted: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            entry.unlink(missing_ok=True)
+
+
+def running_dirs() -> list[Path]:
+    """Return the folders of the nodes that run, and remove the entries of those that no longer do."""
+    try:
+        entries = sorted((state_home() / "running").glob("[!.]*"))
+    except (OSError, UsageError):
+        return []
+    found = []
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            folder = Path(os.fsdecode(entry.read_bytes()))
+            if is_locked(folder):
+                found.append(folder)
+            else:
+                entry.unlink(missing_ok=True)
+    return sorted(found)
+
+
+def _remove_vanished(registry: Path) -> None:
+    """Remove the entries of folders that no longer exist, so that killed nodes do not fill the registry."""
+    for entry in registry.glob("[!.]*"):
+        with contextlib.suppress(OSError):
+            if not Path(os.fsdecode(entry.read_bytes())).exists():
+                entry.unlink(missing_ok=True)
+
+
+def _entry_of(folder: Path) -> Path:
+    return state_home() / "running" / hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]

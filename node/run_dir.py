@@ -17,6 +17,7 @@
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -36,9 +37,11 @@ from protocol.steering.revisions import steerable_keys
 from protocol.transport.local_sockets import retry_while_port_taken
 from protocol.transport.nat import find_common_port, is_port_free
 
+logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
 FINAL_STATUS = "status.json"
 STAGE = "stage.json"
+MAX_SHOWN_CHANGES = 5
 
 
 class RunDir:
@@ -138,9 +141,6 @@ class RunDir:
             write_atomically(path, manifest.to_toml().encode())
 
 
-MAX_SHOWN_CHANGES = 5
-
-
 def _describe_other_run(folder: Path, present: Manifest, wanted: Manifest) -> str:
     changed = changed_keys(present, wanted)
     shown = ", ".join(changed[:MAX_SHOWN_CHANGES])
@@ -201,9 +201,6 @@ def tokenizer_path(run_dir: Path, manifest: Manifest) -> Path:
     return copy if copy.exists() else run_dir / manifest.data.tokenizer
 
 
-logger = logging.getLogger(__name__)
-
-
 async def reuse_last_port(run_dir: RunDir, listen: Sequence[str]) -> tuple[str, ...]:
     """Replace port 0 in the listen addresses by the port of the last start, if that is free.
 
@@ -238,3 +235,20 @@ def _families_with_any_port(listen: Sequence[str]) -> set[socket.AddressFamily]:
 
 def _with_port(listen: Sequence[str], port: int) -> tuple[str, ...]:
     return tuple(re.sub(r"/tcp/0(?=/|$)", f"/tcp/{port}", address) for address in listen)
+
+
+def append_bounded(path: Path, text: str, max_bytes: int) -> None:
+    """Add text to a file, in one write; one that is too long becomes NAME.1.SUFFIX first. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size >= max_bytes:
+            os.replace(path, older_file(path))
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def older_file(path: Path) -> Path:
+    """Return the place of the lines that were in the file before it became too long."""
+    return path.with_suffix(f".1{path.suffix}")

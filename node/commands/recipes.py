@@ -14,7 +14,7 @@ from rich.text import Text
 
 from node.from_manifest import topology_class
 from node.model import shape_table
-from node.monitoring.activity import activity
+from node.monitoring.status_line import activity
 from node.monitoring.tables import choose_columns, describe_left_out, table_console
 from node.paths import demo_manifest
 from node.trainer.ipc.shared_memory import locally_trained_names

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from node.monitoring.logs import sanitize
 from node.monitoring.status import NodeStatus, fetch_status
-from node.paths import find_node_dirs, read_metrics_port, read_peer_id
-from node.processes.running_nodes import running_dirs
+from node.paths import find_node_dirs, read_metrics_port, read_peer_id, running_dirs
 from node.run_dir import FINAL_STATUS, is_locked
 from protocol.errors import StorageError, UnreachableError, UsageError
 from protocol.identity import Identity

@@ -11,7 +11,7 @@ from node.processes.process import rare_garbage_collection
 @contextmanager
 def loading() -> Iterator[None]:
     """Show on a terminal that modules are imported, which may take many seconds on a busy machine."""
-    from node.monitoring.activity import activity
+    from node.monitoring.status_line import activity
 
     with activity("loading PyTorch"), rare_garbage_collection():
         yield

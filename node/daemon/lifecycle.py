@@ -24,9 +24,9 @@ from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
 from node.monitoring.training_log.recorder import recorded_metrics
 from node.options import NodeOptions
+from node.paths import registered
 from node.processes.process import give_up_privileges, handle_stop_signals, raise_fd_limit
 from node.processes.process_memory import enable_frequent_gc, trim_periodically, use_one_malloc_arena
-from node.processes.running_nodes import registered
 from node.processes.workers import start_workers
 from node.run_dir import RunDir
 from node.trainer.site.token import describe_site

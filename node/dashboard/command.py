@@ -41,10 +41,9 @@ from node.monitoring.training_log.recorder import recorded_metrics
 from node.options import NodeOptions, parse_node_options
 from node.own_loops import WEIGHTS_ONLY, needs_own_loop, require_our_loop
 from node.own_ticket import require_admission
-from node.paths import host_dir
+from node.paths import host_dir, registered
 from node.processes.process import handle_stop_signals, raise_fd_limit
 from node.processes.process_memory import enable_frequent_gc, trim_periodically
-from node.processes.running_nodes import registered
 from node.run_dir import RunDir
 from node.run_file import load_run_file
 from node.trainer.devices.device import require_usable_device

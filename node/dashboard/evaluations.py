@@ -14,7 +14,7 @@ from node.commands.eval.results import RESULTS_FILE, read_results
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_RESULTS, ModelEvaluated
 from node.paths import find_newest_model
-from node.processes.child_process import run_module
+from node.processes.workers import run_module
 from protocol.errors import MurmurError, UsageError
 
 logger = logging.getLogger(__name__)

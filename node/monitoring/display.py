@@ -7,21 +7,129 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, TextIO
+from typing import NamedTuple, Self, TextIO
 
-from node.monitoring.activity import REDRAW_SECONDS, ticking
-from node.monitoring.peer_names import PeerNames
-from node.monitoring.status import StatusSource
-from node.monitoring.status_line import StatusLine, is_capable_terminal
-from node.monitoring.status_text import SEPARATOR, RemainingTime, fit_parts, progress_of, status_parts
+from rich.cells import cell_len
+
+from node.monitoring.peer_lines import PeerNames
+from node.monitoring.status import NodeStatus, StatusSource
+from node.monitoring.status_line import REDRAW_SECONDS, StatusLine, is_capable_terminal, ticking
+from node.units import format_bytes, format_clock, format_count, format_plural
 
 logger = logging.getLogger(__name__)
-
+SEPARATOR = " · "
+WAITING_PHASES = ("starting", "joining", "waiting for peers", "catching up", "leaving")
+MIN_PHASE_SECONDS = 3.0  # shorter waits need no clock
 LOG_STATUS_SECONDS = 60.0  # without a terminal
 SLOW_SECONDS = 5.0  # an activity that takes longer is logged where there is no terminal
+
+
+class Part(NamedTuple):
+    """One figure of a status line; those of a high rank are dropped first where there is little room."""
+
+    rank: int
+    text: str
+
+
+def progress_of(status: NodeStatus) -> float:
+    """Return the progress from 0 to 1 towards the nearer of the two targets."""
+    rounds = status.round / status.target_rounds if status.target_rounds else 0.0
+    tokens = status.chain_tokens / status.target_tokens if status.target_tokens else 0.0
+    return min(1.0, max(rounds, tokens))
+
+
+class RemainingTime:
+    """Estimates the remaining seconds from the pace since the first progress that was seen.
+
+    A resumed run begins half-way, so the pace since the start would be too fast.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def estimate(self, now: float, progress: float) -> float | None:
+        """Return the remaining seconds; `None` if they cannot be estimated yet."""
+        if not progress:
+            return None
+        if self._first is None:
+            self._first = (now, progress)
+        seconds, gained = now - self._first[0], progress - self._first[1]
+        return seconds * (1 - progress) / gained if gained > 0 else None
+
+
+def status_parts(status: NodeStatus, seconds_left: float | None, phase_seconds: float) -> list[Part]:
+    """Return the figures of the status line in their order.
+
+    Args:
+        status: the status of the node.
+        seconds_left: until the target; None if that is not known.
+        phase_seconds: how long the node has been in its phase.
+    """
+    trouble = [Part(-1, status.key_conflict)] if status.key_conflict else []
+    if status.phase in WAITING_PHASES:
+        return [*trouble, *_waiting_parts(status, phase_seconds)]
+    is_going_on = not status.is_done and status.phase != "paused"
+    left = [Part(2, f"{format_clock(seconds_left)} left")] if seconds_left is not None and is_going_on else []
+    if status.phase == "watching":
+        return [*trouble, *_watching_parts(status), *left]
+    return [*trouble, *_training_parts(status), *left]
+
+
+def fit_parts(parts: Sequence[Part], width: int) -> str:
+    """Join as many parts as fit, dropping those of the highest rank first."""
+    kept = list(parts)
+    while len(kept) > 1 and cell_len(SEPARATOR.join(part.text for part in kept)) > width:
+        kept.remove(max(reversed(kept), key=lambda part: part.rank))
+    return SEPARATOR.join(part.text for part in kept)
+
+
+def _waiting_parts(status: NodeStatus, seconds: float) -> list[Part]:
+    doing = f"{status.phase}: {status.reason}" if status.reason else status.phase
+    clock = [Part(1, format_clock(seconds))] if seconds >= MIN_PHASE_SECONDS else []
+    received = [Part(2, f"received {format_bytes(status.bytes_received)}")] if status.phase == "catching up" else []
+    return [Part(0, doing), *received, *clock]
+
+
+def _watching_parts(status: NodeStatus) -> list[Part]:
+    loss = [] if status.loss is None else [Part(1, f"loss {status.loss:.3f}")]
+    peers = Part(1, format_plural(status.peers, "peer"))
+    return [
+        Part(0, status.describe_round()), *loss, peers, Part(4, f"sent {format_bytes(status.bytes_sent)}"),
+        Part(3, f"page {status.page}"),
+    ]  # fmt: skip
+
+
+def _training_parts(status: NodeStatus) -> list[Part]:
+    decided = status.contributions_included + status.contributions_excluded
+    figures = [Part(0, status.describe_round()), Part(7, f"step {status.step}")]
+    if status.loss is not None:
+        figures.append(Part(1, f"loss {status.loss:.3f}"))
+    if validation := status.describe_validation():
+        figures.append(Part(4, validation))
+    figures += [
+        Part(3, f"{format_count(status.tokens_per_second)} tok/s"),
+        Part(5, f"included {status.contributions_included}/{decided}"),
+        Part(6, f"sent {format_bytes(status.bytes_sent)}"),
+        Part(8, format_plural(status.peers, "peer")),
+    ]
+    return [*figures, *_trouble_parts(status)]
+
+
+def _trouble_parts(status: NodeStatus) -> list[Part]:
+    """Return why the node does not contribute, and what was not saved."""
+    contributing = status.describe_contributing()
+    if contributing == "yes" or status.is_done:
+        reason = ""
+    elif status.last_included_round is None and not status.absence and not status.trainer_trouble:
+        reason = ""  # it has only begun
+    else:
+        reason = contributing.removeprefix("no: ").removeprefix("no, ").partition(";")[0]
+    pace = [Part(6, status.pace.partition(":")[0])] if status.pace else []
+    unsaved = [Part(0, f"not saved: {status.unsaved}")] if status.unsaved else []
+    return [*pace, *([Part(0, f"not contributing: {reason}")] if reason else []), *unsaved]
 
 
 class Display:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:  # `murmur --help` imports this module and must be fast
     from node.monitoring.display import Display
-    from node.monitoring.line_limit import LineLimit
-    from node.monitoring.peer_names import PeerNames
+    from node.monitoring.peer_lines import LineLimit, PeerNames
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -103,7 +102,7 @@ def configure_logs(as_json: bool = False, verbose: bool = False) -> "Display":
     Returns the display of standard error, which also shows the status line.
     """
     from node.monitoring.display import Display
-    from node.monitoring.line_limit import LineLimit
+    from node.monitoring.peer_lines import LineLimit
 
     display = Display(sys.stderr, has_line=not as_json)
     handler = _LogHandler(display, LineLimit())

@@ -7,14 +7,20 @@ writes to the terminal meanwhile passes through the line, which is erased before
 import os
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.cells import cell_len, chop_cells
 
+from node.units import format_clock
+
 DEFAULT_WIDTH = 80
 ERASE = "\r\x1b[2K"
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+REDRAW_SECONDS = 1.0
 
 
 def is_capable_terminal(stream: TextIO) -> bool:
@@ -121,3 +127,34 @@ class _StreamAbove:
 
 def _above(stream: TextIO, line: StatusLine) -> Any:
     return _StreamAbove(stream, line) if stream.isatty() else stream
+
+
+@contextmanager
+def activity(text: str) -> Iterator[None]:
+    """Show `text` and a clock at the bottom of the terminal while the body runs; nothing without a terminal."""
+    with ExitStack() as stack:
+        if is_capable_terminal(sys.stderr):
+            line = stack.enter_context(StatusLine(sys.stderr))
+            stack.enter_context(ticking(line, text))
+        yield
+
+
+@contextmanager
+def ticking(line: StatusLine, text: str) -> Iterator[None]:
+    """Show `text` and a clock on `line` while the body runs."""
+    done = threading.Event()
+
+    def tick() -> None:
+        began = time.monotonic()
+        while not done.is_set():
+            elapsed = time.monotonic() - began
+            line.show(f"{text} · {format_clock(elapsed)}" if elapsed >= REDRAW_SECONDS else text)
+            done.wait(REDRAW_SECONDS)
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 from node.loop.contributions import SettledContribution
 from node.monitoring.metrics import Metrics
-from node.monitoring.return_summary import ReturnSummary
 from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
 from node.trainer.ipc.channel import (
     ContributionHeader,
@@ -35,6 +34,69 @@ from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.steering.revisions import Revision, describe_changes
 
+logger = logging.getLogger(__name__)
+REJECT_TEXTS: dict[RejectReason, str] = {
+    "late": "our contribution came after the roster of the round was closed; it joins the next round",
+    "left out": "too few peers received our contribution in time because the upload is slow; it joins the next round",
+    "not fetched": "no peer could fetch our contribution in time; check whether the upload is too slow",
+}
+# The directory logs a peer that does not answer; the other two resolve themselves.
+DETAILS: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "sent again")
+ROUND_PHASES: tuple[Phase, ...] = ("training", "exchanging", "catching up")  # a node passes these in every round
+RECENT_ROUND_COUNT = 5
+STALL_FACTOR = 5.0  # a stall lasts this many times as long as the longest recent round
+MIN_STALL_SECONDS = 120.0
+OUTCOME_TEXTS: dict[ContributionOutcome, str] = {
+    "included": "ours included",
+    "excluded": "ours given back: it missed several rounds, and later ones carry its work",
+    "lost": "the outcome of ours is unknown: nobody can say whether a round includes it",
+}
+
+
+class ReturnSummary:
+    """Collects the rounds that a peer catches up with, from round `start` on."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._included: list[int | None] = []  # the round of each contribution, if it is known
+        self._given_back = 0
+        self._unknown = 0
+
+    def add(self, outcome: ContributionOutcome, included_in: int | None = None) -> None:
+        """Record the outcome of a contribution; `included_in` is the number of the round that includes it."""
+        match outcome:
+            case "included":
+                self._included.append(included_in)
+            case "excluded":
+                self._given_back += 1
+            case "lost":
+                self._unknown += 1
+
+    def rounds_until(self, round_number: int) -> int:
+        return max(0, round_number - self._start)
+
+    def describe(self, round_number: int) -> str:
+        """Return the line for a peer that has caught up with round `round_number`; empty if there is nothing to say."""
+        rounds = self.rounds_until(round_number)
+        if not rounds and not (self._included or self._given_back or self._unknown):
+            return ""
+        if self._start == 0:
+            return f"caught up with round {round_number}"
+        outcomes = [*self._describe_included()]
+        if self._given_back:
+            outcomes.append(f"{self._given_back} given back; later ones carry their work")
+        if self._unknown:
+            outcomes.append(f"{self._unknown} with an unknown outcome")
+        away = f"back after {format_plural(rounds, 'round')}"
+        return f"{away}: {', '.join(outcomes)}" if outcomes else away
+
+    def _describe_included(self) -> list[str]:
+        rounds = sorted(number for number in self._included if number is not None)
+        if not self._included:
+            return []
+        where = f" in round {', '.join(map(str, rounds))}" if rounds else ""
+        return [f"{format_plural(len(self._included), 'contribution')} included{where}"]
+
 
 class MissReason(NamedTuple):
     """Why a round has no work of this node: a fixed word for the counter and a text for people."""
@@ -44,11 +106,6 @@ class MissReason(NamedTuple):
 
 
 CATCHING_UP = MissReason("catching up", "the round was decided before this node had caught up")
-REJECT_TEXTS: dict[RejectReason, str] = {
-    "late": "our contribution came after the roster of the round was closed; it joins the next round",
-    "left out": "too few peers received our contribution in time because the upload is slow; it joins the next round",
-    "not fetched": "no peer could fetch our contribution in time; check whether the upload is too slow",
-}
 
 
 def find_miss_reason(
@@ -73,21 +130,6 @@ def find_miss_reason(
     if status.trainer_trouble:
         return MissReason("no trainer", status.trainer_trouble)
     return MissReason("slow", "the other peers finished before our contribution was ready; this machine is slower")
-
-
-logger = logging.getLogger(__name__)
-
-# The directory logs a peer that does not answer; the other two resolve themselves.
-DETAILS: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "sent again")
-ROUND_PHASES: tuple[Phase, ...] = ("training", "exchanging", "catching up")  # a node passes these in every round
-RECENT_ROUND_COUNT = 5
-STALL_FACTOR = 5.0  # a stall lasts this many times as long as the longest recent round
-MIN_STALL_SECONDS = 120.0
-OUTCOME_TEXTS: dict[ContributionOutcome, str] = {
-    "included": "ours included",
-    "excluded": "ours given back: it missed several rounds, and later ones carry its work",
-    "lost": "the outcome of ours is unknown: nobody can say whether a round includes it",
-}
 
 
 class LiveFields(Protocol):

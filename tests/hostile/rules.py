@@ -6,7 +6,7 @@ from typing import Any
 
 from node.daemon import replica
 from node.daemon.state import outer_state
-from node.monitoring.line_limit import LineLimit
+from node.monitoring.peer_lines import LineLimit
 from protocol.consensus import handlers, machine
 from protocol.consensus.history import fork_choice
 from protocol.consensus.messages import contributions as messages

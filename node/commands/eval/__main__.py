@@ -10,7 +10,7 @@ import torch
 
 from node.commands.eval.command import EvalOptions, evaluate
 from node.commands.evaluation import PROGRESS_BARS
-from node.processes.child_process import give_way
+from node.processes.workers import give_way
 from protocol.errors import MurmurError
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from node.bounded_file import append_bounded
+from node.run_dir import append_bounded
 from protocol.errors import StorageError
 
 RESULTS_FILE: Final = "evaluations.jsonl"

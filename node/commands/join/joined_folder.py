@@ -15,8 +15,8 @@ from pathlib import Path
 
 from node.commands.join.invitation import Invitation, normalize_run, open_invitation
 from node.paths import joined_dirs
-from node.run_dir import write_atomically
 from protocol.errors import MissingFileError, MurmurError, OrganiserError, StorageError
+from protocol.files import write_atomically
 from protocol.identity import PeerId
 from protocol.signing import fingerprint, load_signed_manifest
 

@@ -13,8 +13,8 @@ from node.flags import NodeFlags
 from node.monitoring.logs import PlainFormatter
 from node.monitoring.metrics import serve_metrics
 from node.options import LISTEN_ON_LOOPBACK, NodeOptions, parse_node_options
+from node.paths import registered
 from node.processes.process import raise_fd_limit
-from node.processes.running_nodes import registered
 from node.run_dir import RunDir
 from protocol.manifest.run import Manifest
 

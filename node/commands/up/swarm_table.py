@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.commands.up.swarm_summary import PeerSummary, SwarmSummary
-from node.monitoring.status_text import RemainingTime
+from node.monitoring.display import RemainingTime
 from node.units import format_bytes, format_clock, format_count
 
 PLAIN_LINE_SECONDS = 5.0

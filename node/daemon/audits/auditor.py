@@ -22,8 +22,7 @@ from node.daemon.audits.screening import Judgement, Screening, find_broken_link,
 from node.daemon.audits.work_keeper import WorkKeeper
 from node.loop.steering import Steering
 from node.options import Device
-from node.processes.child_process import run_module
-from node.processes.workers import BackgroundTasks, FaultSink
+from node.processes.workers import BackgroundTasks, FaultSink, run_module
 from node.step_settings import StepSettings, step_settings
 from node.trainer.ipc.shared_memory import SharedLayout
 from optim.round_plan import RoundPlanner

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from node.model import shape_table
 from node.paths import find_newest_model
-from node.processes.child_process import run_module
+from node.processes.workers import run_module
 from protocol.errors import StorageError
 from protocol.manifest.run import Manifest
 

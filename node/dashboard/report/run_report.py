@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from node.commands.eval.results import RESULT_HEADINGS, Result, result_rows
 from node.monitoring.logs import sanitize
-from node.run_dir import write_atomically
 from node.units import format_bytes, format_plural
+from protocol.files import write_atomically
 from protocol.identity import PeerId
 
 REPORT_JSON, REPORT_MARKDOWN = "report.json", "report.md"

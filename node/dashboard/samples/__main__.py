@@ -20,7 +20,7 @@ from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
 from node.model.generate import continue_text
 from node.model.opened_model import open_folder
 from node.paths import newest_checkpoints
-from node.processes.child_process import give_way
+from node.processes.workers import give_way
 from protocol.errors import CheckpointError, MurmurError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest

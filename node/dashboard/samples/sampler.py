@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS, SampleGenerated
 from node.paths import find_newest_model
-from node.processes.child_process import run_module
+from node.processes.workers import run_module
 from protocol.errors import MurmurError
 from protocol.fault_words import describe_faults
 

@@ -10,7 +10,7 @@ import pytest
 from node.commands.status import key_line, status_lines
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
-from node.processes.running_nodes import registered, running_dirs
+from node.paths import registered, running_dirs
 from node.run_dir import RunDir
 from protocol.errors import IdentityError, MissingFileError, StorageError, UnreachableError, UsageError
 from tests.node.monitoring.fixed_status import FixedStatus

@@ -2,7 +2,7 @@
 
 import logging
 
-from node.monitoring.line_limit import DETAIL_FACTOR, LINES_PER_PEER, LINES_PER_PLACE, PERIOD_SECONDS, LineLimit
+from node.monitoring.peer_lines import DETAIL_FACTOR, LINES_PER_PEER, LINES_PER_PLACE, PERIOD_SECONDS, LineLimit
 from protocol.identity import Identity
 
 PEER, OTHER = (Identity.create().peer_id for _ in range(2))

@@ -1,6 +1,6 @@
 """Names in place of peer ids."""
 
-from node.monitoring.peer_names import MAX_SHOWN_CHARACTERS, PeerNames
+from node.monitoring.peer_lines import MAX_SHOWN_CHARACTERS, PeerNames
 from protocol.identity import Identity
 from protocol.membership.peer_table import PeerJoined, PeerUpdated
 from protocol.murmur_pb2 import PeerRecord

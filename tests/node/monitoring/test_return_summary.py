@@ -1,6 +1,6 @@
 """The line of a peer that is back."""
 
-from node.monitoring.return_summary import ReturnSummary
+from node.monitoring.status_reporter import ReturnSummary
 
 
 def test_line_names_the_rounds_and_the_contributions() -> None:

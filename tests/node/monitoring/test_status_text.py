@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from node.monitoring.display import RemainingTime, fit_parts, progress_of, status_parts
 from node.monitoring.status import NodeStatus
-from node.monitoring.status_text import RemainingTime, fit_parts, progress_of, status_parts
 
 
 def status(**changes: object) -> NodeStatus:

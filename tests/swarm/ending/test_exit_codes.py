@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.monitoring.peer_names import shorten_peer_id
+from node.monitoring.peer_lines import shorten_peer_id
 from tests.swarm.process_swarm import (
     ENDLESS,
     ProcessSwarm,

@@ -7,8 +7,15 @@ import pytest
 
 from node.monitoring.status import NodeStatus
 from node.monitoring.training_log import file as module
-from node.monitoring.training_log.file import METRICS_FILE, Follower, append_line
-from node.monitoring.training_log.line import INTERVAL_SECONDS, MetricsLine, is_line_due, is_new
+from node.monitoring.training_log.file import (
+    INTERVAL_SECONDS,
+    METRICS_FILE,
+    Follower,
+    MetricsLine,
+    append_line,
+    is_line_due,
+    is_new,
+)
 
 STATUS = NodeStatus(peer_id="a", run="test", run_id="0" * 64, round=3, step=40, tokens=900, chain_tokens=2700, peers=3)
 LINE = MetricsLine.of(STATUS, 100.0)

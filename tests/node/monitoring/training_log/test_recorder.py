@@ -11,7 +11,7 @@ import pytest
 
 from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
-from node.monitoring.training_log import logger_process
+from node.monitoring.training_log import recorder
 from node.monitoring.training_log import recorder as module
 from node.monitoring.training_log.file import METRICS_FILE
 from node.monitoring.training_log.recorder import MetricsRecorder, recorded_metrics
@@ -90,7 +90,7 @@ async def test_logger_process_follows_the_metrics_and_ends_with_the_node(
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "got"))
     monkeypatch.setenv("FAKE_HANGS", "1" if hangs else "")
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(logger_process, "FINISH_SECONDS", 0.5 if hangs else 30.0)
+    monkeypatch.setattr(recorder, "FINISH_SECONDS", 0.5 if hangs else 30.0)
     source, metrics, folder = Source(), Metrics(), tmp_path / "node"
     folder.mkdir()
     (folder / METRICS_FILE).write_text('{"time": 1, "round": 77, "comment": "of an earlier start"}\n')

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from node.monitoring.peer_names import PeerNames
+from node.monitoring.peer_lines import PeerNames
 from node.trainer.ipc.channel import ChannelClosed, SiteConfig, TrainerChannel
 from node.trainer.site.agent import SiteAgent, SiteMember
 from node.trainer.site.head import SiteHead, SiteRules
