@@ -23,10 +23,9 @@ from node.simulation.adversary import Adversaries, LieKind
 from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
 from optim.compose import compose
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import AuditSection, MethodSection, RoundSection, RunSection, TrainSection
+from protocol.manifest.sections import AuditSection, DataSection, MethodSection, RoundSection, RunSection, TrainSection
 
 LIES: tuple[LieKind, ...] = ("fewer-steps", "wrong-data", "stale-replay", "zero", "random")
 MODEL = ModelSection(vocabulary=32, width=16, layers=1, heads=2, hidden=40, context=16)

@@ -28,9 +28,9 @@ from node.data.text_files import find_stdlib_files
 from node.model import build_model, initial_weights
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient, validation_loss
 from optim.inner.adamw import AdamW
-from protocol.manifest.data import DataSection
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection
 
 DOCUMENTS, DOCUMENT_BYTES, LONG_BYTES = 200, 5500, 2_000_000
 SEQUENCES = 32

@@ -27,10 +27,8 @@ from node.trainer.inner_step import InnerOptimizer, validation_loss
 from node.trainer.stages.stage_pass import FORMATS, backward_stage, finish_microbatch, forward_stage
 from node.trainer.stages.stage_work import stage_train
 from optim.inner.adamw import AdamW
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
-from protocol.manifest.pipeline import Activations, PipelineSection
-from protocol.manifest.sections import TrainSection
+from protocol.manifest.sections import Activations, DataSection, PipelineSection, TrainSection
 
 STAGES = 4
 WIRE: tuple[Activations, ...] = ("fp32", "bf16", "int8")

@@ -32,11 +32,17 @@ from optim.compose import compose
 from optim.inner.adamw import AdamW
 from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
 from optim.method import Method
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
-from protocol.manifest.pipeline import PipelineSection
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import MembershipSection, MethodSection, RoundSection, RunSection, TrainSection
+from protocol.manifest.sections import (
+    DataSection,
+    MembershipSection,
+    MethodSection,
+    PipelineSection,
+    RoundSection,
+    RunSection,
+    TrainSection,
+)
 
 MODEL = ModelSection(width=64, layers=4, heads=4, hidden=172, context=128, tied=False)
 STAGES = 4

@@ -21,10 +21,9 @@ from node.simulation.config import SimulationConfig
 from node.simulation.swarm import VirtualSwarm
 from node.simulation.virtual.peer import VirtualPeer
 from optim.compose import compose
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import MethodSection, RoundSection, RunSection, TrainSection
+from protocol.manifest.sections import DataSection, MethodSection, RoundSection, RunSection, TrainSection
 
 MODEL = ModelSection(width=20, layers=1, heads=2, hidden=64, context=16)
 BATCH_TOKENS = 16

@@ -21,7 +21,7 @@ from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import TOPOLOGIES, Topology, make_topology
 from protocol.errors import ManifestError, UsageError
 from protocol.fault_words import shorten
-from protocol.manifest.faults import ManifestText
+from protocol.manifest.reading import ManifestText
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import MemoryMode, TrainSection
 from protocol.pipeline.stages.stage import stage_of

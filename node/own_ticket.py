@@ -5,7 +5,7 @@ from pathlib import Path
 
 from node.run_dir import RunDir
 from protocol import murmur_pb2 as wire
-from protocol.admission.ticket import Ticket, open_ticket, ticket_from_text, ticket_to_text
+from protocol.admission import Ticket, open_ticket, ticket_from_text, ticket_to_text
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import AdmissionError, MissingFileError, PeerFault
 from protocol.files import write_atomically

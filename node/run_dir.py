@@ -33,7 +33,7 @@ from protocol.errors import AlreadyRunningError, DataError, OtherRunError, PortT
 from protocol.files import write_atomically as write_atomically
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest, changed_keys
-from protocol.steering.revisions import steerable_keys
+from protocol.steering import steerable_keys
 from protocol.transport.local_sockets import retry_while_port_taken
 from protocol.transport.nat import find_common_port, is_port_free
 

@@ -7,10 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.manifest.faults import ManifestText
-from protocol.manifest.model import ModelSection
-from protocol.manifest.reading import parse_manifest_values, read_manifest_bytes, validate_manifest
-from protocol.manifest.tensors import CUSTOM_KIND, format_tensor
+from protocol.manifest.model import CUSTOM_KIND, ModelSection, format_tensor
+from protocol.manifest.reading import ManifestText, parse_manifest_values, read_manifest_bytes, validate_manifest
 from protocol.signing import MAX_SIGNED_MANIFEST_BYTES, SignedManifest, open_signed_manifest
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,7 @@ from protocol import murmur_pb2
 from protocol.consensus.history.trust import TRUST_PATTERN, TrustPoint
 from protocol.errors import MalformedError, OrganiserError, PeerFault
 from protocol.identity import Identity, PeerId, public_key, verify
-from protocol.manifest.faults import ManifestText, decode_text
-from protocol.manifest.reading import MAX_MANIFEST_BYTES, parse_manifest, read_manifest_bytes
+from protocol.manifest.reading import MAX_MANIFEST_BYTES, ManifestText, decode_text, parse_manifest, read_manifest_bytes
 from protocol.manifest.run import Manifest, RunId
 
 DOMAIN = b"murmur/1"

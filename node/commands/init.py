@@ -26,10 +26,10 @@ from node.run_dir import read_json_if_whole
 from node.units import format_bytes, format_count, parse_count
 from protocol.errors import MurmurError, StorageError, UsageError
 from protocol.identity import Identity
-from protocol.manifest.base import NAME_PATTERN
 from protocol.manifest.model import ModelSection
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import NAME_PATTERN
 
 STDLIB = "python-stdlib"
 BYTES_VOCABULARY = 256

@@ -11,7 +11,7 @@ from node.loop.actions import Answer
 from node.loop.events import LoopEvent, MessagesReceived
 from node.loop.stage_events import StageEvent
 from node.monitoring.status_reporter import StatusReporter
-from protocol.audits.findings import FINDING_KIND
+from protocol.audits import FINDING_KIND
 from protocol.consensus.events import MisbehaviourSeen
 from protocol.consensus.messages.briefs.codec import restore
 from protocol.consensus.messages.briefs.seen import SeenMessages

@@ -23,9 +23,8 @@ from node.options import NodeOptions
 from node.own_ticket import load_own_ticket
 from node.processes.workers import Workers
 from node.run_dir import RunDir, reuse_last_port
-from protocol.blobs.server import BlobService, CallerLimits, register_blob_service
+from protocol.blobs.server import BlobService, CallerLimits, StoreGroup, register_blob_service
 from protocol.blobs.store import BlobStore
-from protocol.blobs.store_group import StoreGroup
 from protocol.consensus.history.trust import TrustPoint
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest, RunId

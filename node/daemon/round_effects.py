@@ -13,7 +13,7 @@ from node.loop.events import BlobFetched, FetchFailed, SumReady, VotePersisted
 from node.monitoring.status_reporter import StatusReporter
 from node.processes.workers import BackgroundTasks, RunInThread
 from protocol.blobs.store import BlobStore
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Proof
 from protocol.consensus.events import PartReduced, VoteRecord
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import DeniedError, MissingFileError, PeerFault, StorageError, UnreachableError

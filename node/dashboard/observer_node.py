@@ -26,7 +26,7 @@ from protocol.consensus.history.trust import TrustPoint
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 from protocol.tasks import cancel_and_wait
 from protocol.transport.transport import Transport
 

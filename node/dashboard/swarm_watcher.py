@@ -45,7 +45,7 @@ from node.from_manifest import build_method, topology_class
 from node.monitoring.stage_table import MICROBATCH_WORDS
 from protocol.consensus.history.certified import ChainLog
 from protocol.identity import PeerId
-from protocol.manifest.pipeline import MAX_STAGES
+from protocol.manifest.sections import MAX_STAGES
 from protocol.membership import peer_table
 from protocol.membership.records.served_stages import record_of_stage
 from protocol.membership.records.source_losses import parse_source_losses

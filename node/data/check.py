@@ -39,9 +39,9 @@ from node.own_loops import NO_DATA
 from node.processes.process import python_environment
 from node.units import format_count, format_plural
 from protocol.errors import DataError, MurmurError, error_with_code
-from protocol.manifest.data import DataSection, SourceSection
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection, SourceSection
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from node.data.skipped_rows import SkipLog
 from node.data.source_faults import name_source_faults
 from protocol.errors import DataError
-from protocol.manifest.data import SourceSection
+from protocol.manifest.sections import SourceSection
 
 FINGERPRINT_WINDOWS = 256
 TokenIds = npt.NDArray[np.int64]

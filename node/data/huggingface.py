@@ -31,7 +31,7 @@ from node.data.skipped_rows import Fault, RowPass, SkipLog, TooManyFaultsError
 from node.data.tokenizer import TextTokenizer
 from node.data.window_blocks import BlockStream, Document, Place
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest.data import SourceSection
+from protocol.manifest.sections import SourceSection
 
 VALIDATION_TOKENS = 2**17
 VALIDATION_EXAMPLES = 50_000  # searched for held-out text

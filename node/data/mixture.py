@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from node.data.corpus import SourceText, TokenIds, WindowNumbers, WindowStream
 from node.data.source_faults import name_source_faults
-from protocol.manifest.data import NUMBER_BITS, PLACE_BITS
+from protocol.manifest.sections import NUMBER_BITS, PLACE_BITS
 
 CIRCLE = 1 << NUMBER_BITS
 GOLDEN_STEP = 0x9E3779B97F4A7C15  # CIRCLE times the golden ratio, without its whole part

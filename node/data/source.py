@@ -13,8 +13,8 @@ from node.data.token_shards import open_tokens
 from node.data.tokenizer import open_tokenizer, tokenizer_digest
 from node.own_loops import NO_DATA
 from protocol.errors import DataError
-from protocol.manifest.data import DataSection, SourceSection
 from protocol.manifest.model import ModelSection
+from protocol.manifest.sections import DataSection, SourceSection
 
 
 def open_corpus(data: DataSection, base: Path) -> Corpus:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protocol.errors import DataError, MissingFileError, MurmurError, describe_error
-from protocol.manifest.data import SourceSection
+from protocol.manifest.sections import SourceSection
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from node.data.corpus import Shard, SourceText, TokenArray, count_held_out, is_h
 from node.data.skipped_rows import Fault, RowPass, SkipLog
 from node.data.tokenizer import TextTokenizer
 from protocol.errors import DataError, MissingFileError, describe_error
-from protocol.manifest.data import SourceSection
+from protocol.manifest.sections import SourceSection
 
 MAX_TEXT_BYTES = 2**30
 

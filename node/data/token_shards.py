@@ -21,7 +21,7 @@ from node.data.tokenizer import FileTokenizer, token_dtype
 from node.monitoring.progress import ByteProgress
 from protocol.errors import DataError, MissingFileError, UsageError
 from protocol.fault_words import describe_value
-from protocol.manifest.data import SourceSection
+from protocol.manifest.sections import SourceSection
 
 HEADER_FILE = "header.json"
 SHARD_TOKENS = 2**27

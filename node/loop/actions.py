@@ -13,7 +13,7 @@ from node.loop.peers.catch_up import SyncOffer
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from node.trainer.ipc.channel import ContributionOutcome
 from protocol.blobs.blob import Blob
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Proof
 from protocol.consensus.events import (
     Reduce,
     Rejected,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
-from protocol.admission.ticket import Ticket
-from protocol.conduct.proofs import Proof
+from protocol.admission import Ticket
+from protocol.conduct import Proof
 from protocol.consensus.history.trust import TrustPoint
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.signed import SignedMessage

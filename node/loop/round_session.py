@@ -14,7 +14,7 @@ from node.loop.contributions import StoredContribution
 from node.loop.events import FetchFailed
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
-from protocol.conduct.conduct import RoundConduct
+from protocol.conduct import RoundConduct
 from protocol.consensus.events import (
     Action,
     ContributionFaulty,
@@ -44,7 +44,7 @@ from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
-from protocol.steering.revisions import Revision
+from protocol.steering import Revision
 
 MAX_PENDING_ACTIONS = 4096  # waiting for a vote; further messages are dropped, because peers retransmit
 

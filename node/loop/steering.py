@@ -14,8 +14,14 @@ from protocol.consensus.messages.signed import Digest
 from protocol.errors import LimitError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
-from protocol.steering.revision_log import RevisionLog, SignedRevision
-from protocol.steering.revisions import REFERENCE_MANIFEST, RevisedManifest, Revision, manifest_of_round
+from protocol.steering import (
+    REFERENCE_MANIFEST,
+    RevisedManifest,
+    Revision,
+    RevisionLog,
+    SignedRevision,
+    manifest_of_round,
+)
 
 MAX_CACHED = 16
 

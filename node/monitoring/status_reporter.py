@@ -32,7 +32,7 @@ from protocol.consensus.messages.contributions import AppliedContributions, Comm
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
-from protocol.steering.revisions import Revision, describe_changes
+from protocol.steering import Revision, describe_changes
 
 logger = logging.getLogger(__name__)
 REJECT_TEXTS: dict[RejectReason, str] = {

@@ -32,7 +32,7 @@ from optim.options import OptionValue
 from optim.recipes import OptionTable, OptionTables
 from protocol.errors import UsageError
 from protocol.fault_words import shorten
-from protocol.manifest.faults import describe_toml_fault
+from protocol.manifest.reading import describe_toml_fault
 from protocol.manifest.run import Manifest
 
 DEFAULT_STEPS = 200

@@ -12,11 +12,10 @@ from node.model.cut import require_stages
 from node.model.start_weights import start_weights
 from node.simulation.adversary import Adversaries
 from protocol.errors import MissingFileError, UsageError
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
 from protocol.manifest.reading import manifest_of_values
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import MethodSection, RoundSection, RunSection, TrainSection
+from protocol.manifest.sections import DataSection, MethodSection, RoundSection, RunSection, TrainSection
 
 DEFAULT_MODEL = ModelSection(width=64, layers=2, heads=4, hidden=172, context=64)
 

@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
 from node.trainer.ipc.channel import Activity, ContributionHeader, ContributionOutcome
-from protocol.audits.work import MAX_TRACED_ANCHORS, AppliedAnchor, WorkTrace
+from protocol.audits import MAX_TRACED_ANCHORS, AppliedAnchor, WorkTrace
 
 
 class _Record(BaseModel):

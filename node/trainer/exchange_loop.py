@@ -45,7 +45,7 @@ from node.trainer.schedule import (
     must_wait,
 )
 from node.trainer.state import TrainerState
-from protocol.audits.work import Conditions
+from protocol.audits import Conditions
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError
 

@@ -55,7 +55,7 @@ from node.trainer.stages.stage_work import EXACT_READER, StageWork, stage_train
 from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
-from protocol.audits.work import Conditions
+from protocol.audits import Conditions
 from protocol.errors import MurmurError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import TrainSection

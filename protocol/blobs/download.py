@@ -30,10 +30,11 @@ from protocol.blobs.scheduler import (
     InFlightLimit,
     InflowStats,
     PieceRequest,
+    Receive,
     RequestFailure,
+    SchedulerRun,
     SourceSet,
 )
-from protocol.blobs.scheduler_run import Receive, SchedulerRun
 from protocol.blobs.store import BlobStore
 from protocol.errors import DeniedError, GoneError, MalformedError, UnreachableError
 from protocol.identity import PeerId

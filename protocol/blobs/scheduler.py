@@ -23,9 +23,10 @@ are. The limit is therefore the amount received in the last two seconds, and nev
 running.
 """
 
+import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -358,9 +359,17 @@ class DownloadScheduler:
 
 
 WINDOW_SECONDS = 2.0
+
+
 SAMPLE_SECONDS = 0.5
+
+
 RATE_DECAY = 0.9  # of the rate per sample: a low sample may be a source that paused or a link that changed
+
+
 MIN_PIECES = 4
+
+
 # Bytes a second. Below this rate, compressing incoming pieces costs at most a twentieth of a core and saves a sixth.
 SLOW_LINK_RATE = 16e6
 
@@ -397,3 +406,47 @@ class InFlightLimit:
         That is the need of the source with the most connections.
         """
         return max(int(WINDOW_SECONDS * self.rate), max(min_pieces, MIN_PIECES) * PIECE_BYTES)
+
+
+Receive = Callable[[DownloadScheduler, PieceRequest], Awaitable[None]]
+
+
+class SchedulerRun:
+    """Runs the requests of one scheduler, owned by its download."""
+
+    def __init__(self, scheduler: DownloadScheduler, receive: Receive) -> None:
+        self.scheduler = scheduler
+        self.running: dict[asyncio.Task[None], PieceRequest] = {}
+        self._receive = receive
+        self._request_ended = asyncio.Event()  # at least one request has ended
+        self._abort_error: BaseException | None = None
+
+    def start_request(self, awaited_elsewhere: Mapping[PeerId, int], now: float, *, idle_only: bool) -> bool:
+        """Start one request if that makes sense, and return whether it did.
+
+        `awaited_elsewhere` is the number of bytes by source that other downloads await; with `idle_only`, only sources
+        that owe us nothing are used.
+        """
+        request = self.scheduler.next_request(now, awaited_elsewhere, idle_only=idle_only)
+        if request is None:
+            return False
+        task = asyncio.ensure_future(self._receive(self.scheduler, request))
+        task.add_done_callback(self._on_request_ended)
+        self.running[task] = request
+        return True
+
+    def _on_request_ended(self, _: asyncio.Task[None]) -> None:
+        self._request_ended.set()
+
+    async def wait_for_ended(self) -> list[asyncio.Task[None]]:
+        """Wait until at least one request has ended, and return the ended ones."""
+        await self._request_ended.wait()
+        self._request_ended.clear()
+        if self._abort_error:
+            raise self._abort_error
+        return [task for task in self.running if task.done()]
+
+    def abort(self, error: BaseException) -> None:
+        """Fail the run, because no requests are started any more."""
+        self._abort_error = error
+        self._request_ended.set()

@@ -1,7 +1,7 @@
-"""Serving blobs to other peers: piece hashes and byte ranges.
+"""Serve blobs to other peers: piece hashes and byte ranges, from any store of the node.
 
 A range is sent in chunks of 256 KiB (smaller if our upload is limited), with one piece in memory at a time. A piece is
-checked before it is sent, so a blob that rotted on our disk is removed instead of being taken for a lie of ours. A
+checked before it is sent: a corrupted blob is deleted, not served, so peers do not mistake it for misbehaviour. A
 caller that asks for compression gets it where it pays. Limits apply to each caller; the number of calls is also
 limited for all callers together.
 """
@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 
-from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
-from protocol.blobs.store_group import BlobReader
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes, check_digest
 from protocol.blobs.wire_format import BLOBS_SERVICE, Chunk, compress_piece
 from protocol.errors import LimitError, MalformedError, MissingFileError, MurmurError, StorageError
 from protocol.identity import PeerId
@@ -33,6 +32,50 @@ CHUNK_SECONDS = 0.05
 MIN_CHUNK_BYTES = 4096
 RECENT_SECONDS = 60.0  # for this long after a call a blob counts as being fetched
 MAX_RECENT_BLOBS = 256
+
+
+class BlobReader(Protocol):
+    """The part of a store that serves blobs: a BlobStore or a StoreGroup."""
+
+    def blob(self, digest: bytes) -> Blob: ...
+
+    def hashes(self, digest: bytes) -> bytes: ...
+
+    def read_piece(self, digest: bytes, piece: int) -> Bytes: ...
+
+
+class OwnedStore(BlobReader, Protocol):
+    def has(self, digest: bytes) -> bool: ...
+
+
+class StoreGroup:
+    """The stores of a node. Each owner decides which of its blobs stay."""
+
+    def __init__(self) -> None:
+        self._stores: list[OwnedStore] = []
+
+    def add(self, store: OwnedStore) -> None:
+        self._stores.append(store)
+
+    def remove(self, store: OwnedStore) -> None:
+        """Serve the blobs of a store no longer."""
+        self._stores.remove(store)
+
+    def blob(self, digest: bytes) -> Blob:
+        return self._find(digest).blob(digest)
+
+    def hashes(self, digest: bytes) -> bytes:
+        return self._find(digest).hashes(digest)
+
+    def read_piece(self, digest: bytes, piece: int) -> Bytes:
+        return self._find(digest).read_piece(digest, piece)
+
+    def _find(self, digest: bytes) -> OwnedStore:
+        check_digest(digest)
+        for store in self._stores:
+            if store.has(digest):
+                return store
+        raise MissingFileError(f"no blob {digest.hex()} here; fetch it first")
 
 
 class RangeError(MurmurError):

@@ -1,11 +1,13 @@
 """Blobs in memory and blob files: reading, writing and hashing by offset, with clear errors of the disk.
 
-A blob that its owner keeps in memory anyway is served from there and never written to disk.
+A blob that its owner keeps in memory anyway is served from there and never written to disk. A store's folder names its
+files by the digests of their blobs (`protocol.blobs.store` lists the kinds).
 """
 
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import IO
 
 from protocol.blobs.blob import PIECE_BYTES, Blob, Bytes, hash_of
 from protocol.errors import MissingFileError, StorageError
+
+_FILE_NAME = re.compile(r"([0-9a-f]{64})(\.part|\.pieces)?")
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,36 @@ def write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
+
+
+def scan_folder(folder: Path) -> tuple[dict[bytes, int], dict[bytes, int]]:
+    """Return the sizes of the complete and of the partial blobs; remove the files that are of no use.
+
+    A partial blob without its piece hashes cannot be resumed.
+    """
+    complete, partial = dict[bytes, int](), dict[bytes, int]()
+    with_hashes: set[bytes] = set()
+    for entry in folder.iterdir():
+        match = _FILE_NAME.fullmatch(entry.name)
+        if match is None:
+            if entry.suffix == ".new":
+                entry.unlink()
+            continue
+        digest = bytes.fromhex(match[1])
+        if match[2] == ".pieces":
+            with_hashes.add(digest)
+        else:
+            (partial if match[2] else complete)[digest] = entry.stat().st_size
+    resumable = {digest: size for digest, size in partial.items() if digest in with_hashes and digest not in complete}
+    for digest in partial.keys() - resumable.keys():
+        remove_files(folder, digest, ".part")
+    for digest in with_hashes - resumable.keys() - complete.keys():
+        remove_files(folder, digest, ".pieces")
+    return complete, resumable
+
+
+def remove_files(folder: Path, digest: bytes, *suffixes: str) -> None:
+    """Remove the files of a blob with these suffixes, if they exist. Raises StorageError."""
+    with disk_errors(folder):
+        for suffix in suffixes:
+            (folder / f"{digest.hex()}{suffix}").unlink(missing_ok=True)

@@ -26,9 +26,17 @@ from pathlib import Path
 from typing import IO
 
 from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_data, hash_of
-from protocol.blobs.folder import remove_files, scan_folder
 from protocol.blobs.partial import FilePartial, MemoryPartial, Partial
-from protocol.blobs.storage import InMemoryBlob, copy_and_hash, disk_errors, hash_piece, make_in_memory_blob, read_at
+from protocol.blobs.storage import (
+    InMemoryBlob,
+    copy_and_hash,
+    disk_errors,
+    hash_piece,
+    make_in_memory_blob,
+    read_at,
+    remove_files,
+    scan_folder,
+)
 from protocol.errors import MissingFileError, PeerFault, StorageError
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from google.protobuf import message
 
 from protocol import murmur_pb2 as wire
-from protocol.conduct.conduct import RoundConduct
+from protocol.conduct import RoundConduct
 from protocol.consensus.events import (
     Action,
     BlobAvailable,

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.kinds import Basis
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.topology import Topology
+from protocol.electorate import NOBODY, Electorate
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
-from protocol.steering.revisions import NO_REVISION, Revision
+from protocol.steering import NO_REVISION, Revision
 
 
 @dataclass(frozen=True)

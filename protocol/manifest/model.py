@@ -1,8 +1,22 @@
-"""The table [model] of the manifest: the language model, and the weights with which it starts."""
+"""The table [model] of the manifest: the language model, and the weights with which it starts.
 
-from typing import Annotated, Any, Final, Self
+A line of text describes each tensor of an organiser's own model, with name, shape and first values:
+
+    features.0.weight 16x3x3x3 normal 0.1
+    features.0.bias 16 zeros
+    scale scalar ones
+
+No code travels with a run. A model that starts from weights (`model.from`) needs no first values.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -11,10 +25,24 @@ from pydantic import (
     model_validator,
 )
 
-from protocol.manifest.base import Name, Section
-from protocol.manifest.rope import RopeScaling
-from protocol.manifest.tensors import CUSTOM_KIND, TensorLines, parse_tensor
+from protocol.manifest.sections import Name, Section
 
+OWN_KEYS: Final = {
+    "linear": ((), ()),
+    "llama3": (("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("original_max_position_embeddings",), ("beta_fast", "beta_slow", "attention_factor", "truncate")),
+}  # needed and optional keys besides rope_type and factor
+CUSTOM_KIND: Final = "custom"
+MAX_TENSORS: Final = 1026  # as many as another model may have blocks
+MAX_DIMENSIONS: Final = 8
+MAX_ELEMENTS: Final = 2**40
+SCALAR: Final = "scalar"
+LINE: Final = re.compile(
+    r"(?P<name>[!-~]{1,200}) (?P<shape>scalar|[1-9]\d{0,11}(x[1-9]\d{0,11}){0,7})"
+    r"( (?P<first>zeros|ones|normal (?P<deviation>\d{1,6}(\.\d{1,12})?(e-?\d{1,2})?)))?",
+    re.ASCII,
+)
+ADVICE: Final = "write NAME SHAPE and zeros, ones or normal DEVIATION, such as 'layer.weight 64x32 normal 0.02'"
 DEFAULT_MODEL_KIND = "llama"
 DEFAULT_NORM_EPSILON = 1e-5
 DEFAULT_BALANCE_LOSS = 1e-3
@@ -23,8 +51,75 @@ MAX_EXPERTS_OF_ALL_LAYERS = 2**16  # each is three tensors, whose names every no
 MAX_BLOCKS = MAX_LAYERS + 2  # embedding and head
 CUSTOM_KEYS: Final = frozenset({"kind", "tensors", "from", "from_", "weights"})
 UNUSED_SIZES: Final = {"width": 8, "layers": 1, "heads": 1, "hidden": 8, "context": 2, "tied": False}  # of custom ones
-
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class RopeScaling(Section):
+    """How the frequencies of rotary positions change: all (`linear`), or the slow ones (`llama3`, `yarn`)."""
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float = Field(ge=1, le=1e4, description="by which the slow frequencies are divided")
+    original_max_position_embeddings: int | None = Field(default=None, ge=2, le=2**24)
+    low_freq_factor: float | None = Field(default=None, gt=0, le=1e4)
+    high_freq_factor: float | None = Field(default=None, gt=0, le=1e4)
+    beta_fast: float | None = Field(default=None, gt=0, le=1e4)
+    beta_slow: float | None = Field(default=None, gt=0, le=1e4)
+    attention_factor: float | None = Field(default=None, gt=0, le=1e4)
+    truncate: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_the_keys_of_its_type(self) -> Self:
+        needed, optional = OWN_KEYS[self.rope_type]
+        given = set(self.model_dump(exclude_none=True)) - {"rope_type", "factor"}
+        if missing := [key for key in needed if key not in given]:
+            raise ValueError(f"rope_type {self.rope_type} needs {missing[0]}; add it")
+        if unused := sorted(given - {*needed, *optional}):
+            raise ValueError(f"rope_type {self.rope_type} has no {unused[0]}; remove it")
+        if (self.low_freq_factor or 0) >= (self.high_freq_factor or 1e9):
+            raise ValueError("low_freq_factor must be below high_freq_factor")
+        if (self.beta_slow or 1) >= (self.beta_fast or 32):
+            raise ValueError("beta_slow must be below beta_fast")
+        return self
+
+
+@dataclass(frozen=True)
+class TensorLine:
+    """A parameter: its name, its shape, and mean and standard deviation of its first values if the line has any."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: tuple[float, float] | None
+
+
+def parse_tensor(text: str) -> TensorLine:
+    """Parse a line. Raises ValueError, which says what to write."""
+    found = LINE.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text[:80]!r} is not a tensor; {ADVICE}")
+    shape = () if found["shape"] == SCALAR else tuple(map(int, found["shape"].split("x")))
+    if found["first"] is None:
+        return TensorLine(found["name"], shape, None)
+    if found["deviation"] is None:
+        return TensorLine(found["name"], shape, (float(found["first"] == "ones"), 0.0))
+    return TensorLine(found["name"], shape, (0.0, float(found["deviation"])))
+
+
+def format_tensor(name: str, shape: Iterable[int], first: str = "") -> str:
+    """Return the line of a parameter."""
+    return " ".join(filter(None, (name, "x".join(map(str, shape)) or SCALAR, first)))
+
+
+def _check_lines(lines: tuple[str, ...]) -> tuple[str, ...]:
+    tensors = [parse_tensor(line) for line in lines]
+    names = [tensor.name for tensor in tensors]
+    if twice := sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []:
+        raise ValueError(f"{twice[0]} is there twice; remove one")
+    if sum(math.prod(tensor.shape) for tensor in tensors) > MAX_ELEMENTS:
+        raise ValueError(f"the tensors have more than {MAX_ELEMENTS} elements; use a smaller model")
+    return lines
+
+
+TensorLines = Annotated[tuple[str, ...], Field(max_length=MAX_TENSORS), AfterValidator(_check_lines)]
 
 
 class ModelSection(Section):

@@ -16,10 +16,7 @@ from pydantic import (
 )
 
 from protocol.fault_words import shorten
-from protocol.manifest.base import Section
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import DEFAULT_BALANCE_LOSS, DEFAULT_MODEL_KIND, DEFAULT_NORM_EPSILON, ModelSection
-from protocol.manifest.pipeline import PipelineSection
 from protocol.manifest.sections import (
     DEFAULT_KEEPERS,
     AboutSection,
@@ -27,10 +24,13 @@ from protocol.manifest.sections import (
     AnnealSection,
     AuditSection,
     CheckpointSection,
+    DataSection,
     MembershipSection,
     MethodSection,
+    PipelineSection,
     RoundSection,
     RunSection,
+    Section,
     TargetSection,
     TrainSection,
 )

@@ -1,9 +1,15 @@
-"""The tables of the manifest that have no module of their own."""
+"""The tables of the manifest except [model], each with the types and checks of its values."""
 
+import math
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
     Field,
     StringConstraints,
     field_validator,
@@ -13,9 +19,14 @@ from pydantic import (
 from protocol.errors import MalformedError
 from protocol.fault_words import shorten
 from protocol.identity import public_key
-from protocol.manifest.base import Name, PeerIds, Section, check_peer_id
-from protocol.manifest.options import OptionTable
 
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
+Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
+Scalar = bool | int | float | str
+ScalarTable = dict[str, Scalar]
+OptionValue = Scalar | ScalarTable | tuple[Scalar | ScalarTable, ...]
+MAX_OPTION_PHASES = 64
+MAX_OPTION_KEYS = 8
 DEFAULT_KEEPERS = 1
 MemoryMode = Literal["normal", "small"]
 MAX_ROUNDS = 2**24  # a round every half minute for sixteen years; a message of a later one is refused
@@ -28,6 +39,76 @@ MIN_HEARTBEAT_SECONDS, MAX_HEARTBEAT_SECONDS = 0.2, 300.0
 HEARTBEATS_UNTIL_EXPIRY = 4  # at least, so that a lost message does not make a peer count as gone
 MAX_BATCH_TOKENS = 2**24  # of one inner step: hours on a small machine
 MAX_KEPT_CHECKPOINTS = 100
+MAX_SOURCES: Final = 16
+NUMBER_BITS: Final = 64  # of a window, in the position of a peer in the text
+PLACE_BITS: Final = 128  # of each source above them
+MAX_PHASES: Final = 16
+MAX_WEIGHT: Final = 1e6
+SourceKind = Literal["python-stdlib", "text", "tokens", "hf"]
+Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
+MAX_STAGES: Final = 128
+MIN_MEMORY_BYTES, MAX_MEMORY_BYTES = 2**20, 2**40
+Activations = Literal["fp32", "bf16", "int8"]
+ACTIVATION_BYTES: Final = {"fp32": 4, "bf16": 2, "int8": 1}  # of one value
+INT8_BLOCK, INT8_SCALE_BYTES, INT8_HEADER_BYTES = 256, 2, 2  # those of the codec int8
+MAX_STEP_MICROBATCHES: Final = 4096  # of an exact step: its ledger has half a kibibyte
+MIN_HELD_ACTIVATIONS = 8  # a forward and a backward pass, each with its input and output, of two owners
+
+
+class Section(BaseModel):
+    """Base of every table: it refuses unknown keys, is immutable, and guesses no type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _check_peer_ids(keys: tuple[str, ...]) -> tuple[str, ...]:
+    for key in keys:
+        check_peer_id(key, "write peer ids, of 52 characters that begin with 12D3KooW")
+    if len(set(keys)) < len(keys):
+        raise ValueError("name each peer id once")
+    return keys
+
+
+def check_peer_id(key: str, advice: str) -> None:
+    """Raise ValueError with this advice unless a text is a peer id."""
+    try:
+        public_key(key)
+    except MalformedError as error:
+        raise ValueError(advice) from error
+
+
+PeerIds = Annotated[tuple[str, ...], Field(max_length=1024), AfterValidator(_check_peer_ids)]
+
+
+def _check_option(value: object) -> OptionValue:
+    """Check the shape of an option, not its meaning.
+
+    It is a plain value, a table of these, or a list of both.
+    """
+    if not isinstance(value, list | tuple):
+        return _check_table_or_scalar(value)
+    if not 2 <= len(value) <= MAX_OPTION_PHASES:
+        raise ValueError(f"a list has 2 to {MAX_OPTION_PHASES} phases")
+    return tuple(_check_table_or_scalar(phase) for phase in value)
+
+
+def _check_table_or_scalar(value: object) -> Scalar | ScalarTable:
+    if not isinstance(value, dict):
+        return _check_scalar(value)
+    if len(value) > MAX_OPTION_KEYS:
+        raise ValueError(f"the table of an option has at most {MAX_OPTION_KEYS} keys")
+    return {str(key): _check_scalar(scalar) for key, scalar in value.items()}
+
+
+def _check_scalar(value: object) -> Scalar:
+    if not isinstance(value, Scalar):
+        raise ValueError("write a plain value, a table of plain values, or a list of phases")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+OptionTable = dict[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
 
 
 class RunSection(Section):
@@ -219,3 +300,185 @@ class AnnealSection(Section):
             return 1.0
         left = min(1.0, max(0.0, 1 - progress) / self.share)
         return max(LEAST_RATE_FACTOR, self.final_share + (1 - self.final_share) * left)
+
+
+class SourceSection(Section):
+    """One source of text. The only source of a run may have no name."""
+
+    name: Name = Field(default="", description="name of the source in messages and figures")
+    source: SourceKind
+    path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
+    split: str = Field(default="train", description="hf only")
+    column: str = Field(default="text", description="hf only: the column that holds the text")
+    weight: Weight = Field(default=1.0, description="of the windows that a peer draws, relative to other sources")
+
+    @property
+    def key(self) -> str:
+        """Return the name of the table in a manifest, for errors."""
+        return f"data.sources.{self.name}" if self.name else "data"
+
+
+def _require_some_weight(weights: dict[str, float]) -> dict[str, float]:
+    if not any(weights.values()):
+        raise ValueError("give one source a weight above 0")
+    return weights
+
+
+SourceWeights = Annotated[dict[Name, Weight], Field(max_length=MAX_SOURCES), AfterValidator(_require_some_weight)]
+
+
+class PhaseSection(Section):
+    """Weights that hold from a share of the run, or a number of its tokens, on."""
+
+    share: float | None = Field(default=None, gt=0, lt=1, description="of the target, from which the weights hold")
+    tokens: int | None = Field(default=None, ge=1, description="of the run, from which the weights hold")
+    weights: SourceWeights = Field(description="of the sources, by name")
+
+    def has_begun(self, progress: float, tokens: int) -> bool:
+        """Return whether the phase has begun in a run with so many tokens, which has come so far from 0 to 1."""
+        return tokens >= self.tokens if self.tokens is not None else progress >= (self.share or 0.0)
+
+
+class DataSection(Section):
+    """The sources of the tokens: one, or a mixture of several."""
+
+    source: Literal[SourceKind, "own"] | None = Field(
+        default=None, description="the only source; absent: those of data.sources"
+    )
+    path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
+    split: str = Field(default="train", description="hf only")
+    column: str = Field(default="text", description="hf only: the column that holds the text")
+    tokenizer: str = Field(default="", description="tokenizer.json of all sources; empty: bytes")
+    validation_share: float = Field(default=0.02, gt=0, lt=0.5)
+    sources: tuple[SourceSection, ...] = Field(default=(), max_length=MAX_SOURCES, description="sources of a mixture")
+    phases: tuple[PhaseSection, ...] = Field(
+        default=(), max_length=MAX_PHASES, description="weights of later parts of the run"
+    )
+    weights: SourceWeights | None = Field(
+        default=None, description="weights by name, in place of those of sources and phases"
+    )
+
+    @model_validator(mode="after")
+    def _has_sources(self) -> Self:
+        if self.source is None and not self.sources:
+            raise ValueError('source is missing; add it, such as source = "text", or tables [[data.sources]]')
+        if self.sources and (self.source is not None or self.path):
+            key = "path" if self.source is None else "source"
+            raise ValueError(f"{key} excludes the tables [[data.sources]]; make one of them of it")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [entry.name for entry in self.sources]
+        if "" in names:
+            raise ValueError(f"sources.{names.index('')}.name is missing; add it")
+        twice = next((number for number, name in enumerate(names) if name in names[:number]), None)
+        if twice is not None:
+            raise ValueError(f"sources.{twice}.name is that of another source; choose another name")
+        if self.sources and not any(self.first_weights):
+            raise ValueError("sources.0.weight is 0 as all others are; give one source a weight above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _phases_are_complete(self) -> Self:
+        names = [entry.name for entry in self.sources]
+        for number, phase in enumerate(self.phases):
+            if (phase.share is None) == (phase.tokens is None):
+                raise ValueError(f"phases.{number} has share or tokens, which say when it begins; give one of them")
+            if sorted(phase.weights) != sorted(names):
+                known = ", ".join(names) or "there are none in data.sources"
+                raise ValueError(f"phases.{number}.weights must name each source: {known}")
+        return self
+
+    @property
+    def mixture(self) -> tuple[SourceSection, ...]:
+        """Return the sources; a single one is a mixture of one. Where each peer brings its own data there are none."""
+        if self.source is None or self.source == "own":
+            return self.sources
+        return (SourceSection(source=self.source, path=self.path, split=self.split, column=self.column),)
+
+    @property
+    def first_weights(self) -> tuple[float, ...]:
+        """Return the weights with which the run begins, in the order of the sources."""
+        return tuple(entry.weight for entry in self.mixture)
+
+    def weights_at(self, progress: float, tokens: int) -> tuple[float, ...]:
+        """Return the weights of a run with so many tokens, which has come so far from 0 to 1.
+
+        A revision of other names than those of the sources, which no tool of ours makes, changes nothing.
+        """
+        names = [entry.name for entry in self.mixture]
+        begun = [phase.weights for phase in self.phases if phase.has_begun(progress, tokens)]
+        revised = [] if self.weights is None or sorted(self.weights) != sorted(names) else [self.weights]
+        named = [*begun, *revised]
+        return tuple(named[-1][name] for name in names) if named else self.first_weights
+
+
+class PipelineSection(Section):
+    """Stages of the model on different peers; with one stage, every peer trains the whole model."""
+
+    stages: int = Field(default=1, ge=1, le=MAX_STAGES, description="stages that the model is cut into")
+    microbatch: int = Field(default=8, ge=1, le=4096, description="sequences that travel together")
+    in_flight: int = Field(default=64, ge=1, le=4096, description="microbatches of one owner on their way")
+    activations: Activations = Field(default="bf16", description="format of travelling activations")
+    mode: Literal["local", "exact"] = Field(
+        default="local", description="a sample counts at most once at each stage, or exactly once"
+    )
+    staleness: int = Field(default=0, ge=0, le=64, description="steps that may pass between forward and backward")
+    memory: int = Field(
+        default=2**28, ge=MIN_MEMORY_BYTES, le=MAX_MEMORY_BYTES, description="bytes of activations that a peer holds"
+    )
+
+    @field_validator("staleness")
+    @classmethod
+    def _waits_for_backward(cls, staleness: int) -> int:
+        if staleness:
+            raise ValueError("steps while microbatches are on their way are not available yet; write 0")
+        return staleness
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether peers serve stages of the model."""
+        return self.stages > 1
+
+    def activation_bytes(self, context: int, width: int) -> int:
+        """Return the bytes of one activation of a microbatch on its way."""
+        values = self.microbatch * context * width
+        blocks = -(-values // INT8_BLOCK) if self.activations == "int8" else 0
+        scales = INT8_HEADER_BYTES + INT8_SCALE_BYTES * blocks if blocks else 0
+        return values * ACTIVATION_BYTES[self.activations] + scales
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether a sample counts exactly once at each stage."""
+        return self.mode == "exact"
+
+    def step_microbatches(self, batch_tokens: int, context: int) -> int:
+        """Return the number of microbatches in a step of `batch_tokens`."""
+        return batch_tokens // (self.microbatch * context)
+
+    def require_exact_fit(self, sources: Sequence[SourceSection], batch_tokens: int, context: int) -> None:
+        """Raise ValueError unless the rest of the manifest allows exact steps, if it wants any."""
+        if not self.is_exact:
+            return
+        if not self.is_cut:
+            raise ValueError('pipeline.mode: exact steps need several stages; write stages = 2, or mode = "local"')
+        streamed = next((entry for entry in sources if entry.source == "hf"), None)
+        if streamed is not None:
+            raise ValueError(
+                f'{streamed.key}.source: exact steps read the text by number, which "hf" cannot; '
+                'write "tokens", "text" or "python-stdlib", or pipeline.mode = "local"'
+            )
+        if self.step_microbatches(batch_tokens, context) > MAX_STEP_MICROBATCHES:
+            most = MAX_STEP_MICROBATCHES * self.microbatch * context
+            raise ValueError(f"train.batch_tokens: an exact step has at most {most} tokens here; write fewer")
+
+    def require_fit(self, batch_tokens: int, context: int, width: int) -> None:
+        """Raise ValueError unless microbatches make up a step, and enough of them fit into the memory."""
+        if not self.is_cut:
+            return
+        if batch_tokens % (self.microbatch * context):
+            raise ValueError("train.batch_tokens must be a multiple of pipeline.microbatch times model.context")
+        needed = MIN_HELD_ACTIVATIONS * self.activation_bytes(context, width)
+        if self.memory < needed:
+            raise ValueError(f"pipeline.memory must hold {MIN_HELD_ACTIVATIONS} activations; write at least {needed}")

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from protocol.blobs.blob import Blob
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Proof
 from protocol.consensus.events import (
     Action,
     BlobAvailable,

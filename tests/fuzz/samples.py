@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Proof
 from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, ContributionLimits, Roster
 from protocol.consensus.messages.kinds import (
     KINDS,
@@ -22,7 +22,7 @@ from protocol.consensus.messages.kinds import (
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.signing import sign
-from protocol.steering.revisions import REVISION_KIND, Revision
+from protocol.steering import REVISION_KIND, Revision
 from tests.node.small_run import PEERS, RUN_ID
 
 BASE = hashlib.sha256(b"base").digest()

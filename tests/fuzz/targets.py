@@ -15,14 +15,13 @@ from node.trainer.ipc.shared_memory import SharedLayout
 from optim.codecs.base import Codec
 from optim.errors import OptimError
 from protocol import murmur_pb2 as wire
-from protocol.admission.electorate import OPEN, Electorate
-from protocol.audits.findings import FINDING_KIND, Finding, open_finding
-from protocol.audits.work import BlobName, Conditions, WorkRecord, WorkTrace
+from protocol.audits import FINDING_KIND, BlobName, Conditions, Finding, WorkRecord, WorkTrace, open_finding
 from protocol.blobs.blob import Blob
 from protocol.blobs.wire_format import Chunk, compress_piece, decompress_piece, parse_chunk
 from protocol.consensus.messages.briefs.codec import abridge, restore
 from protocol.consensus.messages.briefs.seen import SeenMessages
 from protocol.consensus.messages.kinds import parse
+from protocol.electorate import OPEN, Electorate
 from protocol.errors import PeerFault
 from protocol.manifest.reading import parse_manifest
 from protocol.membership.dht_storage import KIND as RENDEZVOUS
@@ -31,7 +30,7 @@ from protocol.membership.peer_table import PeerTable
 from protocol.membership.records.summary import Summary
 from protocol.membership.run_registry import parse_public_run
 from protocol.signing import open_signed_manifest, sign, sign_manifest
-from protocol.steering.revision_log import open_revision
+from protocol.steering import open_revision
 from tests.fuzz.frames import Target, changed_bytes, changed_json, changed_manifest, signed_frames, with_signed
 from tests.fuzz.mutate import mutate_message
 from tests.fuzz.samples import IDENTITIES, LIMITS, NAMES, REVISION, wire_bodies

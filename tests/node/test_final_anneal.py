@@ -14,7 +14,7 @@ from node.step_settings import StepSettings, step_settings
 from optim.compose import compose
 from protocol.errors import ManifestError
 from protocol.manifest.run import Manifest
-from protocol.steering.revisions import revise
+from protocol.steering import revise
 from tests.node.test_from_manifest import manifest_of
 
 PEAK = 1e-2

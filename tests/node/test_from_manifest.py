@@ -20,8 +20,7 @@ from optim.compose import TOPOLOGIES as OPTIONS
 from optim.recipes import RECIPES
 from protocol.consensus.topology import TOPOLOGIES, Butterfly, Groups, make_topology
 from protocol.errors import ManifestError, UsageError
-from protocol.manifest.faults import ManifestText
-from protocol.manifest.reading import parse_manifest
+from protocol.manifest.reading import ManifestText, parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import TrainSection
 

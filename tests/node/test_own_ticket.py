@@ -9,11 +9,11 @@ import pytest
 from node.daemon.steering.tickets import TicketOptions, parse_end, run_tickets
 from node.own_ticket import load_own_ticket, require_admission
 from node.run_dir import RunDir
-from protocol.admission.ticket import Ticket, issue_ticket, ticket_from_text, ticket_to_text
+from protocol.admission import Ticket, issue_ticket, ticket_from_text, ticket_to_text
 from protocol.errors import AdmissionError, MissingFileError, OrganiserError, UsageError
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest
-from protocol.steering.revisions import REFERENCE_MANIFEST
+from protocol.steering import REFERENCE_MANIFEST
 
 ORGANISER = Identity.create()
 

@@ -11,8 +11,13 @@ from pydantic import BaseModel, ValidationError
 from protocol.errors import ManifestError, MissingFileError
 from protocol.fault_words import WORDS
 from protocol.identity import Identity
-from protocol.manifest.faults import HUGGING_FACE_NAMES
-from protocol.manifest.reading import MAX_MANIFEST_BYTES, load_manifest, manifest_of_values, parse_manifest
+from protocol.manifest.reading import (
+    HUGGING_FACE_NAMES,
+    MAX_MANIFEST_BYTES,
+    load_manifest,
+    manifest_of_values,
+    parse_manifest,
+)
 from protocol.manifest.run import Manifest, changed_keys
 
 ROOT = Path(__file__).parents[2]

@@ -3,9 +3,9 @@
 import pytest
 
 from protocol.errors import ManifestError
-from protocol.manifest.data import MAX_SOURCES
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MAX_SOURCES
 
 HEAD = b"""
 [run]

@@ -9,7 +9,6 @@ from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.peers import syncing
 from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
-from protocol.admission.electorate import Electorate
 from protocol.consensus.events import Reduce
 from protocol.consensus.history import fork_choice
 from protocol.consensus.history.chain import Chain
@@ -25,6 +24,7 @@ from protocol.consensus.topology import Contributions, Groups, Topology
 from protocol.consensus.views.leader import Leader
 from protocol.consensus.views.quorum import Election, VoterSet
 from protocol.consensus.views.view import View
+from protocol.electorate import Electorate
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import Signed

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from node.loop.peers.syncing import Syncing
-from protocol.admission.electorate import Electorate
-from protocol.conduct.conduct import Conduct
+from protocol.conduct import Conduct
 from protocol.consensus import handlers, machine
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.rules import view_change
 from protocol.consensus.topology import Butterfly, draw_reducers
+from protocol.electorate import Electorate
 from tests.simulation.liars import LIARS
 from tests.simulation.seeded_run import InvariantError, SeededRun
 

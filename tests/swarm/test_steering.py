@@ -14,7 +14,7 @@ from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest
 from protocol.signing import sign
-from protocol.steering.revisions import REVISION_KIND, Revision
+from protocol.steering import REVISION_KIND, Revision
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, manifest_with, running_swarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]

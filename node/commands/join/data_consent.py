@@ -5,7 +5,7 @@ from pathlib import Path
 
 from node.commands.join.consent import require_consent
 from protocol.errors import OrganiserError
-from protocol.manifest.data import DataSection
+from protocol.manifest.sections import DataSection
 
 HUB_NAME = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?", re.ASCII)
 

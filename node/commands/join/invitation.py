@@ -36,8 +36,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.identity import PeerId
-from protocol.manifest.faults import ManifestText, decode_text
-from protocol.manifest.reading import parse_manifest
+from protocol.manifest.reading import ManifestText, decode_text, parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
 from protocol.murmur_pb2_grpc import RunsStub

@@ -27,7 +27,7 @@ from node.commands.plan.peers import PeerKind
 from node.commands.plan.workload import StageWork, Workload
 from optim.topologies import Groups
 from protocol.consensus.topology import Butterfly
-from protocol.manifest.pipeline import INT8_BLOCK, INT8_SCALE_BYTES
+from protocol.manifest.sections import INT8_BLOCK, INT8_SCALE_BYTES
 
 WINDOW_POINTS = ((1.0, 0.65), (2.0, 0.87), (4.0, 0.97), (8.0, 1.0))
 TOO_LARGE_POINTS = ((8.0, 1.0), (32.0, 0.55))

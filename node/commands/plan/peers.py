@@ -20,9 +20,9 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from node.units import parse_rate, parse_size
 from protocol.errors import MissingFileError, UsageError
-from protocol.manifest.base import Section
-from protocol.manifest.faults import ManifestText, decode_text, describe_invalid_values, describe_toml_fault
+from protocol.manifest.reading import ManifestText, decode_text, describe_invalid_values, describe_toml_fault
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import Section
 
 MAX_FILE_BYTES = 64 * 1024
 MAX_KINDS, MAX_PEERS = 64, 10_000

@@ -26,13 +26,25 @@ from node.processes.workers import BackgroundTasks, FaultSink, run_module
 from node.step_settings import StepSettings, step_settings
 from node.trainer.ipc.shared_memory import SharedLayout
 from optim.round_plan import RoundPlanner
-from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
-from protocol.audits.draw import Audit, AuditKey
-from protocol.audits.findings import Finding, SignedFinding, Verdict, open_finding, sign_finding
-from protocol.audits.work import Conditions, WorkRecord
+from protocol.audits import (
+    Audit,
+    AuditKey,
+    AuditTracker,
+    Conditions,
+    Consequence,
+    Finding,
+    PeerLied,
+    PeerStruck,
+    RepeatWork,
+    SignedFinding,
+    Verdict,
+    WorkRecord,
+    open_finding,
+    sign_finding,
+)
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.conduct.conduct import Conduct
+from protocol.conduct import Conduct
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
@@ -102,7 +114,7 @@ class Auditor:
         self._share = tools.steering.base.audits.share
         self._run_id = tools.steering.base.run_id
         self._layout = SharedLayout.of(tools.planner)
-        self._docket = Docket(tools.identity.peer_id)
+        self._tracker = AuditTracker(tools.identity.peer_id)
         self._tasks = BackgroundTasks(faults)
         self._one_at_a_time = asyncio.Semaphore(1)
         self._held: dict[AuditKey, _Held] = {}
@@ -129,15 +141,15 @@ class Auditor:
 
     def on_commit(self, chain: Chain) -> None:
         """Draw the audits of the newest commit, and repeat what is ours."""
-        consequences = self._docket.open_round(chain, self._share)
-        ours = self._docket.our_audits
+        consequences = self._tracker.open_round(chain, self._share)
+        ours = self._tracker.our_audits
         anchors = {number: anchor for number, anchor in self._anchors if number < chain.round}
         self._held = {key: self._held.get(key) or _Held(anchors) for key in ours}
         self._follow(consequences)
 
     def receive(self, signed: Signed) -> None:
         """Take the finding of another auditor. Raises PeerFault."""
-        self._follow(self._docket.learn(open_finding(signed, self._run_id)))
+        self._follow(self._tracker.learn(open_finding(signed, self._run_id)))
 
     def stop(self) -> None:
         self._tasks.cancel_all()
@@ -153,7 +165,7 @@ class Auditor:
                     logger.warning("auditors agree that %s lied about its work in round %d", peer, round_number)
                 case PeerStruck(peer, reason):
                     self.refusals[reason] += 1
-                    self._tools.conduct.strike(peer, self._docket.round, reason)
+                    self._tools.conduct.strike(peer, self._tracker.round, reason)
                     logger.info("a strike against %s: %s", peer, reason)
 
     def _begin(self, order: RepeatWork) -> None:
@@ -184,8 +196,8 @@ class Auditor:
 
     def _report(self, audit: Audit, verdict: Verdict) -> None:
         entry = audit.contribution
-        self._follow(self._docket.note_verdict(audit, verdict))
-        if self._docket.is_published(audit, verdict):
+        self._follow(self._tracker.note_verdict(audit, verdict))
+        if self._tracker.is_published(audit, verdict):
             finding = Finding(entry.body.round, audit.chain, entry.sender, entry.digest, verdict)
             signed = sign_finding(self._tools.identity, self._run_id, finding)
             self._tools.outbox.send(self._tools.swarm.other_trainers(), signed.signed)
@@ -193,7 +205,7 @@ class Auditor:
 
     def _learn_own(self, finding: SignedFinding) -> None:
         try:
-            self._follow(self._docket.learn(finding))
+            self._follow(self._tracker.learn(finding))
         except PeerFault as fault:
             logger.debug("the round of our finding is over: %s", fault)
 

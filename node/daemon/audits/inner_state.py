@@ -17,7 +17,7 @@ from torch import Tensor
 
 from node.trainer.counters import Counters
 from node.trainer.ipc.shared_memory import MAX_META_BYTES, SharedLayout, SharedMemory
-from protocol.audits.work import MAX_POSITION, MAX_STEPS
+from protocol.audits import MAX_POSITION, MAX_STEPS
 from protocol.blobs.blob import Bytes
 from protocol.errors import MalformedError
 from protocol.fault_words import describe_faults

@@ -15,7 +15,7 @@ from torch import Tensor
 from node.daemon.audits.repeater import Repetition
 from node.options import Device
 from node.step_settings import StepSettings
-from protocol.audits.work import WorkRecord
+from protocol.audits import WorkRecord
 
 JOB_FILE = "job.json"
 STATE_FILE = "state"

@@ -12,7 +12,7 @@ from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import StepSettings
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
-from protocol.audits.work import BlobName, WorkRecord
+from protocol.audits import BlobName, WorkRecord
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
 from protocol.errors import MalformedError

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from optim.round_plan import RoundPlanner
-from protocol.audits.findings import Verdict
-from protocol.audits.work import BlobName, Conditions, WorkRecord
+from protocol.audits import BlobName, Conditions, Verdict, WorkRecord
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from node.daemon.audits.inner_state import InnerState
 from node.trainer.ipc.channel import ContributionHeader
 from node.trainer.ipc.shared_memory import SharedMemory
-from protocol.audits.work import BlobName, WorkRecord
+from protocol.audits import BlobName, WorkRecord
 from protocol.blobs.blob import Blob, Bytes
 from protocol.consensus.messages.signed import Digest
 

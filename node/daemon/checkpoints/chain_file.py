@@ -10,11 +10,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.electorate import Electorate
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import nested_reader
+from protocol.electorate import Electorate
 from protocol.errors import CheckpointError, PeerFault
 from protocol.manifest.sections import AdmissionSection
 

@@ -21,8 +21,7 @@ from protocol.manifest.run import RunId
 from protocol.manifest.sections import AdmissionSection
 from protocol.murmur_pb2 import ChainReply
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
-from protocol.steering.revision_log import SignedRevision, open_revision
-from protocol.steering.revisions import MAX_REVISIONS
+from protocol.steering import MAX_REVISIONS, SignedRevision, open_revision
 
 MAX_PAGES = 64  # replies of one peer for one chain
 MAX_ASKED_CONTACTS = 8

@@ -7,7 +7,7 @@ from node.daemon.peers.peer_rpc import Outbox, PeerRpc
 from node.daemon.peers.swarm_view import SwarmView
 from node.daemon.services import InboundQuota
 from node.monitoring.status_reporter import StatusReporter
-from protocol.admission.gate import Gate
+from protocol.admission import AdmissionPolicy
 from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.consensus.messages.briefs.codec import Abridger
@@ -30,7 +30,7 @@ class Connections:
         store: BlobStore,
         status: StatusReporter,
     ) -> None:
-        gate = Gate(manifest)
+        gate = AdmissionPolicy(manifest)
         node.metrics.add_refusal_counter(gate)
         stage = node.stages.records.record_of(manifest) if isinstance(manifest, StageManifest) else None
         self.swarm_view = SwarmView(node.directory, status, node.has_contacts, node.rng, gate, stage)

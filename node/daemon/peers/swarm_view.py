@@ -10,7 +10,7 @@ from node.daemon.stages.stage_peers import lowest_round
 from node.daemon.stages.stage_record import StageRecord
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
-from protocol.admission.gate import Gate
+from protocol.admission import AdmissionPolicy
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.messages.signed import Digest
@@ -39,7 +39,7 @@ class SwarmView:
         status: StatusSource,
         has_contacts: bool,
         rng: random.Random,
-        gate: Gate,
+        gate: AdmissionPolicy,
         stage: StageRecord | None = None,
     ) -> None:
         self._stage_record = stage

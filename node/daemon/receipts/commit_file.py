@@ -25,11 +25,11 @@ from typing import Any, BinaryIO
 from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.electorate import OPEN, Electorate
 from protocol.consensus.history.certified import CertifiedCommit
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import MAX_MESSAGE_BYTES, MAX_PARTS, MAX_TOKENS, ContributionLimits
 from protocol.consensus.messages.kinds import MAX_VOTES
+from protocol.electorate import OPEN, Electorate
 from protocol.errors import CheckpointError, MissingFileError, PeerFault, ReceiptError
 from protocol.identity import PeerId
 from protocol.manifest.sections import AdmissionSection

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 
 from node.run_dir import write_atomically
 from protocol import murmur_pb2 as wire
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Proof
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import parse
 from protocol.consensus.messages.signed import SignedMessage

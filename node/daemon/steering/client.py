@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from node.daemon.peers.run_contacts import MAX_PEERS_ASKED, connect_to_peers, read_peer_table, temporary_transport
 from node.daemon.steering.keeper import exchange_revisions
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
-from protocol.steering.revision_log import RevisionLog, SignedRevision, open_revision
-from protocol.steering.revisions import NO_REVISION, Digest
+from protocol.steering import NO_REVISION, RevisionLog, SignedRevision, open_revision
 from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from node.units import format_plural
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import MissingFileError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
-from protocol.manifest.data import DataSection
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection
 from protocol.signing import MAX_ROUND, sign
-from protocol.steering.revisions import (
+from protocol.steering import (
     MAX_REVISIONS,
     NO_REVISION,
     PAUSED_KEY,

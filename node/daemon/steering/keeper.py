@@ -18,6 +18,7 @@ import grpc
 from node.daemon.peers.peer_rpc import ChannelTo, await_reply
 from node.daemon.steering.round_clock import RoundClock
 from node.run_dir import read_json_if_whole, write_atomically
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import ForgedError, LimitError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest, RunId
@@ -26,8 +27,14 @@ from protocol.membership.gossip_interface import abort_call
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import PeerRecord, RevisionsReply, RevisionsRequest, Signed
 from protocol.murmur_pb2_grpc import SteeringServicer, SteeringStub, add_SteeringServicer_to_server
-from protocol.steering.revision_log import MAX_STORED, RevisionLog, SignedRevision, open_revision
-from protocol.steering.revisions import NO_REVISION, Digest, describe_revision
+from protocol.steering import (
+    MAX_STORED,
+    NO_REVISION,
+    RevisionLog,
+    SignedRevision,
+    describe_revision,
+    open_revision,
+)
 from protocol.transport.rate_limit import TokenBuckets
 from protocol.transport.transport import UNKNOWN_CALLER, caller
 

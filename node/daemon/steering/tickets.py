@@ -26,8 +26,8 @@ from node.daemon.steering.command import (
 )
 from node.paths import state_home
 from node.run_dir import read_json_if_whole, write_atomically
-from protocol.admission.electorate import REVOKED_KEY
-from protocol.admission.ticket import MAX_NOTE_CHARACTERS, Ticket, issue_ticket, ticket_to_text
+from protocol.admission import MAX_NOTE_CHARACTERS, Ticket, issue_ticket, ticket_to_text
+from protocol.electorate import REVOKED_KEY
 from protocol.errors import MalformedError, StorageError, UnreachableError, UsageError
 from protocol.identity import Identity, public_key
 from protocol.manifest.run import Manifest

@@ -44,7 +44,7 @@ from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
 from protocol.pipeline.stages.stage import stage_of
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)

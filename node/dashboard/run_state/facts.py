@@ -5,8 +5,8 @@ from pathlib import Path
 from node.dashboard.events import RunAbout, RunFacts
 from node.model import shape_table
 from protocol.identity import PeerId
-from protocol.manifest.data import DataSection, SourceSection
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection, SourceSection
 
 
 def run_facts(base: Manifest, organiser: PeerId, revised: Manifest | None = None) -> RunFacts:

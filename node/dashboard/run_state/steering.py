@@ -8,8 +8,7 @@ from node.dashboard.events import RevisionReport, RunFacts, RunSteered
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.manifest.run import Manifest
-from protocol.steering.revision_log import SignedRevision
-from protocol.steering.revisions import PAUSED_KEY, RevisedManifest, describe_changes, manifest_of_round
+from protocol.steering import PAUSED_KEY, RevisedManifest, SignedRevision, describe_changes, manifest_of_round
 
 
 class AdoptionRecord:

@@ -9,7 +9,7 @@ from pathlib import Path
 from node.data.corpus import is_held_out
 from node.data.text_files import list_stdlib_files
 from node.monitoring.logs import sanitize
-from protocol.manifest.data import DataSection
+from protocol.manifest.sections import DataSection
 
 PROMPT_CHARACTERS = 48
 READ_BYTES = 4000

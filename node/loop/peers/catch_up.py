@@ -15,7 +15,7 @@ from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.history.fork_choice import ChainOffer
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
-from protocol.steering.revision_log import SignedRevision
+from protocol.steering import SignedRevision
 
 SYNC_AFTER_SECONDS = 1.5  # to wait for the next commit to arrive by itself
 SYNC_NOW_GAP = 2  # rounds behind at which we ask at once

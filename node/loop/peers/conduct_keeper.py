@@ -7,8 +7,7 @@ from typing import Any
 
 from node.loop.actions import LoopAction, ReportConduct, SaveProofs
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.conduct.conduct import Conduct, RoundConduct
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Conduct, Proof, RoundConduct
 from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import Chain

@@ -11,8 +11,7 @@ from node.model.interface import LanguageModel, ModelFamily
 from node.model.shapes import Entry
 from node.own_loops import WEIGHTS_ONLY
 from protocol.errors import ManifestError, UsageError
-from protocol.manifest.model import ModelSection
-from protocol.manifest.tensors import CUSTOM_KIND, parse_tensor
+from protocol.manifest.model import CUSTOM_KIND, ModelSection, parse_tensor
 
 
 class CustomFamily(ModelFamily):

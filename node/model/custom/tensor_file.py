@@ -14,7 +14,7 @@ from node.model.hugging_face.config_file import join_faults
 from node.model.hugging_face.json_file import read_json_object
 from protocol.errors import ManifestError
 from protocol.fault_words import shorten
-from protocol.manifest.tensors import format_tensor, parse_tensor
+from protocol.manifest.model import format_tensor, parse_tensor
 
 METADATA: Final = "__metadata__"
 TRAINED_TYPE: Final = "F32"

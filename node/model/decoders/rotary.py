@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from protocol.manifest.model import ModelSection
-from protocol.manifest.rope import RopeScaling
+from protocol.manifest.model import ModelSection, RopeScaling
 
 
 def rotary_tables(config: ModelSection) -> tuple[Tensor, Tensor]:

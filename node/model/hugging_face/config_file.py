@@ -15,7 +15,7 @@ from node.model.hugging_face.json_file import read_json_object
 from node.model.interface import ModelFamily
 from protocol.errors import ManifestError
 from protocol.fault_words import shorten
-from protocol.manifest.rope import OWN_KEYS, RopeScaling
+from protocol.manifest.model import OWN_KEYS, RopeScaling
 
 CONFIG_FILE: Final = "config.json"
 MAX_NAMED_FAULTS: Final = 5

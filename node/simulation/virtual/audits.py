@@ -1,4 +1,4 @@
-"""Audits among virtual peers: each has the docket of a daemon, and repetitions are computed once for all of them."""
+"""Audits among virtual peers: each has the tracker of a daemon, and repetitions are computed once for all of them."""
 
 from collections import Counter, deque
 from contextlib import suppress
@@ -18,10 +18,19 @@ from node.step_settings import StepSettings, step_settings
 from node.trainer.ipc.channel import ContributionHeader
 from node.trainer.ipc.shared_memory import SharedLayout
 from protocol import murmur_pb2 as wire
-from protocol.audits.docket import Consequence, Docket, PeerLied, PeerStruck, RepeatWork
-from protocol.audits.draw import Audit
-from protocol.audits.findings import FINDING_KIND, Finding, SignedFinding
-from protocol.audits.work import Conditions, WorkRecord
+from protocol.audits import (
+    FINDING_KIND,
+    Audit,
+    AuditTracker,
+    Conditions,
+    Consequence,
+    Finding,
+    PeerLied,
+    PeerStruck,
+    RepeatWork,
+    SignedFinding,
+    WorkRecord,
+)
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.signed import Digest
@@ -129,7 +138,7 @@ class PeerAudits:
     def __init__(self, swarm_audits: SwarmAudits, peer_id: PeerId) -> None:
         self._shared = swarm_audits
         self._peer_id = peer_id
-        self._docket = Docket(peer_id)
+        self._tracker = AuditTracker(peer_id)
         self._keeper: tuple[VirtualTrainer, WorkKeeper] | None = None
 
     def record_work(self, trainer: VirtualTrainer, header: ContributionHeader) -> Blob:
@@ -142,11 +151,11 @@ class PeerAudits:
     def on_new_head(self, chain: Chain, state: OuterState) -> None:
         """Draw the audits of the newest round, and repeat what is ours."""
         self._shared.remember_anchor(chain.round, chain.tokens, state)
-        self._follow(self._docket.open_round(chain, self._shared.share))
+        self._follow(self._tracker.open_round(chain, self._shared.share))
 
     def learn(self, finding: SignedFinding) -> None:
         with suppress(StaleError):
-            self._follow(self._docket.learn(finding))
+            self._follow(self._tracker.learn(finding))
 
     def _follow(self, consequences: list[Consequence]) -> None:
         for consequence in consequences:
@@ -163,8 +172,8 @@ class PeerAudits:
         judgement = self._shared.judge(audit, last_work)
         if judgement.verdict == "skipped":
             return
-        self._follow(self._docket.note_verdict(audit, judgement.verdict))
-        if self._docket.is_published(audit, judgement.verdict):
+        self._follow(self._tracker.note_verdict(audit, judgement.verdict))
+        if self._tracker.is_published(audit, judgement.verdict):
             body = audit.contribution.body
             finding = Finding(body.round, audit.chain, peer, audit.contribution.digest, judgement.verdict)
             signed = wire.Signed(kind=FINDING_KIND, peer=self._peer_id)

@@ -46,7 +46,7 @@ from protocol.consensus.history.fork_choice import ChainOffer
 from protocol.consensus.messages.contributions import PartBlob
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 
 if TYPE_CHECKING:
     from node.simulation.swarm import VirtualSwarm

@@ -29,7 +29,7 @@ from node.trainer.ipc.stage_messages import (
     StageStepped,
     TakeStageStep,
 )
-from protocol.audits.work import Conditions, Outcome, WorkTrace
+from protocol.audits import Conditions, Outcome, WorkTrace
 from protocol.errors import MalformedError
 from protocol.fault_words import describe_faults
 

@@ -10,11 +10,11 @@ from functools import cached_property
 from typing import Self
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.electorate import Electorate
 from protocol.consensus.messages.checks import check_count
 from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.kinds import Acknowledgement, CommitCertificate
 from protocol.consensus.messages.signed import OpenNested, SignedMessage
+from protocol.electorate import Electorate
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest.sections import AdmissionSection

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from protocol.admission.electorate import OPEN, Electorate
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog, strong_after
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
+from protocol.electorate import OPEN, Electorate
 from protocol.errors import CheckpointError, StaleError
 from protocol.manifest.run import RunId
 from protocol.manifest.sections import AdmissionSection
 from protocol.signing import MAX_CHAIN_TOKENS
-from protocol.steering.revisions import NO_REVISION
+from protocol.steering import NO_REVISION
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.admission.electorate import ABSENCES_TO_LOSE, Electorate
 from protocol.consensus.history.certified import CertifiedCommit, ChainLog, count_weakest
 from protocol.consensus.history.chain import Chain, ChainHead, extend_head
 from protocol.consensus.history.trust import TrustPoint
 from protocol.consensus.messages.signed import Digest
+from protocol.electorate import ABSENCES_TO_LOSE, Electorate
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import PeerId
 

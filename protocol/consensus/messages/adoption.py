@@ -7,7 +7,7 @@ from protocol.blobs.blob import check_digest
 from protocol.consensus.messages.checks import check_count
 from protocol.consensus.messages.signed import Digest, OpenNested, SignedMessage
 from protocol.errors import MalformedError
-from protocol.steering.revisions import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
+from protocol.steering import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.ticket import TICKET_KIND, Ticket
+from protocol.admission import TICKET_KIND, Ticket
 from protocol.blobs.blob import Blob, check_digest
 from protocol.consensus.messages.adoption import NOTHING_ADOPTED, Adoption, open_adoption
 from protocol.consensus.messages.checks import check_ascending, check_count, check_round, check_sizes
@@ -22,8 +22,8 @@ from protocol.consensus.messages.weights import count_tokens
 from protocol.consensus.reduction.evidence import Evidence, digest_inputs
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
-from protocol.manifest.pipeline import MAX_STEP_MICROBATCHES
 from protocol.manifest.run import RunId
+from protocol.manifest.sections import MAX_STEP_MICROBATCHES
 from protocol.pipeline.exact.ledger import StepLedger
 
 MAX_CONTRIBUTIONS = 1024
@@ -92,7 +92,7 @@ class Contribution:
     """The compressed update of a peer in one round: one blob for each part.
 
     `age`: the number of rounds since the one that it was made for. The right number of parts may differ from round to
-    round, so the round machine checks it. `work` names the record of how it was made (`protocol.audits.work`).
+    round, so the round machine checks it. `work` names the record of how it was made (`protocol.audits`).
     `ticket`: that of a sender without a vote, in a run of tickets; the commit that includes it gives the sender one.
     `ledger`: the microbatches of an exact step that it contains (`protocol.pipeline.exact.ledger`); else empty.
     """

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Self
 from google.protobuf.message import Message
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.ticket import open_ticket, read_ticket
+from protocol.admission import open_ticket, read_ticket
 from protocol.blobs.blob import Blob, check_digest
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Proof
 from protocol.consensus.messages.checks import check_ascending, check_count, check_round
 from protocol.consensus.messages.contributions import (
     MAX_CONTRIBUTIONS,
@@ -30,7 +30,7 @@ from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId, public_key
 from protocol.manifest.run import RunId
 from protocol.signing import MAX_CHAIN_TOKENS, open_signed, read_unverified
-from protocol.steering.revision_log import open_revision, read_revision
+from protocol.steering import open_revision, read_revision
 
 MAX_VOTES = 4096
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from protocol.conduct.conduct import RoundConduct
+from protocol.conduct import RoundConduct
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.state import RoundState

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
-from protocol.admission.electorate import Electorate
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages.signed import Digest
+from protocol.electorate import Electorate
 from protocol.identity import PeerId
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
-from protocol.manifest.pipeline import MAX_STAGES
+from protocol.manifest.sections import MAX_STAGES
 from protocol.membership.records.kept_states import parse_kept_states
 from protocol.membership.records.served_stages import parse_served_stages
 from protocol.membership.records.source_losses import parse_source_losses

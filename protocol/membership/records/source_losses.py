@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from protocol.errors import MalformedError
-from protocol.manifest.data import MAX_SOURCES
+from protocol.manifest.sections import MAX_SOURCES
 
 DOUBLE_BYTES: Final = 8
 

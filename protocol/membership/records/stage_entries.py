@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.errors import MalformedError
-from protocol.manifest.pipeline import MAX_STAGES
+from protocol.manifest.sections import MAX_STAGES
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
 
 MAX_FIELD_BYTES: Final = 1024

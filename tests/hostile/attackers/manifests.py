@@ -5,9 +5,9 @@ import os
 
 from protocol.errors import ManifestError, MurmurError
 from protocol.manifest import reading
-from protocol.manifest.base import Section
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import Section
 from tests.hostile.attackers.stranger import Stranger
 
 HUGE_WIDTH = 2**15

@@ -29,7 +29,7 @@ from protocol.consensus.messages.contributions import AppliedContributions, Comm
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 from tests.certificates import offer_of
 from tests.node.daemon.recorded_errors import FixedSources, RecordedErrors
 from tests.node.small_run import (

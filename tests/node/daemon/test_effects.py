@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from node.daemon import inbox, round_effects
-from protocol.admission.electorate import Electorate
 from protocol.blobs.blob import Blob
-from protocol.conduct.conduct import NOT_SERVED
+from protocol.conduct import NOT_SERVED
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages.contributions import PartBlob
+from protocol.electorate import Electorate
 from protocol.errors import StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed

@@ -10,7 +10,7 @@ from node.dashboard.command import HostOptions, host
 from node.flags import NodeFlags
 from node.monitoring.display import Display
 from protocol.errors import ManifestError, MissingFileError
-from protocol.manifest.data import DataSection
+from protocol.manifest.sections import DataSection
 from tests.node.small_run import MANIFEST
 
 

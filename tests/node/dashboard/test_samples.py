@@ -26,8 +26,8 @@ from node.dashboard.samples.sampler import (
 from node.model import initial_weights, shape_table
 from node.paths import find_newest_model
 from protocol.errors import CheckpointError, MurmurError
-from protocol.manifest.data import DataSection
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection
 from tests.node.dashboard.example_events import FACTS, apply_all, opening_events
 
 

@@ -13,7 +13,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.adoption import Adoption
 from protocol.manifest.run import Manifest
-from protocol.steering.revision_log import SignedRevision
+from protocol.steering import SignedRevision
 from tests.node.dashboard.example_events import FACTS, committed
 from tests.node.dashboard.serving.browser import WINDOWS, open_browser, open_window, served_page
 from tests.node.dashboard.serving.test_browser import busy_log, keep_picture, now, require_sound

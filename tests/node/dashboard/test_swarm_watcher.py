@@ -22,12 +22,12 @@ from node.dashboard.swarm_watcher import (
 from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.messages.adoption import NOTHING_ADOPTED
 from protocol.errors import StorageError
-from protocol.manifest.data import DataSection, SourceSection
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection, SourceSection
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
 from protocol.membership.records.source_losses import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 from tests.node.dashboard.example_events import OPENED, committed
 from tests.node.small_run import MANIFEST, PEERS, RUN_ID, SHAPES
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from node.data import open_corpus
 from node.data.corpus import SourceText, WindowNumbers
-from protocol.manifest.data import DataSection
+from protocol.manifest.sections import DataSection
 
 SHARE = 0.2
 

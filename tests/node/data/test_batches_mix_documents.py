@@ -9,7 +9,7 @@ import pytest
 from node.data import BatchReader, open_corpus
 from node.data.corpus import TokenArray, TokenIds
 from node.data.text_files import find_stdlib_files
-from protocol.manifest.data import DataSection
+from protocol.manifest.sections import DataSection
 from tests.node.data.data_sets import write_rows
 
 CONTEXT = 32

@@ -11,9 +11,9 @@ from node.data.byte_tokenizer import ByteTokenizer
 from node.data.check import TextReport, check_text
 from node.data.skipped_rows import SkipLog
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest.data import DataSection
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection
 from tests.node.data.data_sets import open_only, write_rows
 
 TEST_RUN = load_manifest(Path(__file__).parents[3] / "configs" / "test.toml")

@@ -12,9 +12,9 @@ import pytest
 from node.data import BatchReader, open_corpus, validation_batches
 from node.data.check import read_text
 from protocol.errors import MurmurError
-from protocol.manifest.data import DataSection
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection
 
 SEED = 20_261_126
 SETS = 200

@@ -12,10 +12,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from node.data import BatchReader, open_corpus, validation_sets, window_blocks
 from node.data.check import check_text
 from node.data.mixture import CIRCLE, choose_sources
-from protocol.audits.work import MAX_POSITION
+from protocol.audits import MAX_POSITION
 from protocol.errors import DataError, MissingFileError
-from protocol.manifest.data import DataSection
 from protocol.manifest.reading import load_manifest
+from protocol.manifest.sections import DataSection
 from tests.node.data.data_sets import numbers, write_rows
 
 WEIGHTS = {"letters": 3.0, "digits": 1.0, "rows": 2.0}

@@ -14,7 +14,7 @@ from node.data import tokenize_files
 from node.data.corpus import SourceText, TokenArray
 from node.data.text_files import EXCLUDED_DIRS, list_stdlib_files
 from protocol.errors import DataError, MissingFileError, MurmurError, StorageError, UsageError
-from protocol.manifest.data import DataSection
+from protocol.manifest.sections import DataSection
 from tests.node.data.data_sets import open_only
 
 

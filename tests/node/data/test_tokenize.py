@@ -16,7 +16,7 @@ from node.data import tokenize_files
 from node.data.token_shards import ShardsHeader
 from node.monitoring.progress import ByteProgress
 from protocol.errors import DataError, MissingFileError, MurmurError, UsageError
-from protocol.manifest.data import DataSection
+from protocol.manifest.sections import DataSection
 from tests.node.data.data_sets import open_only
 from tests.node.data.odd_tokenizers import ODD, odd_tokenizer
 from tests.node.data.test_tokenizer import NO_UNKNOWN

@@ -33,7 +33,7 @@ from protocol.consensus.topology import make_topology
 from protocol.identity import PeerId
 from protocol.manifest.sections import TargetSection
 from protocol.signing import sign
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 from tests.node.small_run import MANIFEST, PEERS, PROGRAM, RUN_ID, TERMS, certified, commit_of
 
 ME, FRIEND, OTHER = (PEERS[number].peer_id for number in (1, 2, 3))

@@ -9,12 +9,11 @@ from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_S
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
-from protocol.admission.electorate import Electorate
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.electorate import Electorate
 from protocol.manifest.sections import TargetSection
-from protocol.steering.revision_log import RevisionLog
-from protocol.steering.revisions import REFERENCE_MANIFEST
+from protocol.steering import REFERENCE_MANIFEST, RevisionLog
 from tests.node.loop.test_steering import signed_revision
 
 HEAD, EARLIER = ChainHead(8, b"h" * 32, 800), ChainHead(7, b"e" * 32, 700)

@@ -8,7 +8,7 @@ from node.daemon import inbox as inbox_module
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.loop.events import LoopEvent
 from node.loop.peers.swarm_snapshot import PeerState
-from protocol.conduct.conduct import Conduct
+from protocol.conduct import Conduct
 from protocol.consensus.events import MisbehaviourSeen
 from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.messages.briefs.seen import SeenMessages

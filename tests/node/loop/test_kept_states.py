@@ -7,7 +7,7 @@ from node.daemon.peers.swarm_view import SwarmView
 from node.daemon.stages.stage_record import StageRecords
 from node.loop.actions import FindPath, LoopAction, StartTrainer, TakeState
 from node.loop.events import PathFound, Started, SwarmChanged
-from protocol.admission.gate import Gate
+from protocol.admission import AdmissionPolicy
 from protocol.manifest.sections import AdmissionSection
 from protocol.membership.records.kept_states import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
@@ -73,7 +73,9 @@ def test_kept_state_that_most_of_its_keepers_deny_is_not_taken() -> None:
 def test_keepers_that_the_run_admits_have_the_word() -> None:
     """Control: a host has no ticket, and has the word where nobody else keeps the stage."""
     view = view_of(kept_at(STAGE))
-    view._gate = Gate(MANIFEST.model_copy(update={"admission": AdmissionSection(mode="list", keys=(OTHER,))}))
+    view._gate = AdmissionPolicy(
+        MANIFEST.model_copy(update={"admission": AdmissionSection(mode="list", keys=(OTHER,))})
+    )
     assert view.stage_witnesses() == [FRIEND]
     cast(Any, view._directory).records[OTHER] = view._directory.live()[FRIEND]
     assert view.stage_witnesses() == [OTHER]

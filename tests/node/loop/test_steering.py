@@ -14,8 +14,7 @@ from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.signing import sign
-from protocol.steering.revision_log import RevisionLog, SignedRevision
-from protocol.steering.revisions import REFERENCE_MANIFEST, REVISION_KIND, Revision, encode_changes
+from protocol.steering import REFERENCE_MANIFEST, REVISION_KIND, Revision, RevisionLog, SignedRevision, encode_changes
 from tests.node.small_run import RUN_ID, certified, commit_of
 
 ORGANISER = Identity.create()

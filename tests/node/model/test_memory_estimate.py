@@ -8,7 +8,7 @@ from node.model import Cut
 from node.model.computation.recompute import Recompute
 from node.model.memory_estimate import fit_microbatch, fixed_bytes, max_microbatch, microbatch_bytes
 from protocol.errors import DeviceError
-from protocol.manifest.pipeline import PipelineSection
+from protocol.manifest.sections import PipelineSection
 from protocol.pipeline.stages.stage import StageManifest
 from tests.node.small_run import MANIFEST
 

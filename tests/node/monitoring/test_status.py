@@ -11,9 +11,8 @@ from node.data.skipped_rows import SkipReason
 from node.monitoring.status import NodeStatus, RecoveredErrorKind, fetch_status
 from node.monitoring.status_reporter import REJECT_TEXTS
 from optim.aggregation.base import LeftOut
-from protocol.admission.gate import Refusal
-from protocol.audits.docket import Offence
-from protocol.audits.findings import VERDICTS
+from protocol.admission import Refusal
+from protocol.audits import VERDICTS, Offence
 from protocol.blobs.server import _STATUS
 from protocol.consensus.events import RejectReason
 from protocol.errors import PeerFault, UnreachableError

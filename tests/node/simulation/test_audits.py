@@ -16,9 +16,8 @@ from node.step_settings import step_settings
 from node.trainer.ipc.channel import ContributionHeader
 from optim.method import Method
 from optim.recipes import RECIPES
-from protocol.manifest.data import DataSection, PhaseSection, SourceSection
 from protocol.manifest.model import ModelSection
-from protocol.manifest.sections import AuditSection
+from protocol.manifest.sections import AuditSection, DataSection, PhaseSection, SourceSection
 from tests.node.simulation.test_swarm import BLOCKS, shortened
 from tests.node.simulation.virtual_swarm import BATCH, make_config, make_corpus, make_method
 

@@ -15,10 +15,9 @@ from node.simulation.swarm import VirtualSwarm
 from optim.compose import compose
 from optim.method import Method
 from optim.options import Scalar
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import MembershipSection, RoundSection, RunSection, TrainSection
+from protocol.manifest.sections import DataSection, MembershipSection, RoundSection, RunSection, TrainSection
 from protocol.manifest.sections import MethodSection as MethodTable
 
 torch.set_num_threads(1)

@@ -1,7 +1,6 @@
 """A decided round of a few peers, for tests of audits."""
 
-from protocol.audits.draw import Audit, draw_audits
-from protocol.audits.findings import Finding, SignedFinding, Verdict, sign_finding
+from protocol.audits import Audit, Finding, SignedFinding, Verdict, draw_audits, sign_finding
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead, genesis_head
 from protocol.consensus.messages.contributions import Commit

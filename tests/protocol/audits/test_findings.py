@@ -4,8 +4,16 @@ import json
 
 import pytest
 
-from protocol.audits.findings import VERDICTS, open_finding
-from protocol.audits.work import MAX_POSITION, AppliedAnchor, BlobName, Conditions, WorkRecord, WorkTrace
+from protocol.audits import (
+    MAX_POSITION,
+    VERDICTS,
+    AppliedAnchor,
+    BlobName,
+    Conditions,
+    WorkRecord,
+    WorkTrace,
+    open_finding,
+)
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import MAX_WORK_RECORD_BYTES
 from protocol.errors import ForgedError, LimitError, MalformedError

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.electorate import NOBODY, Electorate
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import (
     Action,
@@ -25,6 +24,7 @@ from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages.contributions import Commit, PartBlob
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.settings import RoundStart
+from protocol.electorate import NOBODY, Electorate
 from protocol.identity import PeerId
 from protocol.manifest.sections import AdmissionSection
 from tests.simulation.virtual.network import (

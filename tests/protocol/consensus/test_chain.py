@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from node.daemon.checkpoints.chain_file import SavedChain
-from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
 from protocol.consensus.messages.signed import SignedMessage
+from protocol.electorate import OPEN
 from protocol.errors import CheckpointError, StaleError
 from protocol.identity import Identity
 from protocol.signing import MAX_CHAIN_TOKENS, sign

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from protocol.admission.electorate import NOBODY
 from protocol.consensus.events import MembershipChanged, MessageReceived
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages.contributions import Commit
@@ -13,6 +12,7 @@ from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.rules.locks import BoundProposal, Repetition, choose_repetition
 from protocol.consensus.views import leader as leader_module
 from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
+from protocol.electorate import NOBODY
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_knowledge import entries_of, signed_message

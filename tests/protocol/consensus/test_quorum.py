@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from protocol.admission.electorate import NOBODY, Electorate
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
+from protocol.electorate import NOBODY, Electorate
 from protocol.manifest.sections import AdmissionSection
-from tests.protocol.admission.electorates import after_rounds, commit
 from tests.protocol.consensus.cluster import TRUSTED, Cluster
+from tests.protocol.electorates import after_rounds, commit
 from tests.simulation.bugs import asks_only_a_majority_of_the_rest
 
 MEMORY = 10.0

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.admission.ticket import Ticket, issue_ticket
+from protocol.admission import Ticket, issue_ticket
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
@@ -14,7 +14,7 @@ from protocol.errors import ForgedError
 from protocol.identity import Identity
 from protocol.pipeline.stages.stage import stage_run_id, stage_run_ids
 from protocol.signing import sign
-from protocol.steering.revisions import Revision, encode_changes
+from protocol.steering import Revision, encode_changes
 
 RUN = "ab" * 32
 ORGANISER, MEMBER = Identity.create(), Identity.create()

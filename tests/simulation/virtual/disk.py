@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protocol.blobs.blob import Blob
-from protocol.conduct.proofs import Proof
+from protocol.conduct import Proof
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import PartBlob
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
-from protocol.steering.revision_log import SignedRevision
+from protocol.steering import SignedRevision
 from tests.simulation.work_accounting import SavedWork
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from protocol.consensus.topology import Pattern, make_topology
 from protocol.errors import ForgedError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.sections import AdmissionSection
-from protocol.steering.revisions import REVISION_KIND, Revision
+from protocol.steering import REVISION_KIND, Revision
 
 NAMES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)).peer_id for number in range(1, 17)]
 RUN_ID = hashlib.sha256(b"simulated run").hexdigest()

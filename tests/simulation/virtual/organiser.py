@@ -13,8 +13,15 @@ from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.manifest.sections import RoundSection
-from protocol.steering.revision_log import RevisionLog, SignedRevision
-from protocol.steering.revisions import REFERENCE_MANIFEST, Revision, Value, encode_changes, manifest_of_round
+from protocol.steering import (
+    REFERENCE_MANIFEST,
+    Revision,
+    RevisionLog,
+    SignedRevision,
+    Value,
+    encode_changes,
+    manifest_of_round,
+)
 from tests.simulation.virtual.network import ORGANISER, make_signer
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
-from protocol.steering.revision_log import RevisionLog, SignedRevision, add_all
+from protocol.steering import RevisionLog, SignedRevision, add_all
 from tests.simulation.virtual.disk import BlobTransfers, Disk, state_of
 from tests.simulation.virtual.gossip import Gossip
 from tests.simulation.virtual.messenger import Messenger

@@ -24,7 +24,7 @@ from node.model.generate import sample_tokens, usable_tokens
 from node.model.opened_model import OpenedModel
 from node.trainer.inner_step import validation_loss
 from protocol.errors import DataError, MissingFileError, UsageError
-from protocol.manifest.data import DataSection, SourceSection
+from protocol.manifest.sections import DataSection, SourceSection
 from tests.node.model.test_export import manifest, node_folder
 
 torch.set_num_threads(1)

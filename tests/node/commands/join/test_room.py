@@ -10,8 +10,8 @@ from node.commands.join.room import Room, check_room, needed_room
 from node.flags import NodeFlags
 from node.options import NodeOptions, parse_node_options
 from protocol.errors import DeviceError, OrganiserError, StorageError, UsageError
-from protocol.manifest.data import DataSection
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import DataSection
 from tests.node.small_run import MANIFEST
 
 NEEDED = Room(memory=4_000_000_000, disk=8_000_000_000)

@@ -15,8 +15,8 @@ from node.commands.up.up import UpOptions, adapt_manifest, build_peer_processes,
 from node.flags import MachineFlags
 from node.run_dir import RunDir
 from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
-from protocol.manifest.data import DataSection, SourceSection
 from protocol.manifest.reading import load_manifest
+from protocol.manifest.sections import DataSection, SourceSection
 
 pytestmark = pytest.mark.slow
 

@@ -19,10 +19,9 @@ from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.daemon.checkpoints.trained_weights import load_trained_weights
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, MissingFileError, OtherRunError, StorageError
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import MethodSection, RunSection, TrainSection
+from protocol.manifest.sections import DataSection, MethodSection, RunSection, TrainSection
 
 MODEL = ModelSection(vocabulary=16, width=8, layers=1, heads=2, hidden=12, context=8)
 SHAPES = shape_table(MODEL)

@@ -10,14 +10,14 @@ import pytest
 from node.daemon.peers import swarm_view
 from node.daemon.peers.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
-from protocol.admission.electorate import OPEN, Electorate
-from protocol.admission.gate import Gate
+from protocol.admission import AdmissionPolicy
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
+from protocol.electorate import OPEN, Electorate
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
-from protocol.steering.revisions import REFERENCE_MANIFEST
+from protocol.steering import REFERENCE_MANIFEST
 from tests.node.small_run import RUN_ID, grown, replica_in, store_in
 
 VOTERS = Electorate(OPEN, 3, frozenset({"a", "b"}))
@@ -54,7 +54,7 @@ class FakeDirectory:
         self.published = fields
 
 
-GATE = Gate(REFERENCE_MANIFEST)
+GATE = AdmissionPolicy(REFERENCE_MANIFEST)
 
 
 def members_of(directory: FakeDirectory) -> SwarmView:

@@ -18,7 +18,7 @@ from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ReceiptError
 from protocol.identity import Identity
 from protocol.signing import sign
-from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
+from protocol.steering import REVISION_KIND, Revision, encode_changes
 from tests.node.daemon.receipts.example_commits import (
     GENESIS,
     HEADER,

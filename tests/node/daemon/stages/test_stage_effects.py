@@ -23,7 +23,7 @@ from node.trainer.stages.stage_work import StageWork
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
-from protocol.manifest.pipeline import PipelineSection
+from protocol.manifest.sections import PipelineSection
 from protocol.pipeline.course import OwnerSettings
 from protocol.pipeline.exact.settlement import Settlement
 from protocol.pipeline.messages import Key

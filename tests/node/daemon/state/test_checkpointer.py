@@ -12,9 +12,9 @@ from node.daemon.state.checkpointer import MAX_OLD_STATES, MAX_RETAINED_STATES, 
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.trainer.ipc.channel import ContributionHeader
-from protocol.admission.electorate import OPEN
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
+from protocol.electorate import OPEN
 from protocol.errors import StorageError
 from tests.node.daemon.state.checkpointer_setup import CheckpointerSetup
 from tests.node.small_run import PROGRAM, TERMS, commit_of, grown, payload, until

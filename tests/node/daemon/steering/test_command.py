@@ -18,9 +18,9 @@ from node.daemon.steering.command import (
 from node.daemon.steering.round_clock import RoundClock
 from protocol.errors import MissingFileError, MurmurError, OrganiserError, UsageError
 from protocol.identity import Identity
-from protocol.manifest.data import DataSection
 from protocol.manifest.run import Manifest
-from protocol.steering.revisions import RevisedManifest
+from protocol.manifest.sections import DataSection
+from protocol.steering import RevisedManifest
 from tests.node.small_run import MANIFEST
 
 ORGANISER = Identity.create().peer_id

@@ -19,8 +19,7 @@ from protocol.manifest.run import Manifest
 from protocol.membership.peer_table import PeerJoined, PeerUpdated
 from protocol.murmur_pb2 import PeerRecord
 from protocol.signing import sign
-from protocol.steering.revision_log import MAX_STORED, SignedRevision
-from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
+from protocol.steering import MAX_STORED, REVISION_KIND, Revision, SignedRevision, encode_changes
 from tests.node.small_run import MANIFEST, PEERS
 from tests.protocol.local_server import serve_locally
 

@@ -28,7 +28,7 @@ from protocol.identity import PeerId
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import PeerRecord
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 from tests.node.model.weights_folder import start_from_weights
 from tests.node.small_run import TOML, certified, commit_of, until
 from tests.protocol.blobs.fake_sources import ScriptedSource, SourcePool, flip_last_bit

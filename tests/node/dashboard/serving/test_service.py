@@ -22,7 +22,7 @@ from node.dashboard.swarm_watcher import SwarmWatcher
 from node.run_dir import RunDir
 from protocol.errors import StorageError, TransportError, UsageError
 from protocol.signing import open_signed_manifest
-from protocol.steering.revision_log import RevisionLog
+from protocol.steering import RevisionLog
 from tests.node.small_run import MANIFEST, PEERS
 
 ME, *OTHERS = (identity.peer_id for identity in PEERS)

@@ -34,9 +34,9 @@ from protocol.errors import (
     StorageError,
     UsageError,
 )
+from protocol.manifest.model import format_tensor, parse_tensor
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
-from protocol.manifest.tensors import format_tensor, parse_tensor
 from protocol.signing import open_signed_manifest, sign_manifest
 from tests.node.small_run import MANIFEST, PEERS
 

@@ -13,9 +13,9 @@ from node.model.decoders.attention import CausalAttention, CompiledCausalAttenti
 from node.model.decoders.decoder import Decoder
 from node.model.decoders.documents import BlockDocuments, DenseDocuments
 from protocol.errors import DataError, ManifestError
-from protocol.manifest.data import DataSection
 from protocol.manifest.model import ModelSection
 from protocol.manifest.reading import load_manifest, manifest_of_values
+from protocol.manifest.sections import DataSection
 from tests.node.data.test_source import write_tokenizer
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from node.simulation.pipeline.pipeline_swarm import PipelineSwarm
 from node.simulation.pipeline.stage_worker import StageWorker, Task
 from node.simulation.swarm import VirtualSwarm
 from protocol.errors import ManifestError
-from protocol.manifest.pipeline import PipelineSection
+from protocol.manifest.sections import PipelineSection
 from tests.node.simulation.virtual_swarm import BATCH, MODEL, Tables, make_config, make_corpus, make_method
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,7 @@ from node.trainer.devices.device import (
     require_usable_device,
 )
 from protocol.errors import DeviceError
-from protocol.manifest.pipeline import PipelineSection
-from protocol.manifest.sections import MethodSection
+from protocol.manifest.sections import MethodSection, PipelineSection
 from tests.node.small_run import MANIFEST
 
 DEEP = MANIFEST.model.model_copy(update={"tied": False, "layers": 2})

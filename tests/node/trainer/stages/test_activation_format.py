@@ -8,7 +8,7 @@ import torch
 from node.trainer.ipc.activation_memory import SlotSizes
 from node.trainer.stages.stage_pass import FORMATS
 from optim.errors import CodecError
-from protocol.manifest.pipeline import ACTIVATION_BYTES, PipelineSection
+from protocol.manifest.sections import ACTIVATION_BYTES, PipelineSection
 
 
 def test_there_is_a_format_for_each_word_of_the_manifest() -> None:

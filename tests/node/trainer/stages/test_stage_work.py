@@ -18,8 +18,8 @@ from node.trainer.ipc.activation_memory import ActivationMemory, SlotSizes
 from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, StageComputed
 from node.trainer.stages.faulty_stage import build_stage_work
 from node.trainer.stages.stage_work import StageWork, stage_train
-from protocol.manifest.pipeline import PipelineSection
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import PipelineSection
 from protocol.pipeline.stages.stage import StageManifest
 from tests.node.small_run import MANIFEST
 

@@ -7,8 +7,7 @@ from protocol.consensus.messages.adoption import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
-from protocol.steering.revision_log import SignedRevision
-from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
+from protocol.steering import REVISION_KIND, Revision, SignedRevision, encode_changes
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.virtual.network import ORGANISER, make_signer
 

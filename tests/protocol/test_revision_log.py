@@ -10,8 +10,15 @@ from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ForgedError, LimitError, MalformedError, StaleError
 from protocol.identity import Identity
 from protocol.signing import sign
-from protocol.steering.revision_log import MAX_STORED, RevisionLog, SignedRevision, open_revision
-from protocol.steering.revisions import REVISION_KIND, Revision, encode_changes
+from protocol.steering import (
+    MAX_STORED,
+    REVISION_KIND,
+    Revision,
+    RevisionLog,
+    SignedRevision,
+    encode_changes,
+    open_revision,
+)
 
 ORGANISER, STRANGER = Identity.create(), Identity.create()
 RUN_ID = "ab" * 32

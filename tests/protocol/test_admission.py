@@ -3,9 +3,10 @@
 import pytest
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.gate import CLOCK_MARGIN_SECONDS, Gate
-from protocol.admission.ticket import (
+from protocol.admission import (
+    CLOCK_MARGIN_SECONDS,
     TEXT_PREFIX,
+    AdmissionPolicy,
     Ticket,
     issue_ticket,
     open_ticket,
@@ -16,7 +17,7 @@ from protocol.errors import ForgedError, MalformedError
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest
 from protocol.signing import sign
-from protocol.steering.revisions import REFERENCE_MANIFEST
+from protocol.steering import REFERENCE_MANIFEST
 
 ORGANISER, HOLDER, OTHER = (Identity.create() for _ in range(3))
 NOW = 1_800_000_000.0
@@ -79,7 +80,7 @@ def test_damaged_text_is_refused(text: str) -> None:
 
 
 def test_gate_admits_a_holder_until_its_ticket_ends_and_counts_refusals_once() -> None:
-    gate = Gate(RUN)
+    gate = AdmissionPolicy(RUN)
     assert gate.admits(HOLDER.peer_id, shown(), NOW) and not gate.refusals
     assert gate.admits(HOLDER.peer_id, shown(), TICKET.until + CLOCK_MARGIN_SECONDS)
     for _ in range(5):
@@ -90,11 +91,11 @@ def test_gate_admits_a_holder_until_its_ticket_ends_and_counts_refusals_once() -
 
 @pytest.mark.parametrize("ticket", [b"", b"\xff", shown(signer=OTHER), shown(run_id="00" * 32), shown()])
 def test_gate_refuses_every_other_key(ticket: bytes) -> None:
-    assert not Gate(RUN).admits(OTHER.peer_id, ticket, NOW), "also with the ticket of somebody else"
+    assert not AdmissionPolicy(RUN).admits(OTHER.peer_id, ticket, NOW), "also with the ticket of somebody else"
 
 
 def test_ticket_that_is_renewed_counts() -> None:
-    gate = Gate(RUN)
+    gate = AdmissionPolicy(RUN)
     assert not gate.admits(HOLDER.peer_id, shown(Ticket(HOLDER.peer_id, NOW - 9999)), NOW)
     assert gate.admits(HOLDER.peer_id, shown(), NOW)
 
@@ -103,7 +104,7 @@ def test_ticket_that_is_renewed_counts() -> None:
 def test_revoked_key_is_refused_in_every_mode(mode: str) -> None:
     keys = {"keys": (HOLDER.peer_id,)} if mode == "list" else {}
     manifest = manifest_of(mode=mode, **keys)
-    gate = Gate(manifest)
+    gate = AdmissionPolicy(manifest)
     ticket = shown(run_id=manifest.run_id)
     assert gate.admits(HOLDER.peer_id, ticket, NOW)
     gate.revoked = frozenset([HOLDER.peer_id])
@@ -111,7 +112,7 @@ def test_revoked_key_is_refused_in_every_mode(mode: str) -> None:
 
 
 def test_list_admits_its_keys_and_open_runs_admit_all() -> None:
-    assert Gate(manifest_of()).admits(OTHER.peer_id, b"", NOW), "the control"
-    gate = Gate(manifest_of(mode="list", keys=(HOLDER.peer_id,)))
+    assert AdmissionPolicy(manifest_of()).admits(OTHER.peer_id, b"", NOW), "the control"
+    gate = AdmissionPolicy(manifest_of(mode="list", keys=(HOLDER.peer_id,)))
     assert gate.admits(HOLDER.peer_id, b"", NOW) and not gate.admits(OTHER.peer_id, b"", NOW)
     assert dict(gate.refusals) == {"not on the list": 1}

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from protocol.admission.electorate import (
+from protocol.electorate import (
     ABSENCES_TO_LOSE,
     INCLUSIONS_FOR_VOTE,
     MAX_CANDIDATES,
@@ -18,7 +18,7 @@ from protocol.admission.electorate import (
 from protocol.errors import MalformedError
 from protocol.identity import Identity
 from protocol.manifest.sections import AdmissionSection
-from tests.protocol.admission.electorates import after_rounds, commit, included, revoking
+from tests.protocol.electorates import after_rounds, commit, included, revoking
 
 KEYS = tuple(sorted(Identity.create().peer_id for _ in range(4)))
 LIST = AdmissionSection(mode="list", keys=KEYS)

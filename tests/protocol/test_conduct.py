@@ -4,9 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.conduct.conduct import LEFT_OUT_STRIKE, MAX_STATEMENTS_PER_PEER, Conduct, RoundConduct
-from protocol.conduct.proofs import Proof, excludes
-from protocol.conduct.strikes import GOOD_ROUNDS, MAX_LEVEL, Strikes
+from protocol.conduct import (
+    GOOD_ROUNDS,
+    LEFT_OUT_STRIKE,
+    MAX_LEVEL,
+    MAX_STATEMENTS_PER_PEER,
+    Conduct,
+    Proof,
+    RoundConduct,
+    Strikes,
+    excludes,
+)
 from protocol.consensus.messages.contributions import Commit, Contribution, Roster
 from protocol.consensus.messages.kinds import Acknowledgement, Body, ReducedPart, kind_of
 from protocol.consensus.messages.signed import SignedMessage

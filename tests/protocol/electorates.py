@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from protocol import murmur_pb2 as wire
-from protocol.admission.electorate import REVOKED_KEY, Electorate
-from protocol.admission.ticket import Ticket
+from protocol.admission import Ticket
 from protocol.consensus.messages.adoption import NOTHING_ADOPTED, Adoption
 from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
+from protocol.electorate import REVOKED_KEY, Electorate
 from protocol.identity import PeerId
-from protocol.steering.revisions import Revision, encode_changes
+from protocol.steering import Revision, encode_changes
 
 
 def included(peer: PeerId, number: int, has_ticket: bool = True) -> SignedMessage[Contribution]:

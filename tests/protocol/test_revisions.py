@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import MalformedError, UsageError
-from protocol.steering.revisions import (
+from protocol.steering import (
     MAX_REVISIONS,
     REFERENCE_MANIFEST,
     STEERABLE,

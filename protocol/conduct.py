@@ -1,17 +1,41 @@
-"""The memory of one node for the conduct of its peers: excluded keys, strikes, and how often leaders left peers out."""
+"""Remember the misdeeds of other peers: proofs, which exclude a key, and strikes, which pass.
+
+A proof is two statements that one key signed although each excludes the other. An honest peer signs at most one
+statement for each of these places, also over restarts, because its vote and its contribution are on disk before anybody
+sees them:
+
+    contribution   one in a round that continues the same chain
+    roster         one in a view
+    commit         one in a view
+    part           one sum of the same inputs
+
+Anybody can check a proof with the signatures alone, so a peer needs to trust nobody who passes one on. A node that runs
+with a copied key is guilty as well: nobody can tell it from a liar. Two acknowledgements of one view are no proof,
+because two leaders may lead a view, and a member may follow the stronger one after the other.
+
+A strike is for a misdeed without a proof, such as a contribution that nobody could fetch; strikes are local. Each one
+doubles the number of rounds for which a peer is set aside, up to a limit; good rounds halve it again. So an honest peer
+whose link was broken is back soon after it is repaired.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from protocol.conduct.proofs import MAX_PROOF_BYTES, Place, Proof, place_of
-from protocol.conduct.strikes import Strikes
-from protocol.consensus.messages.contributions import Commit, Roster
-from protocol.consensus.messages.signed import SignedMessage
+from protocol import murmur_pb2 as wire
+from protocol.consensus.messages.contributions import Commit, ContributionLimits, Roster
+from protocol.consensus.messages.signed import OpenNested, SignedMessage
+from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.recent import RecentTable
 
+PROOF_KIND = "proof"
+MAX_PROOF_BYTES = 512 * 1024
+Place = tuple[str | int | bytes, ...]
+MAX_LEVEL = 6  # 64 rounds
+GOOD_ROUNDS = 4  # that take one strike back
+MAX_PEERS = 1024
 MAX_STATEMENTS_PER_PEER = 64
 MAX_EXCLUDED = 1024
 MAX_LEADERS = 1024
@@ -19,6 +43,121 @@ LEFT_OUT_STRIKE = 3  # times that a leader leaves the same ready peer out, more 
 KEPT_ROUNDS = 2
 NOT_SERVED = "its contribution or sum could not be fetched"
 FALSE_STATEMENT = "it signed a false or malformed statement"
+
+
+def place_of(message: SignedMessage[Any]) -> Place | None:
+    """Return the place for which a peer signs one statement only; none if it may sign several."""
+    kind, body = message.signed.kind, message.body
+    match kind:
+        case "contribution":
+            return kind, body.round, body.base
+        case "roster" | "commit":
+            return kind, body.round, body.base, body.view
+        case "part":
+            return kind, body.round, body.part, body.inputs
+    return None
+
+
+def _value_of(message: SignedMessage[Any]) -> object:
+    """Return the part of a statement that must be the same in all statements for one place."""
+    return message.body.blob if message.signed.kind == "part" else message.digest
+
+
+def excludes(first: SignedMessage[Any], second: SignedMessage[Any]) -> bool:
+    """Return whether one peer signed both statements although each excludes the other."""
+    place = place_of(first)
+    is_same_place = place is not None and place == place_of(second) and first.sender == second.sender
+    return is_same_place and _value_of(first) != _value_of(second)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Two statements that exclude each other; the message around them is signed by a peer that found them."""
+
+    first: SignedMessage[Any]
+    second: SignedMessage[Any]
+
+    @property
+    def round(self) -> int:
+        """Return the round of the misdeed."""
+        return int(self.first.body.round)
+
+    @property
+    def culprit(self) -> PeerId:
+        """Return the key that signed both."""
+        return self.first.sender
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether the statements exclude each other."""
+        return excludes(self.first, self.second)
+
+    def describe(self) -> str:
+        """Return the misdeed in plain words."""
+        name = {"part": "sums of one part"}.get(self.first.signed.kind, f"{self.first.signed.kind}s")
+        return f"two different {name} in round {self.round + 1}"
+
+    def to_wire(self) -> wire.Proof:
+        return wire.Proof(statements=[self.first.signed, self.second.signed])
+
+    @classmethod
+    def from_wire(cls, body: wire.Proof, limits: ContributionLimits, open_nested: OpenNested) -> Self:
+        if len(body.statements) != 2 or any(signed.kind == PROOF_KIND for signed in body.statements):
+            raise MalformedError("a proof that does not consist of two statements")
+        first, second = (open_nested(signed) for signed in body.statements)
+        proof = cls(first, second)
+        if not proof.is_valid:
+            raise MalformedError("a proof whose statements do not exclude each other")
+        return proof
+
+
+@dataclass
+class _StrikeRecord:
+    level: int = 0
+    until: int = 0  # the round from which the peer counts again
+    good_rounds: int = 0
+    reason: str = ""
+
+
+class Strikes:
+    """The strikes of all peers for one kind of duty; times are numbers of rounds."""
+
+    def __init__(self) -> None:
+        self._records: dict[PeerId, _StrikeRecord] = {}
+
+    def strike(self, peer: PeerId, number: int, reason: str) -> None:
+        """Record a misdeed in a round; while a peer is set aside, further ones do not count."""
+        if peer not in self._records and len(self._records) >= MAX_PEERS:
+            del self._records[min(self._records, key=lambda known: self._records[known].level)]
+        record = self._records.setdefault(peer, _StrikeRecord())
+        if number < record.until:
+            return
+        record.level, record.good_rounds, record.reason = min(record.level + 1, MAX_LEVEL), 0, reason
+        record.until = number + 1 + 2**record.level
+
+    def forgive(self, peers: Iterable[PeerId]) -> None:
+        """Record a good round of these peers, which also ends the time for which they are set aside."""
+        for peer in self._records.keys() & set(peers):
+            record = self._records[peer]
+            record.until, record.good_rounds = 0, record.good_rounds + 1
+            if record.good_rounds >= GOOD_ROUNDS:
+                record.level, record.good_rounds = record.level - 1, 0
+            if record.level <= 0:
+                del self._records[peer]
+
+    def struck(self, number: int, live: Collection[PeerId]) -> dict[PeerId, str]:
+        """Return the peers that are set aside in a round, with the reason: at most a third of those that are alive.
+
+        If more seem to fail, the fault may be with this peer.
+        """
+        aside = [peer for peer in live if peer in self._records and number < self._records[peer].until]
+        aside.sort(key=lambda peer: (-self._records[peer].level, peer))
+        return {peer: self._records[peer].reason for peer in aside[: (len(live) - 1) // 3]}
+
+    def until(self, peer: PeerId) -> int:
+        """Return the round from which a peer counts again."""
+        record = self._records.get(peer)
+        return record.until if record else 0
 
 
 def _statements_in(message: SignedMessage[Any]) -> tuple[SignedMessage[Any], ...]:

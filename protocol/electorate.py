@@ -34,7 +34,6 @@ MAX_CANDIDATES = 4096  # keys without a vote whose attendance counts
 MAX_ELECTORATE_BYTES = 1 << 20
 MAX_KEY_CHARACTERS = 64
 REVOKED_KEY = "admission.revoked"  # the key of a revision
-
 _WINDOW = (1 << WINDOW_ROUNDS) - 1
 _ABSENT = (1 << ABSENCES_TO_LOSE) - 1
 _REGULAR = 0b111

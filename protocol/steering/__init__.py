@@ -1,1 +1,0 @@
-"""Signed revisions of a manifest, by which the organiser changes a running run."""
