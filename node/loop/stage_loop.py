@@ -138,8 +138,10 @@ class StageLoop:
                 self.is_resting = self.is_leaving = True
                 self._serve(server_events.Drain(), now)
             case DeadlinePassed():
-                self._follow(self.owner.handle(owner_events.Tick(), now), now)
-                self._serve(server_events.Tick(), now)
+                self._follow(self.owner.advance(now), now)
+                if self.server is not None:
+                    self._actions += self.server.advance(now)
+                    self._settle(now)
                 self._draw(now)
 
     # The trainer.
@@ -163,7 +165,7 @@ class StageLoop:
             case StageContributed():
                 self.mode.on_trainer(event, self._drawing, now)
                 if self.server is not None and not self._repeat_is_due:
-                    self.server.take_ledger()
+                    self.server.steps.take_ledger()
                 self._repeat_is_due = False
         self._settle(now)
 

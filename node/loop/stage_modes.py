@@ -20,13 +20,14 @@ from protocol.identity import PeerId
 from protocol.pipeline import owner_events
 from protocol.pipeline.course import ExactPart
 from protocol.pipeline.exact.ledger import StepLedger
-from protocol.pipeline.exact.server import ExactServer
 from protocol.pipeline.exact.settlement import OfferStep, SayStatement, Settlement
 from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline.exact.steps import ExactSteps
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.stages.server import StageServer
 from protocol.pipeline.stages.settings import StageSettings
+from protocol.pipeline.stages.steps import LocalSteps
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class LocalMode:
     ends_with_round = False  # whether microbatches that are open when a round ends are given up
 
     def build_server(self, settings: StageSettings, life: int, round_number: int, now: float) -> StageServer:
-        return StageServer(settings, life, round_number, Ledger())
+        return StageServer(LocalSteps(settings, Ledger()), life, round_number)
 
     def on_trainer(
         self, event: TrainerReady | StageAnchorApplied | StageContributed, drawing: Collection[int], now: float
@@ -113,7 +114,7 @@ class ExactMode(LocalMode):
 
     def build_server(self, settings: StageSettings, life: int, round_number: int, now: float) -> StageServer:
         self.settlement.begin(round_number, life, now)
-        return ExactServer(settings, life, round_number, self.settlement)
+        return StageServer(ExactSteps(settings, self.settlement), life, round_number)
 
     def on_trainer(
         self, event: TrainerReady | StageAnchorApplied | StageContributed, drawing: Collection[int], now: float
@@ -187,8 +188,9 @@ class ExactMode(LocalMode):
             match action:
                 case SayStatement(statement):
                     actions.append(SendStatement(self.settlement.listeners, statement))
-                case OfferStep(doubles) if isinstance(server, ExactServer):
-                    actions += server.offer(doubles)
+                case OfferStep(doubles) if isinstance(server.steps, ExactSteps):
+                    server.steps.offer(doubles, now)
+                    actions += server.advance(now)
         return actions
 
     def next_deadline(self) -> float | None:

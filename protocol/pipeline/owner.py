@@ -24,7 +24,6 @@ from protocol.pipeline.owner_events import (
     PeersChanged,
     ReleaseFailed,
     StageEmpty,
-    Tick,
     Told,
     WrongResult,
 )
@@ -80,14 +79,14 @@ class Owner:
         return frozenset(self._courses)
 
     def next_deadline(self) -> float | None:
-        """Return the time of the next Tick that does something."""
+        """Return when to call `advance`."""
         return min((time for time in (self._timers.due, self._releases.due) if time is not None), default=None)
 
     def begin(self, serial: int, tokens: HeldBlob, now: float, exact: ExactPart | None = None) -> list[Action]:
         """Start a microbatch; its serial must be new, and `room` above 0."""
         assert self.room > 0 and serial not in self._courses
         course = self._courses[serial] = Course(serial, tokens, len(self._runs), self.settings.needs_tokens, exact)
-        self._advance(course, now)
+        self._send_next(course, now)
         return self._take_actions()
 
     def leave(self, now: float) -> list[Action]:
@@ -118,11 +117,23 @@ class Owner:
                 self._changed.add(stage)
             case ReleaseFailed():
                 self._releases.add(event.stage, event.peer, event.serials, now)
-            case Tick():
-                self._on_tick(now)
+        self._serve_changed(now)
+        return self._take_actions()
+
+    def advance(self, now: float) -> list[Action]:
+        """Return the actions that are due; call it at `next_deadline`."""
+        for timer in self._timers.take(now):
+            if isinstance(timer, Wake):
+                self._serve(timer.stage, now)
+            elif (course := self._courses.get(timer.serial)) is not None:
+                self._on_due(course, timer.attempt, now)
+        self._actions += self._releases.take(now)
+        self._serve_changed(now)
+        return self._take_actions()
+
+    def _serve_changed(self, now: float) -> None:
         while self._changed:
             self._serve(self._changed.pop(), now)
-        return self._take_actions()
 
     def _take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
@@ -151,7 +162,7 @@ class Owner:
         request = course.request
         if request is not None and request.peer in gone:
             self._abandon(course, request)
-            self._advance(course, now)
+            self._send_next(course, now)
         course.left |= {place for place in course.visited if place[1] in gone}
         course.visited -= course.left
 
@@ -166,7 +177,7 @@ class Owner:
             if request is not None and (request.step.stage, request.peer) == (stage, peer) and request.life < life:
                 self._ask(course, request, now)
 
-    def _advance(self, course: Course, now: float) -> None:
+    def _send_next(self, course: Course, now: float) -> None:
         """Send the next request of a course, or let it wait for a peer."""
         step = course.goal()
         live = self._live[step.stage]
@@ -289,7 +300,7 @@ class Owner:
 
     def _go_elsewhere(self, course: Course, request: Request, now: float) -> None:
         self._abandon(course, request)
-        self._advance(course, now)
+        self._send_next(course, now)
 
     def _on_failure(self, event: AskFailed, now: float) -> None:
         stage = self._stage_of[event.task.run]
@@ -348,7 +359,7 @@ class Owner:
         elif course.is_replayed_too_often:
             self._end(course, "replayed too often", now)
         else:
-            self._advance(course, now)
+            self._send_next(course, now)
 
     def _on_late_outcome(self, peer: PeerId, step: Step, outcome: Outcome) -> None:
         """Count a gradient that another server of the stage counts too."""
@@ -373,14 +384,6 @@ class Owner:
             self.counts.dropped[reason] += 1
             self.counts.torn += is_torn and reason != "round over"
         self._actions.append(Finished(course.serial, course.loss, reason, course.added))
-
-    def _on_tick(self, now: float) -> None:
-        for timer in self._timers.take(now):
-            if isinstance(timer, Wake):
-                self._serve(timer.stage, now)
-            elif (course := self._courses.get(timer.serial)) is not None:
-                self._on_due(course, timer.attempt, now)
-        self._actions += self._releases.take(now)
 
     def _on_due(self, course: Course, attempt: int, now: float) -> None:
         request = course.request

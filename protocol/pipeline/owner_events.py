@@ -62,12 +62,7 @@ class ReleaseFailed:
     serials: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Tick:
-    """The passing of time; see `Owner.next_deadline`."""
-
-
-Event = PeersChanged | Answered | AskFailed | Told | Invited | ReleaseFailed | Tick
+Event = PeersChanged | Answered | AskFailed | Told | Invited | ReleaseFailed
 
 
 @dataclass(frozen=True)

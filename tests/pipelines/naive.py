@@ -38,8 +38,9 @@ def _trust_acknowledgements_of_the_dead() -> None:
 def _keep_the_ledger_of_a_dead_trainer() -> None:
     restart = StageServer._on_restart
 
-    def on_restart(self: StageServer, event: server_events.TrainerRestarted) -> None:
-        restart(self, server_events.TrainerRestarted(event.life, self.ledger | self.gate.added))
+    def on_restart(self: StageServer, event: server_events.TrainerRestarted, now: float) -> None:
+        kept = self.steps.ledger | self.steps.open_step.added
+        restart(self, server_events.TrainerRestarted(event.life, kept), now)
 
     pytest.MonkeyPatch().setattr(StageServer, "_on_restart", on_restart)
 

@@ -133,8 +133,10 @@ class PipelinePeer(SleepingPeer):
             "ended": {f"{self.transport.peer_id}/{serial}": how for serial, how in self.quota.ended.items()},
             "answers": dict(own.answers),
             "served answers": dict(server.counts.answers) if server is not None else {},
-            "ledger": [f"{key.owner}/{key.serial}" for key in server.ledger | server.gate.added] if server else [],
-            "open": server.gate.open_count if server is not None else 0,
+            "ledger": [f"{key.owner}/{key.serial}" for key in server.steps.ledger | server.steps.open_step.added]
+            if server
+            else [],
+            "open": server.steps.open_step.open_count if server is not None else 0,
             "peak": self.peak,
             "trainer": self.forked.pid,
             "trainer deaths": self.forked.deaths,
@@ -145,7 +147,7 @@ class PipelinePeer(SleepingPeer):
     async def watch_memory(self) -> None:
         while True:
             if self.stage.loop.server is not None:
-                self.peak = max(self.peak, self.stage.loop.server.memory.used)
+                self.peak = max(self.peak, self.stage.loop.server.table.memory.used)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def drain(self) -> None:

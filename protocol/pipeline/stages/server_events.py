@@ -91,11 +91,6 @@ class RoundChanged:
     round: int
 
 
-@dataclass(frozen=True)
-class Tick:
-    """The passing of time; see `StageServer.next_deadline`."""
-
-
 Event = (
     OwnersChanged
     | Fetched
@@ -107,7 +102,6 @@ Event = (
     | CloseStep
     | Drain
     | RoundChanged
-    | Tick
 )
 
 

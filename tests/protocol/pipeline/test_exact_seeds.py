@@ -8,8 +8,8 @@ import pytest
 from protocol.pipeline.exact import ledger as ledgers
 from protocol.pipeline.exact.ledger import StepLedger
 from protocol.pipeline.exact.reports import StepReports
-from protocol.pipeline.exact.server import ExactServer
 from protocol.pipeline.exact.settlement import Settlement
+from protocol.pipeline.exact.steps import ExactSteps
 from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
 from tests.protocol.pipeline.virtual.exact_swarm import ExactSwarm
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, InvariantError, Scenario
@@ -139,7 +139,7 @@ def dead_lives_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def repeated_tasks_add_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ExactServer, "_has_counted", lambda self, key: False)
+    patch.setattr(ExactSteps, "has_counted", lambda self, key: False)
 
 
 def sums_outlive_their_round(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from protocol.pipeline.course import OwnerSettings
 from protocol.pipeline.messages import HeldBlob, Key, Outcome
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.owner_events import Action, Ask, PeersChanged, Release, Tick, Told
+from protocol.pipeline.owner_events import Action, Ask, PeersChanged, Release, Told
 from protocol.pipeline.routing import StagePeer
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, TOKENS, blob_of, run_id
 
@@ -53,10 +53,10 @@ def test_server_that_seemed_gone_hears_which_microbatches_have_ended() -> None:
     asked(owner.begin(1, HeldBlob(blob_of(KEY, "tokens", TOKENS), "me"), 0.0))
     owner.handle(PeersChanged(((), servers[1]), 0), 1.0)
     owner.leave(2.0)
-    assert not releases(owner.handle(Tick(), 9.0)), "it cannot be told now"
+    assert not releases(owner.advance(9.0)), "it cannot be told now"
     owner.handle(PeersChanged(servers, 0), 10.0)
-    assert releases(owner.handle(Tick(), 11.0)) == [Release("slow", 0, frozenset({1}))]
-    assert not releases(owner.handle(Tick(), 20.0)), "once is enough"
+    assert releases(owner.advance(11.0)) == [Release("slow", 0, frozenset({1}))]
+    assert not releases(owner.advance(20.0)), "once is enough"
 
 
 def releases(actions: Iterable[Action]) -> list[Release]:

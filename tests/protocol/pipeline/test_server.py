@@ -22,10 +22,10 @@ from protocol.pipeline.stages.server_events import (
     Stepped,
     TakeStep,
     Tell,
-    Tick,
     TrainerRestarted,
 )
 from protocol.pipeline.stages.settings import StageSettings
+from protocol.pipeline.stages.steps import LocalSteps
 
 RUN = "ab" * 32
 SETTINGS = StageSettings(RUN, 1, 3, activation_bytes=100, token_bytes=10, step_size=2, memory=2000)
@@ -40,7 +40,7 @@ def make_task(serial: int, direction: Direction = "forward", owner: str = "owner
 
 
 def make_server(**changes: int) -> StageServer:
-    server = StageServer(replace(SETTINGS, **changes), life=7, round_number=0, ledger=Ledger())  # type: ignore[arg-type]
+    server = StageServer(LocalSteps(replace(SETTINGS, **changes), Ledger()), life=7, round_number=0)  # type: ignore[arg-type]
     server.handle(OwnersChanged({"owner": 0, "other": 0}), 0.0)
     return server
 
@@ -74,7 +74,7 @@ def test_a_step_takes_in_its_forwards_and_waits_for_their_backwards() -> None:
     assert steps == [Ledger([Key("owner", 0), Key("owner", 1)])]
     server.handle(Stepped(), 0.0)
     assert ask(server, make_task(2))[0] == "accepted"
-    assert server.take_ledger() == steps[0] and not server.ledger
+    assert server.steps.take_ledger() == steps[0] and not server.steps.ledger
 
 
 def test_owners_that_found_the_step_full_are_invited_once_when_it_ends() -> None:
@@ -87,7 +87,7 @@ def test_owners_that_found_the_step_full_are_invited_once_when_it_ends() -> None
     later = [action for serial in range(3) for action in ask(server, make_task(serial, "backward"))[1]]
     assert not [action for action in later if isinstance(action, Invite)], "the step has no place yet"
     assert server.handle(Stepped(), 0.0) == [Invite("other"), Invite("owner")]
-    assert server.handle(Tick(), 0.0) == []
+    assert server.advance(0.0) == []
 
 
 def test_an_owner_that_is_gone_is_not_invited() -> None:
@@ -117,16 +117,16 @@ def test_a_repeated_task_is_known_and_adds_nothing() -> None:
     ask(server, make_task(0))
     ask(server, make_task(0, "backward"))
     kind, actions = ask(server, make_task(0, "backward"))
-    assert (kind, actions, len(server.gate.added), server.counts.duplicates) == ("known", [], 1, 1)
+    assert (kind, actions, len(server.steps.open_step.added), server.counts.duplicates) == ("known", [], 1, 1)
 
 
 def test_a_task_for_an_earlier_life_is_refused() -> None:
     """A late copy of a request must not be computed by a server that has restarted since."""
     server = make_server()
     assert ask(server, make_task(0, "backward", life=6))[0] == "other life"
-    assert not server.gate.added
+    assert not server.steps.open_step.added
     assert ask(server, make_task(0, "backward", life=0))[0] == "accepted", "without a number nobody could know"
-    assert len(server.gate.added) == 1
+    assert len(server.steps.open_step.added) == 1
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,9 @@ def test_a_step_ends_although_its_owner_has_gone_on_by_several_rounds() -> None:
     for serial in (0, 1):
         ask(server, make_task(serial))
     later = [replace(make_task(serial, "backward"), round=9) for serial in (0, 1)]
-    assert [ask(server, task)[0] for task in later] == ["accepted", "accepted"] and len(server.gate.added) == 2
+    assert [ask(server, task)[0] for task in later] == ["accepted", "accepted"] and len(
+        server.steps.open_step.added
+    ) == 2
     assert ask(server, replace(make_task(2), round=9))[0] == "other round"  # control: nothing waits for this one
 
 
@@ -163,10 +165,10 @@ def test_memory_is_shared_between_owners_and_a_part_is_for_backwards() -> None:
     assert [ask(server, make_task(serial))[0] for serial in range(4)] == ["accepted"] * 3 + ["busy"]
     assert [ask(server, make_task(serial, owner="other"))[0] for serial in range(4)] == ["accepted"] * 3 + ["busy"]
     assert ask(server, make_task(0, "backward"))[0] == "accepted"
-    assert server.memory.used == 1100  # its output and input are free again
+    assert server.table.memory.used == 1100  # its output and input are free again
     server.handle(ReleasedBy("owner", (0, 1, 2)), 0.0)
     server.handle(ReleasedBy("other", (0, 1, 2)), 0.0)
-    assert server.memory.used == 0
+    assert server.table.memory.used == 0
 
 
 def test_microbatches_of_dead_owners_are_struck_and_torn_ones_counted() -> None:
@@ -175,8 +177,8 @@ def test_microbatches_of_dead_owners_are_struck_and_torn_ones_counted() -> None:
         ask(server, make_task(serial, owner="other"))
     ask(server, make_task(0, "backward", owner="other"))
     server.handle(OwnersChanged({"owner": 0}), 0.0)
-    assert (server.counts.struck, server.counts.torn, server.gate.holds(Key("other", 1))) == (1, 1, False)
-    assert server.memory.used == 0 and len(server.gate.added) == 1
+    assert (server.counts.struck, server.counts.torn, server.steps.open_step.holds(Key("other", 1))) == (1, 1, False)
+    assert server.table.memory.used == 0 and len(server.steps.open_step.added) == 1
 
 
 def test_microbatches_that_an_owner_began_before_it_restarted_are_struck() -> None:
@@ -188,8 +190,8 @@ def test_microbatches_that_an_owner_began_before_it_restarted_are_struck() -> No
     server.handle(OwnersChanged({"owner": 0, "other": 0}), 0.0)
     assert server.counts.struck == 0, "the control: it has not restarted"
     server.handle(OwnersChanged({"owner": 0, "other": 7}), 0.0)
-    assert (server.counts.struck, server.counts.torn, server.gate.open_count) == (1, 1, 1)
-    assert {key.owner for key in server._entries} == {"owner"}
+    assert (server.counts.struck, server.counts.torn, server.steps.open_step.open_count) == (1, 1, 1)
+    assert {key.owner for key in server.table.entries} == {"owner"}
     assert ask(server, make_task(1, owner="other"))[0] == "busy", "a late copy"
     assert ask(server, make_task(7, owner="other"))[0] == "accepted"
 
@@ -204,7 +206,7 @@ def test_a_gradient_that_is_computed_while_its_owner_seems_gone_counts_once() ->
     server.handle(OwnersChanged({"owner": 0}), 0.0)
     server.handle(Computed(fetch.key, "backward", compute.token, True, Y, None, 10.0), 0.0)
     server.handle(Stepped(), 0.0)
-    assert list(server.take_ledger()) == [Key("other", 0)]
+    assert list(server.steps.take_ledger()) == [Key("other", 0)]
     server.handle(OwnersChanged({"owner": 0, "other": 0}), 0.0)
     answer, actions = server.ask(make_task(0, "backward", owner="other"), 0.0)
     assert answer.outcome is not None and answer.outcome.status == "ended" and not actions
@@ -214,8 +216,8 @@ def test_a_microbatch_past_its_deadline_is_struck() -> None:
     server = make_server()
     ask(server, make_task(0))
     assert server.next_deadline() == 60.0
-    server.handle(Tick(), 60.0)
-    assert (server.counts.struck, server.memory.used, server.next_deadline()) == (1, 0, None)
+    server.advance(60.0)
+    assert (server.counts.struck, server.table.memory.used, server.next_deadline()) == (1, 0, None)
     assert ask(server, make_task(0, "backward"))[0] == "accepted", "its gradient joins the open step"
 
 
@@ -226,19 +228,19 @@ def test_a_restarted_trainer_loses_what_its_snapshot_lacks() -> None:
     ask(server, make_task(0, "backward"))
     actions = server.handle(TrainerRestarted(8, Ledger()), 0.0)
     assert [each.outcome.status for each in actions if isinstance(each, Tell)] == ["void"]
-    assert server.counts.lost == 1 and not server.gate.added
+    assert server.counts.lost == 1 and not server.steps.open_step.added
     assert ask(server, make_task(0, "backward", life=8))[0] == "accepted"
     answer, _ = server.ask(make_task(1, life=8), 0.0)
     assert answer.outcome is not None and answer.outcome.life == 8, "results in memory outlive the trainer"
 
 
 def test_what_the_ledger_of_a_snapshot_contains_is_not_added_again() -> None:
-    server = StageServer(SETTINGS, 8, 0, Ledger([Key("owner", 0)]))
+    server = StageServer(LocalSteps(SETTINGS, Ledger([Key("owner", 0)])), 8, 0)
     server.handle(OwnersChanged({"owner": 0}), 0.0)
     _, actions = ask(server, make_task(0, "backward", life=8))
     outcomes = [each.outcome for each in actions if isinstance(each, Tell)]
     assert [(each.status, each.added) for each in outcomes] == [("done", True)]
-    assert not server.gate.added
+    assert not server.steps.open_step.added
 
 
 def test_a_late_task_of_an_ended_microbatch_adds_nothing() -> None:
@@ -283,25 +285,26 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_counted() -> None:
     ]
     told = server.handle(Computed(fetch.key, "backward", compute.token, False, None, None, 1.0), 0.0)
     assert [each.outcome.status for each in told if isinstance(each, Tell)] == ["invalid"]
-    assert answer.kind == "accepted" and not server.gate.added and server.memory.used == 0
+    assert answer.kind == "accepted" and not server.steps.open_step.added and server.table.memory.used == 0
     assert server.counts.invalid == 1
     answer, actions = server.ask(make_task(0, "backward"), 0.0)
     assert answer.kind == "known" and not actions, "a late copy: its owner may have asked another peer since"
     assert server.ask(replace(make_task(0, "backward"), attempt=2), 0.0)[0].kind == "accepted"
 
 
-@pytest.mark.parametrize("event", [ReleasedBy("owner", (0,)), OwnersChanged({"other": 0}), Tick()], ids=repr)
-def test_inputs_of_a_microbatch_that_is_given_up_stay_until_the_trainer_has_read_them(event: Event) -> None:
+@pytest.mark.parametrize("event", [ReleasedBy("owner", (0,)), OwnersChanged({"other": 0}), None], ids=repr)
+def test_inputs_of_a_microbatch_that_is_given_up_stay_until_the_trainer_has_read_them(event: Event | None) -> None:
     server = make_server()
     ask(server, make_task(0))
     _, actions = server.ask(make_task(0, "backward"), 0.0)
     fetch = next(each for each in actions if isinstance(each, Fetch))
     compute = next(iter(server.handle(Fetched(fetch.key, fetch.direction, fetch.token), 0.0)))
     assert isinstance(compute, Compute)
-    drops = [each for each in server.handle(event, 100.0) if isinstance(each, Drop)]
-    assert all(each.kept == {X.blob, G.blob} for each in drops) and drops and server.memory.used
+    freed = server.handle(event, 100.0) if event is not None else server.advance(100.0)
+    drops = [each for each in freed if isinstance(each, Drop)]
+    assert all(each.kept == {X.blob, G.blob} for each in drops) and drops and server.table.memory.used
     done = server.handle(Computed(compute.task.key, "backward", compute.token, True, Y, None, 10.0), 100.0)
-    assert Drop(compute.task.key) in done and not server.memory.used
+    assert Drop(compute.task.key) in done and not server.table.memory.used
 
 
 def test_inputs_that_a_dead_trainer_read_are_freed() -> None:
@@ -310,5 +313,5 @@ def test_inputs_that_a_dead_trainer_read_are_freed() -> None:
     fetch = next(each for each in actions if isinstance(each, Fetch))
     server.handle(Fetched(fetch.key, fetch.direction, fetch.token), 0.0)
     server.handle(ReleasedBy("owner", (0,)), 0.0)
-    assert server.memory.used
-    assert Drop(fetch.key) in server.handle(TrainerRestarted(8, Ledger()), 0.0) and not server.memory.used
+    assert server.table.memory.used
+    assert Drop(fetch.key) in server.handle(TrainerRestarted(8, Ledger()), 0.0) and not server.table.memory.used

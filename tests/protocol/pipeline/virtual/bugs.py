@@ -11,9 +11,9 @@ from protocol.pipeline.owner_events import AskFailed
 from protocol.pipeline.releases import Releases
 from protocol.pipeline.routing import Router
 from protocol.pipeline.stages import gate, memory, server, server_events
-from protocol.pipeline.stages.entry import Entry
 from protocol.pipeline.stages.gate import Gate
 from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.stages.table import Entry, MicrobatchTable
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -74,10 +74,10 @@ def loses_gradients_of_struck_microbatches(patch: pytest.MonkeyPatch) -> None:
 def keeps_outcomes_of_an_earlier_life(patch: pytest.MonkeyPatch) -> None:
     restart = StageServer._on_restart
 
-    def on_restart(self: StageServer, event: server_events.TrainerRestarted) -> None:
-        earlier = {id(work): work.outcome for entry in self._entries.values() for work in entry.work.values()}
-        restart(self, event)
-        for entry in self._entries.values():
+    def on_restart(self: StageServer, event: server_events.TrainerRestarted, now: float) -> None:
+        earlier = {id(work): work.outcome for entry in self.table.entries.values() for work in entry.work.values()}
+        restart(self, event, now)
+        for entry in self.table.entries.values():
             for work in entry.work.values():
                 work.outcome = earlier[id(work)]
 
@@ -119,12 +119,12 @@ def invites_nobody(patch: pytest.MonkeyPatch) -> None:
 def frees_what_a_trainer_reads(patch: pytest.MonkeyPatch) -> None:
     """A slot of a microbatch that is given up while the trainer computes gets other bytes at once."""
 
-    def free(self: StageServer, key: Key) -> None:
-        entry = self._entries.get(key, Entry(0.0))
+    def free(self: MicrobatchTable, key: Key) -> None:
+        entry = self.entries.get(key, Entry(0.0))
         self.memory.shrink(key, entry.size)
-        self._actions.append(server_events.Drop(key, entry.blobs()))
+        self.actions.append(server_events.Drop(key, entry.blobs()))
 
-    patch.setattr(StageServer, "_free", free)
+    patch.setattr(MicrobatchTable, "free", free)
 
 
 BUGS: list[tuple[Bug, str, int]] = [  # with the seed from which to search

@@ -16,9 +16,10 @@ from protocol.pipeline.course import ExactPart, OwnerSettings
 from protocol.pipeline.exact import ledger as ledgers
 from protocol.pipeline.exact.ledger import StepLedger
 from protocol.pipeline.exact.reports import StepReports
-from protocol.pipeline.exact.server import ExactServer
 from protocol.pipeline.exact.settlement import OfferStep, SayStatement, Settlement
 from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline.exact.steps import ExactSteps
+from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import HeldBlob, Key
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.stages import server_events
@@ -119,8 +120,8 @@ class ExactSwarm(VirtualSwarm):
         self._restore_contribution(node)
         settings = OwnerSettings(node.owner.name, self.scenario.in_flight, round_pause=TICK)
         node.owner.owner = Owner(settings, runs, random.Random(self.chance.random()))
-        node.server.server = ExactServer(
-            stage_settings(self.scenario, node.stage), node.server.life, node.round, node.settlement
+        node.server.server = StageServer(
+            ExactSteps(stage_settings(self.scenario, node.stage), node.settlement), node.server.life, node.round
         )
 
     def _restore_contribution(self, node: Node) -> None:
@@ -156,7 +157,7 @@ class ExactSwarm(VirtualSwarm):
             return
         peer.life += 1
         node.total = Sum(node.round, StepLedger(self.count))
-        self.serve(peer, server_events.TrainerRestarted(peer.life, peer.server.ledger))  # type: ignore[union-attr]
+        self.serve(peer, server_events.TrainerRestarted(peer.life, Ledger()))
         self.publish()
 
     def _learn(self, peer: Peer) -> None:
@@ -185,11 +186,11 @@ class ExactSwarm(VirtualSwarm):
     def _tick_node(self, node: Node) -> None:
         """Let a node look at the clock; a machine with nothing due would change nothing."""
         if self._is_due(node.owner.owner):
-            self.own(node.owner, owner_events.Tick())
+            self.own(node.owner, None)
         else:
             self.fill(node.owner)
         if self._is_due(node.server.server):
-            self.serve(node.server, server_events.Tick())
+            self.serve(node.server, None)
         else:
             self.settle(node)
 
@@ -226,13 +227,13 @@ class ExactSwarm(VirtualSwarm):
 
     # The server
 
-    def serve(self, peer: Peer, event: server_events.Event) -> None:
+    def serve(self, peer: Peer, event: server_events.Event | None) -> None:
         super().serve(peer, event)
         self.settle(self.nodes[peer.name])
 
     def settle(self, node: Node) -> None:
         server = node.server.server
-        if not isinstance(server, ExactServer):
+        if server is None or not isinstance(server.steps, ExactSteps):
             return
         for action in node.settlement.advance(self.now):
             match action:
@@ -241,7 +242,8 @@ class ExactSwarm(VirtualSwarm):
                         if other is not node and not self.is_lost(node.name, other.name):
                             self.schedule(self.latency(), lambda o=other, s=statement: self._hear(o, node.name, s))  # type: ignore[misc]
                 case OfferStep(doubles):
-                    self._work(node.server, server.offer(doubles))
+                    server.steps.offer(doubles, self.now)
+                    self._work(node.server, server.advance(self.now))
 
     def _hear(self, node: Node, sender: PeerId, statement: Statement) -> None:
         if node.server.is_alive:

@@ -175,7 +175,7 @@ class SeededRun:
     def _check_restarted_owners(self) -> None:
         """Check that nobody holds a step open, or memory, for a process that an owner's next one has replaced."""
         for peer in self.swarm.peers.values():
-            for key in peer.server._entries if peer.server is not None else ():
+            for key in peer.server.table.entries if peer.server is not None else ():
                 if key.serial < self.swarm.peers[key.owner].first_serial:
                     raise InvariantError(f"{peer.name} still holds {key} of an earlier process of its owner")
 
@@ -198,14 +198,14 @@ class SeededRun:
     def _check_released(self) -> None:
         """Check that no server holds a step open, or memory, for a microbatch that has ended."""
         for peer in self.swarm.peers.values():
-            for key in peer.server._entries if peer.server is not None else ():
+            for key in peer.server.table.entries if peer.server is not None else ():
                 raise InvariantError(f"{peer.name} still holds {key} after its end")
 
     def _check_memory(self) -> None:
         for peer in self.swarm.peers.values():
-            if peer.server is not None and peer.server.memory.used:
-                raise InvariantError(f"{peer.name} still holds {peer.server.memory.used} bytes")
-            if peer.server is not None and peer.server._unfinished:
+            if peer.server is not None and peer.server.table.memory.used:
+                raise InvariantError(f"{peer.name} still holds {peer.server.table.memory.used} bytes")
+            if peer.server is not None and peer.server.table.unfinished:
                 raise InvariantError(f"{peer.name} still holds places of tasks that have ended")
             if peer.blobs:
                 raise InvariantError(f"{peer.name} still holds blobs of {list(peer.blobs)}")

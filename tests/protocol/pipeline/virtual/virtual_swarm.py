@@ -14,6 +14,7 @@ from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.stages import server_events
 from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.stages.steps import LocalSteps
 from tests.protocol.pipeline.virtual.clock import Clock
 from tests.protocol.pipeline.virtual.scenario import (
     ACTIVATION,
@@ -85,7 +86,7 @@ class VirtualSwarm(Clock):
             runs = [run_id(stage) for stage in range(len(self.scenario.speeds))]
             peer.owner = Owner(settings, runs, random.Random(self.chance.random()))
         else:
-            peer.server = StageServer(stage_settings(self.scenario, peer.stage), peer.life, 0, Ledger())
+            peer.server = StageServer(LocalSteps(stage_settings(self.scenario, peer.stage), Ledger()), peer.life, 0)
         self.schedule(0.0, lambda: self.fill(peer))
 
     def kill(self, peer: Peer) -> None:
@@ -165,9 +166,11 @@ class VirtualSwarm(Clock):
 
     # Owners
 
-    def own(self, peer: Peer, event: owner_events.Event) -> None:
+    def own(self, peer: Peer, event: owner_events.Event | None) -> None:
+        """Give the owner an event, or let it act on the time."""
         if peer.owner is not None:
-            self._carry_out(peer, peer.owner.handle(event, self.now))
+            owner, now = peer.owner, self.now
+            self._carry_out(peer, owner.advance(now) if event is None else owner.handle(event, now))
             self.fill(peer)
 
     def fill(self, peer: Peer) -> None:
@@ -246,9 +249,11 @@ class VirtualSwarm(Clock):
 
     # Servers
 
-    def serve(self, peer: Peer, event: server_events.Event) -> None:
+    def serve(self, peer: Peer, event: server_events.Event | None) -> None:
+        """Give the server an event, or let it act on the time."""
         if peer.server is not None:
-            self._work(peer, peer.server.handle(event, self.now))
+            server, now = peer.server, self.now
+            self._work(peer, server.advance(now) if event is None else server.handle(event, now))
 
     def _work(self, peer: Peer, actions: Iterable[server_events.Action]) -> None:
         for action in actions:
@@ -268,8 +273,8 @@ class VirtualSwarm(Clock):
                     if not peer.blobs[action.key]:
                         del peer.blobs[action.key]
         server = peer.server
-        if server is not None and server.memory.used > server.memory.capacity:
-            raise InvariantError(f"{peer.name} holds {server.memory.used} bytes")
+        if server is not None and server.table.memory.used > server.table.memory.capacity:
+            raise InvariantError(f"{peer.name} holds {server.table.memory.used} bytes")
         self._set_timer(peer, server)
 
     def _set_timer(self, peer: Peer, machine: Owner | StageServer | None) -> None:
@@ -285,9 +290,9 @@ class VirtualSwarm(Clock):
         if peer.timer is not None and peer.timer <= self.now:
             peer.timer = None
         if peer.owner is not None:
-            self.own(peer, owner_events.Tick())
+            self.own(peer, None)
         else:
-            self.serve(peer, server_events.Tick())
+            self.serve(peer, None)
 
     def _fetch(self, peer: Peer, action: server_events.Fetch) -> None:
         server = peer.server
@@ -386,8 +391,8 @@ class VirtualSwarm(Clock):
             peer.steps_since_contribution += 1
             if peer.steps_since_contribution >= self.scenario.steps_per_contribution:
                 peer.steps_since_contribution = 0
-                peer.contributed.append(server.take_ledger())
-            trainer.snapshot = Counter(trainer.weights), server.ledger.copy()
+                peer.contributed.append(server.steps.take_ledger())
+            trainer.snapshot = Counter(trainer.weights), server.steps.ledger.copy()
 
         self.schedule(0.01, end)
 
