@@ -25,7 +25,6 @@ from optim.compose import compose
 from optim.exchange import ContributionEncoder
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlan, RoundPlanner
-from optim.topologies import Groups
 from protocol.manifest.reading import load_manifest
 
 MANIFEST = Path(__file__).parent.parent / "configs" / "demo.toml"
@@ -73,10 +72,8 @@ def traffic(program: RoundPlanner, peers: int) -> Traffic:
 def upload(plan: RoundPlan, message: int, peers: int) -> float:
     """Bytes that one peer sends in a round whose message has so many."""
     topology = plan.method.topology
-    if isinstance(topology, Groups):
-        return float(message * (min(peers, topology.size) - 1))
     if not topology.reduces_parts:
-        return float(message * (peers - 1))
+        return float(message * topology.partners(peers))
     return (message + sum(plan.max_sizes)) * (peers - 1) / peers
 
 

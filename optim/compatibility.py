@@ -14,7 +14,6 @@ from optim.method import Method
 from optim.outer import FrozenAdam, Gossip, GossipWeights, Replace, consensus_factor
 from optim.recipes import OptionTable
 from optim.signals import Momentum
-from optim.topologies import Groups
 
 ROBUST = (TrimmedMean, CoordinateMedian, Krum, CentredClip, Filtered)
 BY_COORDINATE_OR_DISTANCE = (TrimmedMean, CoordinateMedian, Krum)
@@ -68,8 +67,8 @@ def check_compatibility(method: Method, round_number: int) -> None:
         raise UnknownOption(
             f"the residual of signal {signal.kind!r} is not progress to train on from; set adoption.unsent = 0"
         )
-    if isinstance(method.topology, Groups):
-        _check_consensus(update, method.topology.size)
+    if group_size := method.topology.group_size:
+        _check_consensus(update, group_size)
 
 
 def _check_trained_experts(method: Method) -> None:
@@ -86,7 +85,7 @@ def _check_trained_experts(method: Method) -> None:
             f"schedule.experts: aggregate {method.aggregate.kind!r} cannot combine each expert from its senders alone; "
             f'{others}, or aggregate.kind = "mean", "sender-mean" or "filtered"'
         )
-    if isinstance(method.topology, Groups):
+    if method.topology.group_size:
         raise UnknownOption(f"schedule.experts: in groups of few peers an expert may have no sender; {others}")
     if method.codec.depends_on_round:
         raise UnknownOption(
@@ -117,12 +116,12 @@ def check_defence(method: Method, own_rule: OptionTable) -> None:
     Raises:
         UnknownOption: it breaks the method, or cannot do anything in it.
     """
-    rule, codec, topology = method.aggregate, method.codec, method.topology
+    rule, codec, group_size = method.aggregate, method.codec, method.topology.group_size
     if not isinstance(rule, ROBUST):
         return
-    if isinstance(topology, Groups) and topology.size < MIN_GROUP:
+    if group_size and group_size < MIN_GROUP:
         raise UnknownOption(
-            f"aggregate {rule.kind!r} cannot find a liar in groups of {topology.size}; "
+            f"aggregate {rule.kind!r} cannot find a liar in groups of {group_size}; "
             f"set topology.size = {MIN_GROUP} or more, or aggregate.kind = 'mean'"
         )
     if isinstance(rule, BY_COORDINATE_OR_DISTANCE) and _sends_few_coordinates(codec):

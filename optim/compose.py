@@ -64,7 +64,7 @@ from optim.signals import (
     Weights,
     WeightsAndMoments,
 )
-from optim.topologies import Butterfly, Gather, Groups, Topology
+from optim.topologies import TOPOLOGIES
 
 Component = TypeVar("Component")
 ReadOptions = Mapping[str, Scalar | OptionSchedule]  # of one component
@@ -86,7 +86,6 @@ _CODECS: Final[tuple[type[Codec], ...]] = (
 )
 CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}
 FEEDBACKS: Final[Mapping[str, type[Feedback]]] = {"none": NoFeedback, "error": ErrorFeedback}
-TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {"butterfly": Butterfly, "gather": Gather, "groups": Groups}
 _AGGREGATION_RULES: Final[tuple[type[AggregationRule], ...]] = (
     *(Mean, SenderMean, Filtered, TrimmedMean, CoordinateMedian, Krum, CentredClip, EditPenalty),
 )

@@ -29,7 +29,7 @@ from optim.kernels.vectors import ArrayVector, Floats, Vector, norm
 from optim.method import Method
 from optim.options import STRICT
 from optim.signals import Gradient, Signal, SignalInputs
-from optim.topologies import Gather, Groups
+from optim.topologies import GatherOptions
 
 Doubles = npt.NDArray[np.float64]
 SUM_LIMIT = 2.0**64  # of a value's magnitude: the sum of all peers' stays far below the limit of fp32
@@ -162,7 +162,7 @@ def exact_method(method: Method, count: int, clip: float) -> Method:
         inner=StillWeights(),
         signal=ExactGradient(),
         codec=Float64Sum(),
-        topology=Gather(),
+        topology=GatherOptions(),
         aggregate=ExactSum(count=count, clip=clip),
     )
 
@@ -179,7 +179,7 @@ def _require_every_gradient(method: Method) -> None:
     is_plain = isinstance(method.signal, Gradient) and isinstance(method.inner, GradientAccumulator)
     if not is_plain or not isinstance(method.feedback, NoFeedback) or method.codec.kind != "none":
         raise UnknownOption('codec.kind: exact steps send gradients whole; write recipe = "data-parallel"')
-    if isinstance(method.topology, Groups):
+    if method.topology.group_size:
         raise UnknownOption('topology.kind: the groups of a stage would have weights of their own; write "gather"')
     if method.update.is_scaled_by_weight:
         raise UnknownOption("update.shorten: all exact steps have the same weight; write false")

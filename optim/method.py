@@ -12,7 +12,7 @@ from optim.merge_policy import MergePolicy
 from optim.outer import OuterOptimizer
 from optim.schedules.exchange_schedule import Schedule
 from optim.signals import Signal
-from optim.topologies import Topology
+from optim.topologies import TopologyOptions
 
 AGGREGATION_STATE = "aggregate_memory"  # slot of the aggregation rule's state
 REFERENCE_WEIGHT = "usual_weight"  # slot of the weight that rounds usually have
@@ -33,7 +33,7 @@ class Method:
     schedule: Schedule
     codec: Codec
     feedback: Feedback
-    topology: Topology
+    topology: TopologyOptions
     aggregate: AggregationRule
     update: OuterOptimizer
     adoption: MergePolicy

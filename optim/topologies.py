@@ -4,7 +4,8 @@ With `reduces_parts`, a contribution is split into parts and one peer sums each 
 contributions.
 """
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -13,7 +14,27 @@ from optim.options import STRICT
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Butterfly:
+class TopologyOptions:
+    """How peers exchange contributions, as far as a method can choose; `protocol.consensus.topology` carries it out."""
+
+    kind: ClassVar[str]
+    reduces_parts: ClassVar[bool] = False
+
+    @property
+    def group_size(self) -> int | None:
+        """Return the size of the groups in which peers exchange contributions; `None` if all do with all.
+
+        Each peer of a group has its own anchor, so a method needs an outer optimizer that lets the anchors converge.
+        """
+        return None
+
+    def partners(self, peers: int) -> int:
+        """Return how many others a peer exchanges contributions with, in a swarm of `peers`."""
+        return min(self.group_size or peers, peers) - 1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ButterflyOptions(TopologyOptions):
     """Each peer sends part j to the peer that reduces it, then fetches the reduced parts. For dense contributions."""
 
     kind: ClassVar[str] = "butterfly"
@@ -21,26 +42,36 @@ class Butterfly:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Gather:
+class GatherOptions(TopologyOptions):
     """Each peer fetches the whole contribution of every other peer. For sparse contributions."""
 
     kind: ClassVar[str] = "gather"
-    reduces_parts: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Groups:
+class GatherAllOptions(TopologyOptions):
+    """As gather, but a round waits for slow links until its exchange times out, so that every contribution counts."""
+
+    kind: ClassVar[str] = "gather-all"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GroupsOptions(TopologyOptions):
     """Each peer fetches the contributions of its group of `size`; the groups change every round.
 
-    Each peer has an anchor of its own. `pattern` = "random" draws the groups from a shared permutation (arXiv
-    2506.10911); "ring" pairs neighbours on a ring, "exponential" peers at distances 1, 2, 4, ... (arXiv 2410.11998).
+    `pattern` = "random" draws the groups from a shared permutation (arXiv 2506.10911); "ring" pairs neighbours on a
+    ring, "exponential" peers at distances 1, 2, 4, ... (arXiv 2410.11998).
     """
 
     kind: ClassVar[str] = "groups"
-    reduces_parts: ClassVar[bool] = False
 
     size: int = Field(default=2, ge=2, le=64)
     pattern: Literal["random", "ring", "exponential"] = "random"
 
+    @property
+    def group_size(self) -> int:
+        return self.size
 
-Topology = Butterfly | Gather | Groups
+
+_TOPOLOGIES: tuple[type[TopologyOptions], ...] = (ButterflyOptions, GatherOptions, GatherAllOptions, GroupsOptions)
+TOPOLOGIES: Final[Mapping[str, type[TopologyOptions]]] = {options.kind: options for options in _TOPOLOGIES}

@@ -4,7 +4,8 @@ A topology answers every question that depends on the kind of exchange: the part
 each part, the contributions that a peer applies, the shape of a commit. It is a value without state: all peers that
 follow the same roster, or read the same commit, get the same answers without negotiation.
 
-    all-gather   every peer fetches every whole contribution
+    all-gather   every peer fetches every whole contribution; with `gather-all` no contribution is left out for its
+                 slow link before the exchange times out
     butterfly    peer j reduces part j of all contributions; every peer fetches the reduced parts
     groups       every peer fetches the contributions of its own group and keeps a state of its own
 
@@ -188,6 +189,14 @@ class AllGather(GatherTopology):
 
 
 @dataclass(frozen=True)
+class PatientAllGather(AllGather):
+    """An all-gather that waits until every peer has every contribution, or the exchange times out."""
+
+    kind: ClassVar[str] = "gather-all"
+    drops_stragglers: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class Butterfly(Topology):
     """A reduce-scatter and an all-gather: reducers sum each part, and every peer fetches the sums.
 
@@ -321,6 +330,7 @@ class Groups(GatherTopology):
 
 TOPOLOGIES: Final[Mapping[str, type[Topology]]] = {
     AllGather.kind: AllGather,
+    PatientAllGather.kind: PatientAllGather,
     Butterfly.kind: Butterfly,
     Groups.kind: Groups,
 }

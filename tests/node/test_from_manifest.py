@@ -16,8 +16,8 @@ from node.from_manifest import (
 )
 from node.loop.steering import unsteered
 from node.model import all_cuts, shape_table
-from optim.compose import TOPOLOGIES as OPTIONS
 from optim.recipes import RECIPES
+from optim.topologies import TOPOLOGIES as OPTIONS
 from protocol.consensus.topology import TOPOLOGIES, Butterfly, Groups, make_topology
 from protocol.errors import ManifestError, UsageError
 from protocol.manifest.reading import ManifestText, parse_manifest

@@ -13,7 +13,7 @@ from optim.feedback import ErrorFeedback, NoFeedback
 from optim.options import Scalar
 from optim.outer import Nesterov, Sgd
 from optim.recipes import RECIPES
-from optim.topologies import Butterfly, Gather
+from optim.topologies import ButterflyOptions, GatherOptions
 from tests.optim.fake_peers import NO_PROGRESS, Tables, constant, curve
 
 
@@ -28,7 +28,7 @@ def test_diloco_recipe() -> None:
     method = compose("diloco")
     assert method.codec == BlockInt8(block=256)
     assert method.feedback == ErrorFeedback(decay=1.0)
-    assert method.topology == Butterfly()
+    assert method.topology == ButterflyOptions()
     assert method.update == Nesterov(learning_rate=0.7, momentum=0.9, shorten=True)
 
 
@@ -36,7 +36,7 @@ def test_sparseloco_recipe() -> None:
     method = compose("sparseloco")
     assert method.codec == ChunkTopK(k=64, chunk=4096)
     assert method.feedback == ErrorFeedback(decay=0.95)
-    assert method.topology == Gather()
+    assert method.topology == GatherOptions()
     assert method.update == Sgd(learning_rate=1.0)
 
 
@@ -46,7 +46,7 @@ def test_overrides_replace_options_and_kinds() -> None:
     )
     assert method.schedule.inner_steps == 7 and method.schedule.ahead == 0
     assert method.codec == Float16() and method.feedback == NoFeedback()
-    assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == Butterfly()
+    assert compose("sparseloco", {"topology": {"kind": "butterfly"}}).topology == ButterflyOptions()
 
 
 def test_different_kind_starts_from_its_own_defaults() -> None:

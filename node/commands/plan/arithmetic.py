@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 from node.commands.plan.peers import PeerKind
 from node.commands.plan.workload import StageWork, Workload
-from optim.topologies import Groups
 from protocol.consensus.topology import Butterfly
 from protocol.manifest.sections import INT8_BLOCK, INT8_SCALE_BYTES
 
@@ -259,5 +258,4 @@ def round_bytes(work: Workload, stage: StageWork, count: int) -> float:
     topology = work.method.topology
     if topology.reduces_parts:
         return (Butterfly.reducers_per_part + 1) * stage.message_bytes * (count - 1) / count
-    others = topology.size - 1 if isinstance(topology, Groups) else count - 1
-    return stage.message_bytes * min(others, count - 1)
+    return stage.message_bytes * topology.partners(count)

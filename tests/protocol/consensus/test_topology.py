@@ -150,6 +150,7 @@ def test_a_commit_has_the_shape_of_its_topology() -> None:
     }
     assert accepted == {
         "gather": [True, False, False],
+        "gather-all": [True, False, False],
         "butterfly": [False, False, True],
         "groups": [True, True, False],
     }
