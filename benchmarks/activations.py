@@ -21,8 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from node.model import build_model, initial_weights
-from node.model.computation.output_loss import output_loss
-from node.model.computation.recompute import Recompute
+from node.model.interface import Recompute, output_loss
 from node.trainer.inner_step import accumulate_gradient
 from protocol.manifest.model import ModelSection
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from benchmarks.comparison_tables import fill_tables
 from node.model import LanguageModel, build_compiled_model, build_model, has_compiler, initial_weights, shape_table
-from node.model.computation.fp8 import has_fp8
+from node.model.products import has_fp8
 from node.run_dir import write_atomically
 from node.trainer.devices.device import autocast_context, choose_device, device_class
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from murmuration.own_model import require_fp32
 from node.daemon.checkpoints.tensor_file import encode_tensors, write_file
-from node.model.custom.tensor_file import to_text
+from node.model.custom import to_text
 from protocol.errors import StorageError, UsageError
 
 WEIGHTS_SUFFIX: Final = ".safetensors"

@@ -42,8 +42,8 @@ def _names_files(model: object) -> bool:
 
 def _expand(values: dict[str, Any], text: ManifestText, base: Path) -> None:
     """Replace `model.config` and `model.from` by the keys and hashes that they stand for."""
-    from node.model.hugging_face.config_file import CONFIG_FILE, read_config  # loads torch
-    from node.model.hugging_face.hub import weights_folder
+    from node.model.config_file import CONFIG_FILE, read_config  # loads torch
+    from node.model.weight_files import weights_folder
 
     model: dict[str, Any] = values["model"]
     for key in ("config", "from"):
@@ -71,9 +71,8 @@ def _expand(values: dict[str, Any], text: ManifestText, base: Path) -> None:
 
 def _expand_custom(values: dict[str, Any], text: ManifestText, base: Path) -> None:
     """Replace the names of files by the lines and hashes that they stand for."""
-    from node.model.custom.tensor_file import read_tensor_file  # loads torch
-    from node.model.hugging_face.hub import weights_folder
-    from node.model.hugging_face.weight_files import read_shapes
+    from node.model.custom import read_tensor_file  # loads torch
+    from node.model.weight_files import read_shapes, weights_folder
 
     model: dict[str, Any] = values["model"]
     if isinstance(model.get("tensors"), str):
@@ -89,7 +88,7 @@ def _expand_custom(values: dict[str, Any], text: ManifestText, base: Path) -> No
 
 
 def _hashes(values: dict[str, Any], text: ManifestText, folder: Path) -> list[str]:
-    from node.model.hugging_face.weight_files import WeightFiles
+    from node.model.weight_files import WeightFiles
 
     config: ModelSection = validate_manifest(values, text).model  # sizes of others decide what is read
     logger.info("reading the weights in %s", folder)

@@ -1,6 +1,5 @@
 """The model: families by `model.kind`, the cut into stages, the shape table, initial weights and the torch module."""
 
-from node.model.cut import WHOLE, Cut, all_cuts, cut_of
 from node.model.families import (
     build_compiled_model,
     build_layerwise_model,
@@ -14,7 +13,7 @@ from node.model.families import (
 )
 from node.model.initialization import initial_weights
 from node.model.interface import LanguageModel, ModelFamily
-from node.model.shapes import ShapeTable
+from node.model.shapes import WHOLE, Cut, ShapeTable, all_cuts, cut_of
 
 __all__ = [
     "WHOLE",

@@ -6,19 +6,18 @@ from typing import Final
 
 import torch
 
-from node.model.custom.family import CustomFamily
-from node.model.cut import WHOLE, Cut, all_cuts, cut_of
+from node.model.custom import CustomFamily
 from node.model.decoders.llama import LlamaFamily
-from node.model.decoders.qwen3 import Qwen3Family
-from node.model.decoders.qwen3_moe import Qwen3MoeFamily
+from node.model.decoders.olmo2 import Olmo2Family
+from node.model.decoders.qwen3 import Qwen3Family, Qwen3MoeFamily
 from node.model.interface import LanguageModel, ModelFamily
-from node.model.shapes import ShapeTable
+from node.model.shapes import WHOLE, Cut, ShapeTable, all_cuts, cut_of
 from protocol.errors import ManifestError
 from protocol.manifest.model import ModelSection
 from protocol.manifest.run import Manifest
 
 FAMILIES: Final[dict[str, ModelFamily]] = {
-    family.kind: family for family in (LlamaFamily(), Qwen3Family(), Qwen3MoeFamily(), CustomFamily())
+    family.kind: family for family in (LlamaFamily(), Qwen3Family(), Qwen3MoeFamily(), Olmo2Family(), CustomFamily())
 }
 COMPILERS: Final = ("g++", "clang++")
 

@@ -7,9 +7,9 @@ each parameter has a random stream of its own. The model family gives mean and s
 import torch
 from torch import Tensor
 
-from node.model.cut import WHOLE, Cut
 from node.model.families import model_family, shape_table
 from node.model.random_values import fill_bell_curve, stream_of
+from node.model.shapes import WHOLE, Cut
 from protocol.manifest.model import ModelSection
 
 

@@ -4,31 +4,168 @@ A family knows shapes, initial weights, Hugging Face names and memory without bu
 builds is an ordinary one for torch, with parameters of the names in the shape table; their memory is one flat vector,
 which exchange, checkpoints, clipping and the inner optimizers read and write as a whole.
 
-Letters in comments: B sequences, T tokens, W width.
+The loss. The logits of a batch are larger than anything else in a small model with a large vocabulary: 8,192 tokens of
+128 thousand words take 4 GB, and their gradient as much again. So a chunk of tokens has its logits, its loss and the
+gradients of both factors computed before the next one begins, all in the forward pass, and nothing is computed twice. A
+batch that is no more than a chunk takes the ordinary way, which is faster for it.
+
+    loss = mean over the counted tokens of  log sum exp(h W^T) - (h W^T)[target]
+
+Recomputation. A layer keeps some results for its backward pass; the others are computed again there:
+
+    none        all activations
+    selective   its input and the results of its matrix products; attention, norms, gates and positions run again
+    full        its input; the layer runs again
+
+The gradient has the same bits in all three. Attention keeps more than anything else in long contexts, and it is cheap
+compared with the matrix products (docs/results/devices.md).
+
+Stochastic rounding to bf16. A weight in bf16 has 8 significant bits, and an update is often less than half of the last
+one: rounded to the nearest value, the weight never moves. Rounded up or down with the probability that keeps the mean,
+it moves as far on average (arXiv 2010.06192).
+
+Letters in comments: B sequences, T tokens, S tokens of all sequences, W width, V vocabulary.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from node.model.computation.output_loss import output_loss
-from node.model.computation.recompute import Recompute, run_layer
-from node.model.computation.stochastic_rounding import StochasticRounding
-from node.model.cut import WHOLE, Cut, deal_blocks, require_stages
-from node.model.hugging_face.config_keys import ConfigKeys
-from node.model.shapes import Entry, ShapeTable
+from node.model.config_keys import ConfigKeys
+from node.model.shapes import WHOLE, Cut, Entry, ShapeTable, deal_blocks, require_stages
+from optim.kernels.vectors import slabs
 from optim.layout import Span
 from protocol.errors import DeviceError, ManifestError
 from protocol.manifest.model import ModelSection
 
+IGNORED: Final = -100  # a target that does not count, as in torch
+CHUNK_VALUES: Final = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits of a chunk
+MIN_CHUNK_TOKENS: Final = 512  # a chunk of fewer reads the output matrix too often
+MAX_COMPILED_CHUNKS: Final = 8  # each is a part of the compiled program
+Recompute = Literal["none", "selective", "full"]
+
+_PRODUCTS: Final = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}
+LOST_BITS: Final = 16
+SLAB_VALUES: Final = 1 << 24
 Block = Callable[[Tensor], Tensor]
+
+
+def output_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats per counted token; gradients flow to `hidden` and `weight`.
+
+    Under autocast the matrix products run in its type and the rest in fp32. Only one backward pass is possible.
+
+    Args:
+        hidden: (S, W).
+        weight: (V, W).
+        targets: (S,) int64; a token with `IGNORED` does not count.
+    """
+    device, (tokens, vocabulary) = hidden.device.type, (len(hidden), len(weight))
+    size = chunk_tokens(tokens, vocabulary, device)
+    if size >= tokens:
+        return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORED)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, dtype, size, torch.is_grad_enabled()
+        )
+    return loss
+
+
+def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
+    """Return how many of the tokens of a batch have their logits at the same time."""
+    size = max(MIN_CHUNK_TOKENS, CHUNK_VALUES[device] // vocabulary)
+    return max(size, -(-tokens // MAX_COMPILED_CHUNKS)) if torch.compiler.is_compiling() else size
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Compute the loss and, where it is wanted, its gradients, which the backward pass only scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, size: int, differentiates: bool
+    ) -> Tensor:
+        matrix, counted = weight.to(dtype), (targets != IGNORED).to(hidden.dtype)[:, None]
+        labels = targets.clamp(min=0)[:, None]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        of_hidden = torch.empty_like(hidden) if differentiates else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiates else None
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            rows = hidden[part].to(dtype)
+            values = F.log_softmax(F.linear(rows, matrix).float(), dim=-1)
+            total -= (values.gather(1, labels[part]) * counted[part]).sum()
+            if of_hidden is None or of_weight is None:
+                continue
+            slopes = _slopes(values, labels[part]).to(dtype)
+            of_hidden[part] = (slopes @ matrix) * counted[part]
+            _add_product(of_weight, slopes, rows * counted[part].to(dtype))
+        count = counted.sum()
+        ctx.save_for_backward(of_hidden, of_weight, count)
+        ctx.weight_type = weight.dtype
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight, count = ctx.saved_tensors
+        scale = gradients[0] / count
+        return of_hidden.mul_(scale), of_weight.mul_(scale).to(ctx.weight_type), None, None, None, None
+
+
+def _slopes(values: Tensor, labels: Tensor) -> Tensor:
+    """Return the gradient of each token's loss by its logits, exp(values) - [v = label]; `values` may be its memory."""
+    if torch.compiler.is_compiling():  # the compiler makes one loop of this
+        return values.exp() - (torch.arange(values.shape[1], device=values.device) == labels).to(values.dtype)
+    return values.exp_().scatter_add_(1, labels, values.new_full((), -1.0).expand_as(labels))
+
+
+def _add_product(total: Tensor, slopes: Tensor, rows: Tensor) -> None:
+    """Add slopes^T rows to `total`, which may have a finer type."""
+    if rows.dtype == total.dtype:
+        total.addmm_(slopes.T, rows)
+    else:
+        total += slopes.T @ rows
+
+
+def run_layer(layer: Callable[[Tensor], Tensor], stream: Tensor, recompute: Recompute) -> Tensor:
+    """Return the new stream; without gradients nothing is kept in any case."""
+    if recompute == "none" or not torch.is_grad_enabled():
+        return layer(stream)
+    contexts = noop_context_fn if recompute == "full" else partial(create_selective_checkpoint_contexts, _policy)
+    new: Tensor = checkpoint(layer, stream, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return new
+
+
+def _policy(_context: object, operation: Any, *_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class StochasticRounding:
+    """Rounds with noise of its own; `seed` None draws one, so that peers do not round alike."""
+
+    def __init__(self, device: torch.device, seed: int | None = None) -> None:
+        self._generator = torch.Generator(device)
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def copy(self, values: Tensor, out: Tensor) -> None:
+        """Round `values` (n,), fp32 on any device, into `out` (n,) bf16. Values that bf16 has keep their bits."""
+        for slab in slabs(out.numel(), SLAB_VALUES):
+            bits = values[slab].to(out.device, copy=True).view(torch.int32)
+            noise = torch.empty_like(bits).random_(0, 1 << LOST_BITS, generator=self._generator)
+            bits.add_(noise).bitwise_and_(-1 << LOST_BITS)
+            out[slab].copy_(bits.view(torch.float32))
 
 
 class LanguageModel(nn.Module, ABC):

@@ -16,11 +16,9 @@ smallest one if the node has none yet.
 
 from bisect import bisect_right
 
-from node.model.computation.output_loss import chunk_tokens
-from node.model.computation.recompute import Recompute
-from node.model.cut import Cut
 from node.model.families import model_family, shape_table, smallest_cut
-from node.model.shapes import ShapeTable
+from node.model.interface import Recompute, chunk_tokens
+from node.model.shapes import Cut, ShapeTable
 from protocol.errors import DeviceError
 from protocol.manifest.run import Manifest
 

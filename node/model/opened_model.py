@@ -13,10 +13,10 @@ from torch import Tensor
 from node.daemon.checkpoints.checkpoint_folders import is_checkpoint
 from node.daemon.checkpoints.trained_weights import TrainedWeights, load_checkpoint_weights, load_trained_weights
 from node.data.tokenizer import FileTokenizer, TextTokenizer, open_node_tokenizer
+from node.model.config_file import CONFIG_FILE, read_config
 from node.model.families import build_model
-from node.model.hugging_face.config_file import CONFIG_FILE, read_config
-from node.model.hugging_face.weight_files import WeightFiles
 from node.model.interface import LanguageModel
+from node.model.weight_files import WeightFiles
 from node.paths import find_trained_dir
 from node.run_dir import TOKENIZER, tokenizer_path
 from protocol.errors import ManifestError

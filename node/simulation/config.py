@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from node.model import WHOLE, Cut, LanguageModel, build_compiled_model, build_model, stage_slice
-from node.model.cut import require_stages
-from node.model.start_weights import start_weights
+from node.model.shapes import require_stages
+from node.model.weight_files import start_weights
 from node.simulation.adversary import Adversaries
 from protocol.errors import MissingFileError, UsageError
 from protocol.manifest.model import ModelSection

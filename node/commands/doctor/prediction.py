@@ -11,7 +11,7 @@ from node.commands.plan.workload import forward_flops
 from node.daemon.run_limits import trainer_bytes
 from node.from_manifest import build_node_program
 from node.model import shape_table, smallest_cut
-from node.model.computation.recompute import Recompute
+from node.model.interface import Recompute
 from node.model.memory_estimate import fixed_bytes, max_microbatch, microbatch_bytes, run_microbatch
 from node.trainer.devices.device import uses_bf16
 from node.units import format_bytes, format_count

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from node.daemon.run_limits import peer_bytes
 from node.from_manifest import build_program
 from node.model import Cut, all_cuts, shape_table
-from node.model.cut import deal_blocks
 from node.model.families import model_family
 from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
+from node.model.shapes import deal_blocks
 from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.manifest.run import Manifest

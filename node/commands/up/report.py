@@ -22,7 +22,7 @@ from node.data import open_corpus, validation_sets
 from node.model import build_model
 from node.model.export import export
 from node.model.generate import generate
-from node.model.start_weights import start_weights
+from node.model.weight_files import start_weights
 from node.paths import find_newest_checkpoint, find_trained_dir
 from node.trainer.inner_step import validate
 from node.units import format_bytes

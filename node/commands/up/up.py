@@ -24,8 +24,7 @@ from node.dashboard.service import DashboardAddress
 from node.data.check import check_text
 from node.flags import MachineFlags, to_arguments
 from node.from_manifest import build_node_program, build_program, in_memory_mode, require_program
-from node.model.hugging_face.hub import HUB_SCHEME
-from node.model.start_weights import start_weights
+from node.model.weight_files import HUB_SCHEME, start_weights
 from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
 from node.own_loops import require_our_loop
 from node.run_dir import RunDir

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from node.model.cut import cut_of
-from node.model.start_weights import is_start
+from node.model.shapes import cut_of
+from node.model.weight_files import is_start
 from node.processes.workers import RunInThread
 from optim.aggregation.base import LeftOut
 from optim.aggregation.step_scaling import compute_step_scale

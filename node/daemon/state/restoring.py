@@ -13,7 +13,7 @@ from node.daemon.state.outer_state import OuterState
 from node.daemon.state.outer_vectors import OuterVectors
 from node.loop.contributions import ContributionFile, ContributionTracker
 from node.model import cut_of, shapes_of
-from node.model.start_weights import start_weights
+from node.model.weight_files import start_weights
 from node.monitoring.status import ErrorRecorder
 from node.trainer.ipc.shared_memory import SharedMemory
 from optim.inner.base import WEIGHTS

@@ -16,7 +16,7 @@ from node.daemon.run_limits import contribution_limits, max_store_bytes
 from node.daemon.state.checkpointer import OFFER_KEY
 from node.daemon.state.outer_state import OuterState, state_bytes
 from node.model import cut_of, shapes_of
-from node.model.start_weights import start_weights
+from node.model.weight_files import start_weights
 from node.run_dir import RunDir
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob

@@ -7,14 +7,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from node.model.cut import WHOLE, Cut
-from node.model.decoders.attention import Attention, CausalAttention
-from node.model.decoders.decoder import CompiledDecoder, Decoder, LayerwiseDecoder
-from node.model.decoders.layers import GatedMlp
+from node.model.config_keys import ConfigKeys
+from node.model.decoders.decoder import (
+    Attention,
+    CausalAttention,
+    CompiledDecoder,
+    Decoder,
+    DecoderLayer,
+    GatedMlp,
+    LayerwiseDecoder,
+)
 from node.model.decoders.subspace import Subspace
-from node.model.hugging_face.config_keys import ConfigKeys
 from node.model.interface import LanguageModel, ModelFamily
-from node.model.shapes import Entry
+from node.model.shapes import WHOLE, Cut, Entry
 from protocol.manifest.model import ModelSection
 
 STANDARD_DEVIATION = 0.02
@@ -24,17 +29,18 @@ OUTPUT = "lm_head.weight"
 
 
 class DecoderFamily(ModelFamily):
-    """Pre-norm decoders with rotary positions and gated MLPs."""
+    """Decoders with rotary positions and gated MLPs; pre-norm, unless the family has another type of layer."""
 
     config_keys: ClassVar[ConfigKeys]
     attention_type: ClassVar[type[Attention]] = Attention
+    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
 
-    def attention(self, config: ModelSection, causal: CausalAttention) -> Attention:
-        """Build the attention of a layer."""
-        return self.attention_type(config, causal)
+    def layer(self, config: ModelSection, causal: CausalAttention, subspace: Subspace | None) -> DecoderLayer:
+        """Build a layer; its parameters are those of `layer_entries`, in the same order."""
+        return self.layer_type(self.attention_type(config, causal), self.mlp(config), config, subspace)
 
     def mlp(self, config: ModelSection) -> nn.Module:
-        """Build the MLP of a layer."""
+        """Build the MLP of a layer, which maps the stream (B, T, W) to its own addition to it."""
         return GatedMlp(config)
 
     def blocks(self, config: ModelSection) -> Iterator[tuple[Entry, ...]]:
@@ -49,6 +55,10 @@ class DecoderFamily(ModelFamily):
         """Yield the parameters of one layer; matrices that `join_rows` joins are neighbours."""
         yield from self.attention_entries(config)
         yield from self.mlp_entries(config)
+        yield from self.norm_entries(config)
+
+    def norm_entries(self, config: ModelSection) -> Iterator[Entry]:
+        """Yield the parameters of a layer's norms."""
         yield "input_layernorm", (config.width,)
         yield "post_attention_layernorm", (config.width,)
 
@@ -66,17 +76,17 @@ class DecoderFamily(ModelFamily):
 
     def build(self, config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE) -> LanguageModel:
         """Build the decoder, or one stage of it."""
-        return Decoder(self, config, device, cut)
+        return Decoder(self, self.layer, config, device, cut)
 
     def build_compiled(self, config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:
         """Build the decoder for long runs."""
-        return CompiledDecoder(self, config, device)
+        return CompiledDecoder(self, self.layer, config, device)
 
     def build_layerwise(
         self, config: ModelSection, device: torch.device | str, place: torch.device | str
     ) -> LanguageModel:
         """Build the decoder for long runs on several devices."""
-        return LayerwiseDecoder(self, config, device, place)
+        return LayerwiseDecoder(self, self.layer, config, device, place)
 
     def first_values(self, config: ModelSection, entry: Entry) -> tuple[float, float]:
         """Return a deviation of 0.02, as in GPT-2, and less for matrices that write into the residual stream.

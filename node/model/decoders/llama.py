@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from node.model.config_keys import ConfigKeys
 from node.model.decoders.family import DecoderFamily
-from node.model.hugging_face.config_keys import ConfigKeys
 from protocol.manifest.model import ModelSection
 
 

@@ -12,9 +12,8 @@ import torch
 
 from node.from_manifest import build_node_program, in_memory_mode
 from node.model import smallest_cut
-from node.model.computation.fp8 import has_fp8, require_fp8_sizes
-from node.model.computation.precision import has_bf16
 from node.model.memory_estimate import fit_microbatch
+from node.model.products import has_bf16, has_fp8, require_fp8_sizes
 from node.options import Device, NodeOptions, TrainerOptions
 from node.trainer.devices.pause_when_busy import usage_meter_for
 from node.trainer.ipc.channel import DeviceUse

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from node.commands.guard import run_guarded
 from node.commands.up.up import UpOptions, up
-from node.model.hugging_face import hub
+from node.model import weight_files
 from protocol import errors
-from tests.node.model.hugging_face.folders import save_model, write_manifest
+from tests.node.model.pretrained_folders import save_model, write_manifest
 
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
@@ -258,7 +258,7 @@ def test_bad_model_is_one_line_that_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(hub.ALLOWED, raising=False)
+    monkeypatch.delenv(weight_files.ALLOWED, raising=False)
     write_run(tmp_path, sound)
     damage(tmp_path / "weights")
     code = run_guarded(lambda: up(UpOptions(run=tmp_path / "run.toml", dry_run=True)))

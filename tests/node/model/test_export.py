@@ -17,6 +17,7 @@ from node.data.byte_tokenizer import byte_tokenizer_json
 from node.model import build_model, shape_table
 from node.model import export as module
 from node.model.export import export
+from node.model.families import FAMILIES
 from protocol.errors import CheckpointError, MissingFileError, StorageError, UsageError
 from protocol.manifest.run import Manifest
 
@@ -55,41 +56,41 @@ def node_folder(folder: Path, run: Manifest) -> torch.Tensor:
     return anchor
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        {},
-        {"tied": False},
-        {"kv_heads": 2},
-        {"kv_heads": 1, "tied": False, "rope_theta": 500.0},
-        {"head_size": 6, "norm_epsilon": 1e-3},
-        {"kind": "qwen3", "kv_heads": 2, "head_size": 16, "norm_epsilon": 1e-6},
-        {"kind": "qwen3", "tied": False, "rope_theta": 500.0},
-        {"rope_scaling": LLAMA_3},
-        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6}, "kind": "qwen3"},
-        {"tied": False, "subspace": 8},
-        {"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2, "head_size": 16, "kv_heads": 2},
-        {"kind": "qwen3-moe", "experts": 6, "experts_per_token": 3, "normalize_experts": False, "tied": False},
-        {"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2, "subspace": 8, "tied": False},
-    ],
-    ids=[
-        "tied",
-        "untied",
-        "grouped",
-        "one key head",
-        "wide heads",
-        "qwen3",
-        "qwen3 untied",
-        "llama3 scaling",
-        "linear scaling",
-        "yarn",
-        "subspace",
-        "experts",
-        "other experts",
-        "experts in a subspace",
-    ],
-)
+MODELS: dict[str, dict[str, object]] = {
+    "tied": {},
+    "untied": {"tied": False},
+    "grouped": {"kv_heads": 2},
+    "one key head": {"kv_heads": 1, "tied": False, "rope_theta": 500.0},
+    "wide heads": {"head_size": 6, "norm_epsilon": 1e-3},
+    "qwen3": {"kind": "qwen3", "kv_heads": 2, "head_size": 16, "norm_epsilon": 1e-6},
+    "qwen3 untied": {"kind": "qwen3", "tied": False, "rope_theta": 500.0},
+    "llama3 scaling": {"rope_scaling": LLAMA_3},
+    "linear scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6},
+        "kind": "qwen3",
+    },
+    "subspace": {"tied": False, "subspace": 8},
+    "experts": {"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2, "head_size": 16, "kv_heads": 2},
+    "other experts": {
+        "kind": "qwen3-moe",
+        "experts": 6,
+        "experts_per_token": 3,
+        "normalize_experts": False,
+        "tied": False,
+    },
+    "experts in a subspace": {"kind": "qwen3-moe", "experts": 4, "experts_per_token": 2, "subspace": 8, "tied": False},
+    "olmo2": {"kind": "olmo2", "kv_heads": 2, "norm_epsilon": 1e-3},
+    "olmo2 untied": {"kind": "olmo2", "tied": False, "head_size": 8},
+}
+
+
+def test_every_family_that_transformers_knows_is_compared() -> None:
+    compared = {model.get("kind", "llama") for model in MODELS.values()}
+    assert compared == {kind for kind, family in FAMILIES.items() if family.config_keys}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_transformers_computes_the_same_logits(tmp_path: Path, model: dict[str, object]) -> None:
     run = manifest(model)
     ours = build_model(run.model)

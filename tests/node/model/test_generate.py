@@ -53,7 +53,7 @@ class Successor(Decoder):
     """Always sure that the next token is the one after the last; notes how much it was shown."""
 
     def __init__(self) -> None:
-        super().__init__(LlamaFamily(), manifest().model)
+        super().__init__(LlamaFamily(), LlamaFamily().layer, manifest().model)
         self.shown: list[int] = []
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:

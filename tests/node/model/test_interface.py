@@ -3,15 +3,17 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from node.from_manifest import build_program
-from node.model import LanguageModel, build_model, has_compiler, initial_weights, model_family, shape_table
-from node.model.families import FAMILIES
-from node.model.joined_weights import COPY_ELEMENTS, join_rows
+from node.model import LanguageModel, all_cuts, build_model, has_compiler, initial_weights, model_family, shape_table
+from node.model.families import FAMILIES, stage_slice
+from node.model.interface import Recompute
+from node.model.products import COPY_ELEMENTS, join_rows
 from protocol.errors import ManifestError
 from protocol.manifest.model import ModelSection
 from tests.node.small_run import MANIFEST
@@ -22,10 +24,21 @@ SMALL = ModelSection(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hid
 UNTIED = SMALL.model_copy(update={"tied": False})
 WIDE = ModelSection(vocabulary=32, width=256, layers=1, heads=4, hidden=520, context=8)  # rows are shared, not copied
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
-QWEN3 = SMALL.model_copy(update={"kind": "qwen3", "head_size": 6})
 MOE = SMALL.model_copy(update={"kind": "qwen3-moe", "experts": 2, "experts_per_token": 2})
-SHAPES = {"tied": SMALL, "untied": UNTIED, "wide": WIDE, "qwen3": QWEN3, "qwen3-moe": MOE}
+NEEDED = {"qwen3-moe": {"experts": 2, "experts_per_token": 2}}  # the keys without which a family has no model
+BUILT = [kind for kind in FAMILIES if kind != "custom"]  # the loops of users compute models of that kind
+
+
+def every_shape_of(kind: str) -> dict[str, ModelSection]:
+    """Return models of a family whose matrices are tied and not, and with heads of another width."""
+    base = SMALL.model_copy(update={"kind": kind, **NEEDED.get(kind, {})})
+    changes: dict[str, dict[str, object]] = {"": {}, " untied": {"tied": False}, " heads": {"head_size": 6}}
+    return {kind + name: base.model_copy(update=change) for name, change in changes.items()}
+
+
+SHAPES = {"wide": WIDE} | {name: config for kind in BUILT for name, config in every_shape_of(kind).items()}
 every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+every_family = pytest.mark.parametrize("config", [every_shape_of(kind)[kind] for kind in BUILT], ids=BUILT)
 
 
 def prepared(config: ModelSection, seed: int = 0) -> LanguageModel:
@@ -163,12 +176,67 @@ def parameters_used(model: LanguageModel, block: Callable[[Tensor], Tensor], con
     return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def test_running_the_blocks_one_after_the_other_is_the_model() -> None:
-    model = prepared(SMALL)
+@every_family
+def test_running_the_blocks_one_after_the_other_is_the_model(config: ModelSection) -> None:
+    model = prepared(config)
     stream = tokens = torch.arange(8).view(2, 4)
     for block in model.blocks:
         stream = block(stream)
     assert torch.equal(stream, model(tokens))
+
+
+@every_family
+def test_stages_one_after_the_other_compute_the_loss_of_the_model(config: ModelSection) -> None:
+    config = config.model_copy(update={"tied": False, "balance_loss": 0.0})
+    whole, weights = prepared(config), initial_weights(config, 0)
+    tokens = torch.randint(config.vocabulary, (3, config.context + 1), generator=torch.Generator().manual_seed(0))
+    values = inputs = tokens[:, :-1]
+    for cut in all_cuts(2):
+        stage = build_model(config, cut=cut)
+        stage.load_flat(weights[stage_slice(config, cut)])
+        values = stage(values, tokens[:, 1:] if cut.has_head else None, inputs)
+    assert values.item() == pytest.approx(loss_of(whole, config).item(), rel=1e-6)
+
+
+@every_family
+def test_no_position_depends_on_a_later_one(config: ModelSection) -> None:
+    model, tokens = prepared(config), torch.arange(config.context).view(1, -1)
+    changed = tokens.clone()
+    changed[0, 7] = 31
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7], atol=1e-6, rtol=1e-5)
+    assert not torch.equal(before[:, 7:], after[:, 7:])
+
+
+@every_family
+def test_every_parameter_gets_a_gradient_and_a_step_against_it_lowers_the_loss(config: ModelSection) -> None:
+    model = prepared(config)
+    loss = loss_of(model, config)
+    backward(loss)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    gradient = model.flat_gradient
+    assert gradient is not None
+    model.load_flat(model.flat - 0.05 * gradient)
+    assert loss_of(model, config).item() < loss.item()
+
+
+@every_family
+def test_recomputation_changes_no_bit_of_the_gradient(config: ModelSection) -> None:
+    gradients = []
+    for kept in get_args(Recompute):
+        model = prepared(config)
+        model.recompute = kept
+        backward(loss_of(model, config))
+        assert model.flat_gradient is not None
+        gradients.append(model.flat_gradient)
+    assert gradients[0].any() and all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+@every_family
+def test_memory_of_activations_is_less_if_layers_compute_again(config: ModelSection) -> None:
+    family = model_family(config)
+    kept = [family.kept_bytes(config, recompute) for recompute in ("none", "selective", "full")]
+    assert kept == sorted(kept, reverse=True) and kept[-1] > 0
 
 
 def test_large_neighbours_are_joined_without_a_copy_and_others_with_one() -> None:
@@ -188,7 +256,7 @@ def test_large_neighbours_are_joined_without_a_copy_and_others_with_one() -> Non
 
 @pytest.mark.parametrize("use", [shape_table, model_family, build_model])
 def test_an_unknown_kind_is_one_line_that_names_the_known_ones(use: Callable[[ModelSection], object]) -> None:
-    with pytest.raises(ManifestError, match=r"^model\.kind: .*'mamba'.*: custom, llama, qwen3, qwen3-moe$"):
+    with pytest.raises(ManifestError, match=r"^model\.kind: .*'mamba'.*: custom, llama, olmo2, qwen3, qwen3-moe$"):
         use(SMALL.model_copy(update={"kind": "mamba"}))
 
 

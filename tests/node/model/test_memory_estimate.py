@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from node.model import Cut
-from node.model.computation.recompute import Recompute
+from node.model.interface import Recompute
 from node.model.memory_estimate import fit_microbatch, fixed_bytes, max_microbatch, microbatch_bytes
 from protocol.errors import DeviceError
 from protocol.manifest.sections import PipelineSection

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import murmuration
-from node.model.start_weights import start_weights
+from node.model.weight_files import start_weights
 from node.run_file import load_run_file
 from protocol.errors import MurmurError
-from tests.node.model.hugging_face.folders import KINDS, save_model, write_manifest
+from tests.node.model.pretrained_folders import KINDS, save_model, write_manifest
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from node.model import build_compiled_model, build_model, initial_weights
-from node.model.computation import precision
+from node.model import build_compiled_model, build_model, initial_weights, products
 from node.trainer.devices.device import autocast_context, describe_missing_bf16
 from protocol.manifest.model import ModelSection
 
@@ -20,7 +19,7 @@ def test_old_card_trains_in_fp32_and_says_so_in_one_line(monkeypatch: pytest.Mon
     assert line.startswith("Tesla T4 has no bf16: training in fp32") and "\n" not in line
     assert not isinstance(autocast_context(CARD), torch.autocast)
     capability[CARD] = (8, 0)
-    assert describe_missing_bf16(CARD) == "" and precision.has_bf16(CARD)
+    assert describe_missing_bf16(CARD) == "" and products.has_bf16(CARD)
     assert describe_missing_bf16(torch.device("cpu")) == ""
 
 
@@ -28,7 +27,7 @@ def test_old_card_trains_in_fp32_and_says_so_in_one_line(monkeypatch: pytest.Mon
 def test_compiled_model_multiplies_in_bf16_only_where_the_processor_does(
     flags: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "_cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(products, "_cpu_flags", lambda: frozenset(flags))
     plain, compiled = build_model(SHAPE), build_compiled_model(SHAPE)
     tokens = torch.randint(SHAPE.vocabulary, (2, 12), generator=torch.Generator().manual_seed(0))
     for model in (plain, compiled):

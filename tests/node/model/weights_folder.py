@@ -6,7 +6,7 @@ from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.data.byte_tokenizer import ByteTokenizer
 from node.model import initial_weights
 from node.model.export import write_export
-from node.model.hugging_face.weight_files import block_digests
+from node.model.weight_files import block_digests
 from protocol.manifest.run import Manifest
 
 

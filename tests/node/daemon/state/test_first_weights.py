@@ -10,7 +10,7 @@ import torch
 from node.daemon.state.outer_state import OuterState
 from node.loop import round_loop
 from node.loop.peers import catch_up
-from node.model.hugging_face.weight_files import block_digests
+from node.model.weight_files import block_digests
 from protocol.manifest.run import Manifest
 from tests.node.daemon.round_loop_setup import FRIEND, LIAR, RoundLoopSetup
 from tests.node.small_run import METHOD, NUMEL, manifest_of, until

@@ -19,7 +19,7 @@ from node.daemon.stored_states.announcing import WholeRunAnnouncer
 from node.daemon.stored_states.state_folder import KeptState, StateFolder
 from node.daemon.stored_states.state_keeper import KeeperParts, StateKeeper
 from node.from_manifest import build_program
-from node.model.hugging_face.weight_files import block_digests
+from node.model.weight_files import block_digests
 from node.run_dir import RunDir
 from protocol.blobs.blob import PIECE_BYTES, Blob
 from protocol.consensus.history.chain import Chain, ChainHead, genesis_head

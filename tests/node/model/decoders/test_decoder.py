@@ -9,10 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from node.model import LanguageModel, build_model, initial_weights, shape_table
-from node.model.decoders.attention import apply_rotary
+from node.model.decoders.decoder import RMSNorm, apply_rotary, rotary_tables
 from node.model.decoders.family import STANDARD_DEVIATION
-from node.model.decoders.layers import RMSNorm
-from node.model.decoders.rotary import rotary_tables
 from protocol.manifest.model import ModelSection
 
 torch.set_num_threads(1)

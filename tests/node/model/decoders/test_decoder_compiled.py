@@ -5,9 +5,8 @@ import shutil
 import pytest
 import torch
 
-from node.model import LanguageModel, build_compiled_model, build_model, has_compiler, initial_weights
-from node.model.computation import output_loss
-from node.model.decoders.attention import CompiledCausalAttention
+from node.model import LanguageModel, build_compiled_model, build_model, has_compiler, initial_weights, interface
+from node.model.decoders.decoder import CompiledCausalAttention
 from node.trainer.inner_step import accumulate_gradient, validation_loss
 from protocol.manifest.model import ModelSection
 
@@ -21,8 +20,8 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler"
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute the loss of 48 tokens in three chunks."""
-    monkeypatch.setattr(output_loss, "CHUNK_VALUES", {"cpu": 1})
-    monkeypatch.setattr(output_loss, "MIN_CHUNK_TOKENS", 20)
+    monkeypatch.setattr(interface, "CHUNK_VALUES", {"cpu": 1})
+    monkeypatch.setattr(interface, "MIN_CHUNK_TOKENS", 20)
 
 
 def windows_of(seed: int) -> torch.Tensor:

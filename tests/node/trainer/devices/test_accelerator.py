@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from node.model import build_model, initial_weights
-from node.model.computation.fp8 import has_fp8
+from node.model.products import has_fp8
 from node.trainer.devices.device import is_out_of_memory, limit_memory
 from node.trainer.inner_step import accumulate_gradient
 from node.trainer.ipc.channel import ContributionOutcome

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from node.from_manifest import build_program
-from node.model import LanguageModel, build_model, initial_weights
-from node.model.computation import output_loss
-from node.model.computation.stochastic_rounding import StochasticRounding
+from node.model import LanguageModel, build_model, initial_weights, interface
+from node.model.interface import StochasticRounding
 from node.options import TrainerOptions
 from node.trainer import inner_step
 from node.trainer.devices.device import device_class, require_bf16_weights
@@ -75,8 +74,8 @@ def test_updates_of_less_than_half_a_bit_are_not_lost() -> None:
 
 
 def test_training_reaches_the_loss_of_fp32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_loss, "CHUNK_VALUES", {"cpu": 1})
-    monkeypatch.setattr(output_loss, "MIN_CHUNK_TOKENS", 20)
+    monkeypatch.setattr(interface, "CHUNK_VALUES", {"cpu": 1})
+    monkeypatch.setattr(interface, "MIN_CHUNK_TOKENS", 20)
     train = TRAIN.model_copy(update={"learning_rate": 3e-3})
     windows = torch.arange(17).repeat(4, 1) + torch.arange(4)[:, None]
 

@@ -11,14 +11,14 @@ from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.data.byte_tokenizer import ByteTokenizer
 from node.model import all_cuts, build_model, stage_slice
 from node.model.export import write_export
-from node.model.start_weights import start_weights
+from node.model.weight_files import start_weights
 from node.run_file import load_run_file
 from node.trainer.inner_step import validation_loss
 from protocol.errors import CheckpointError, ManifestError
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.signing import open_signed_manifest, sign_manifest
-from tests.node.model.hugging_face.folders import KINDS, save_model, write_manifest
+from tests.node.model.pretrained_folders import KINDS, save_model, write_manifest
 from tests.node.small_run import PEERS
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from node.model import LanguageModel, build_model, initial_weights
-from node.model.computation.recompute import Recompute
+from node.model.interface import Recompute
 from node.trainer.inner_step import accumulate_gradient, validation_loss
 from protocol.manifest.model import ModelSection
 
@@ -65,7 +65,7 @@ def test_less_is_kept() -> None:
 
 def test_validation_runs_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, windows = prepared(LLAMA, "full"), windows_of(LLAMA)
-    monkeypatch.setattr("node.model.computation.recompute.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
+    monkeypatch.setattr("node.model.interface.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
     loss, _ = validation_loss(model, model.flat, [windows])
     assert loss > 0
     with pytest.raises(pytest.fail.Exception):  # control

@@ -11,9 +11,9 @@ from node.daemon.checkpoints.chain_file import SavedChain
 from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
 from node.from_manifest import learning_rate_scale
 from node.model import WHOLE, Cut, LanguageModel, all_cuts, build_model, initial_weights, shape_table, stage_slice
-from node.model.cut import deal_blocks
 from node.model.families import FAMILIES
 from node.model.memory_estimate import fixed_bytes, microbatch_bytes
+from node.model.shapes import deal_blocks
 from node.trainer.inner_step import InnerOptimizer
 from node.trainer.stages.stage_pass import backward_stage, finish_microbatch, forward_stage
 from optim.inner.adamw import AdamW

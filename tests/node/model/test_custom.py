@@ -22,7 +22,7 @@ from node.data.check import check_text
 from node.from_manifest import build_own_loop_program
 from node.model import build_model, initial_weights, shapes_of
 from node.model.export import write_export
-from node.model.start_weights import start_weights
+from node.model.weight_files import start_weights
 from node.own_loops import join_line, needs_own_loop, require_our_loop
 from node.run_file import load_run_file
 from node.simulation.command import SimulationOptions, build_config

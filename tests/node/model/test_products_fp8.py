@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from node.from_manifest import build_program
-from node.model import LanguageModel, build_model, initial_weights
-from node.model.computation import fp8
-from node.model.computation.fp8 import multiply
+from node.model import LanguageModel, build_model, initial_weights, products
+from node.model.products import multiply
 from node.options import TrainerOptions
 from node.trainer.devices.device import device_class, require_fp8
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
@@ -53,15 +52,15 @@ def errors(length: float, rows: tuple[int, ...] = (3, 7)) -> list[float]:
 def test_products_and_gradients_are_near_those_in_fp32(length: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with a scale of one, small values vanish and large ones are cut off."""
     assert all(0 < error < NEAR for error in errors(length)), errors(length)
-    real = fp8._scale
+    real = products._scale
 
-    def unscaled(tensor: Tensor, dtype: torch.dtype) -> fp8.Scaled:
+    def unscaled(tensor: Tensor, dtype: torch.dtype) -> products.Scaled:
         largest = torch.finfo(dtype).max
         return tensor.clamp(-largest, largest).to(dtype), torch.ones(())
 
-    monkeypatch.setattr(fp8, "_scale", unscaled)
+    monkeypatch.setattr(products, "_scale", unscaled)
     assert length == 1.0 or max(errors(length)) > 0.5
-    monkeypatch.setattr(fp8, "_scale", real)
+    monkeypatch.setattr(products, "_scale", real)
 
 
 @pytest.mark.parametrize("rows", [(1,), (16,), (2, 17)])

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from node.model import model_family
-from node.model.hugging_face import hub
+from node.model import model_family, weight_files
 from node.run_file import load_run_file
 from protocol.errors import DataError, ManifestError, MissingFileError, MurmurError, UnreachableError, UsageError
 from protocol.manifest.model import ModelSection
 from protocol.signing import sign_manifest
-from tests.node.model.hugging_face.folders import KINDS, sizes_of, write_manifest
+from tests.node.model.pretrained_folders import KINDS, sizes_of, write_manifest
 from tests.node.small_run import MANIFEST, PEERS
 
 LLAMA_3 = {
@@ -68,7 +67,7 @@ def test_scaled_positions_come_from_either_table_and_go_back(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, r"the architecture mamba is not supported; use one of LlamaForCausalLM, Qwen3"),
+        ({"model_type": "mamba"}, r"the architecture mamba is not supported; use one of LlamaForCausalLM, Olmo2"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, r"the architecture Qwen3ForSequenceClassification is"),
         ({"model_type": ["qwen3"]}, r"the architecture .* is not supported"),
         ({"hidden_size": None}, r"the key hidden_size is missing"),
@@ -140,10 +139,10 @@ def test_only_a_file_of_ones_own_may_name_other_files(tmp_path: Path) -> None:
 def test_hub_is_asked_only_where_the_user_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(hub.ALLOWED, raising=False)
+    monkeypatch.delenv(weight_files.ALLOWED, raising=False)
     with pytest.raises(UsageError, match=r"set MURMUR_ALLOW_HUB=1 to download them"):
         load_run_file(write_manifest(tmp_path, 'from = "hf:birds/starling@main"'))
-    monkeypatch.setenv(hub.ALLOWED, "1")
+    monkeypatch.setenv(weight_files.ALLOWED, "1")
     with pytest.raises(UnreachableError, match=r"cannot download birds/starling@main .*check the name and the network"):
         load_run_file(write_manifest(tmp_path, 'from = "hf:birds/starling@main"'))
     for name in ("hf:birds/starling", "hf:a/b/c@main", "hf:@main", "hf:../x@main"):

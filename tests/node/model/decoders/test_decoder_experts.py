@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from node.model import LanguageModel, build_compiled_model, build_model, initial_weights
-from node.model.decoders.experts import SparseMlp, balance_loss
+from node.model.decoders.decoder import SparseMlp, balance_loss
 from node.trainer.inner_step import accumulate_gradient, validation_loss
 from protocol.manifest.model import ModelSection
 

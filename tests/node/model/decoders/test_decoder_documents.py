@@ -9,9 +9,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from node.data.source import require_document_end
 from node.model import LanguageModel, build_model, initial_weights
-from node.model.decoders.attention import CausalAttention, CompiledCausalAttention
-from node.model.decoders.decoder import Decoder
-from node.model.decoders.documents import BlockDocuments, DenseDocuments
+from node.model.decoders.decoder import (
+    BlockDocuments,
+    CausalAttention,
+    CompiledCausalAttention,
+    Decoder,
+    DenseDocuments,
+)
 from protocol.errors import DataError, ManifestError
 from protocol.manifest.model import ModelSection
 from protocol.manifest.reading import load_manifest, manifest_of_values

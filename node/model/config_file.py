@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from node.model.config_keys import ConfigKeys, join_faults, read_json_object
 from node.model.families import FAMILIES
-from node.model.hugging_face.config_keys import ConfigKeys
-from node.model.hugging_face.json_file import read_json_object
 from node.model.interface import ModelFamily
 from protocol.errors import ManifestError
 from protocol.fault_words import shorten
 from protocol.manifest.model import OWN_KEYS, RopeScaling
 
 CONFIG_FILE: Final = "config.json"
-MAX_NAMED_FAULTS: Final = 5
 ROPE_TABLES: Final = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5
 Json = dict[str, Any]
 
@@ -37,12 +35,6 @@ def read_config(path: Path) -> Json:
     if faults:
         raise ManifestError(f"{path}: {join_faults(faults)}")
     return {"kind": family.kind} | dict(_values(config, keys))
-
-
-def join_faults(faults: list[str]) -> str:
-    """Return the first faults on one line, and the number of the others."""
-    shown = "; ".join(shorten(fault, 200) for fault in faults[:MAX_NAMED_FAULTS])
-    return shown + (f"; and {len(faults) - MAX_NAMED_FAULTS} more" if len(faults) > MAX_NAMED_FAULTS else "")
 
 
 def _family_of(config: Json, path: Path) -> tuple[ModelFamily, ConfigKeys]:

@@ -1,8 +1,13 @@
-"""The keys of the config.json of one family, as a table."""
+"""Keys of config.json: which of them a family reads, writes or ignores, and the file itself."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.errors import ManifestError, MissingFileError
+from protocol.fault_words import shorten
 
 SIZES: Final = {
     "vocab_size": "vocabulary",
@@ -18,6 +23,7 @@ OPTIONS: Final = {
     "tie_word_embeddings": "tied",
     "rms_norm_eps": "norm_epsilon",
 }
+MAX_NAMED_FAULTS: Final = 5
 DEFAULTS: Final[dict[str, object]] = {"tied": False, "norm_epsilon": 1e-6}  # of transformers
 WITHOUT_EFFECT: Final = frozenset(
     {
@@ -54,6 +60,7 @@ FIXED: Final[dict[str, tuple[object, ...]]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
 }  # other values are refused
+MAX_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True)
@@ -79,3 +86,31 @@ class ConfigKeys:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: FIXED)
     without_effect: frozenset[str] = WITHOUT_EFFECT
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_json_object(path: Path, advice: str) -> dict[str, Any]:
+    """Return the object in a file; errors end in `advice`.
+
+    Raises:
+        MissingFileError: it cannot be read.
+        ManifestError: it is too large, or not a JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MissingFileError(f"cannot read {path}: {reason}; {advice}") from error
+    try:
+        values = json.loads(text) if len(text) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ManifestError(f"{path} is not a JSON object of at most {MAX_BYTES} bytes; {advice}")
+    return values
+
+
+def join_faults(faults: list[str]) -> str:
+    """Return the first faults on one line, and the number of the others."""
+    shown = "; ".join(shorten(fault, 200) for fault in faults[:MAX_NAMED_FAULTS])
+    return shown + (f"; and {len(faults) - MAX_NAMED_FAULTS} more" if len(faults) > MAX_NAMED_FAULTS else "")

@@ -1,11 +1,13 @@
-"""Read the weights of a Hugging Face folder, tensor by tensor: safetensors, whole or in shards.
+"""Read pretrained weights: the folder that `model.from` names, here or on the Hugging Face hub, and its tensors.
 
-Nothing is read before names, shapes and types of all tensors are those of the model; a fault names each tensor.
+Nothing is read before names, shapes and types of all tensors are those of the model; a fault names each tensor. The
+weights of round 0 are these, or are drawn from the seed.
 """
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,13 +18,14 @@ import safetensors
 import torch
 from torch import Tensor
 
-from node.model.cut import WHOLE, Cut
+from node.model.config_keys import join_faults
 from node.model.families import model_family, shape_table
-from node.model.hugging_face.config_file import join_faults
-from node.model.shapes import Entry, ShapeTable
-from protocol.errors import CheckpointError, MissingFileError
+from node.model.initialization import initial_weights
+from node.model.shapes import WHOLE, Cut, Entry, ShapeTable
+from protocol.errors import CheckpointError, DataError, MissingFileError, UnreachableError, UsageError
 from protocol.fault_words import shorten
 from protocol.manifest.model import ModelSection
+from protocol.manifest.run import Manifest
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -30,6 +33,10 @@ MAX_INDEX_BYTES: Final = 64 * 2**20
 READABLE_TYPES: Final = ("F32", "BF16", "F16")
 MAX_NAME_BYTES: Final = 255
 OUTPUT: Final = "lm_head.weight"
+HUB_SCHEME: Final = "hf:"
+HUB_NAME: Final = re.compile(r"hf:(?P<name>\w[\w.-]{0,95}(/\w[\w.-]{0,95})?)@(?P<revision>\w[\w./-]{0,95})", re.ASCII)
+ALLOWED: Final = "MURMUR_ALLOW_HUB"
+FILES: Final = ["config.json", "*.safetensors", "model.safetensors.index.json"]
 
 
 @dataclass(frozen=True)
@@ -179,3 +186,73 @@ def _names_in_index(path: Path) -> list[str]:
     if any(Path(name).name != name for name in names):
         raise CheckpointError(f"{path} names files in other folders; download the model again")
     return names
+
+
+def weights_folder(source: str, base: Path) -> Path:
+    """Return the folder with the weights; a relative path starts at `base`.
+
+    Raises:
+        UsageError: the name is not complete, or the user has not allowed the hub.
+        DataError: the package that downloads from the hub is not installed.
+        UnreachableError: the hub does not answer, or does not have it.
+    """
+    if not source.startswith(HUB_SCHEME):
+        return base / Path(source).expanduser()
+    found = HUB_NAME.fullmatch(source)
+    if not found:
+        raise UsageError(f"model.from = {shorten(source)} is not hf:NAME@REVISION; name a revision, such as a commit")
+    return _download(found["name"], found["revision"])
+
+
+def _download(name: str, revision: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError as error:
+        raise DataError('weights of the hub need a package; run `pip install "murmuration[hf]"`') from error
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        if os.environ.get(ALLOWED) != "1":
+            raise UsageError(
+                f"the weights {name} are not in this machine's cache; set {ALLOWED}=1 to download them from the "
+                "Hugging Face hub, or name a folder in model.from"
+            ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+    except (OSError, ValueError) as error:  # no network, no such model or revision; all errors of the hub are these
+        reason = shorten(str(error).splitlines()[0] if str(error) else type(error).__name__, 150)
+        raise UnreachableError(
+            f"cannot download {name}@{revision} from the Hugging Face hub: {reason}; check the name and the network, "
+            "or name a folder in model.from"
+        ) from error
+
+
+def start_weights(manifest: Manifest, base: Path, cut: Cut = WHOLE) -> Tensor | None:
+    """Return the weights of round 0, of the model or of a stage: flat fp32 (numel,) on the CPU.
+
+    `None` means that this machine has no copy of the weights with which the run starts, so peers must send them.
+
+    Args:
+        base: folder of the manifest; a relative `model.from` starts here.
+
+    Raises:
+        MissingFileError, CheckpointError: the folder does not have the weights of this run.
+        UsageError, UnreachableError: they are on the hub, and cannot be downloaded.
+    """
+    model = manifest.model
+    if not model.weights:
+        return initial_weights(model, manifest.run.seed, cut)
+    if not model.from_:
+        return None
+    folder = weights_folder(model.from_, base)
+    with WeightFiles(folder, model) as files:
+        flat = files.load(cut)
+    if not is_start(model, flat, cut):
+        raise CheckpointError(f"{folder} has other weights than this run began with; name the right folder")
+    return flat
+
+
+def is_start(model: ModelSection, flat: Tensor, cut: Cut = WHOLE) -> bool:
+    """Return whether weights are those that the manifest names; any are if it names none."""
+    return not model.weights or block_digests(model, flat, cut) == expected_digests(model, cut)

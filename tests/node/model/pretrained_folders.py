@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-KINDS = ("llama", "qwen3", "qwen3_moe")
+from node.model.families import FAMILIES
+
+KINDS = tuple(family.config_keys.model_type for family in FAMILIES.values() if family.config_keys)
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 32,

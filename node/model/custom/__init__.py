@@ -1,1 +1,0 @@
-"""Models of the organiser's own: names and shapes from a file, no code."""

@@ -1,1 +1,0 @@
-"""Models in the form of Hugging Face: config.json and folders of weights."""
