@@ -13,24 +13,24 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import torch
 
 from benchmarks.merge.random_vectors import random_vector, relative_error
 from benchmarks.merge.worker import OrderChannel, peer_parser
-from node.daemon.checkpoints.vote_log import VoteLog
-from node.daemon.effects import Effects
-from node.daemon.inbox import Inbox, MessageReceiver
+from node.daemon.checkpoints.vote_log import ProofFile, VoteLog
+from node.daemon.effects import Effects, RoundEffects, VoteEffects
+from node.daemon.inbox import InboundQuota, Inbox, MessageReceiver
 from node.daemon.peers.downloads import Downloads
 from node.daemon.peers.peer_rpc import Outbox, PeerRpc
-from node.daemon.round_effects import RoundEffects, RoundTools
-from node.daemon.services import InboundQuota, RoundsService
-from node.daemon.state.offered_states import OfferedStates
+from node.daemon.peers.swarm_view import SwarmView
+from node.daemon.replica import Replica
+from node.daemon.services import RoundsService
 from node.daemon.state.outer_state import OuterState, ReplicatedState, RoundCompute
-from node.daemon.state.proof_file import ProofFile
+from node.daemon.state.replica_state import OfferedStates
 from node.daemon.state_effects import StateEffects
 from node.loop.actions import AdvanceState, ApplyCommit, PrecomputeCommit, PublishHead
 from node.loop.contributions import ContributionTracker, StoredContribution
@@ -106,7 +106,7 @@ class Peer:
         self._blobs = BlobService(self._store, caller)
         fetcher = Downloader(self._store, self.transport.bulk, random.Random(words.rank))
         self._others: list[PeerId] = []
-        self._wishes = Downloads(fetcher, self, PeerRpc(RUN_ID, self.transport), LoggedStatus())
+        self._wishes = Downloads(fetcher, cast(SwarmView, self), PeerRpc(RUN_ID, self.transport), LoggedStatus())
         self.inbox = Inbox()
         self._contributions = ContributionTracker(self.program)
         self._state = MergeState(self.inbox, self._replica, self._wishes)
@@ -126,16 +126,9 @@ class Peer:
         seen = SeenMessages()
         self._receiver = MessageReceiver(RUN_ID, self._terms, seen, self.inbox, status)
         rpc = PeerRpc(RUN_ID, self.transport, Abridger(seen))
-        outbox = Outbox(rpc, self._receiver, self, self.inbox, status)
-        tools = RoundTools(
-            store=self._store,
-            downloads=self._wishes,
-            compute=self._workshop,
-            run_in_thread=self._work,
-            vote_log=vote_log,
-            proof_file=self._proof_file,
-        )
-        round_effects = RoundEffects(self.inbox, status, tools)
+        outbox = Outbox(rpc, self._receiver.receive, self.suspect, self.inbox, status)
+        votes = VoteEffects(self._store, vote_log, self._proof_file, self.inbox)
+        round_effects = RoundEffects(self._wishes, self._workshop, self._work, votes, self.inbox, status)
         state_effects = cast(StateEffects, self._state)
         self.effects = Effects(self.loop, self.inbox, self._receiver, outbox, round_effects, state_effects)
 
@@ -156,8 +149,9 @@ class Peer:
 
     async def open(self, conversation: OrderChannel) -> None:
         deliveries = InboundQuota(self._terms.parts, RoundSection().leader_timeout)
-        served = ServedPeer(self.loop, Deliveries(self._receiver, deliveries, ControlTraffic()), OfferedStates())
-        rounds = RoundsService({RUN_ID: served}, {}, LoggedStatus())
+        peers = SimpleNamespace(receiver=self._receiver, quota=deliveries, traffic=ControlTraffic())
+        served = SimpleNamespace(loop=self.loop, peers=peers, state=SimpleNamespace(offered_states=OfferedStates()))
+        rounds = RoundsService({RUN_ID: cast(Replica, served)}, {}, LoggedStatus().record_refusal)
         services = [
             lambda server: register_blob_service(self._blobs, server),
             lambda server: add_RoundsServicer_to_server(rounds, server),
@@ -222,24 +216,6 @@ class Peer:
         reduces = plan.method.topology.reduces_parts
         topology = Butterfly(RUN_ID, parts, self._words.reducers) if reduces else AllGather(RUN_ID, parts)
         return RoundSettings(topology, timing.grace, timing.leader_timeout, ROUND_SECONDS)
-
-
-@dataclass(frozen=True)
-class Deliveries:
-    """The parts of a peer that take messages."""
-
-    receiver: MessageReceiver
-    quota: InboundQuota
-    traffic: ControlTraffic
-
-
-@dataclass(frozen=True)
-class ServedPeer:
-    """A peer as callers of its rounds see it, in the place of a replica."""
-
-    loop: RoundLoop
-    peers: Deliveries
-    offered_states: OfferedStates
 
 
 class MergeState:

@@ -23,10 +23,8 @@ from node.daemon.inbox import Inbox
 from node.daemon.stages.build import build_stage
 from node.daemon.stages.calls import StageCalls, stage_calls
 from node.daemon.stages.service import StagesService
-from node.daemon.stages.stage_effects import NodeStages, StageEffects
+from node.daemon.stages.stage_effects import NodeStages
 from node.injected_faults import injected_faults
-from node.loop.events import LoopEvent
-from node.loop.stage_events import StageEvent
 from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
 from node.trainer.ipc.channel import Ready
@@ -77,17 +75,6 @@ class TimedStages(NodeStages):
         super().take_outcome(peer, outcome)
 
 
-class StageHandler:
-    """Handles the events of an inbox without rounds."""
-
-    def __init__(self, stage: StageEffects) -> None:
-        self._stage = stage
-
-    def handle(self, event: LoopEvent | StageEvent) -> None:
-        assert isinstance(event, StageEvent)
-        self._stage.handle(event)
-
-
 class SleepingPeer:
     """The parts of a node that a pipeline needs."""
 
@@ -103,10 +90,8 @@ class SleepingPeer:
         self.background = BackgroundTasks(Faults())
         calls = stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
         self.stages = TimedStages(self.directory, calls)
-        inbox = Inbox()
-        stage = build_stage(manifest, run_dir, self.stages, self.transport, self.background, inbox)
+        stage = build_stage(manifest, run_dir, self.stages, self.transport, self.background, Inbox())
         assert stage is not None
-        inbox.attach(StageHandler(stage))
         self.stage = stage
         self.blobs = BlobService(stage.store, caller)
         self.trainer = SleepingTrainer(stage.memory, rate)

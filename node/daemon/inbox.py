@@ -1,10 +1,16 @@
-"""Pass events to the round loop one by one, and verify peers' messages before they become events."""
+"""Pass events to the round loop one by one, and verify peers' messages before they become events.
+
+The node verifies all messages of a call at once, one signature after another, and everything else waits meanwhile: a
+roster of a thousand takes a fifth of a second. So it limits the bytes per peer, because signatures fill them. A member
+may send as much as the leader of the largest possible round, which repeats its roster or its proposal at every
+retransmission, and much more in a burst. Unknown peers share a small quota, because creating an identity costs nothing;
+it suffices for the messages of a new peer before its record is known. A refused call costs one retransmission.
+"""
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES, Outbox
 from node.loop.actions import Answer
@@ -15,29 +21,29 @@ from protocol.audits import FINDING_KIND
 from protocol.consensus.events import MisbehaviourSeen
 from protocol.consensus.messages.briefs.codec import restore
 from protocol.consensus.messages.briefs.seen import SeenMessages
-from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS, ContributionLimits
 from protocol.consensus.messages.kinds import parse, signed_round
+from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import Brief, Signed
+from protocol.transport.rate_limit import SharedTokenBuckets, TokenBuckets
 
 logger = logging.getLogger(__name__)
 
 MAX_DECISION_REPLY_BYTES = 768 * 1024  # in one reply; larger decisions go through the outbox
-
-
-class EventHandler(Protocol):
-    def handle(self, event: LoopEvent | StageEvent) -> None: ...
-
-
-class FindingReceiver(Protocol):
-    def receive(self, signed: Signed) -> None:
-        """Take the finding of another auditor. Raises PeerFault."""
+CONTRIBUTION_BYTES, PART_BYTES = 320, 48  # size of a signed one, rounded up
+MIN_CALL_BYTES = 1024  # least charge of a call
+MIN_MESSAGE_BYTES = 256  # least charge of a message
+MEMBER_BURST_MESSAGES = 8  # of the largest size: those of a round, and earlier decisions
+MIN_MEMBER_RATE = 64 * 1024
+ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE = 1024 * 1024, 128 * 1024  # of all unknown peers together
+UNKNOWN_PEER_RATE = 8 * 1024
 
 
 class Inbox:
-    """Queues events for one handler, which handles them at once unless it is already handling one.
+    """Queues events for one handler, which gets them at once unless it is already handling one.
 
     An event posted while another one is handled (a peer turns out unreachable during a send) waits until the actions of
     that one are done.
@@ -45,30 +51,43 @@ class Inbox:
 
     def __init__(self) -> None:
         self._events = deque[LoopEvent | StageEvent]()
-        self._handler: EventHandler | None = None
+        self._handle: Callable[[LoopEvent], None] | None = None
+        self._handle_stage: Callable[[StageEvent], None] | None = None
         self._is_draining = False
         self._fault: BaseException | None = None
         self._ended = asyncio.Event()
         self._may_leave = asyncio.Event()
         self.is_extended = False  # whether it leaves because the run goes on
 
-    def attach(self, handler: EventHandler) -> None:
-        self._handler = handler
+    def attach(self, handle: Callable[[LoopEvent], None]) -> None:
+        self._handle = handle
+
+    def attach_stage(self, handle: Callable[[StageEvent], None]) -> None:
+        """Pass the events of the stage of a pipeline to its own handler."""
+        self._handle_stage = handle
 
     def post(self, event: LoopEvent | StageEvent) -> None:
         self._events.append(event)
-        if self._is_draining or self._handler is None:
+        if self._is_draining or (self._handle is None and self._handle_stage is None):
             return
         self._is_draining = True
         try:
             while self._events:
-                self._handler.handle(self._events.popleft())
+                self._pass(self._events.popleft())
         except Exception as error:
             logger.exception("the round loop failed")
             self.fail(error)
         finally:
             self._is_draining = False
             self._events.clear()
+
+    def _pass(self, event: LoopEvent | StageEvent) -> None:
+        if isinstance(event, StageEvent):
+            assert self._handle_stage is not None
+            self._handle_stage(event)
+        else:
+            assert self._handle is not None
+            self._handle(event)
 
     def fail(self, error: BaseException) -> None:
         """Record an error in our own code; the node ends with the first one."""
@@ -111,7 +130,7 @@ class MessageReceiver:
         self._inbox = inbox
         self._status = status
         self._reply: list[Signed] = []
-        self.auditor: FindingReceiver | None = None  # None: the run has no audits
+        self.on_finding: Callable[[Signed], None] | None = None  # None: the run has no audits
 
     def receive(self, sender: PeerId, envelopes: Iterable[Signed]) -> list[Signed]:
         """Verify and post the messages that `sender` delivered; return messages that it seems to lack.
@@ -121,8 +140,8 @@ class MessageReceiver:
         messages, faults = [], list[PeerFault]()
         for signed in envelopes:
             try:
-                if signed.kind == FINDING_KIND and self.auditor is not None:
-                    self.auditor.receive(signed)
+                if signed.kind == FINDING_KIND and self.on_finding is not None:
+                    self.on_finding(signed)
                 else:
                     messages.append(parse(signed, self._run_id, self._limits))
                     self._seen.record(signed)
@@ -164,3 +183,25 @@ class MessageReceiver:
             return
         for signed in answer.messages:
             outbox.send([answer.peer], signed)
+
+
+class InboundQuota:
+    """Limits the bytes that each peer delivers; `max_parts` is the most parts of a contribution."""
+
+    def __init__(self, max_parts: int, leader_timeout: float) -> None:
+        contribution = CONTRIBUTION_BYTES + max_parts * PART_BYTES
+        largest = min(MAX_BATCH_BYTES, MAX_CONTRIBUTIONS * contribution)
+        rate = max(MIN_MEMBER_RATE, largest * RETRANSMITS_PER_TIMEOUT / leader_timeout)
+        self._members = TokenBuckets(MEMBER_BURST_MESSAGES * largest, rate)
+        per_peer = TokenBuckets(2 * contribution + 16 * MIN_CALL_BYTES, UNKNOWN_PEER_RATE)
+        self._unknown_peers = SharedTokenBuckets(per_peer, TokenBuckets(ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE))
+
+    def charge(self, peer: PeerId, sizes: list[int], is_member: bool, now: float) -> None:
+        """Charge a call with messages of these sizes. Raises LimitError if it exceeds the quota for now."""
+        size = max(MIN_CALL_BYTES, sum(max(MIN_MESSAGE_BYTES, size) for size in sizes))
+        if is_member:
+            if not self._members.try_take(peer, now, size):
+                raise LimitError(f"{peer} delivers more than a leader needs to; retry later")
+        elif lack := self._unknown_peers.charge(peer, now, size):
+            excess = f"delivers {size} bytes" if lack == "caller" else "delivers while too many unknown peers do"
+            raise LimitError(f"{peer} {excess} and is not known as a member; retry later")

@@ -129,7 +129,8 @@ class Daemon:
                 for manifest, folder in served:
                     await node.add_replica(manifest, folder, workers)
                 if len(served) == 1:  # a node that serves all stages has nothing to keep beside
-                    self._keepers = node.kept_states = build_stage_keepers(node, self._folder, stage_of(manifest))
+                    self._keepers = build_stage_keepers(node, self._folder, stage_of(manifest))
+                    node.describe_kept_states = self._keepers.describe if self._keepers else None
                     self._mover = self._build_mover(node, manifest)
             with self._display.activity("connecting to the network"):
                 await node.open()
@@ -149,7 +150,8 @@ class Daemon:
         is_pinned = self._settings.stage is not None or self._settings.stays
         if not isinstance(manifest, StageManifest) or is_pinned or manifest.pipeline.is_exact:
             return None
-        return StageMover(node.directory, manifest, node.replicas[manifest.run_id].replicated.chain, self._has_moved)
+        chain = node.replicas[manifest.run_id].state.replicated.chain
+        return StageMover(node.directory, manifest, chain, self._has_moved)
 
     async def _watch_stages(self) -> None:
         """End once this node has to move to another stage."""

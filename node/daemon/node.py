@@ -1,36 +1,26 @@
-"""Build the parts that all replicas of a node share: identity, transport, directory, services, metrics."""
+"""Run a node: its replicas, and the services with which it answers other peers."""
 
 import asyncio
-import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
-from typing import Protocol
 
-from node.daemon.node_parts import NodeParts
+from node.daemon.node_network import NodeNetwork
+from node.daemon.peers.chain_sync import ServedChain
 from node.daemon.replica import Replica
-from node.daemon.services import CarriersService, RoundsService, RunsService, ServedChain
-from node.daemon.stages.calls import stage_calls
+from node.daemon.services import CarriersService, RoundsService, RunsService
 from node.daemon.stages.service import StagesService
-from node.daemon.stages.stage_effects import NodeStages
-from node.daemon.steering.keeper import RevisionKeeper
-from node.injected_faults import injected_faults
-from node.monitoring.metrics import Metrics
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
 from node.own_ticket import load_own_ticket
 from node.processes.workers import Workers
 from node.run_dir import RunDir, reuse_last_port
-from protocol.blobs.server import BlobService, CallerLimits, StoreGroup, register_blob_service
+from protocol.blobs.server import register_blob_service
 from protocol.blobs.store import BlobStore
 from protocol.consensus.history.trust import TrustPoint
-from protocol.identity import Identity
 from protocol.manifest.run import Manifest, RunId
-from protocol.membership.clock import SwarmClock
-from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import DirectoryOptions
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import (
     add_CarriersServicer_to_server,
@@ -40,80 +30,33 @@ from protocol.murmur_pb2_grpc import (
 )
 from protocol.tasks import cancel_and_wait
 from protocol.transport.nat import DialBackResponder, choose_relays, find_own_ip
-from protocol.transport.transport import AddServicer, Transport, caller
-from protocol.transport.tunnel import ConnectionLimits
+from protocol.transport.transport import AddServicer
 
 
-class KeptStates(Protocol):
-    """The states of other stages that a node of a pipeline keeps."""
-
-    def describe(self) -> str:
-        """Return one line about them."""
-
-
-class Node:
+class Node(NodeNetwork):
     """One process in a run. It has one replica today; without any, it watches, and may keep the newest state.
 
     All replicas share the directory of the node's own run (`options.manifest`): a pipeline peer's stages are runs
     within that run. Services find the replica by the run id of a request.
     """
 
-    rendezvous: Rendezvous  # set by `open`
+    rendezvous: Rendezvous  # from `open` on, because it needs the running p2pd
 
     def __init__(self, options: NodeOptions, run_dir: RunDir, rng: random.Random) -> None:
-        manifest = options.manifest
-        self.options = options
-        self.run_dir = run_dir
-        self._rng = rng
-        self.identity = Identity.load_or_create(run_dir.key)
-        self.peer_id = self.identity.peer_id
-        limits = ConnectionLimits(upload=options.upload, download=options.download)
-        self.transport = Transport.create(run_dir.key, run_dir.path, limits)
-        self._clock = SwarmClock()
-        self.directory = PeerDirectory(
-            DirectoryOptions(
-                run_id=manifest.run_id,
-                heartbeat=manifest.membership.heartbeat,
-                expiry=manifest.membership.expiry,
-                bootstrap=options.contacts,
-                addresses_file=run_dir.peers,
-            ),
-            self.identity,
-            self.transport,
-            self._clock,
-            rng,
-        )
-        faults = injected_faults(os.environ, manifest.run.name)
-        self.stages = NodeStages(self.directory, stage_calls(self.transport, faults))
-        self.revisions = RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
-        self._stores = StoreGroup()
-        self.blob_service = BlobService(self._stores, caller, CallerLimits.at_rate(options.upload))
-        self.metrics = Metrics()
-        self.manifests: dict[RunId, Manifest] = {manifest.run_id: manifest}
+        super().__init__(options, run_dir, rng)
+        self.manifests: dict[RunId, Manifest] = {options.run_id: options.manifest}
         self.replicas: dict[RunId, Replica] = {}
-        self.kept_states: KeptStates | None = None  # of other stages of a pipeline
+        self.describe_kept_states: Callable[[], str] | None = None  # of other stages of a pipeline
         self._chains: dict[RunId, ServedChain] = {}  # of the replicas, and of states that are kept
 
     async def add_replica(self, manifest: Manifest, run_dir: RunDir, workers: Workers) -> Replica:
         """Build a replica of a run from its folder. Call it before `open`. Raises MurmurError."""
-        parts = NodeParts(
-            options=self.options,
-            identity=self.identity,
-            transport=self.transport,
-            directory=self.directory,
-            stages=self.stages,
-            revisions=self._keeper_of(manifest, run_dir),
-            blob_service=self.blob_service,
-            metrics=self.metrics,
-            workers=workers,
-            rng=self._rng,
-        )
-        replica = await Replica.build(parts, manifest, run_dir)
+        replica = await Replica.build(self, manifest, run_dir, workers)
         replica.status_reporter.add_source(self)
-        self.add_chain(replica.run_id, replica.served_chain, replica.store)
-        if replica.stage is not None:
-            self._stores.add(replica.stage.store)
-        self.metrics.add_store(replica.store)
+        self.add_chain(replica.run_id, replica.state.served_chain, replica.state.store)
+        if replica.work.stage is not None:
+            self.stores.add(replica.work.stage.store)
+        self.metrics.add_store(replica.state.store)
         self.metrics.add_refusal_counter(replica.peers.downloader)
         self.manifests[replica.run_id] = manifest
         self.replicas[replica.run_id] = replica
@@ -122,24 +65,18 @@ class Node:
     def add_chain(self, run_id: RunId, chain: ServedChain, store: BlobStore) -> None:
         """Serve a chain with its state, and the blobs of a store. Call it for the first chain before `open`."""
         self._chains[run_id] = chain
-        self._stores.add(store)
+        self.stores.add(store)
 
     def remove_chain(self, run_id: RunId, store: BlobStore) -> None:
         """Serve a chain and the blobs of its store no longer."""
         del self._chains[run_id]
-        self._stores.remove(store)
+        self.stores.remove(store)
 
     @property
     def trust_point(self) -> TrustPoint | None:
         """Return the trust point at the head of the node's run; None if it holds no state of it."""
         chain = self._chains.get(self.options.run_id)
         return chain.trust_point if chain is not None else None
-
-    def _keeper_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionKeeper:
-        """Return the keeper of a run's revisions: the node's, or one of its own for a run within the node's run."""
-        if manifest.whole_run_id == self.directory.run_id:
-            return self.revisions
-        return RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
 
     async def open(self) -> None:
         """Join the network and announce the replicas. Raises TransportError."""
@@ -151,7 +88,7 @@ class Node:
             direct=options.direct if self._chains else None,
             relays=choose_relays(options.listen, options.contacts, find_own_ip()),
         )
-        self.rendezvous = Rendezvous(self.identity, self.transport, self._clock, self.directory, self._rng)
+        self.rendezvous = Rendezvous(self.identity, self.transport, self.clock, self.directory, self.rng)
         self.directory.subscribe(self.rendezvous)
         for counter in (self.directory, self.transport, self.rendezvous):
             self.metrics.add_refusal_counter(counter)
@@ -168,20 +105,22 @@ class Node:
             replica.announce()
 
     def _services(self) -> list[AddServicer]:
-        runs = RunsService(self.manifests, DialBackResponder(self.transport.remote_addresses), self.directory)
+        runs = RunsService(
+            self.manifests, DialBackResponder(self.transport.remote_addresses), self.directory.record_refusal
+        )
         always: list[AddServicer] = [
             self.directory.register, self.revisions.register, partial(add_RunsServicer_to_server, runs),
         ]  # fmt: skip
         if not self._chains:
             return always
         stages = [partial(add_StagesServicer_to_server, StagesService(self.stages, self.directory))]
-        rounds = RoundsService(self.replicas, self._chains, self.directory)
+        rounds = RoundsService(self.replicas, self._chains, self.directory.record_refusal)
         for counter in (self.blob_service, rounds):
             self.metrics.add_refusal_counter(counter)
         return [
             *always,
             partial(register_blob_service, self.blob_service),
-            partial(add_CarriersServicer_to_server, CarriersService(self.replicas, self.directory)),
+            partial(add_CarriersServicer_to_server, CarriersService(self.replicas, self.directory.record_refusal)),
             partial(add_RoundsServicer_to_server, rounds),
             *(stages if self.stages else ()),
         ]
@@ -196,7 +135,7 @@ class Node:
 
     async def drain(self) -> None:
         """Finish work that others would have to make again, before the peers learn that this node leaves."""
-        await asyncio.gather(*(replica.stage.drain() for replica in self.replicas.values() if replica.stage))
+        await asyncio.gather(*(replica.work.drain() for replica in self.replicas.values()))
 
     async def finish(self) -> None:
         """Stop the trainers and save; the network stays open. May be repeated."""
@@ -233,7 +172,7 @@ class Node:
             "bytes_fetched_by_path": dict(transport.bulk.bytes_received),
             "direct_refusals": dict(transport.direct_refusals),
             "addresses": tuple(own.addresses) if own else (),
-            "kept": self.kept_states.describe() if self.kept_states else "",
+            "kept": self.describe_kept_states() if self.describe_kept_states else "",
         }
 
 

@@ -1,6 +1,5 @@
 """Bound what a run may ask of a node: contributions, the blob store, and the memory of its vectors."""
 
-from node.daemon.peers.blob_relay import MAX_CONTRIBUTIONS
 from node.daemon.state.outer_state import state_bytes
 from node.model import Cut, shapes_of
 from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
@@ -15,6 +14,7 @@ TEMPORARY_BYTES = 8  # a parameter: an exporting process, or a state that is tak
 LEAST_BLOB_MEMORY_BYTES = 1 << 24
 STORE_STATES = 16  # size of the store, in states
 STORE_EXTRA_BYTES = 1 << 30
+MAX_RELAYED_CONTRIBUTIONS = 16  # in bytes: for all peers together, at once
 
 
 def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> ContributionLimits:
@@ -31,7 +31,7 @@ def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> Contributi
 def max_store_bytes(planner: RoundPlanner) -> int:
     """Return the most bytes that the blobs of a run may take on disk."""
     states = STORE_STATES * state_bytes(planner.numel, planner.method)
-    return states + MAX_CONTRIBUTIONS * planner.max_contribution_bytes + STORE_EXTRA_BYTES
+    return states + MAX_RELAYED_CONTRIBUTIONS * planner.max_contribution_bytes + STORE_EXTRA_BYTES
 
 
 def blob_memory_bytes(planner: RoundPlanner) -> int:

@@ -1,20 +1,14 @@
 """Carry out the actions that change our state, and keep the trainer, the disk and other peers up to date."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from node.daemon.audits.auditor import Auditor
 from node.daemon.inbox import Inbox
-from node.daemon.peers.chain_sync import ChainSyncClient
-from node.daemon.peers.downloads import Downloads
-from node.daemon.peers.swarm_view import SwarmView
-from node.daemon.state.checkpointer import Checkpointer
-from node.daemon.state.outer_state import OuterState, ReplicatedState, Rooms, SignedContributions
-from node.daemon.state.outer_vectors import OuterVectors
-from node.daemon.steering.keeper import RevisionKeeper
-from node.daemon.trainer_link import TrainerLink
+from node.daemon.peers.replica_peers import ReplicaPeers
+from node.daemon.replica_work import ReplicaWork
+from node.daemon.state.outer_state import OuterState, Rooms, SignedContributions
+from node.daemon.state.replica_state import ReplicaState
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
@@ -43,12 +37,9 @@ from node.loop.events import (
     SyncFailed,
     TrainerStarted,
 )
-from node.loop.steering import Steering
 from node.monitoring.status_reporter import StatusReporter
-from node.processes.workers import RunInThread
 from node.step_settings import StepSettings, step_settings
 from node.trainer.ipc.channel import ContributionOutcome
-from optim.method import Method
 from protocol.consensus.events import Rejected
 from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.errors import GoneError, MissingFileError, PeerFault, StorageError, UnreachableError
@@ -59,31 +50,21 @@ Report = ReportPhase | ReportRecovered | ReportMissed | ReportPace | ReportCatch
 RECOVERABLE = (UnreachableError, PeerFault, MissingFileError, StorageError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateTools:
-    """The parts of a replica that its state effects use."""
-
-    method: Method
-    replicated: ReplicatedState
-    outer_vectors: OuterVectors
-    run_in_thread: RunInThread
-    trainer: TrainerLink
-    checkpointer: Checkpointer
-    downloads: Downloads
-    sync_client: ChainSyncClient
-    swarm_view: SwarmView
-    steering: Steering
-    revisions: RevisionKeeper
-    auditor: Auditor | None = None
-
-
 class StateEffects:
     """Carries out the state actions of one replica; each method posts the event that answers its action."""
 
-    def __init__(self, inbox: Inbox, status: StatusReporter, tools: StateTools) -> None:
+    def __init__(
+        self, state: ReplicaState, peers: ReplicaPeers, work: ReplicaWork, inbox: Inbox, status: StatusReporter
+    ) -> None:
+        self._state = state
+        self._replicated = state.replicated
+        self._steering = state.steering
+        self._peers = peers
+        self._work = work
+        self._trainer = work.trainer
+        self._checkpointer = work.checkpointer
         self._inbox = inbox
         self._status = status
-        self._tools = tools
         self._computed: OuterState | None = None
 
     def report(self, action: Report) -> None:
@@ -106,37 +87,37 @@ class StateEffects:
 
     def precompute(self, action: PrecomputeCommit) -> None:
         rooms = self._rooms(action.commit.round + 1)
-        self._tools.replicated.speculate(action.commit, action.contributions, rooms)
+        self._replicated.speculate(action.commit, action.contributions, rooms)
 
     async def request_early_submit(self) -> None:
         self._status.record_early_submit()
-        await self._tools.trainer.request_early_submit()
+        await self._work.request_early_submit()
 
     async def start_trainer(self) -> None:
-        round_number = self._tools.replicated.chain.round
+        round_number = self._replicated.chain.round
         self._remember_anchor(round_number, self._shared_vectors())
-        step = self._tools.replicated.state.exact_step
-        await self._tools.checkpointer.free_anchor(round_number, self._tools.replicated.blob)
-        await self._tools.trainer.start(round_number, self._shared_vectors(), self._settings(), step)
+        step = self._replicated.state.exact_step
+        await self._checkpointer.free_anchor(round_number, self._replicated.blob)
+        await self._trainer.start(round_number, self._shared_vectors(), self._settings(), step)
         await self._place_state()
         self._inbox.post(TrainerStarted())
 
     async def set_resting(self, is_resting: bool) -> None:
-        await self._tools.trainer.set_resting(is_resting)
+        await self._work.set_resting(is_resting)
 
     def _remember_anchor(self, round_number: int, shared: list[Tensor]) -> None:
-        if self._tools.auditor is not None:
-            self._tools.auditor.remember_anchor(round_number, shared)
+        if self._work.auditor is not None:
+            self._work.auditor.remember_anchor(round_number, shared)
 
     def _settings(self) -> StepSettings:
-        chain = self._tools.replicated.chain
-        return step_settings(self._tools.steering.manifest_at(chain.round), chain.round, chain.tokens)
+        chain = self._replicated.chain
+        return step_settings(self._steering.manifest_at(chain.round), chain.round, chain.tokens)
 
     async def apply_commit(self, action: ApplyCommit) -> None:
         try:
             contributions = await self._obtain(action)
             rooms = self._rooms(action.commit.body.round + 1)
-            self._computed = await self._tools.replicated.compute_next(action.commit, contributions, rooms)
+            self._computed = await self._replicated.compute_next(action.commit, contributions, rooms)
         except RECOVERABLE as error:
             self._inbox.post(ApplyFailed(str(error)))
         else:
@@ -146,38 +127,37 @@ class StateEffects:
         """Give the state to the trainer first; hashing the state takes long and delays no one."""
         state, self._computed = self._computed, None
         assert state is not None
-        tools, round_number = self._tools, action.commit.body.round + 1
-        head = tools.replicated.chain.head_after([action.commit])
-        settings = step_settings(tools.steering.manifest_after(action.commit.body), head.round, head.tokens)
-        self._remember_anchor(round_number, state.shared_vectors(tools.method))
+        round_number = action.commit.body.round + 1
+        head = self._replicated.chain.head_after([action.commit])
+        settings = step_settings(self._steering.manifest_after(action.commit.body), head.round, head.tokens)
+        self._remember_anchor(round_number, state.shared_vectors(self._state.method))
         step = state.exact_step
-        await tools.checkpointer.free_anchor(round_number, tools.replicated.blob)
-        await tools.trainer.apply_anchor(round_number, state.shared_vectors(tools.method), settings, step)
-        await tools.replicated.advance(action.commit, await self._placed(round_number, state))
-        self._inbox.post(CommitApplied(tools.replicated.blob.digest))
+        await self._checkpointer.free_anchor(round_number, self._replicated.blob)
+        await self._trainer.apply_anchor(round_number, state.shared_vectors(self._state.method), settings, step)
+        await self._replicated.advance(action.commit, await self._placed(round_number, state))
+        self._inbox.post(CommitApplied(self._replicated.blob.digest))
 
     def publish_step(self, action: PublishStep) -> None:
-        self._tools.swarm_view.announce_step(action.fields, action.urgent)
+        self._peers.swarm_view.announce_step(action.fields, action.urgent)
 
     async def publish_head(self, action: PublishHead) -> None:
-        tools = self._tools
-        await tools.checkpointer.wait_until_announceable(tools.replicated)
-        step_scale = tools.replicated.step_scale(action.commit, action.contributions)
+        await self._checkpointer.wait_until_announceable(self._replicated)
+        step_scale = self._replicated.step_scale(action.commit, action.contributions)
         self._status.record_applied(AppliedContributions.of(action.contributions), step_scale)
-        for peer, reason in tools.replicated.state.left_out:
+        for peer, reason in self._replicated.state.left_out:
             self._status.record_left_out(peer, reason)
         # The commit shows the others that we are about to have its head, if it includes us. At the end nothing follows.
-        urgent = action.outcome != "included" or tools.steering.is_target_reached
+        urgent = action.outcome != "included" or self._steering.is_target_reached
         self._announce([action.commit], action.outcome, urgent)
         await self._save([action.commit])
-        if tools.auditor is not None:
-            tools.auditor.on_commit(tools.replicated.chain)
-        tools.checkpointer.confirm_round()
+        if self._work.auditor is not None:
+            self._work.auditor.on_commit(self._replicated.chain)
+        self._checkpointer.confirm_round()
         self._inbox.post(HeadPublished())
 
     async def find_path(self, action: FindPath) -> None:
         try:
-            offer = await self._tools.sync_client.ask(action.peer, action.since)
+            offer = await self._peers.sync_client.ask(action.peer, action.since)
         except RECOVERABLE as error:
             self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
         else:
@@ -193,37 +173,36 @@ class StateEffects:
 
     async def _download_state(self, action: FetchState | TakeState) -> None:
         seconds = MIN_STATE_SECONDS + action.state.size / MIN_BYTES_PER_SECOND
-        await self._tools.downloads.download_from_holders(action.state, seconds, action.holders)
+        await self._peers.downloads.download_from_holders(action.state, seconds, action.holders)
 
     async def take_state(self, action: TakeState) -> None:
-        tools, chain = self._tools, action.offer.chain
+        chain = action.offer.chain
         try:
             await self._download_state(action)
-            await tools.checkpointer.keep_before_jump()
-            await tools.replicated.install_state(chain.head, chain.log, action.state, tools.steering.base)
+            await self._checkpointer.keep_before_jump()
+            await self._replicated.install_state(chain.head, chain.log, action.state, self._steering.base)
         except RECOVERABLE as error:
             self._inbox.post(SyncFailed(str(error), isinstance(error, GoneError)))
         else:
-            self._inbox.post(StateInstalled(tools.replicated.blob.digest))
+            self._inbox.post(StateInstalled(self._replicated.blob.digest))
 
     def begin_adoption(self, action: AdoptState) -> None:
         """Report the revised outcomes at once: from now on they apply to the trainer's next contribution."""
-        self._tools.trainer.record_fork(action.verdict)
-        self._status.reset_validation(self._tools.replicated.chain.head)
+        self._trainer.record_fork(action.verdict)
+        self._status.reset_validation(self._replicated.chain.head)
         self._status.record_catch_up("skipped", action.skipped)
         self._status.record_revised(action.verdict.revised)
 
     async def adopt_state(self, action: AdoptState) -> None:
         """Announce the state only once it is on disk: a kill would revert all skipped rounds."""
-        tools = self._tools
-        round_number, shared = tools.replicated.chain.round, self._shared_vectors()
+        round_number, shared = self._replicated.chain.round, self._shared_vectors()
         self._remember_anchor(round_number, shared)
-        step = tools.replicated.state.exact_step
-        await tools.checkpointer.free_anchor(round_number, tools.replicated.blob)
-        await tools.trainer.apply_anchor(round_number, shared, self._settings(), step)
+        step = self._replicated.state.exact_step
+        await self._checkpointer.free_anchor(round_number, self._replicated.blob)
+        await self._trainer.apply_anchor(round_number, shared, self._settings(), step)
         await self._place_state()
         await self._save(action.commits)
-        await tools.checkpointer.wait_until_saved()
+        await self._checkpointer.wait_until_saved()
         self._announce(action.commits, action.verdict.outcome)
         self._inbox.post(HeadPublished())
 
@@ -232,28 +211,26 @@ class StateEffects:
 
         All computations run in one thread, one after another, so the last one that was asked for writes last.
         """
-        tools = self._tools
-        if not tools.checkpointer.is_anchor_free(round_number, tools.replicated.blob):
+        if not self._checkpointer.is_anchor_free(round_number, self._replicated.blob):
             return {}
-        return {**tools.trainer.anchor_rooms(round_number, tools.method), **tools.outer_vectors.rooms(round_number)}
+        return {**self._trainer.anchor_rooms(round_number), **self._state.outer_vectors.rooms(round_number)}
 
     async def _place_state(self) -> None:
-        replicated = self._tools.replicated
+        replicated = self._replicated
         replicated.state = await self._placed(replicated.chain.round, replicated.state)
 
     async def _placed(self, round_number: int, state: OuterState) -> OuterState:
         """Return the state of a round with its vectors in their own memory, which the checkpointer has freed."""
-        tools = self._tools
-        shared = tools.trainer.share_memory(round_number, state, tools.method)
-        placed: OuterState = await tools.run_in_thread(tools.outer_vectors.place, round_number, shared)
+        shared = self._trainer.share_memory(round_number, state)
+        placed: OuterState = await self._state.workers.compute(self._state.outer_vectors.place, round_number, shared)
         return placed
 
     def _shared_vectors(self) -> list[Tensor]:
-        return self._tools.replicated.state.shared_vectors(self._tools.method)
+        return self._replicated.state.shared_vectors(self._state.method)
 
     async def _obtain(self, action: ApplyCommit) -> SignedContributions:
         """Return the contributions to apply, with their blobs in the store."""
-        commit, downloads = action.commit.body, self._tools.downloads
+        commit, downloads = action.commit.body, self._peers.downloads
         if not action.contributions:
             return ()
         if not action.may_lose:
@@ -271,17 +248,17 @@ class StateEffects:
 
     def _announce(self, commits: Sequence[Commit], outcome: ContributionOutcome, urgent: bool = True) -> None:
         """Report the new head to people and peers."""
-        tools, replicated = self._tools, self._tools.replicated
-        tools.checkpointer.schedule = tools.steering.manifest_at(replicated.chain.round).checkpoint
-        self._status.set_revisions(tools.steering.revisions_in_force, replicated.chain.round)
+        replicated = self._replicated
+        self._checkpointer.schedule = self._steering.manifest_at(replicated.chain.round).checkpoint
+        self._status.set_revisions(self._steering.revisions_in_force, replicated.chain.round)
         self._status.record_rounds(replicated.chain.head, replicated.blob.digest, commits, outcome)
-        tools.swarm_view.announce_head(replicated.chain, replicated.blob.digest, urgent)
+        self._peers.swarm_view.announce_head(replicated.chain, replicated.blob.digest, urgent)
 
     async def _save(self, commits: Sequence[Commit]) -> None:
         """Retain the blobs that peers may request, and start to write a checkpoint."""
-        self._tools.revisions.adopt(self._tools.replicated.chain.head.revision)
-        tools, contributions = self._tools, self._tools.trainer.contributions
-        await tools.checkpointer.retain_state(tools.replicated.blob)
-        async with tools.trainer.submit_lock:
-            tools.checkpointer.prune_blobs(contributions, commits)
-        await tools.checkpointer.save_in_background(tools.replicated, contributions)
+        self._state.revisions.adopt(self._replicated.chain.head.revision)
+        contributions = self._state.contributions
+        await self._checkpointer.retain_state(self._replicated.blob)
+        async with self._trainer.intake.lock:
+            self._checkpointer.prune_blobs(contributions, commits)
+        await self._checkpointer.save_in_background(self._replicated, contributions)

@@ -10,27 +10,15 @@ its death and its Ready; the answer to Ready has everything.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
-from node.daemon.audits.work_keeper import WorkKeeper
-from node.daemon.stages.stage_effects import StageEffects
-from node.daemon.state.outer_state import OuterState, Rooms
-from node.loop.contributions import (
-    ContributionFile,
-    ContributionTracker,
-    ForkOutcome,
-    LastSent,
-    SettledContribution,
-    StoredContribution,
-    store_parts,
-)
+from node.daemon.state.contributions import ContributionIntake
+from node.daemon.state.outer_state import OuterState, Rooms, TrainerAnchors
+from node.loop.contributions import ForkOutcome
 from node.monitoring.status import ErrorRecorder
-from node.processes.workers import RunInThread
 from node.step_settings import StepSettings
 from node.trainer.ipc.channel import (
     AnchorApplied,
@@ -48,11 +36,7 @@ from node.trainer.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
-from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.ipc.trainer_process import TrainerProcess
-from node.trainer.vectors import TrainerVectors
-from optim.method import Method
-from protocol.blobs.store import BlobStore
 
 APPLY_ANCHOR_SECONDS = 60.0
 LAST_APPLY_ANCHOR_SECONDS = 5.0
@@ -60,54 +44,29 @@ MAX_EVALUATION_SHARE = 0.1  # of the trainer's time
 EVALUATION_SECONDS = 60.0  # for the validation loss of the run's last round
 
 
-class TrainerListener(Protocol):
-    def on_trainer_message(self, message: FromTrainer) -> None:
-        """Handle a message of the trainer; a new contribution is in the tracker already."""
-
-
-class StepTargets(Protocol):
-    def steps_for(self, round_number: int, /) -> int:
-        """Return the number of inner steps for a round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerTools:
-    """The trainer's process, and the places that its contributions are read from and stored in."""
-
-    process: TrainerProcess
-    shared_memory: SharedMemory
-    store: BlobStore
-    contribution_file: ContributionFile
-    run_in_thread: RunInThread
-    work_keeper: WorkKeeper | None = None
-    stage: StageEffects | None = None
-    vectors: TrainerVectors | None = None
-
-
 class TrainerLink:
-    """Sends anchors to the trainer of one replica and stores its contributions."""
+    """Sends anchors to the trainer of one replica and receives its contributions.
+
+    Args:
+        process: the trainer's.
+        anchors: the memory that it reads anchors from.
+        intake: stores and tracks its contributions.
+        steps_for: returns the number of inner steps for a round.
+        on_message: gets every message of the trainer; a new contribution is in the tracker already.
+        errors: counts and logs what goes wrong.
+    """
 
     def __init__(
-        self,
-        tools: TrainerTools,
-        contributions: ContributionTracker,
-        step_targets: StepTargets,
-        listener: TrainerListener,
-        errors: ErrorRecorder,
-    ) -> None:
-        self._process = tools.process
-        self._shared_memory = tools.shared_memory
-        self._store = tools.store
-        self._contribution_file = tools.contribution_file
-        self._run_in_thread = tools.run_in_thread
-        self._work_keeper = tools.work_keeper
-        self._stage = tools.stage
-        self._vectors = tools.vectors
-        self.contributions = contributions
-        self._step_targets = step_targets
-        self._listener = listener
+        self, process: TrainerProcess, anchors: TrainerAnchors, intake: ContributionIntake,
+        steps_for: Callable[[int], int], on_message: Callable[[FromTrainer], None], errors: ErrorRecorder,
+    ) -> None:  # fmt: skip
+        self.process = process
+        self.intake = intake
+        self._anchors = anchors
+        self._steps_for = steps_for
+        self._on_message = on_message
         self._errors = errors
-        self._round = 0
+        self.round = 0  # of the anchor that was last written for the trainer
         self._started = asyncio.Event()
         self._changed = asyncio.Condition()  # notified when one of the next two changes
         self._running = False
@@ -123,29 +82,14 @@ class TrainerLink:
         self._evaluates = True  # as the trainer said when it was ready
         self._pump: asyncio.Task[None] | None = None
         self._is_evaluating = False
-        self.submit_lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet
-
-    @property
-    def crash_count(self) -> int:
-        return self._process.crash_count
-
-    @property
-    def not_running_reason(self) -> str:
-        """Return why no trainer runs; empty if one does."""
-        return self._process.not_running_reason
-
-    @property
-    def round(self) -> int:
-        """Return the round of the anchor that was last written for the trainer."""
-        return self._round
 
     async def start(
         self, round_number: int, shared: Sequence[Tensor], settings: StepSettings, exact_step: int = 0
     ) -> None:
-        self._process.settings, self._process.exact_step = settings, exact_step
-        self._round = self._process.round = self._applied_round = round_number
-        self._shared_memory.write_anchor(round_number, shared)
-        await self._process.start()
+        self.process.settings, self.process.exact_step = settings, exact_step
+        self.round = self.process.round = self._applied_round = round_number
+        self._anchors.write(round_number, shared)
+        await self.process.start()
         self._running = True
         self._pump = asyncio.create_task(self._listen(), name="trainer link")
         self._started.set()
@@ -167,7 +111,7 @@ class TrainerLink:
             )
         if evaluates:
             await self._wait_until_evaluated()
-        await self._process.stop()
+        await self.process.stop()
         if self._pump is not None:
             await asyncio.wait({self._pump}, timeout=LAST_APPLY_ANCHOR_SECONDS)
         async with self._changed:
@@ -183,9 +127,7 @@ class TrainerLink:
     async def set_resting(self, is_resting: bool) -> None:
         """Let the trainer rest, or train again; also one that is restarted."""
         self._is_resting = is_resting
-        await self._process.send(SetResting(is_resting=is_resting))
-        if self._stage is not None:
-            self._stage.set_resting(is_resting)
+        await self.process.send(SetResting(is_resting=is_resting))
 
     async def apply_anchor(
         self, round_number: int, shared: Sequence[Tensor], settings: StepSettings, exact_step: int = 0
@@ -195,49 +137,45 @@ class TrainerLink:
         `settings` hold from that round on. `exact_step`: the step that the round makes, where steps are exact.
         """
         if not self._running:  # nobody reads the memory meanwhile, and `start` sends the anchor
-            await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
-            self._round = round_number
+            await self._anchors.write_in_thread(round_number, shared)
+            self.round = round_number
             return
         is_written = False
         while not is_written:
-            while not await self.wait_until_applied(self._round, APPLY_ANCHOR_SECONDS):  # a stuck trainer is restarted
-                line = f"the trainer has not applied round {self._round} for {APPLY_ANCHOR_SECONDS:g} s"
+            while not await self.wait_until_applied(self.round, APPLY_ANCHOR_SECONDS):  # a stuck trainer is restarted
+                line = f"the trainer has not applied round {self.round} for {APPLY_ANCHOR_SECONDS:g} s"
                 self._errors.record_recovered("trainer late", line)
-            async with self._process.handing_over:
-                is_written = self._has_applied(self._round)  # unless a loop has connected meanwhile
+            async with self.process.handing_over:
+                is_written = self._has_applied(self.round)  # unless a loop has connected meanwhile
                 if is_written:
                     await self._write_anchor(round_number, shared)
-                    self._has_switched |= round_number <= self._round
-                    self._round, self._process.settings = round_number, settings
-                    self._process.round, self._process.exact_step = round_number, exact_step
-        self.contributions.on_round(round_number)  # a contribution may have arrived during the copy
+                    self._has_switched |= round_number <= self.round
+                    self.round, self.process.settings = round_number, settings
+                    self.process.round, self.process.exact_step = round_number, exact_step
+        self.intake.tracker.on_round(round_number)  # a contribution may have arrived during the copy
         # On another chain the round may be lower, and still not be applied.
         self._applied_round = min(self._applied_round, round_number - 1)
-        if self._process.crash_count == self._ready_crash_count:
+        if self.process.crash_count == self._ready_crash_count:
             await self._send_anchor()
 
     async def _write_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Write an anchor; a loop that was killed in the middle of a change needs the one that is overwritten."""
-        if self._process.is_absent and self._vectors is not None:
-            await self._run_in_thread(self._vectors.read)
-        await self._run_in_thread(self._shared_memory.write_anchor, round_number, shared)
+        if self.process.is_absent:
+            await self._anchors.finish_change()
+        await self._anchors.write_in_thread(round_number, shared)
 
-    def anchor_rooms(self, round_number: int, method: Method) -> Rooms:
+    def anchor_rooms(self, round_number: int) -> Rooms:
         """Return the memory of the shared vectors of the next round by name.
 
         There is none while a trainer runs that has not applied the current round.
         """
-        if self._running and (round_number != self._round + 1 or self._applied_round < self._round):
+        if self._running and (round_number != self.round + 1 or self._applied_round < self.round):
             return {}
-        names = method.signal.shared_names
-        return dict(zip(names, self._shared_memory.anchor_vectors(round_number, len(names)), strict=True))
+        return self._anchors.rooms(round_number)
 
-    def share_memory(self, round_number: int, state: OuterState, method: Method) -> OuterState:
+    def share_memory(self, round_number: int, state: OuterState) -> OuterState:
         """Return the state with its anchor in the shared memory, if it was written there for the trainer."""
-        if self._round != round_number:
-            return state
-        names = method.signal.shared_names
-        return state.in_memory(self._shared_memory.anchor_vectors(round_number, len(names)), method)
+        return self._anchors.place(round_number, state) if self.round == round_number else state
 
     async def wait_until_applied(self, round_number: int, seconds: float = APPLY_ANCHOR_SECONDS) -> bool:
         """Return whether the trainer applies a round in time, or does not run.
@@ -252,7 +190,7 @@ class TrainerLink:
         return True
 
     def _has_applied(self, round_number: int) -> bool:
-        return self._applied_round >= round_number or not self._running or self._process.is_absent
+        return self._applied_round >= round_number or not self._running or self.process.is_absent
 
     def affords_evaluation(self, applied: AnchorApplied, *, is_last: bool) -> bool:
         """Return whether the loss of an anchor may be measured: the run's last one, and others if it takes little time.
@@ -266,8 +204,8 @@ class TrainerLink:
         self._is_evaluating = True
 
     async def request_evaluation(self) -> None:
-        """Request the validation loss of the newest anchor; the answer goes to the listener."""
-        await self._process.send(Evaluate(round=self._round))
+        """Request the validation loss of the newest anchor; the answer comes as a message."""
+        await self.process.send(Evaluate(round=self.round))
 
     async def _wait_until_evaluated(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -287,12 +225,10 @@ class TrainerLink:
 
     async def request_early_submit(self) -> None:
         """Request the contribution to the current round before all its steps are made."""
-        await self._process.send(SubmitEarly(round=self._round))
-        if self._stage is not None:
-            self._stage.close_step()
+        await self.process.send(SubmitEarly(round=self.round))
 
     async def _listen(self) -> None:
-        async for message in self._process.messages():
+        async for message in self.process.messages():
             match message:
                 case Ready():
                     await self._on_ready(message)
@@ -306,23 +242,21 @@ class TrainerLink:
                     await self._on_pause()
                 case TrainerProgress() | TrainerWarning() | RowsSkipped():
                     pass
-            if self._stage is not None:
-                self._stage.on_trainer_message(message)
-            self._listener.on_trainer_message(message)
+            self._on_message(message)
 
     async def _on_ready(self, ready: Ready) -> None:
         """Update a trainer that (re)started and may have missed an anchor or an outcome."""
-        self._ready_crash_count = self._process.crash_count
+        self._ready_crash_count = self.process.crash_count
         self._evaluates = ready.evaluates
         await self._on_evaluated()  # a trainer that was restarted does not know of the request
         self._outstanding = ready.outstanding
         self._resent_round = ready.outstanding
         if self._is_resting:
-            await self._process.send(SetResting(is_resting=True))
+            await self.process.send(SetResting(is_resting=True))
         if (
-            ready.round != self._round
+            ready.round != self.round
             or self._has_switched
-            or self.contributions.outcome_of(ready.outstanding) != "none"
+            or self.intake.tracker.outcome_of(ready.outstanding) != "none"
             or self._revised_outcomes()
         ):
             await self._send_anchor()
@@ -330,18 +264,18 @@ class TrainerLink:
             await self._on_anchor_applied(ready.round)
 
     async def _send_anchor(self) -> None:
-        outcome = self.contributions.outcome_of(self._outstanding)
+        outcome = self.intake.tracker.outcome_of(self._outstanding)
         if outcome != "none":
             self._outstanding = None
         self._revision_sent = self._revision_pending
-        await self._process.send(
+        await self.process.send(
             ApplyAnchor(
-                round=self._round,
+                round=self.round,
                 outcome=outcome,
-                steps=self._step_targets.steps_for(self._round),
+                steps=self._steps_for(self.round),
                 revised=self._revised_outcomes(),
-                settings=self._process.settings,
-                exact_step=self._process.exact_step,
+                settings=self.process.settings,
+                exact_step=self.process.exact_step,
                 is_other_chain=self._has_switched,
             )
         )
@@ -353,16 +287,16 @@ class TrainerLink:
                 parts=tuple(blob.name for blob in entry.contribution.parts),
                 outcome=entry.outcome,
             )
-            for entry in self.contributions.settled
+            for entry in self.intake.tracker.settled
             if entry.previous_outcome is not None
         )
 
     async def _on_anchor_applied(self, round_number: int) -> None:
-        if round_number == self._round:
+        if round_number == self.round:
             self._has_switched = False
             if self._revision_sent:
                 self._revision_pending = self._revision_sent = False
-        if round_number <= self._round:  # a higher one is of the chain that we left
+        if round_number <= self.round:  # a higher one is of the chain that we left
             async with self._changed:
                 self._applied_round = max(self._applied_round, round_number)
                 self._changed.notify_all()
@@ -370,31 +304,21 @@ class TrainerLink:
     async def _on_contribution(self, header: ContributionHeader) -> None:
         """Store the parts of a new contribution and make it pending."""
         repeated, self._resent_round = self._resent_round == header.round, None
-        if repeated and self.contributions.is_known(header):
+        if repeated and self.intake.tracker.is_known(header):
             return
         self._outstanding = header.round
-        async with self.submit_lock:
-            settled = None if self._revision_pending else tuple(self.contributions.settled)
-            contribution = await self._run_in_thread(self._store_contribution, header, settled)
+        tracker = self.intake.tracker
+        async with self.intake.lock:
+            settled = None if self._revision_pending else tuple(tracker.settled)
+            contribution = await self.intake.store(header, settled)
             if self._revision_pending:
                 self._errors.record_recovered(
                     "sent again", f"the contribution of round {header.round} is of the chain that was left"
                 )
-                self.contributions.reject(contribution, self._round)
+                tracker.reject(contribution, self.round)
             else:
-                self.contributions.submit(contribution, self._round)
+                tracker.submit(contribution, self.round)
         # Its round may be decided meanwhile, and the open one unable to include it.
-        self.contributions.on_round(self._round)
-        if self.contributions.pending is None and self._process.crash_count == self._ready_crash_count:
+        self.intake.tracker.on_round(self.round)
+        if self.intake.tracker.pending is None and self.process.crash_count == self._ready_crash_count:
             await self._send_anchor()
-
-    def _store_contribution(
-        self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None
-    ) -> StoredContribution:
-        """Store a contribution; `settled` are those before it, or None if it will not be submitted."""
-        parts = store_parts(self._store, self._shared_memory, header)
-        work = None if self._work_keeper is None else self._work_keeper.record(header)
-        contribution = StoredContribution(header, parts, work)
-        if settled is not None:
-            self._contribution_file.save(LastSent(contribution, settled))
-        return contribution

@@ -78,7 +78,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         is_trainer=bool(node.replicas),
         has_model=has_model,
         revisions=node.revisions.log,
-        own_chain=shown.replicated.chain if shown is not None else None,
+        own_chain=shown.state.replicated.chain if shown is not None else None,
         node=node,
     )
 

@@ -1,4 +1,4 @@
-"""Track the trainer's contribution until a round includes it, and store it on disk before a peer receives it. PURE.
+"""Track the trainer's contribution until a round includes it, or it returns to the trainer. PURE.
 
 A contribution that misses its round is resubmitted to the next round that exchanges the same values with the same
 codec, up to MAX_AGE_ROUNDS late. After that it is excluded: the trainer adds it back to its residual. Exactly one of
@@ -9,26 +9,17 @@ A network that was partitioned for longer than votes are remembered has two chai
 outcome on each. A peer that switches chains revises its last outcomes (`ContributionTracker.on_fork`): what only the
 old chain included is returned to the trainer, and what was returned although the new chain includes it is subtracted
 from the work to be sent. Both are plain arithmetic, because the work to be sent is all trained minus all applied work.
-
-`ContributionFile` stores the last contribution that other peers may have. A checkpoint may be older than it, and a node
-that starts from that checkpoint would otherwise send the same work in another contribution.
 """
 
-import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from node.run_dir import write_atomically
 from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
-from node.trainer.ipc.shared_memory import SharedMemory
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
-from protocol.blobs.store import BlobStore
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
-from protocol.errors import StorageError
 from protocol.identity import PeerId
 
 MAX_AGE_ROUNDS = 3
@@ -339,47 +330,3 @@ class ContributionTracker:
         decided = values["decided"]
         settled = [SettledContribution.from_json(entry) for entry in values["past"]]
         return cls(planner, None if decided is None else (int(decided[0]), decided[1]), settled)
-
-
-class ContributionFile:
-    """Stores the last sent contribution of one replica; its parts are in the blob store."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def save(self, last_sent: LastSent) -> None:
-        """Write the contribution; it is on disk when this returns. Raises StorageError."""
-        values = {**last_sent.contribution.to_json(), "past": [entry.to_json() for entry in last_sent.settled]}
-        write_atomically(self._path, json.dumps(values).encode())
-
-    def load(self) -> LastSent | None:
-        """Return the last sent contribution, None if there is none. Raises StorageError for a damaged file."""
-        try:
-            return _last_sent_from_json(json.loads(self._path.read_bytes()))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
-            raise StorageError(text) from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise StorageError(f"{self._path} is damaged: remove it together with the folder checkpoints") from error
-
-    def delete(self) -> None:
-        """Delete the file, because a trainer without a snapshot restarts its serials. Raises StorageError."""
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"cannot remove {self._path}: {error.strerror}; fix the permissions of its folder"
-            ) from error
-
-
-def _last_sent_from_json(values: dict[str, Any]) -> LastSent:
-    return LastSent(
-        StoredContribution.from_json(values), tuple(SettledContribution.from_json(entry) for entry in values["past"])
-    )
-
-
-def store_parts(store: BlobStore, shared_memory: SharedMemory, header: ContributionHeader) -> tuple[Blob, ...]:
-    """Put the parts of the contribution that the trainer has just written into the store."""
-    return tuple(store.put(part) for part in shared_memory.contribution_parts(header.sizes))

@@ -66,7 +66,7 @@ class RoundSession:
     ) -> None:  # fmt: skip
         self._options = options
         self._signer = signer
-        self._pacing = pacing
+        self.pacing = pacing
         self._vote = last_vote
         self._known_voters = frozenset(known_voters) | (last_vote.members if last_vote else frozenset())
         self._machine: RoundMachine | None = None
@@ -158,10 +158,10 @@ class RoundSession:
             ),
             self._signer,
             now,
-            self._pacing.early_submit_policy,
+            self.pacing.early_submit_policy,
         )
-        self._pacing.grace = settings.grace
-        self._pacing.open_round(head.round, now)
+        self.pacing.grace = settings.grace
+        self.pacing.open_round(head.round, now)
         self._membership = None
         self.update_membership(membership)
         for message in self._buffer.open_round(head.round):
@@ -182,7 +182,7 @@ class RoundSession:
         """Submit our own contribution, whose blobs are in the store, to the open round."""
         head, has_vote = chain.head, self._options.peer_id in chain.electorate.voters
         header = contribution.header
-        self._pacing.record_submit(header.steps if header.round == head.round else None, now)
+        self.pacing.record_submit(header.steps if header.round == head.round else None, now)
         body = contribution.to_contribution(head, self._options.limits)
         self._events.append(LocalContribution(replace(body, ticket=None if has_vote else self._options.ticket)))
 
@@ -276,7 +276,7 @@ class RoundSession:
             case Finish(commit):
                 self._finish(commit, now)
             case RequestEarlySubmit():
-                self._pacing.record_early_request(now)
+                self.pacing.record_early_request(now)
                 self._actions.append(action)
             case Send() | Rejected():
                 self._actions.append(action)
@@ -293,7 +293,7 @@ class RoundSession:
 
     def describe_pace(self, round_number: int) -> str:
         """Describe how many of the planned steps this peer makes; empty if it makes all."""
-        return self._pacing.describe(round_number)
+        return self.pacing.describe(round_number)
 
     def contributions_for(self, commit: Commit) -> tuple[SignedMessage[Contribution], ...]:
         """Return the contributions of a commit that this peer applies."""
@@ -301,7 +301,7 @@ class RoundSession:
 
     def _finish(self, commit: SignedMessage[Commit], now: float) -> None:
         assert self._machine is not None
-        self._pacing.close_round(self._machine.arrival_times, commit.body.roster_peers)
+        self.pacing.close_round(self._machine.arrival_times, commit.body.roster_peers)
         self.left_out, self.conduct = self._machine.left_out_blobs, self._machine.conduct
         informed = self._machine.last_seen if commit.sender == self._options.peer_id else ()
         self._buffer.record_decision(self._number, self._machine.signed_decision, informed, now)

@@ -17,9 +17,8 @@ import torch
 
 from node.daemon.checkpoints import checkpoint
 from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.state.checkpointer import CONTRIBUTION_VECTOR, restore_trainer_snapshot
-from node.daemon.state.outer_state import OuterState
-from node.daemon.state.outer_vectors import OuterVectors
+from node.daemon.state.contributions import CONTRIBUTION_VECTOR, restore_trainer_snapshot
+from node.daemon.state.outer_state import OuterState, OuterVectors
 from node.model import build_model, initial_weights, shape_table
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory

@@ -12,8 +12,7 @@ from pathlib import Path
 from node.commands.doctor.machine import free_memory
 from node.commands.join.consent import require_consent
 from node.daemon.run_limits import host_bytes, peer_bytes
-from node.daemon.state.outer_state import state_bytes
-from node.daemon.state.outer_vectors import outer_file_bytes
+from node.daemon.state.outer_state import outer_file_bytes, state_bytes
 from node.disk_budget import folder_bytes
 from node.from_manifest import build_node_program, in_memory_mode
 from node.model import shape_table, smallest_cut

@@ -8,10 +8,9 @@ import asyncio
 import logging
 import tempfile
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +19,11 @@ from node.daemon.audits.inner_state import max_state_bytes
 from node.daemon.audits.job import JobResult, RepeatJob
 from node.daemon.audits.screening import Judgement, Screening, find_broken_link, next_link
 from node.daemon.audits.work_keeper import WorkKeeper
-from node.loop.steering import Steering
-from node.options import Device
+from node.daemon.node_network import NodeNetwork
+from node.daemon.peers.replica_peers import ReplicaPeers
+from node.daemon.state.replica_state import ReplicaState
 from node.processes.workers import BackgroundTasks, FaultSink, run_module
 from node.step_settings import StepSettings, step_settings
-from node.trainer.ipc.shared_memory import SharedLayout
-from optim.round_plan import RoundPlanner
 from protocol.audits import (
     Audit,
     AuditKey,
@@ -43,12 +41,11 @@ from protocol.audits import (
     sign_finding,
 )
 from protocol.blobs.blob import Blob
-from protocol.blobs.store import BlobStore
 from protocol.conduct import Conduct
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
-from protocol.identity import Identity, PeerId
+from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 
 logger = logging.getLogger(__name__)
@@ -61,35 +58,6 @@ MIN_BYTES_PER_SECOND = 100_000
 REPEAT_SECONDS = 1800.0
 TRAINED_ROUNDS = 16  # before that of a contribution, in which the last contribution of its peer may have been made
 UNSERVED = (PeerFault, UnreachableError, MissingFileError)
-
-
-class BlobFetcher(Protocol):
-    async def download_from_holders(self, blob: Blob, deadline: float, holders: Sequence[PeerId]) -> None: ...
-
-
-class FindingSender(Protocol):
-    def send(self, peers: Iterable[PeerId], message: Signed) -> None: ...
-
-
-class TrainerView(Protocol):
-    def other_trainers(self) -> Sequence[PeerId]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditTools:
-    """The parts of a replica that an audit needs; `base` is the folder of the text."""
-
-    identity: Identity
-    planner: RoundPlanner
-    steering: Steering
-    store: BlobStore
-    keeper: WorkKeeper
-    fetcher: BlobFetcher
-    outbox: FindingSender
-    swarm: TrainerView
-    conduct: Conduct
-    base: Path
-    device: Device
 
 
 @dataclass
@@ -109,12 +77,15 @@ class Auditor:
     `counts` has the audits by verdict, `refusals` what peers were found to have done.
     """
 
-    def __init__(self, tools: AuditTools, faults: FaultSink) -> None:
-        self._tools = tools
-        self._share = tools.steering.base.audits.share
-        self._run_id = tools.steering.base.run_id
-        self._layout = SharedLayout.of(tools.planner)
-        self._tracker = AuditTracker(tools.identity.peer_id)
+    def __init__(
+        self, node: NodeNetwork, state: ReplicaState, peers: ReplicaPeers, conduct: Conduct, faults: FaultSink
+    ) -> None:
+        self._node = node
+        self._state = state
+        self._peers = peers
+        self._conduct = conduct
+        self._tracker = AuditTracker(node.peer_id)
+        self.work_keeper = WorkKeeper(state.store, state.shared_memory)
         self._tasks = BackgroundTasks(faults)
         self._one_at_a_time = asyncio.Semaphore(1)
         self._held: dict[AuditKey, _Held] = {}
@@ -125,14 +96,10 @@ class Auditor:
         self.refusals: Counter[str] = Counter()
 
     @property
-    def work_keeper(self) -> WorkKeeper:
-        return self._tools.keeper
-
-    @property
     def held_digests(self) -> Collection[Digest]:
         """Return the blobs that an audit needs, ours or one of our work."""
         fetched = (digest for held in (*self._held.values(), *self._running) for digest in held.blobs)
-        return [*fetched, *self._tools.keeper.kept_digests]
+        return [*fetched, *self.work_keeper.kept_digests]
 
     def remember_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Keep the anchor of a round for the audits of its contributions."""
@@ -141,7 +108,7 @@ class Auditor:
 
     def on_commit(self, chain: Chain) -> None:
         """Draw the audits of the newest commit, and repeat what is ours."""
-        consequences = self._tracker.open_round(chain, self._share)
+        consequences = self._tracker.open_round(chain, self._state.manifest.audits.share)
         ours = self._tracker.our_audits
         anchors = {number: anchor for number, anchor in self._anchors if number < chain.round}
         self._held = {key: self._held.get(key) or _Held(anchors) for key in ours}
@@ -149,7 +116,7 @@ class Auditor:
 
     def receive(self, signed: Signed) -> None:
         """Take the finding of another auditor. Raises PeerFault."""
-        self._follow(self._tracker.learn(open_finding(signed, self._run_id)))
+        self._follow(self._tracker.learn(open_finding(signed, self._state.run_id)))
 
     def stop(self) -> None:
         self._tasks.cancel_all()
@@ -161,15 +128,15 @@ class Auditor:
                     self._begin(consequence)
                 case PeerLied(peer, round_number):
                     self.refusals["audit: lied"] += 1
-                    self._tools.conduct.convict(peer)
+                    self._conduct.convict(peer)
                     logger.warning("auditors agree that %s lied about its work in round %d", peer, round_number)
                 case PeerStruck(peer, reason):
                     self.refusals[reason] += 1
-                    self._tools.conduct.strike(peer, self._tracker.round, reason)
+                    self._conduct.strike(peer, self._tracker.round, reason)
                     logger.info("a strike against %s: %s", peer, reason)
 
     def _begin(self, order: RepeatWork) -> None:
-        if order.audit.contribution.sender in self._tools.conduct.excluded:
+        if order.audit.contribution.sender in self._conduct.excluded:
             return
         is_busy = len(self._tasks) >= (MAX_DISPUTES if order.is_disputed else MAX_WAITING)
         if is_busy or order.audit.key not in self._held:
@@ -199,8 +166,8 @@ class Auditor:
         self._follow(self._tracker.note_verdict(audit, verdict))
         if self._tracker.is_published(audit, verdict):
             finding = Finding(entry.body.round, audit.chain, entry.sender, entry.digest, verdict)
-            signed = sign_finding(self._tools.identity, self._run_id, finding)
-            self._tools.outbox.send(self._tools.swarm.other_trainers(), signed.signed)
+            signed = sign_finding(self._node.identity, self._state.run_id, finding)
+            self._peers.outbox.send(self._peers.swarm_view.other_trainers(), signed.signed)
             self._learn_own(signed)
 
     def _learn_own(self, finding: SignedFinding) -> None:
@@ -219,7 +186,7 @@ class Auditor:
         holders = [order.audit.contribution.sender, *(order.audit.auditors if order.is_disputed else ())]
         try:
             records = [await self._read_record(contribution.work, holders, held)]
-            screening = Screening(self._tools.planner, own, max_state_bytes(self._layout))
+            screening = Screening(self._state.planner, own, max_state_bytes(self._state.shared_memory.layout))
             if judgement := screening.check(records[0], contribution, held.anchors):
                 return judgement
             while link := next_link(records, order.last_work):
@@ -240,32 +207,32 @@ class Auditor:
 
     def _settings_at(self, number: int) -> StepSettings | None:
         """Return the settings of the steps of a round; `None` for one of long ago."""
-        steering = self._tools.steering
+        steering = self._state.steering
         tokens = steering.tokens_at(number)
         return None if tokens is None else step_settings(steering.manifest_at(number), number, tokens)
 
     async def _read_record(self, blob: Blob, holders: Sequence[PeerId], held: "_Held") -> WorkRecord:
         await self._fetch(blob, holders, held)
-        return WorkRecord.from_bytes(await asyncio.to_thread(self._tools.store.read, blob.digest))
+        return WorkRecord.from_bytes(await asyncio.to_thread(self._state.store.read, blob.digest))
 
     async def _fetch(self, blob: Blob, holders: Sequence[PeerId], held: "_Held") -> None:
         held.blobs.add(blob.digest)
         seconds = MIN_FETCH_SECONDS + blob.size / MIN_BYTES_PER_SECOND
-        await self._tools.fetcher.download_from_holders(blob, seconds, holders)
+        await self._peers.downloads.download_from_holders(blob, seconds, holders)
 
     async def _repeat(self, peer: PeerId, record: WorkRecord, anchors: Mapping[int, Tensor]) -> JobResult:
         """Repeat work in a process of its own. Raises OSError or TimeoutError if it does not end well."""
-        steering = self._tools.steering
+        steering = self._state.steering
         rounds = {*range(max(0, record.round - TRAINED_ROUNDS), record.round + 1), *record.anchor_rounds}
         job = RepeatJob(
             manifest=steering.base.to_toml(),
-            base=str(self._tools.base),
-            device=self._tools.device,
+            base=str(self._node.options.base),
+            device=self._node.options.device,
             peer=peer,
             record=record,
             settings={number: found for number in rounds if (found := self._settings_at(number)) is not None},
         )
-        before, store = record.before, self._tools.store
+        before, store = record.before, self._state.store
         state = None if before is None else await asyncio.to_thread(store.read, before.blob.digest)
         with tempfile.TemporaryDirectory(prefix="murmur-audit-") as name:
             folder = Path(name)

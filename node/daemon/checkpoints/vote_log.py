@@ -1,4 +1,4 @@
-"""Persist the vote of the open round, so that a node restarted after a kill does not vote differently.
+"""Persist the vote of the open round, so that a node restarted after a kill does not vote differently, and the proofs.
 
 The file is next to the node's key: a node that loses the folder loses both, and returns as a new peer without votes.
 """
@@ -10,6 +10,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from node.run_dir import write_atomically
+from protocol import murmur_pb2 as wire
+from protocol.conduct import Proof
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.kinds import parse
@@ -60,3 +62,36 @@ class VoteLog:
         if not isinstance(message.body, Commit):
             raise ValueError("the lock is not a commit")
         return SignedMessage(message.signed, message.body, message.sender, message.digest)
+
+
+class ProofFile:
+    """The file with the proofs that a node knows. `limits` are the run's, to check the statements in them."""
+
+    def __init__(self, path: Path, run_id: RunId, limits: ContributionLimits) -> None:
+        self._path = path
+        self._run_id = run_id
+        self._limits = limits
+
+    def save(self, proofs: tuple[SignedMessage[Proof], ...]) -> None:
+        """Write all proofs. Raises StorageError."""
+        write_atomically(self._path, wire.Proof(statements=[proof.signed for proof in proofs]).SerializeToString())
+
+    def load(self) -> list[SignedMessage[Proof]]:
+        """Return the proofs that are on disk and valid; a damaged file holds none. Raises StorageError."""
+        try:
+            entries = wire.Proof.FromString(self._path.read_bytes()).statements
+        except FileNotFoundError:
+            return []
+        except DecodeError:
+            return []
+        except OSError as error:
+            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
+            raise StorageError(text) from error
+        return [proof for signed in entries if (proof := self._open(signed)) is not None]
+
+    def _open(self, signed: wire.Signed) -> SignedMessage[Proof] | None:
+        try:
+            message: SignedMessage[Any] = parse(signed, self._run_id, self._limits)
+        except PeerFault:
+            return None
+        return message if isinstance(message.body, Proof) else None

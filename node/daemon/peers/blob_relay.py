@@ -11,44 +11,26 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from node.daemon.peers.swarm_view import SwarmView
+from node.daemon.run_limits import MAX_RELAYED_CONTRIBUTIONS
+from node.daemon.state.replica_state import ReplicaState
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.blobs.relay_quota import RelayQuota
-from protocol.blobs.store import BlobStore
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import Body, named_blobs, parse
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.identity import PeerId
-from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import Signed
 
 logger = logging.getLogger(__name__)
 
 NAMING_KINDS = ("contribution", "part")  # kinds of messages in which an owner names blobs
-MAX_CONTRIBUTIONS = 16  # in bytes: relayed at once for all peers together
 MAX_CONTRIBUTIONS_PER_PEER = 2  # in bytes: relayed at once for one peer
 MIN_BLOBS_PER_PEER = 32  # for contributions of few parts, much smaller than the largest
 MAX_CALLS_PER_PEER = 16  # concurrent calls of one peer, as many as its connection allows
 MAX_FETCHES_PER_PEER = 8  # concurrent fetches for one peer; its other calls wait
-
-
-@dataclass(frozen=True, kw_only=True)
-class RelayOptions:
-    """Limits of a run: the most bytes that a peer contributes to a round, and the timeout of a fetch."""
-
-    run_id: RunId
-    limits: ContributionLimits
-    contribution_bytes: int
-    fetch_seconds: float
-
-
-class MemberView(Protocol):
-    def is_trainer(self, peer: PeerId) -> bool:
-        """Return whether it is a live member of the run."""
 
 
 @dataclass
@@ -65,23 +47,19 @@ class BlobRelay:
     `bytes_relayed` counts the bytes that peers had relayed.
     """
 
-    def __init__(
-        self,
-        options: RelayOptions,
-        downloader: Downloader,
-        store: BlobStore,
-        chain: Chain,
-        members: MemberView,
-    ) -> None:
-        limits, contribution_bytes = options.limits, options.contribution_bytes
-        self._options = options
+    def __init__(self, state: ReplicaState, downloader: Downloader, swarm_view: SwarmView) -> None:
+        self._run_id = state.run_id
+        self._limits = state.limits
+        self._fetch_seconds = state.manifest.round.exchange_timeout
         self._downloader = downloader
-        self._store = store
-        self._chain = chain
-        self._members = members
-        blobs_per_peer = max(MIN_BLOBS_PER_PEER, MAX_CONTRIBUTIONS_PER_PEER * limits.parts)
+        self._store = state.store
+        self._chain = state.replicated.chain
+        self._swarm_view = swarm_view
+        contribution_bytes = state.planner.max_contribution_bytes
         self._quota = RelayQuota(
-            MAX_CONTRIBUTIONS * contribution_bytes, MAX_CONTRIBUTIONS_PER_PEER * contribution_bytes, blobs_per_peer
+            MAX_RELAYED_CONTRIBUTIONS * contribution_bytes,
+            MAX_CONTRIBUTIONS_PER_PEER * contribution_bytes,
+            max(MIN_BLOBS_PER_PEER, MAX_CONTRIBUTIONS_PER_PEER * state.limits.parts),
         )
         self._queues: dict[PeerId, _CallQueue] = {}
         self.bytes_relayed = 0
@@ -95,7 +73,7 @@ class BlobRelay:
         if not self._store.has(blob.digest):
             self._quota.reserve(peer, blob, message.body.round)
             async with self._fetch_slot(peer):
-                await self._downloader.fetch(blob, lambda: (message.sender,), self._options.fetch_seconds)
+                await self._downloader.fetch(blob, lambda: (message.sender,), self._fetch_seconds)
         self.bytes_relayed += blob.size
         logger.debug("relayed %s of %s for %s", blob.name[:12], message.sender, peer)
 
@@ -109,7 +87,7 @@ class BlobRelay:
         self._require_member(peer)
         if named_by.kind not in NAMING_KINDS:
             raise MalformedError(f"{peer} requests the relay of a blob named by a {named_by.kind[:20]!r}")
-        message, current = parse(named_by, self._options.run_id, self._options.limits), self._chain.round
+        message, current = parse(named_by, self._run_id, self._limits), self._chain.round
         if message.body.round not in (current, current + 1):  # a peer may be a moment ahead
             raise StaleError(f"{peer} requests a relay for round {message.body.round}, but the round is {current}")
         self._require_member(message.sender)
@@ -119,7 +97,7 @@ class BlobRelay:
         return blob, message
 
     def _require_member(self, peer: PeerId) -> None:
-        if not self._members.is_trainer(peer):
+        if not self._swarm_view.is_trainer(peer):
             raise StaleError(f"{peer} is not a trainer of the run")
 
     @asynccontextmanager

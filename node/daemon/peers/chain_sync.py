@@ -1,18 +1,22 @@
-"""Ask other peers for their chains, with the certificates of the commits, and ask the user's contacts about them.
+"""Show our chain, and ask other peers for theirs with the certificates of the commits; ask the contacts about them.
 
 The signatures are checked here; `protocol.consensus.history.fork_choice` judges the chains.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from node.daemon.peers.peer_rpc import ChannelTo, request_chain
+from node.daemon.peers.swarm_view import SwarmView
 from node.loop.peers.catch_up import RETAINED_ROUNDS, SyncOffer
+from node.loop.steering import Steering
 from protocol.blobs.blob import Blob, check_digest
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.history.trust import TrustPoint
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import nested_parser
 from protocol.errors import MalformedError, PeerFault, UnreachableError
@@ -26,6 +30,32 @@ from protocol.steering import MAX_REVISIONS, SignedRevision, open_revision
 MAX_PAGES = 64  # replies of one peer for one chain
 MAX_ASKED_CONTACTS = 8
 WORD_ROUNDS = 16  # by which the chains of two peers that agree may differ in length
+
+
+@dataclass(frozen=True)
+class ServedChain:
+    """A chain that this node shows to other peers.
+
+    Args:
+        chain: the chain.
+        state: returns the blob of the state at its head, None before there is one.
+        steering: has the revisions of the manifest that the chain has adopted.
+        has_shared_state: whether all peers on one head hold the same state.
+    """
+
+    chain: Chain
+    state: Callable[[], Blob | None]
+    steering: Steering
+    has_shared_state: bool = True
+
+    @property
+    def trust_point(self) -> TrustPoint | None:
+        """Return the trust point at the head; None before the first round."""
+        chain, blob = self.chain, self.state()
+        if not chain.round or blob is None:
+            return None
+        state = blob.digest if self.has_shared_state else b""
+        return TrustPoint.of(chain.round, chain.digest, state, chain.electorate.digest)
 
 
 class ShownChain(NamedTuple):
@@ -84,13 +114,6 @@ class ChainReader:
         return tuple(open_revision(signed, whole_run, self._limits.organiser) for signed in reply.revisions)
 
 
-class Vouchers(Protocol):
-    """The peers whose word counts where none of the user's contacts knows a chain."""
-
-    def stage_witnesses(self) -> Sequence[PeerId]:
-        """Return peers that know the chain of a stage; none for the chain of a whole run."""
-
-
 class ChainSyncClient:
     """Asks peers for the chain to follow.
 
@@ -98,7 +121,7 @@ class ChainSyncClient:
         reader: reads the chains.
         chain: our own.
         contacts: the peers that the user named.
-        vouchers: knows the peers to ask where no contact serves our stage.
+        swarm_view: knows the peers to ask where no contact serves our stage.
         state_bytes: the size of every state of this run.
         has_shared_state: whether all peers on one head hold the same state.
     """
@@ -108,14 +131,14 @@ class ChainSyncClient:
         reader: ChainReader,
         chain: Chain,
         contacts: Sequence[PeerId],
-        vouchers: Vouchers,
+        swarm_view: SwarmView,
         state_bytes: int,
         has_shared_state: bool,
     ) -> None:
         self._reader = reader
         self._chain = chain
         self._contacts = contacts
-        self._vouchers = vouchers
+        self._swarm_view = swarm_view
         self._state_bytes = state_bytes
         self._has_shared_state = has_shared_state
 
@@ -137,7 +160,7 @@ class ChainSyncClient:
         offer = self._to_offer(shown)
         word = None
         if needs_word(self._chain, offer):
-            word = await ask_for_word(self._reader, self._contacts, self._vouchers.stage_witnesses(), offer)
+            word = await ask_for_word(self._reader, self._contacts, self._swarm_view.stage_witnesses(), offer)
         return SyncOffer(offer, state, shown.revisions, word)
 
     def _to_offer(self, shown: ShownChain) -> ChainOffer:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
+from node.daemon.peers.peer_rpc import PeerRpc
+from node.daemon.peers.swarm_view import SwarmView
 from node.monitoring.status import ErrorRecorder
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.consensus.messages.contributions import PartBlob
-from protocol.consensus.messages.signed import Digest
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -29,26 +29,6 @@ MAX_EXTRA_SOURCES = 8
 MAX_CIRCUIT_BYTES = 32 * 1024  # fits through a circuit relay, which forwards 128 KiB at a time of all traffic
 MAX_RELAYS = 3  # candidates one after another
 MAX_REQUESTS_PER_RELAY = 8  # to one relay: messages share its connection and must not wait
-
-
-class SourceView(Protocol):
-    """The peers that may have a blob; implemented by SwarmView."""
-
-    def other_trainers(self) -> Sequence[PeerId]: ...
-
-    def live_peers(self, chosen: Sequence[PeerId]) -> Sequence[PeerId]:
-        """Return those of the chosen peers that are live, whether they train or not."""
-
-    def unreachable_peers(self) -> frozenset[PeerId]:
-        """Return the peers that only small messages reach, if there are others that can relay."""
-
-    def relay_candidates(self, owner: PeerId) -> Sequence[PeerId]:
-        """Return the peers that may relay from that peer to us, best first."""
-
-
-class RelayClient(Protocol):
-    async def request_relay(self, relay: PeerId, message: Signed, digest: Digest, seconds: float) -> None:
-        """Return when the relay has the blob. Raises UnreachableError or PeerFault."""
 
 
 @dataclass
@@ -65,14 +45,14 @@ class Downloads:
     def __init__(
         self,
         downloader: Downloader,
-        swarm: SourceView,
-        relays: RelayClient,
+        swarm_view: SwarmView,
+        rpc: PeerRpc,
         errors: ErrorRecorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._downloader = downloader
-        self._swarm = swarm
-        self._relays = relays
+        self._swarm_view = swarm_view
+        self._rpc = rpc
         self._errors = errors
         self._clock = clock
         self._requests: dict[PartBlob, _DownloadRequest] = {}
@@ -91,7 +71,7 @@ class Downloads:
             known.sources = tuple(sources)
             return False
         unreachable = (
-            self._swarm.unreachable_peers() if part_blob.blob.size > MAX_CIRCUIT_BYTES else frozenset[PeerId]()
+            self._swarm_view.unreachable_peers() if part_blob.blob.size > MAX_CIRCUIT_BYTES else frozenset[PeerId]()
         )
         self._requests[part_blob] = _DownloadRequest(tuple(sources), self._clock(), unreachable)
         return True
@@ -116,16 +96,14 @@ class Downloads:
         """Download from the live holders, or else from any trainer. Raises GoneError if they lack it."""
 
         def sources() -> Sequence[PeerId]:
-            return self._swarm.live_peers(holders) or self._swarm.other_trainers()
+            return self._swarm_view.live_peers(holders) or self._swarm_view.other_trainers()
 
         await self._downloader.fetch(blob, sources, deadline, wait_if_absent=False)
 
     def cancel(self, part_blob: PartBlob) -> None:
-        """Cancel a request."""
         self._requests.pop(part_blob, None)
 
     def cancel_all(self) -> None:
-        """Cancel all requests."""
         self._requests.clear()
         self._relay_slots.clear()
 
@@ -137,7 +115,7 @@ class Downloads:
         # No TaskGroup: if one of its tasks fails, Python 3.11 leaves a cancellation counted in this task.
         fetches = [
             asyncio.create_task(
-                self._downloader.fetch(blob, self._swarm.other_trainers, deadline, turn, wait_if_absent=False),
+                self._downloader.fetch(blob, self._swarm_view.other_trainers, deadline, turn, wait_if_absent=False),
                 name=f"get {blob.name[:12]}",
             )
             for turn, blob in enumerate(blobs)
@@ -150,11 +128,11 @@ class Downloads:
     def _current_sources(self, part_blob: PartBlob) -> tuple[PeerId, ...]:
         request = self._requests.get(part_blob)
         if request is None or not request.sources:
-            return tuple(self._swarm.other_trainers())
+            return tuple(self._swarm_view.other_trainers())
         candidates = [*request.sources, *request.relays]
         if self._clock() - request.since >= EXTRA_SOURCES_AFTER_SECONDS:
             # Python salts hashes per process: a node asks the same few every time, other nodes ask others.
-            candidates += sorted(self._swarm.other_trainers(), key=lambda peer: hash((part_blob, peer)))[
+            candidates += sorted(self._swarm_view.other_trainers(), key=lambda peer: hash((part_blob, peer)))[
                 :MAX_EXTRA_SOURCES
             ]
         return tuple(peer for peer in dict.fromkeys(candidates) if peer not in request.unreachable)
@@ -178,12 +156,12 @@ class Downloads:
         self, blob: Blob, request: _DownloadRequest, owner_message: Signed | None, seconds: float
     ) -> None:
         owner, faults = request.sources[0], list[str]()
-        for relay in self._swarm.relay_candidates(owner)[:MAX_RELAYS]:
+        for relay in self._swarm_view.relay_candidates(owner)[:MAX_RELAYS]:
             if owner_message is None:
                 break
             try:
                 async with self._relay_slots[relay]:
-                    await self._relays.request_relay(relay, owner_message, blob.digest, seconds)
+                    await self._rpc.request_relay(relay, owner_message, blob.digest, seconds)
             except (UnreachableError, PeerFault) as error:
                 faults.append(f"{relay}: {error}")
             else:

@@ -40,6 +40,13 @@ from protocol.murmur_pb2_grpc import CarriersStub, MembershipStub, RoundsStub
 from protocol.replies import Reply, require_reply
 from protocol.traffic import ControlTraffic
 
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 256
+MAX_BATCH_MESSAGES = 16
+MAX_BATCH_BYTES = 768 * 1024  # of messages; one call takes 1 MiB
+CALL_SECONDS = 5.0
+RETRY_DELAYS = (0.1, 0.4, 1.0)
 # A decision comes with the acknowledgements of a majority; the bytes are bounded by the transport.
 MAX_REPLY_MESSAGES = 1024
 MAX_DETAIL_CHARACTERS = 200  # of a peer's error text
@@ -197,47 +204,23 @@ async def await_reply(peer: PeerId, call: Callable[[], Awaitable[Reply | None]])
         raise UnreachableError(f"the channel to {peer} was closed") from cancelled
 
 
-logger = logging.getLogger(__name__)
-
-MAX_QUEUED = 256
-MAX_BATCH_MESSAGES = 16
-MAX_BATCH_BYTES = 768 * 1024  # of messages; one call takes 1 MiB
-CALL_SECONDS = 5.0
-RETRY_DELAYS = (0.1, 0.4, 1.0)
-
-
-class MessageDelivery(Protocol):
-    async def deliver(self, peer: PeerId, messages: Sequence[Signed], seconds: float) -> Iterable[Signed]:
-        """Deliver messages and return the reply. Raises UnreachableError, or PeerFault for a refusal."""
-
-
-class MessageSink(Protocol):
-    def receive(self, sender: PeerId, messages: Iterable[Signed]) -> object:
-        """Handle the messages in a peer's reply."""
-
-
-class SuspicionSink(Protocol):
-    def suspect(self, peer: PeerId, reason: str) -> None:
-        """Record that a peer cannot be reached."""
-
-
 class Outbox:
     """Sends messages to peers, in batches and in order; each peer has its own queue and worker.
 
-    Replies go to `receiver`, unreachable peers to `directory`.
+    `receive` gets the replies, `suspect` the peers that cannot be reached and why.
     """
 
     def __init__(
         self,
-        rpc: MessageDelivery,
-        receiver: MessageSink,
-        directory: SuspicionSink,
+        rpc: PeerRpc,
+        receive: Callable[[PeerId, Iterable[Signed]], object],
+        suspect: Callable[[PeerId, str], None],
         faults: FaultSink,
         errors: ErrorRecorder,
     ) -> None:
         self._rpc = rpc
-        self._receiver = receiver
-        self._directory = directory
+        self._receive = receive
+        self._suspect = suspect
         self._faults = faults
         self._errors = errors
         self._queues: dict[PeerId, deque[Signed]] = {}
@@ -294,7 +277,7 @@ class Outbox:
         fault = ""
         for pause in (*RETRY_DELAYS, None):
             try:
-                self._receiver.receive(peer, await self._rpc.deliver(peer, batch, CALL_SECONDS))
+                self._receive(peer, await self._rpc.deliver(peer, batch, CALL_SECONDS))
                 return
             except UnreachableError as error:
                 fault = str(error)
@@ -310,7 +293,7 @@ class Outbox:
         dropped = tried + len(self._queues.get(peer, ()))
         self._errors.record_recovered("not delivered", f"dropped {dropped} messages for {peer}: {reason}")
         self.drop_peer(peer)
-        self._directory.suspect(peer, reason)
+        self._suspect(peer, reason)
 
 
 def _take_batch(queue: deque[Signed]) -> list[Signed]:

@@ -37,7 +37,7 @@ def receipt_name(manifest: Manifest) -> str:
 async def record_chain(node: Node) -> AsyncIterator[None]:
     """Keep the commits of the node's run in its folder while the context is open."""
     replica = next(iter(node.replicas.values()))
-    chain = replica.replicated.chain
+    chain = replica.state.replicated.chain
     log = CommitLog.open(node.run_dir.path / COMMIT_FILE_NAME, commit_file_header(replica.manifest))
     task = asyncio.create_task(_record_forever(log, chain), name="chain recorder")
     try:

@@ -45,6 +45,7 @@ def build_stage(
     fetcher = ActivationFetcher(node.directory, node.blobs, Downloader(store, transport.bulk, rng), activations)
     stage = StageEffects(loop, node, record, fetcher, tasks, inbox)
     node.add(manifest.run_id, stage)
+    inbox.attach_stage(stage.handle)
     return stage
 
 

@@ -7,13 +7,21 @@ The daemon computes the outer update in its own process, with the same elementwi
 with different accelerators have the same bits. The serialized state (anchor, then the slots in the order of their
 names, raw little-endian fp32) is a blob: its digest proves agreement, and a new peer can download it from every peer
 that agrees.
+
+The vectors that only the outer optimizer reads are in an unlinked file (`OuterVectors`), so that they take no main
+memory that others need. The file has each vector twice, for even and for odd rounds, as the shared memory has the
+anchor: while the state of the next round is computed, peers download the present one and a checkpoint reads it, and a
+computation that is killed or fails leaves it whole. The system writes the file's pages to disk, and drops them from
+main memory when it needs room. A round reads them again.
 """
 
 import asyncio
 import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +30,8 @@ from torch import Tensor
 from node.model.shapes import cut_of
 from node.model.weight_files import is_start
 from node.processes.workers import RunInThread
+from node.trainer.ipc.shared_memory import SharedMemory, unlinked_file
+from node.trainer.vectors import TrainerVectors
 from optim.aggregation.base import LeftOut
 from optim.aggregation.step_scaling import compute_step_scale
 from optim.codecs.base import Payload
@@ -372,3 +382,74 @@ class ReplicatedState:
         self.chain.switch_to(head, log)
         self.state = state
         self.blob = blob
+
+
+def outer_file_bytes(planner: RoundPlanner) -> int:
+    """Return the bytes on disk of both copies of the vectors."""
+    return 2 * len(planner.method.outer_names) * _vector_bytes(planner)
+
+
+def _vector_bytes(planner: RoundPlanner) -> int:
+    return -(-FLOAT_BYTES * planner.numel // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class OuterVectors:
+    """The memory of the outer optimizer's vectors, of one replica."""
+
+    def __init__(self, folder: Path, planner: RoundPlanner) -> None:
+        """Reserve the file. Raises StorageError if the disk has too little room."""
+        self._names = planner.method.outer_names
+        self._numel, self._vector_bytes = planner.numel, _vector_bytes(planner)
+        size = outer_file_bytes(planner)
+        if size:
+            descriptor = unlinked_file(folder, size)
+            self._map = mmap.mmap(descriptor, size)
+            os.close(descriptor)
+
+    def rooms(self, round_number: int) -> dict[str, Tensor]:
+        """Return the memory of a round's vectors by name."""
+        first = round_number % 2 * len(self._names)
+        return {name: self._view(first + index) for index, name in enumerate(self._names)}
+
+    def _view(self, index: int) -> Tensor:
+        return torch.frombuffer(self._map, dtype=torch.float32, count=self._numel, offset=index * self._vector_bytes)
+
+    def place(self, round_number: int, state: OuterState) -> OuterState:
+        """Return the state of a round with its vectors in their memory; copy those that are elsewhere."""
+        elsewhere = {
+            name: room
+            for name, room in self.rooms(round_number).items()
+            if state.slots[name].data_ptr() != room.data_ptr()
+        }
+        for name, room in elsewhere.items():
+            room.copy_(state.slots[name])
+        return replace(state, slots={**state.slots, **elsewhere}) if elsewhere else state
+
+
+class TrainerAnchors:
+    """The memory of the anchors and of the other vectors that a replica shares with its trainer."""
+
+    def __init__(self, memory: SharedMemory, planner: RoundPlanner, run_in_thread: RunInThread) -> None:
+        self._memory = memory
+        self._planner = planner
+        self._run_in_thread = run_in_thread
+        self._names = planner.method.signal.shared_names
+
+    def write(self, round_number: int, shared: Sequence[Tensor]) -> None:
+        self._memory.write_anchor(round_number, shared)
+
+    async def write_in_thread(self, round_number: int, shared: Sequence[Tensor]) -> None:
+        await self._run_in_thread(self._memory.write_anchor, round_number, shared)
+
+    async def finish_change(self) -> None:
+        """Finish the change of its vectors in which a trainer was killed; it needs the anchors that it read."""
+        await self._run_in_thread(TrainerVectors(self._memory, self._planner).read)
+
+    def rooms(self, round_number: int) -> dict[str, Tensor]:
+        """Return the memory of a round's vectors by name."""
+        vectors = self._memory.anchor_vectors(round_number, len(self._names))
+        return dict(zip(self._names, vectors, strict=True))
+
+    def place(self, round_number: int, state: OuterState) -> OuterState:
+        """Return the state of a round whose vectors were written here, with its vectors here."""
+        return state.in_memory(list(self.rooms(round_number).values()), self._planner.method)

@@ -13,7 +13,7 @@ from node.daemon.checkpoints import checkpoint
 from node.daemon.checkpoints.chain_file import SavedChain
 from node.daemon.checkpoints.checkpoint import Checkpoint
 from node.daemon.run_limits import contribution_limits, max_store_bytes
-from node.daemon.state.checkpointer import OFFER_KEY
+from node.daemon.state.contributions import TRACKER_KEY
 from node.daemon.state.outer_state import OuterState, state_bytes
 from node.model import cut_of, shapes_of
 from node.model.weight_files import start_weights
@@ -116,7 +116,7 @@ class StateFolder:
                 head,
                 kept.log,
                 **{
-                    OFFER_KEY: None,
+                    TRACKER_KEY: None,
                     STATE_KEY: kept.blob.name,
                     VALIDATION_KEY: [kept.validation.round, kept.validation.loss],
                 },

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from node.daemon.node import Node
-from node.daemon.peers.chain_sync import ChainReader, ask_for_word, needs_word
+from node.daemon.peers.chain_sync import ChainReader, ServedChain, ask_for_word, needs_word
 from node.daemon.peers.swarm_view import find_newest_validation, stage_witnesses, states_at
 from node.daemon.run_limits import contribution_limits
-from node.daemon.services import ServedChain
 from node.daemon.stored_states.announcing import StateAnnouncer
 from node.daemon.stored_states.choice import ChoiceRules, StateOffer, choose_state
 from node.daemon.stored_states.marks import Marks
@@ -367,5 +366,6 @@ def build_keeper(node: Node, manifest: Manifest, run_dir: RunDir, plan: KeeperPl
     has_one_state = topology_class(planner.method).has_shared_state
     keeper = StateKeeper(manifest, folder, parts, has_one_state)
     keeper.restore(node.options.base)
-    node.add_chain(manifest.run_id, ServedChain(keeper, keeper.steering, has_one_state), folder.store)
+    served = ServedChain(keeper.chain, lambda: keeper.blob, keeper.steering, has_one_state)
+    node.add_chain(manifest.run_id, served, folder.store)
     return keeper

@@ -5,13 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from node.daemon.checkpoints.vote_log import VoteLog
-from node.daemon.effects import Effects
+from node.daemon.checkpoints.vote_log import ProofFile, VoteLog
+from node.daemon.effects import Effects, RoundEffects, VoteEffects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.peers.downloads import Downloads
-from node.daemon.round_effects import RoundEffects, RoundTools
 from node.daemon.state.outer_state import RoundCompute
-from node.daemon.state.proof_file import ProofFile
 from node.loop.actions import ApplyCommit, PrecomputeCommit, ReportRecovered
 from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.events import ContributionReady, LoopEvent, Started, SwarmChanged, TimePassed, TrainerStarted
@@ -192,16 +190,12 @@ class LoopbackPeer:
         )
 
     def _build_round_effects(self, vote_log: VoteLog) -> RoundEffects:
-        sources = FixedSources(lambda: self.network.peers)
-        tools = RoundTools(
-            store=self.store,
-            downloads=Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
-            compute=RoundCompute(self.network.program, self.store, lambda *_: 1.0),
-            run_in_thread=at_once,
-            vote_log=vote_log,
-            proof_file=ProofFile(self._proofs, RUN_ID, self.network.terms),
-        )
-        return RoundEffects(self.inbox, cast(Any, self.status), tools)
+        sources: Any = FixedSources(lambda: self.network.peers)
+        downloads = Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors())
+        compute = RoundCompute(self.network.program, self.store, lambda *_: 1.0)
+        proof_file = ProofFile(self._proofs, RUN_ID, self.network.terms)
+        votes = VoteEffects(self.store, vote_log, proof_file, self.inbox)
+        return RoundEffects(downloads, compute, at_once, votes, self.inbox, cast(Any, self.status))
 
     @property
     def session(self) -> RoundSession:

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from node.daemon.effects import Effects
 from node.daemon.inbox import Inbox
 from node.daemon.peers.downloads import Downloads
-from node.daemon.state.outer_state import OuterState, ReplicatedState, Rooms, SignedContributions
-from node.daemon.state.outer_vectors import OuterVectors
-from node.daemon.state_effects import StateEffects, StateTools
+from node.daemon.state.outer_state import OuterState, OuterVectors, ReplicatedState, Rooms, SignedContributions
+from node.daemon.state_effects import StateEffects
 from node.from_manifest import round_settings_by_number
 from node.loop.actions import LoopAction
 from node.loop.contributions import ContributionTracker, ForkOutcome, SettledContribution, StoredContribution
@@ -111,7 +111,7 @@ class FakeSwarmView:
 @dataclass
 class FakeTrainerLink:
     contributions: ContributionTracker = field(default_factory=lambda: ContributionTracker(PROGRAM))
-    submit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    intake: Any = field(default_factory=lambda: SimpleNamespace(lock=asyncio.Lock()))
     started: list[int] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
 
@@ -124,10 +124,10 @@ class FakeTrainerLink:
     async def apply_anchor(self, round_number: int, anchor: object, train: object, exact_step: int = 0) -> None:
         self.adopted.append(round_number)
 
-    def share_memory(self, round_number: int, state: OuterState, method: object) -> OuterState:
+    def share_memory(self, round_number: int, state: OuterState) -> OuterState:
         return state
 
-    def anchor_rooms(self, round_number: int, method: object) -> Rooms:
+    def anchor_rooms(self, round_number: int) -> Rooms:
         """There is no shared memory."""
         return {}
 
@@ -253,22 +253,31 @@ class RoundLoopSetup:
         self.standing = FakeStatusReporter()
         self.scout = FakeChainSync(self.replica)
         self.inbox = Inbox()
-        sources = FixedSources(lambda: self.fetcher.stores)
-        fakes: dict[str, Any] = {
-            "swarm_view": self.members, "sync_client": self.scout, "trainer": self.trainer,
-            "checkpointer": self.keeper, "revisions": FakeRevisionKeeper(),
-            "outer_vectors": OuterVectors(folder, PROGRAM), "run_in_thread": asyncio.to_thread,
-            "downloads": Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors()),
-        }  # fmt: skip
         target = manifest.target.model_copy(update={"keepers": 0})
         steered = manifest.model_copy(update={"target": target})
-        fakes["steering"] = self.steering = Steering(steered, self.replica.chain, RevisionLog())
-        tools = StateTools(method=METHOD, replicated=self.replica, **fakes)
-        self.state_effects = StateEffects(self.inbox, cast(Any, self.standing), tools)
+        self.steering = Steering(steered, self.replica.chain, RevisionLog())
+        self.state_effects = self._build_state_effects()
         self.loop = self._build_loop(manifest, has_contacts)
         nothing: Any = None
         self.effects = Effects(self.loop, self.inbox, nothing, nothing, nothing, self.state_effects)
         self.running: asyncio.Task[None] | None = None
+
+    def _build_state_effects(self) -> StateEffects:
+        sources: Any = FixedSources(lambda: self.fetcher.stores)
+        state = SimpleNamespace(
+            method=METHOD,
+            replicated=self.replica,
+            steering=self.steering,
+            revisions=FakeRevisionKeeper(),
+            contributions=self.trainer.contributions,
+            outer_vectors=OuterVectors(self.folder, PROGRAM),
+            workers=SimpleNamespace(compute=asyncio.to_thread),
+        )
+        downloads = Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors())
+        peers = SimpleNamespace(downloads=downloads, sync_client=self.scout, swarm_view=self.members)
+        work = SimpleNamespace(trainer=self.trainer, checkpointer=self.keeper, auditor=None)
+        fakes: list[Any] = [state, peers, work, self.inbox, self.standing]
+        return StateEffects(*fakes)
 
     def _build_loop(self, manifest: Manifest, has_contacts: bool) -> RoundLoop:
         options = LoopOptions(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon import inbox, round_effects
+from node.daemon import effects, inbox
 from protocol.blobs.blob import Blob
 from protocol.conduct import NOT_SERVED
 from protocol.consensus.events import MembershipChanged
@@ -136,7 +136,7 @@ async def test_a_blob_that_is_late_is_counted_and_asked_for_again(
         await fetch(self, blob, sources, deadline)
 
     monkeypatch.setattr(CopyingFetcher, "fetch", late)
-    monkeypatch.setattr(round_effects, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(effects, "RETRY_SECONDS", 0.01)
     table.begin()
     table.offer(0, 1, 2)
     await table.wait_until_decided(0, 1, 2)
@@ -257,7 +257,7 @@ async def test_a_fetch_that_is_cancelled_before_it_began_is_wanted_again(table: 
 async def test_a_blob_that_is_damaged_on_our_disk_is_fetched_again(
     table: LoopbackNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(round_effects, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(effects, "RETRY_SECONDS", 0.01)
     blob = table[1].parts()[0]
     table.begin()
     table[0].store.put(table[1].store.read(blob.digest))
@@ -314,7 +314,7 @@ async def test_what_an_action_causes_waits_until_all_actions_are_carried_out(tab
         send(peers, signed)
         seat.members_changed()
 
-    seat.effects.handle = counted  # type: ignore[method-assign]
+    seat.inbox.attach(counted)
     seat.send = unreachable  # type: ignore[method-assign]
     table.begin()
     table.offer(0, 1, 2)

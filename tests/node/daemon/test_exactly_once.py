@@ -15,13 +15,15 @@ from torch import Tensor
 from node.daemon.checkpoints import checkpoint
 from node.daemon.checkpoints.chain_file import SavedChain
 from node.daemon.checkpoints.checkpoint import Checkpoint
-from node.daemon.state.checkpointer import (
+from node.daemon.state.contributions import (
     CONTRIBUTION_VECTOR,
-    OFFER_KEY,
+    TRACKER_KEY,
+    ContributionFile,
     restore_contributions,
     restore_trainer_snapshot,
+    store_parts,
 )
-from node.loop.contributions import ContributionFile, LastSent, StoredContribution, store_parts
+from node.loop.contributions import LastSent, StoredContribution
 from node.model import shape_table
 from node.run_dir import RunDir
 from node.trainer.ipc.channel import ContributionOutcome
@@ -177,7 +179,7 @@ class CrashingNode:
         snapshot, outbox = copied
         inner = {**snapshot.vectors, CONTRIBUTION_VECTOR: torch.frombuffer(bytearray(outbox), dtype=torch.uint8)}
         anchor, shapes = torch.zeros(NUMEL), shape_table(MODEL)
-        chain = SavedChain({OFFER_KEY: self.offers.to_json()}, b"")
+        chain = SavedChain({TRACKER_KEY: self.offers.to_json()}, b"")
         taken = Checkpoint(RUN_ID, shapes.hash(), self.number, bytes(32), chain, anchor, {}, inner, snapshot.meta)
         checkpoint.save(self.folder.checkpoints, taken, shapes, 2)
 

@@ -62,9 +62,9 @@ def both(node: Node) -> tuple[Replica, Replica]:
 
 async def test_replicas_share_the_node_and_keep_their_own_state(node: Node) -> None:
     first, second = both(node)
-    assert first.run_id != second.run_id and first.replicated.blob != second.replicated.blob
-    assert first.store.path(bytes(32)) != second.store.path(bytes(32))
-    assert first.shared_memory.fds != second.shared_memory.fds
+    assert first.run_id != second.run_id and first.state.replicated.blob != second.state.replicated.blob
+    assert first.state.store.path(bytes(32)) != second.state.store.path(bytes(32))
+    assert first.state.shared_memory.fds != second.state.shared_memory.fds
     first.status_reporter.record_recovered("not saved", "no space")
     second.status_reporter.set_phase("training")
     assert (node.status().run_id, node.status().phase) == (first.run_id, "starting")
@@ -73,10 +73,10 @@ async def test_replicas_share_the_node_and_keep_their_own_state(node: Node) -> N
 
 async def test_blobs_of_all_replicas_are_served_and_each_prunes_its_own(node: Node) -> None:
     first, second = both(node)
-    ours, theirs = first.store.put(b"ours"), second.store.put(b"theirs")
+    ours, theirs = first.state.store.put(b"ours"), second.state.store.put(b"theirs")
     reader = node.blob_service._store
     assert [reader.blob(blob.digest) for blob in (ours, theirs)] == [ours, theirs]
-    first.store.retain(())
+    first.state.store.retain(())
     assert bytes(reader.read_piece(theirs.digest, 0)) == b"theirs"
     with pytest.raises(MissingFileError):
         reader.blob(ours.digest)
@@ -87,15 +87,18 @@ async def test_blobs_of_all_replicas_are_served_and_each_prunes_its_own(node: No
 async def test_calls_find_the_replica_by_their_run(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "caller", lambda context: CALLER)
     server = grpc.aio.server()
-    add_RoundsServicer_to_server(RoundsService(node.replicas, node._chains, node.directory), server)
+    add_RoundsServicer_to_server(RoundsService(node.replicas, node._chains, node.directory.record_refusal), server)
     responder = DialBackResponder(node.transport.remote_addresses)
-    add_RunsServicer_to_server(RunsService(node.manifests, responder, node.directory), server)
+    add_RunsServicer_to_server(RunsService(node.manifests, responder, node.directory.record_refusal), server)
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
         for replica in both(node):
             reply = await request_chain(replica.run_id, lambda _: channel, "them", 0)
-            assert (reply.digest, reply.state) == (replica.replicated.chain.digest, replica.replicated.blob.to_wire())
+            assert (reply.digest, reply.state) == (
+                replica.state.replicated.chain.digest,
+                replica.state.replicated.blob.to_wire(),
+            )
             sent = await RunsStub(channel).Manifest(ManifestRequest(run=bytes.fromhex(replica.run_id)), timeout=10)
             assert sent.toml.decode() == replica.manifest.to_toml()
         with pytest.raises(LimitError, match="another run"):
@@ -110,6 +113,6 @@ async def test_two_replicas_train_side_by_side(node: Node) -> None:
     async with asyncio.timeout(120):
         await node.run_replicas()
     first, second = both(node)
-    assert first.replicated.chain.round == second.replicated.chain.round == 2
-    assert first.replicated.chain.digest != second.replicated.chain.digest
+    assert first.state.replicated.chain.round == second.state.replicated.chain.round == 2
+    assert first.state.replicated.chain.digest != second.state.replicated.chain.digest
     assert {replica.status_reporter.status().phase for replica in both(node)} == {"done"}

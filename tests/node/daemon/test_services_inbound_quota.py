@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from node.daemon.inbox import ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE, InboundQuota
 from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES
-from node.daemon.services import ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE, InboundQuota
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit, Contribution, Roster

@@ -10,11 +10,13 @@ import grpc
 import pytest
 
 from node.daemon import services
+from node.daemon.inbox import InboundQuota
 from node.daemon.peers import peer_rpc
+from node.daemon.peers.chain_sync import ServedChain
 from node.daemon.peers.peer_rpc import deliver, request_chain
-from node.daemon.services import MAX_MESSAGES_PER_CALL, InboundQuota, RoundsService, ServedChain
-from node.daemon.state.offered_states import MAX_OFFERS, OFFER_SECONDS, OfferedStates
+from node.daemon.services import MAX_MESSAGES_PER_CALL, RoundsService
 from node.daemon.state.outer_state import ReplicatedState
+from node.daemon.state.replica_state import MAX_OFFERS, OFFER_SECONDS, OfferedStates
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.loop.steering import unsteered
 from protocol.consensus.history.chain import Chain
@@ -69,7 +71,7 @@ class RoundsServiceSetup:
         self.replica = replica
         self.driver = driver
         self.service = service
-        self.offered: OfferedStates = service._replicas[RUN_ID].offered_states
+        self.offered: OfferedStates = service._replicas[RUN_ID].state.offered_states
 
     def to_them(self, _: PeerId) -> grpc.aio.Channel:
         return self.channel
@@ -86,8 +88,9 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await grown(replica, store, 3)
     fake: Any = driver
     peers = SimpleNamespace(receiver=fake, quota=InboundQuota(1, 5.0), traffic=ControlTraffic())
-    served: Any = SimpleNamespace(loop=fake, peers=peers, offered_states=OfferedStates())
-    service = RoundsService({RUN_ID: served}, {RUN_ID: ServedChain(replica, unsteered())}, driver)
+    served: Any = SimpleNamespace(loop=fake, peers=peers, state=SimpleNamespace(offered_states=OfferedStates()))
+    chain = ServedChain(replica.chain, lambda: replica.blob, unsteered())
+    service = RoundsService({RUN_ID: served}, {RUN_ID: chain}, driver.record_refusal)
     async with serve_locally(tmp_path / "s", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         yield RoundsServiceSetup(channel, replica, driver, service)
 
@@ -169,8 +172,8 @@ async def test_a_member_says_far_more_but_not_any_amount(world: RoundsServiceSet
 
 async def test_a_host_serves_a_chain_but_takes_no_messages(tmp_path: Path, world: RoundsServiceSetup) -> None:
     genesis = Chain.from_genesis(RUN_ID)
-    empty: Any = SimpleNamespace(chain=genesis, blob=None)  # before its first state
-    service = RoundsService({}, {RUN_ID: ServedChain(empty, unsteered())}, world.driver)
+    served = ServedChain(genesis, lambda: None, unsteered())  # before its first state
+    service = RoundsService({}, {RUN_ID: served}, world.driver.record_refusal)
     async with serve_locally(tmp_path / "h", lambda server: add_RoundsServicer_to_server(service, server)) as channel:
         reply = await request_chain(RUN_ID, lambda peer: channel, THEM, 0)
         assert (reply.round, reply.digest, reply.state.size) == (0, genesis.digest, 0)

@@ -39,7 +39,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     server = grpc.aio.server()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
         found, manifests = RunsServiceSetup(channel), {MANIFEST.run_id: MANIFEST}
-        add_RunsServicer_to_server(RunsService(manifests, DialBackResponder(nowhere), found), server)
+        add_RunsServicer_to_server(RunsService(manifests, DialBackResponder(nowhere), found.record_refusal), server)
         server.add_insecure_port(f"unix:{tmp_path}/s")
         await server.start()
         yield found

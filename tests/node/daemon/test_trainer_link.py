@@ -26,7 +26,7 @@ from optim.compose import compose
 from protocol.consensus.history.chain import ChainHead
 from protocol.errors import DeviceError
 from tests.node.daemon.trainer_link_setup import ME, NUMEL, SETTINGS, TrainerLinkSetup, ready
-from tests.node.small_run import PROGRAM, commit_of, program_of, until
+from tests.node.small_run import commit_of, program_of, until
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ async def test_a_contribution_that_the_next_round_cannot_take_is_given_back(worl
 async def test_a_contribution_too_late_for_the_open_round_is_given_back_at_once(world: TrainerLinkSetup) -> None:
     """Of two fragments: offered to the open round, it would be read as values that it does not hold."""
     fragments = compose("averaging", {"schedule": {"fragments": 2}})
-    world.offers = world.link.contributions = ContributionTracker(program_of(fragments))
+    world.offers = world.intake.tracker = ContributionTracker(program_of(fragments))
     await world.begin()
     await world.say(ready(0))
     await world.link.apply_anchor(1, [torch.zeros(NUMEL)], SETTINGS)
@@ -169,7 +169,7 @@ async def test_a_contribution_too_late_for_the_open_round_is_given_back_at_once(
 async def test_a_contribution_that_comes_while_the_next_anchor_is_copied_is_given_back_with_it(
     world: TrainerLinkSetup,
 ) -> None:
-    world.offers = world.link.contributions = ContributionTracker(
+    world.offers = world.intake.tracker = ContributionTracker(
         program_of(compose("averaging", {"schedule": {"fragments": 2}}))
     )
     await world.begin()
@@ -264,24 +264,23 @@ async def test_no_anchor_is_written_before_the_last_one_is_applied(world: Traine
 async def test_next_anchor_is_computed_in_its_place_once_the_last_but_one_is_not_read_any_more(
     world: TrainerLinkSetup,
 ) -> None:
-    method = PROGRAM.method
-    before = world.link.anchor_rooms(4, method)["weights"]
+    before = world.link.anchor_rooms(4)["weights"]
     await world.link.apply_anchor(4, [torch.full((NUMEL,), 4.0)], SETTINGS)
     assert bool((world.arena.anchor(4) == 4).all())
     downloaded = OuterState(torch.full((NUMEL,), 4.0), {})
-    assert world.link.share_memory(4, downloaded, method).anchor.data_ptr() == before.data_ptr()
+    assert world.link.share_memory(4, downloaded).anchor.data_ptr() == before.data_ptr()
     await world.begin()
     await world.say(ready(0))
-    room = world.link.anchor_rooms(1, method)["weights"]
+    room = world.link.anchor_rooms(1)["weights"]
     assert room.data_ptr() == world.arena.anchor(1).data_ptr()
     room.fill_(1.0)
     await world.link.apply_anchor(1, [room], SETTINGS)
-    assert not world.link.anchor_rooms(2, method), "the trainer may still read the anchor of round 0"
+    assert not world.link.anchor_rooms(2), "the trainer may still read the anchor of round 0"
     state = OuterState(torch.ones(NUMEL), {})
-    assert world.link.share_memory(0, state, method) is state
-    assert world.link.share_memory(1, state, method).anchor.data_ptr() == room.data_ptr()
+    assert world.link.share_memory(0, state) is state
+    assert world.link.share_memory(1, state).anchor.data_ptr() == room.data_ptr()
     await world.say(AnchorApplied(round=1))
-    assert world.link.anchor_rooms(2, method) and not world.link.anchor_rooms(3, method)
+    assert world.link.anchor_rooms(2) and not world.link.anchor_rooms(3)
 
 
 async def test_a_trainer_that_is_behind_is_sent_the_anchor_and_no_other(world: TrainerLinkSetup) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from node.daemon.trainer_link import TrainerLink, TrainerTools
-from node.loop.contributions import ContributionFile, ContributionTracker
+from node.daemon.state.contributions import ContributionFile, ContributionIntake
+from node.daemon.state.outer_state import TrainerAnchors
+from node.daemon.trainer_link import TrainerLink
+from node.loop.contributions import ContributionTracker
 from node.step_settings import step_settings
 from node.trainer.ipc.channel import (
     ApplyAnchor,
@@ -66,6 +68,13 @@ class ScriptedProcess:
         return [(message.round, message.outcome) for message in self.heard if isinstance(message, ApplyAnchor)]
 
 
+class AnchorsAlone(TrainerAnchors):
+    """The anchors of a memory that has no vectors of a trainer, so that no change of them can be unfinished."""
+
+    async def finish_change(self) -> None:
+        pass
+
+
 class TrainerLinkSetup:
     def __init__(self, folder: Path) -> None:
         self.process = ScriptedProcess()
@@ -78,14 +87,10 @@ class TrainerLinkSetup:
         self.head = ChainHead(0, bytes(32), 0)
         self.work: Callable[..., Awaitable[Any]] = at_once
         process: Any = self.process
-        tools = TrainerTools(
-            process=process,
-            shared_memory=self.arena,
-            store=self.store,
-            contribution_file=self.sent,
-            run_in_thread=lambda *call: self.work(*call),
-        )
-        self.link = TrainerLink(tools, self.offers, self, self, self.errors)
+        in_thread = lambda *call: self.work(*call)  # noqa: E731
+        self.intake = ContributionIntake(self.offers, self.store, self.arena, self.sent, in_thread)
+        anchors = AnchorsAlone(self.arena, PROGRAM, in_thread)
+        self.link = TrainerLink(process, anchors, self.intake, self.steps_for, self.on_trainer_message, self.errors)
 
     def steps_for(self, number: int) -> int:
         return 5

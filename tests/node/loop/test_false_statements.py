@@ -36,7 +36,7 @@ def posted(*envelopes: Signed) -> list[LoopEvent]:
     """Return what a receiver says of envelopes besides their refusal."""
     events: list[LoopEvent] = []
     inbox, status = Inbox(), cast(Any, type("Status", (), {"record_refusal": lambda *faults: None})())
-    inbox.attach(cast(Any, type("Handler", (), {"handle": lambda self, event: events.append(event)})()))
+    inbox.attach(events.append)
     MessageReceiver(RUN_ID, TERMS, SeenMessages(), inbox, status).receive(FRIEND, envelopes)
     return [event for event in events if isinstance(event, MisbehaviourSeen)]
 

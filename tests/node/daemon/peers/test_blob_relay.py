@@ -12,7 +12,7 @@ import pytest
 
 from node.daemon import services
 from node.daemon.peers import blob_relay
-from node.daemon.peers.blob_relay import BlobRelay, RelayOptions
+from node.daemon.peers.blob_relay import BlobRelay
 from node.daemon.peers.peer_rpc import request_relay
 from node.daemon.services import CarriersService
 from protocol.blobs.blob import Blob
@@ -50,11 +50,17 @@ class RelaySetup:
         self.errors = RecordedErrors()
         self.round = ROUND
         self.channel = channel
-        options = RelayOptions(run_id=RUN_ID, limits=TERMS, contribution_bytes=len(payload(0)), fetch_seconds=0.3)
-        chain: Any = self  # of which the relay reads the round
-        self.carrying = BlobRelay(options, cast(Any, self.fetcher), self.store, chain, self)
-        replica: Any = SimpleNamespace(blob_relay=self.carrying, status_reporter=self.errors)
-        self.service = CarriersService({RUN_ID: replica}, self.errors)
+        state = SimpleNamespace(
+            run_id=RUN_ID,
+            limits=TERMS,
+            store=self.store,
+            manifest=SimpleNamespace(round=SimpleNamespace(exchange_timeout=0.3)),
+            planner=SimpleNamespace(max_contribution_bytes=len(payload(0))),
+            replicated=SimpleNamespace(chain=self),  # of which the relay reads the round
+        )
+        self.carrying = BlobRelay(cast(Any, state), cast(Any, self.fetcher), cast(Any, self))
+        replica: Any = SimpleNamespace(peers=SimpleNamespace(relay=self.carrying), status_reporter=self.errors)
+        self.service = CarriersService({RUN_ID: replica}, self.errors.record_refusal)
 
     def is_trainer(self, peer: PeerId) -> bool:
         return peer != STRANGER

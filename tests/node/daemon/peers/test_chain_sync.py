@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -78,7 +78,7 @@ class ChainSyncSetup:
 
     async def ask(self, contacts: tuple[str, ...] = (), since: int = 2**24) -> SyncOffer:
         reader = ChainReader(RUN_ID, TERMS, lambda peer: self.channel if peer != STRANGER else self.nobody, OPEN)
-        client = ChainSyncClient(reader, self.mine.chain, contacts, self, STATE_BYTES, has_shared_state=True)
+        client = ChainSyncClient(reader, self.mine.chain, contacts, cast(Any, self), STATE_BYTES, has_shared_state=True)
         return await client.ask(THEM, since)
 
 

@@ -24,7 +24,7 @@ from tests.node.small_run import CopyingFetcher, store_in
 
 
 def downloads_from(fetcher: Any, peers: Callable[[], list[PeerId]], **clock: Callable[[], float]) -> Downloads:
-    sources = FixedSources(peers)
+    sources: Any = FixedSources(peers)
     return Downloads(fetcher, sources, sources, RecordedErrors(), **clock)
 
 
@@ -164,7 +164,8 @@ class RelayedDownloads:
         self.asked: list[PeerId] = []
         self.errors = RecordedErrors()
         fetcher: Any = CopyingFetcher(self.mine, {name: self.stores[name] for name in "cd"})
-        self.wishes = Downloads(fetcher, self, self, self.errors)
+        sources: Any = self
+        self.wishes = Downloads(fetcher, sources, sources, self.errors)
         self.reached = fetcher.stores
 
     def other_trainers(self) -> list[PeerId]:

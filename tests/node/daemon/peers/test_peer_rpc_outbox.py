@@ -28,7 +28,7 @@ class Receiver:
         self.open = asyncio.Event()
         self.open.set()
         self.fault: Callable[[], BaseException | None] = lambda: None
-        self.post = Outbox(self, self, self, self, cast(Any, self))
+        self.post = Outbox(cast(Any, self), self.receive, self.suspect, self, cast(Any, self))
 
     def record_recovered(self, reason: str, line: str) -> None:
         self.setbacks.append(reason)

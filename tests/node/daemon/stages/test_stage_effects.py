@@ -58,11 +58,6 @@ class Background:
         work.close()
 
 
-class Handler:
-    def __init__(self, stage: StageEffects) -> None:
-        self.handle: Any = stage.handle
-
-
 class World:
     """The daemon's part of one stage; its trainer is given its commands by hand."""
 
@@ -79,7 +74,7 @@ class World:
         record = node.records.record_of(STAGE)
         self.stage = StageEffects(self.loop, node, record, fetcher, cast(Any, Background()), inbox)
         node.add(RUNS[0], self.stage)
-        inbox.attach(Handler(self.stage))
+        inbox.attach_stage(self.stage.handle)
 
     def take_commands(self) -> list[StageCommand]:
         queue = self.stage._commands

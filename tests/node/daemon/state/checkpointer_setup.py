@@ -3,13 +3,17 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.state.checkpointer import Checkpointer, CheckpointerOptions
+from node.daemon.state.checkpointer import Checkpointer
+from node.daemon.state.contributions import ContributionFile
 from node.daemon.state.outer_state import ReplicatedState
-from node.loop.contributions import ContributionFile, ContributionTracker
+from node.loop.contributions import ContributionTracker
+from node.loop.steering import unsteered
 from node.run_dir import RunDir
 from node.trainer.counters import Counters, Outstanding, StepTotals
 from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
@@ -32,15 +36,21 @@ class CheckpointerSetup:
         self.errors = RecordedErrors()
         self.wanted: set[bytes] = set()
         self.carried: set[bytes] = set()
-        options = CheckpointerOptions(
-            directory=self.folder.checkpoints,
+        self.replica: ReplicatedState = replica_in(self.store)
+        state: Any = SimpleNamespace(
+            run_dir=self.folder,
             run_id=RUN_ID,
             shapes=SHAPES,
-            schedule=MANIFEST.checkpoint,
-            max_blob_bytes=room,
+            store=self.store,
+            shared_memory=self.arena,
+            replicated=self.replica,
+            steering=unsteered(MANIFEST),
+            max_store_bytes=2 * room,
+            disk_budget=None,
         )
-        self.keeper = Checkpointer(options, self.store, self.arena, self, self, self.errors)
-        self.replica: ReplicatedState = replica_in(self.store)
+        self.keeper = Checkpointer(
+            state, self.wait_until_applied, self.requested_digests, self.held_digests, self.errors
+        )
 
     async def wait_until_applied(self, round_number: int) -> bool:
         self.waited.append(round_number)

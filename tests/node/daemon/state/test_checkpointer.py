@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.state.checkpointer import MAX_OLD_STATES, MAX_RETAINED_STATES, OFFER_KEY
+from node.daemon.state.checkpointer import MAX_OLD_STATES, MAX_RETAINED_STATES
+from node.daemon.state.contributions import TRACKER_KEY
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.trainer.ipc.channel import ContributionHeader
@@ -157,7 +158,7 @@ async def test_what_is_saved_is_that_moment_though_the_replica_moves_on(world: C
     await world.keeper.wait_until_saved()
     found = world.loaded()
     assert found.round == 1 and found.chain.restore(OPEN, TERMS).head == head and torch.equal(found.anchor, anchor)
-    assert ContributionTracker.from_json(PROGRAM, found.chain.table[OFFER_KEY]).outcome_of(0) == "included"
+    assert ContributionTracker.from_json(PROGRAM, found.chain.table[TRACKER_KEY]).outcome_of(0) == "included"
 
 
 async def test_what_is_not_adopted_in_time_is_not_saved(world: CheckpointerSetup) -> None:

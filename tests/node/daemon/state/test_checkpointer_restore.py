@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from node.daemon.checkpoints.checkpoint import Checkpoint
-from node.daemon.state.checkpointer import restore_contributions, restore_trainer_snapshot
+from node.daemon.state.contributions import ContributionFile, restore_contributions, restore_trainer_snapshot
 from node.loop.contributions import (
-    ContributionFile,
     ContributionTracker,
     LastSent,
     SettledContribution,

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.daemon.state.outer_state import OuterState
-from node.daemon.state.outer_vectors import OuterVectors, outer_file_bytes
+from node.daemon.state.outer_state import OuterState, OuterVectors, outer_file_bytes
 from optim.compose import compose
 from optim.outer import Nesterov
 from optim.recipes import RECIPES

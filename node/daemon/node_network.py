@@ -1,0 +1,61 @@
+"""Build what a node has on the network of its run, whatever it trains there: identity, transport, directory, blobs."""
+
+import os
+import random
+
+from node.daemon.stages.calls import stage_calls
+from node.daemon.stages.stage_effects import NodeStages
+from node.daemon.steering.keeper import RevisionKeeper
+from node.injected_faults import injected_faults
+from node.monitoring.metrics import Metrics
+from node.options import NodeOptions
+from node.run_dir import RunDir
+from protocol.blobs.server import BlobService, CallerLimits, StoreGroup
+from protocol.identity import Identity
+from protocol.manifest.run import Manifest
+from protocol.membership.clock import SwarmClock
+from protocol.membership.directory import PeerDirectory
+from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.transport.transport import Transport, caller
+from protocol.transport.tunnel import ConnectionLimits
+
+
+class NodeNetwork:
+    """The identity, transport, directory, revisions, blob service and metrics that all replicas of a node share."""
+
+    def __init__(self, options: NodeOptions, run_dir: RunDir, rng: random.Random) -> None:
+        manifest = options.manifest
+        self.options = options
+        self.run_dir = run_dir
+        self.rng = rng
+        self.identity = Identity.load_or_create(run_dir.key)
+        self.peer_id = self.identity.peer_id
+        limits = ConnectionLimits(upload=options.upload, download=options.download)
+        self.transport = Transport.create(run_dir.key, run_dir.path, limits)
+        self.clock = SwarmClock()
+        self.directory = PeerDirectory(
+            DirectoryOptions(
+                run_id=manifest.run_id,
+                heartbeat=manifest.membership.heartbeat,
+                expiry=manifest.membership.expiry,
+                bootstrap=options.contacts,
+                addresses_file=run_dir.peers,
+            ),
+            self.identity,
+            self.transport,
+            self.clock,
+            rng,
+        )
+        self.stages = NodeStages(
+            self.directory, stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
+        )
+        self.revisions = RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
+        self.stores = StoreGroup()
+        self.blob_service = BlobService(self.stores, caller, CallerLimits.at_rate(options.upload))
+        self.metrics = Metrics()
+
+    def revisions_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionKeeper:
+        """Return the revisions of a run: the node's, or other ones for a run that is not a stage of the node's run."""
+        if manifest.whole_run_id == self.directory.run_id:
+            return self.revisions
+        return RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
