@@ -23,6 +23,7 @@ import torch
 
 from optim.codecs.base import Codec
 from optim.codecs.dct_topk import DctTopK
+from optim.codecs.e2m1 import BlockE2M1
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import BFloat16, Float16, Uncompressed
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
@@ -40,6 +41,7 @@ DENSE: Final[Mapping[str, Codec]] = MappingProxyType(
         "bf16": BFloat16(),
         "int8": BlockInt8(),
         "int4": BlockInt4(),
+        "e2m1": BlockE2M1(),
         "e3m0": BlockE3M0(),
         "e3m0-stochastic": BlockE3M0(rounding="stochastic"),
         "sign": BlockSign(),

@@ -16,6 +16,7 @@ from optim.aggregation.mean import Mean, SenderMean
 from optim.aggregation.robust import CentredClip, CoordinateMedian, Krum, TrimmedMean
 from optim.codecs.base import SAMPLE_SIZE, Codec
 from optim.codecs.dct_topk import DctTopK
+from optim.codecs.e2m1 import BlockE2M1
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import BFloat16, Float16, Uncompressed
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
@@ -81,7 +82,7 @@ _SIGNALS: Final[tuple[type[Signal], ...]] = (
 SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in _SIGNALS}
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
 _CODECS: Final[tuple[type[Codec], ...]] = (
-    *(Uncompressed, Float16, BFloat16, BlockInt8, BlockInt4, BlockE3M0, BlockSign),
+    *(Uncompressed, Float16, BFloat16, BlockInt8, BlockInt4, BlockE3M0, BlockE2M1, BlockSign),
     *(ChunkTopK, DctTopK, RandomSubset, LowRank, RandomProjection),
 )
 CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from optim.codecs.base import Codec, PayloadWriter
 from optim.codecs.dct_topk import DctTopK
+from optim.codecs.e2m1 import BlockE2M1
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import BFloat16, Float16, Uncompressed
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
@@ -41,6 +42,8 @@ CODECS: list[Codec] = [
     BlockInt4(block=24),
     BlockE3M0(),
     BlockE3M0(rounding="stochastic"),
+    BlockE2M1(),
+    BlockE2M1(rounding="stochastic"),
     BlockSign(),
     BlockSign(block=40),
     ChunkTopK(k=40, chunk=64, bits=1),
