@@ -1,4 +1,4 @@
-"""Measure the cost of random routes, staleness and deaths in `local` pipelines, compared with full replicas.
+"""Measure the cost of random routes and deaths in `local` pipelines, compared with full replicas.
 
 A model of 231,000 parameters (4 layers, width 64, bytes of the Python standard library) trains in virtual time, whole
 or in 4 stages, on equally many tokens: 4 microbatches of 256 tokens a step and peer, AdamW, 2 peers at each stage,
@@ -17,20 +17,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from node.data import Corpus, open_corpus
 from node.simulation.comparison import run_simulation
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import Evaluator
-from node.simulation.pipeline.pipeline_swarm import run_pipeline
+from node.simulation.pipeline import run_pipeline
 from node.simulation.virtual.network import BYTES_PER_MEGABIT
 from optim.compose import compose
-from optim.inner.adamw import AdamW
-from optim.inner.base import EPSILON, FIRST_MOMENT, SECOND_MOMENT, InnerStep
 from optim.method import Method
 from protocol.manifest.model import ModelSection
 from protocol.manifest.run import Manifest
@@ -51,20 +48,6 @@ MAX_RATIO = 1.01
 REPLICAS, PIPELINE = "full replicas", "pipeline"
 
 
-class PredictingAdamW(AdamW):
-    """AdamW whose gradient is taken where its own step will lead (weight prediction, arXiv 1911.04610)."""
-
-    kind: ClassVar[str] = "predicting-adamw"
-
-    def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
-        """Return the weights after the step that the present moments make."""
-        if step.count == 0:
-            return None
-        first = vectors[FIRST_MOMENT] / (1 - step.beta1**step.count)
-        spread = (vectors[SECOND_MOMENT] / (1 - step.beta2**step.count)).sqrt_().add_(EPSILON)
-        return weights.addcdiv(first, spread, value=-step.rate)
-
-
 @dataclass(frozen=True)
 class Row:
     """One setup; `clip` is the largest norm of the gradient of the whole model, `base` the row to compare with."""
@@ -76,8 +59,6 @@ class Row:
     recipe: str = "averaging"
     activations: str = "fp32"
     clip: float = 1.0
-    staleness: int = 0
-    predicts: bool = False
     churn: float = 0.0
 
 
@@ -89,8 +70,6 @@ ROWS: Mapping[str, Row] = {
     PIPELINE: Row(),
     "pipeline, bf16 on the way": Row(activations="bf16"),
     "pipeline, clip 1 at each stage": Row(clip=2.0),
-    "pipeline, staleness 1": Row(staleness=1),
-    "pipeline, staleness 1, weights predicted": Row(staleness=1, predicts=True),
     "full replicas, deaths": replace(DEATHS, stages=1),
     "pipeline, deaths": DEATHS,
     "full replicas, frugal": replace(FULL, recipe="frugal"),
@@ -119,8 +98,7 @@ def make_config(row: Row, steps: int, seed: int) -> SimulationConfig:
 
 def make_method(row: Row) -> Method:
     """Return the recipe with rounds of 15 steps."""
-    method = compose(row.recipe, {"schedule": {"inner_steps": 15}})
-    return replace(method, inner=PredictingAdamW()) if row.predicts else method
+    return compose(row.recipe, {"schedule": {"inner_steps": 15}})
 
 
 def run_row(row: Row, steps: int, seed: int, corpus: Corpus) -> dict[str, Any]:
@@ -130,7 +108,7 @@ def run_row(row: Row, steps: int, seed: int, corpus: Corpus) -> dict[str, Any]:
     if row.stages == 1:
         result = run_simulation(config, make_method(row), corpus, evaluator, 1, _ignore)
         return {"loss": result.validation_loss, "busy": result.compute_share, "seconds": result.virtual_seconds}
-    pipelined = run_pipeline(config, make_method(row), corpus, evaluator, 1, _ignore, row.staleness)
+    pipelined = run_pipeline(config, make_method(row), corpus, evaluator, 1, _ignore)
     result = pipelined.result
     return {
         "loss": result.validation_loss,
@@ -157,18 +135,18 @@ def summarise(results: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "deviation": statistics.stdev(losses) if len(losses) > 1 else 0.0,
             "ratio": statistics.fmean(ratios) if ratios else None,
             "busy": statistics.fmean(run["busy"] for run in runs),
-            **{key: sum(run[key] for run in runs) for key in ("done", "lost", "torn", "redirected") if key in runs[0]},
+            **{key: sum(run[key] for run in runs) for key in ("done", "lost", "torn", "replayed") if key in runs[0]},
         }
     return report
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the table of the report."""
-    head = ("setup", "loss", "compared with full replicas", "busy", "microbatches", "redirected", "lost", "torn")
+    head = ("setup", "loss", "compared with full replicas", "busy", "microbatches", "replayed", "lost", "torn")
     lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
     for name, row in report.items():
         ratio = "" if row["ratio"] is None else f"{row['ratio'] - 1:+.1%}"
-        counts = [str(row.get(key, "")) for key in ("done", "redirected", "lost", "torn")]
+        counts = [str(row.get(key, "")) for key in ("done", "replayed", "lost", "torn")]
         cells = [name, f"{row['loss']:.4f} +- {row['deviation']:.4f}", ratio, f"{row['busy']:.0%}", *counts]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ two machines, `protocol.pipeline.stages.server` and `protocol.pipeline.owner`. T
 the tests all drive this loop. PURE.
 """
 
+import random
 from collections.abc import Iterable
 
 from node.loop.stage_events import (
@@ -29,10 +30,12 @@ from node.loop.stage_events import (
     TokensDrawn,
     TrainerReady,
 )
-from node.loop.stage_modes import LocalMode
+from node.loop.stage_modes import ExactMode, LocalMode
 from protocol.identity import PeerId
 from protocol.pipeline import owner_events
+from protocol.pipeline.course import OwnerSettings
 from protocol.pipeline.exact.reports import StepReports
+from protocol.pipeline.exact.settlement import Settlement
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, HeldBlob, Task
 from protocol.pipeline.owner import Owner
@@ -40,8 +43,11 @@ from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.stages import server_events
 from protocol.pipeline.stages.server import StageServer
 from protocol.pipeline.stages.settings import StageSettings
+from protocol.pipeline.stages.stage import StageManifest, stage_run_ids
 
 NOT_READY_MS = 500
+EXACT_PAUSE = 0.1  # seconds; in exact steps a server is asked at its own round only
+TOKEN_BYTES = 4  # int32
 
 
 class StageLoop:
@@ -263,3 +269,37 @@ class StageLoop:
     def _settle(self, now: float) -> None:
         if self.server is not None:
             self._actions += self.mode.settle(self.server, now)
+
+
+def build_stage_loop(manifest: StageManifest, me: PeerId, first: int, rng: random.Random, *, draws: bool) -> StageLoop:
+    """Build the loop of a peer of a stage; `first` is the first serial of its process."""
+    table, model = manifest.pipeline, manifest.model
+    runs = stage_run_ids(manifest.whole_run_id, table.stages)
+    settings = stage_settings(manifest)
+    owner_settings = OwnerSettings(
+        me,
+        table.in_flight,
+        needs_tokens=model.needs_tokens,
+        activation_bytes=settings.activation_bytes,
+        round_pause=EXACT_PAUSE if table.is_exact else 1.0,
+    )
+    mode = LocalMode()
+    if table.is_exact:
+        settlement = Settlement(me, runs, manifest.stage, settings.step_size)
+        mode = ExactMode(settlement, manifest.stage, table.microbatch)
+    return StageLoop(settings, Owner(owner_settings, runs, rng), mode, first, draws=draws)
+
+
+def stage_settings(manifest: StageManifest) -> StageSettings:
+    """Return the settings of the servers of a stage."""
+    table, model = manifest.pipeline, manifest.model
+    return StageSettings(
+        run=manifest.run_id,
+        stage=manifest.stage,
+        stages=table.stages,
+        activation_bytes=table.activation_bytes(model.context, model.stream_width),
+        token_bytes=TOKEN_BYTES * table.microbatch * (model.context + 1),
+        step_size=manifest.train.batch_tokens // (table.microbatch * model.context),
+        memory=table.memory,
+        needs_tokens=model.needs_tokens,
+    )

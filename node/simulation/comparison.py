@@ -26,8 +26,7 @@ from node.simulation.measurement import (
     compute_result,
     interpolate_loss,
 )
-from node.simulation.pipeline.microbatch_flow import FlowCounts
-from node.simulation.pipeline.pipeline_swarm import PipelineResult, run_pipeline
+from node.simulation.pipeline import PipelineCounts, PipelineResult, run_pipeline
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
@@ -167,9 +166,9 @@ class PipelineResults:
         return RecipeResults(f"{self.recipe}, {self.stages} stages", tuple(run.result for run in self.runs))
 
     @property
-    def counts(self) -> FlowCounts:
+    def counts(self) -> PipelineCounts:
         """Return the microbatches of all seeds."""
-        return sum((run.counts for run in self.runs), FlowCounts())
+        return sum((run.counts for run in self.runs), PipelineCounts())
 
     @property
     def round_spread(self) -> int:

@@ -179,6 +179,15 @@ class VirtualSwarm:
         """Return the virtual seconds that the peer needed for its first `steps` inner steps."""
         return steps / self.config.speeds[peer.slot]
 
+    def on_contribution(self, peer: VirtualPeer, round_number: int) -> None:
+        """Take note of a contribution that a trainer has made."""
+
+    def on_anchor(self, peer: VirtualPeer) -> None:
+        """Take note of an anchor that a trainer has taken over."""
+
+    def hurry(self, peer: VirtualPeer) -> None:
+        """Take note that a round waits for the peer's contribution."""
+
     def on_death(self, peer: VirtualPeer) -> None:
         """Note that a peer has died."""
         self.accounting.record_death(peer.peer_id)

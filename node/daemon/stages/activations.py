@@ -11,34 +11,36 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Literal
 
+from node.loop.stage_loop import stage_settings
 from node.trainer.ipc.activation_memory import ActivationMemory, SlotSizes
 from protocol.blobs.blob import Blob, Bytes
 from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.errors import GoneError, MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import PeerId
-from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
 from protocol.pipeline.messages import HeldBlob, Input, Inputs, Key
+from protocol.pipeline.stages.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["activation", "tokens"]
-TOKEN_BYTES = 4  # int32
 SPARE_ACTIVATIONS = 2  # for a result whose microbatch is given up while it is computed
 FETCH_SECONDS = 60.0
 UNKNOWN_HOLDER_SECONDS = 5.0  # for a holder that is gone, or whose record has not come yet
 FETCH_ERRORS = (UnreachableError, PeerFault, MissingFileError, StorageError)
 
 
-def slot_sizes(manifest: Manifest) -> SlotSizes:
-    """Return the slots of a stage of a run: as many activations as its memory holds, and tokens for each of them."""
-    model, table = manifest.model, manifest.pipeline
-    activation_bytes = table.activation_bytes(model.context, model.stream_width)
-    activations = table.memory // activation_bytes + SPARE_ACTIVATIONS
-    token_bytes = TOKEN_BYTES * table.microbatch * (model.context + 1)
-    tokens = activations + table.in_flight + SPARE_ACTIVATIONS
-    return SlotSizes(activation_bytes=activation_bytes, activations=activations, token_bytes=token_bytes, tokens=tokens)
+def slot_sizes(manifest: StageManifest) -> SlotSizes:
+    """Return the slots of a stage: as many activations as its memory holds, and tokens for each of them."""
+    settings = stage_settings(manifest)
+    activations = settings.memory // settings.activation_bytes + SPARE_ACTIVATIONS
+    return SlotSizes(
+        activation_bytes=settings.activation_bytes,
+        activations=activations,
+        token_bytes=settings.token_bytes,
+        tokens=activations + manifest.pipeline.in_flight + SPARE_ACTIVATIONS,
+    )
 
 
 class ActivationStore:

@@ -348,6 +348,7 @@ class VirtualPeer:
         trainer.use_settings(step_settings(self.swarm.manifest_with_target, self.chain.round, self.chain.tokens))
         trainer.step_target.set(self.chain.round, self._pacing.steps_for(self.chain.round))
         self._unapplied_outcome = None
+        self.swarm.on_anchor(self)
 
     def on_step(self) -> None:
         """Make the inner step that `begin_step` began."""
@@ -363,6 +364,7 @@ class VirtualPeer:
         self.swarm.accounting.rejections["hurried"] += 1
         if self.trainer is not None:
             self.trainer.step_target.set(self.chain.round, 1)
+            self.swarm.hurry(self)
             self.continue_training()
 
     def _store_contribution(self, trainer: VirtualTrainer) -> None:
@@ -371,6 +373,7 @@ class VirtualPeer:
         self.held_since.update((blob.digest, self.chain.round) for blob in parts)
         work = None if self.audits is None else self.audits.record_work(trainer, header)
         self.contributions.submit(StoredContribution(header, parts, work))
+        self.swarm.on_contribution(self, header.round)
         self.swarm.accounting.record_contribution(self.peer_id, header, parts)
         self.post(events.ContributionReady())
 

@@ -1,1 +1,0 @@
-"""Randomized pipelines in virtual time: stages with real rounds, microbatches with real gradients."""
