@@ -96,7 +96,7 @@ def test_stages_agree_on_chains_of_their_own_and_count_all_tokens() -> None:
 
 
 def test_faster_peers_carry_more() -> None:
-    swarm = run(pipelined(2, 2, 8, in_flight=64, speeds=(1.0, 3.0)))
+    swarm = run(replace(pipelined(2, 2, 8, in_flight=64, speeds=(1.0, 3.0)), latency=0.01))
     for stage in swarm.stages:
         processes = {peer.slot: swarm.world.processes[name_of(peer)] for peer in stage.live_peers}
         computed = {
