@@ -12,7 +12,7 @@ from murmuration.daemon import Daemon, tell
 from murmuration.own_model import OwnModel
 from node.trainer.devices.device import device_name
 from node.trainer.exchange_loop import ExchangeLoop
-from node.trainer.inner_step import Validation
+from node.trainer.inner_step import ValidationLoss
 from node.trainer.ipc.channel import ChannelClosed, TrainerChannel, TrainerConfig
 from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.state import TrainerState
@@ -73,12 +73,12 @@ class OwnLoop(ExchangeLoop):
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
 
     @torch.no_grad()
-    def validate(self, round_number: int) -> Validation:
+    def validate(self, round_number: int) -> ValidationLoss:
         assert self._evaluation is not None, "the daemon knows that this loop does not evaluate"
         own = self._model.flat.clone()
         self._model.load_flat(self._shared_memory.anchor(round_number)[: own.numel()])
         try:
-            return Validation(*self._evaluation())
+            return ValidationLoss(*self._evaluation())
         finally:
             self._model.load_flat(own)
 

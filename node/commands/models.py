@@ -36,7 +36,7 @@ def export(
     with say_when_interrupted(f"{out} is as it was before"):
         if names_run(source):
             with loading():
-                from node.daemon.stored_states.fetch_model import fetch_model
+                from node.commands.fetch_model import fetch_model
 
             number = fetch_model(source, out, peers=tuple(peer or ()), insecure=insecure)
         else:

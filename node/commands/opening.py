@@ -18,7 +18,7 @@ def open_model(source: str, peers: Sequence[str], insecure: bool) -> OpenedModel
     """
     if not names_run(source):
         return open_folder(Path(source))
-    from node.daemon.stored_states.fetch_model import fetch_weights  # the network
+    from node.commands.fetch_model import fetch_weights  # the network
 
     trained, _, invitation = fetch_weights(source, peers=peers, insecure=insecure)
     return OpenedModel.of(trained, invitation.base or Path())

@@ -18,7 +18,7 @@ import torch
 
 from node.daemon.node import Node
 from node.daemon.stages.placement import StageMover, change_stage, choose_stages
-from node.daemon.stored_states.stage_keepers import OtherStageKeeper, StageKeepers, build_stage_keepers
+from node.daemon.stored_states.stage_stores import OtherStageStore, StageStores, build_stage_stores
 from node.disk_budget import choose_budget, watch_budget
 from node.monitoring.display import Display
 from node.monitoring.metrics import serve_metrics
@@ -108,7 +108,7 @@ class Daemon:
         self._display = display
         self._beside = beside
         self._stop = asyncio.Event()
-        self._keepers: StageKeepers | OtherStageKeeper | None = None
+        self._keepers: StageStores | OtherStageStore | None = None
         self._has_moved = has_moved
         self._mover: StageMover | None = None
         self.next_stage: int | None = None  # to which this node moves after its end
@@ -129,7 +129,7 @@ class Daemon:
                 for manifest, folder in served:
                     await node.add_replica(manifest, folder, workers)
                 if len(served) == 1:  # a node that serves all stages has nothing to keep beside
-                    self._keepers = build_stage_keepers(node, self._folder, stage_of(manifest))
+                    self._keepers = build_stage_stores(node, self._folder, stage_of(manifest))
                     node.describe_kept_states = self._keepers.describe if self._keepers else None
                     self._mover = self._build_mover(node, manifest)
             with self._display.activity("connecting to the network"):

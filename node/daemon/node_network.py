@@ -5,7 +5,7 @@ import random
 
 from node.daemon.stages.calls import stage_calls
 from node.daemon.stages.stage_effects import NodeStages
-from node.daemon.steering.keeper import RevisionKeeper
+from node.daemon.steering.revision_store import RevisionStore
 from node.injected_faults import injected_faults
 from node.monitoring.metrics import Metrics
 from node.options import NodeOptions
@@ -49,13 +49,13 @@ class NodeNetwork:
         self.stages = NodeStages(
             self.directory, stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
         )
-        self.revisions = RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
+        self.revisions = RevisionStore(manifest, run_dir.revisions, self.directory, self.transport.channel)
         self.stores = StoreGroup()
         self.blob_service = BlobService(self.stores, caller, CallerLimits.at_rate(options.upload))
         self.metrics = Metrics()
 
-    def revisions_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionKeeper:
+    def revisions_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionStore:
         """Return the revisions of a run: the node's, or other ones for a run that is not a stage of the node's run."""
         if manifest.whole_run_id == self.directory.run_id:
             return self.revisions
-        return RevisionKeeper(manifest, run_dir.revisions, self.directory, self.transport.channel)
+        return RevisionStore(manifest, run_dir.revisions, self.directory, self.transport.channel)

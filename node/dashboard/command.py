@@ -14,7 +14,7 @@ from node.commands.join.public_runs import packaged_peers
 from node.commands.plan.command import warn_if_poor
 from node.daemon.lifecycle import locked_run_dir, run_node
 from node.daemon.node import Node
-from node.daemon.stored_states.stage_keepers import StageKeepers
+from node.daemon.stored_states.stage_stores import StageStores
 from node.dashboard.evaluations import EvaluationPlan
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.observer_node import Keeper, NodeHandle, gossiping, node_handle, open_observer_node
@@ -97,7 +97,7 @@ class ObserverStatus:
             "setbacks": dict(self._metrics.recovered_errors),
             "addresses": tuple(own.addresses) if own else (),
             "reason": self._keeper.describe() if self._keeper else "",
-            "kept": self._keeper.describe() if isinstance(self._keeper, StageKeepers) else "",
+            "kept": self._keeper.describe() if isinstance(self._keeper, StageStores) else "",
             "trust": str(self._node.trust_point or ""),
         }
         return self._constant_fields.model_copy(update=seen)

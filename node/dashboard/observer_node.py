@@ -16,8 +16,8 @@ import grpc
 
 from node.daemon.node import Node
 from node.daemon.stored_states.announcing import WholeRunAnnouncer
-from node.daemon.stored_states.stage_keepers import StageKeepers, keep_stages
-from node.daemon.stored_states.state_keeper import KeeperPlan, StateKeeper, build_keeper
+from node.daemon.stored_states.stage_stores import StageStores, keep_stages
+from node.daemon.stored_states.state_store import StateStore, StorePlan, build_state_store
 from node.dashboard.chain_follower import shown_manifest
 from node.options import NodeOptions
 from node.run_dir import RunDir
@@ -31,7 +31,7 @@ from protocol.tasks import cancel_and_wait
 from protocol.transport.transport import Transport
 
 LEAVE_SECONDS = 3.0
-Keeper = StateKeeper | StageKeepers
+Keeper = StateStore | StageStores
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _build_keeper(node: Node, run_dir: RunDir) -> Keeper:
     manifest = node.options.manifest
     if manifest.pipeline.is_cut:
         return keep_stages(node, run_dir, range(manifest.pipeline.stages))
-    keeper = build_keeper(node, manifest, run_dir, KeeperPlan(announcer=WholeRunAnnouncer(node.directory)))
+    keeper = build_state_store(node, manifest, run_dir, StorePlan(announcer=WholeRunAnnouncer(node.directory)))
     node.metrics.add_refusal_counter(keeper)
     return keeper
 

@@ -30,9 +30,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from node.daemon.receipts.issuer import ReceiptIssuer
-from node.daemon.stored_states.model_archive import ModelArchive, model_values
-from node.daemon.stored_states.model_route import model_route
+from node.daemon.receipts.receipt import ReceiptIssuer
+from node.daemon.stored_states.model_archive import ModelArchive, model_route, model_values
 from node.dashboard.ending.end_section import render_end
 from node.dashboard.ending.host_report import CurrentReport
 from node.dashboard.ending.routes import receipt_routes, report_routes

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from node.daemon.receipts.chain_recorder import commit_file_header, receipt_name
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
-from node.daemon.receipts.commit_log import CommitLog
-from node.daemon.receipts.issuer import ReceiptIssuer
+from node.daemon.receipts.commit_log import CommitLog, commit_file_header, receipt_name
+from node.daemon.receipts.receipt import ReceiptIssuer
 from node.daemon.stored_states.model_archive import ModelArchive
 from node.dashboard.chain_follower import shown_manifest
 from node.dashboard.ending.host_report import ReportWriter

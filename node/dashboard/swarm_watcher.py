@@ -10,8 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from node.daemon.receipts.chain_recorder import commit_file_header
-from node.daemon.receipts.commit_log import CommitLog
+from node.daemon.receipts.commit_log import CommitLog, commit_file_header
 from node.daemon.stages.stage_peers import served_stage
 from node.daemon.stored_states.model_archive import ModelArchive, model_values
 from node.dashboard.chain_follower import MAX_SHOWN_LOSS, ChainFollower, find_diverged, shown_manifest

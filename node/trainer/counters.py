@@ -8,11 +8,11 @@ from node.trainer.ipc.channel import Activity, ContributionHeader, ContributionO
 from protocol.audits import MAX_TRACED_ANCHORS, AppliedAnchor, WorkTrace
 
 
-class _Record(BaseModel):
+class _CounterModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StepTotals(_Record):
+class StepTotals(_CounterModel):
     """Totals over a number of inner steps; `loss` is the sum of their losses in nats."""
 
     tokens: NonNegativeInt = 0
@@ -39,7 +39,7 @@ class StepTotals(_Record):
         return self.loss / max(1, self.steps)
 
 
-class Outstanding(_Record):
+class Outstanding(_CounterModel):
     """A contribution whose outcome is unknown; its parts are in the outbox.
 
     `work` counts from the last contribution that was included.
@@ -79,7 +79,7 @@ class Outstanding(_Record):
         )
 
 
-class SettledOutcome(_Record):
+class SettledOutcome(_CounterModel):
     """A contribution whose outcome this state has applied."""
 
     serial: NonNegativeInt
@@ -92,7 +92,7 @@ class SettledOutcome(_Record):
         return cls(serial=header.serial, round=header.round, fate=outcome)
 
 
-class Counters(_Record):
+class Counters(_CounterModel):
     """The part of the state that is not tensors: the metadata of a snapshot."""
 
     step: NonNegativeInt = 0

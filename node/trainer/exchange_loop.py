@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from node.trainer.counters import StepTotals
-from node.trainer.inner_step import Validation
+from node.trainer.inner_step import ValidationLoss
 from node.trainer.ipc.channel import (
     Activity,
     AnchorApplied,
@@ -136,7 +136,7 @@ class ExchangeLoop(ABC):
         """Return the learning rate of a step."""
 
     @abstractmethod
-    def validate(self, round_number: int) -> Validation:
+    def validate(self, round_number: int) -> ValidationLoss:
         """Measure the validation loss of the anchor of a round."""
 
     def make_contribution(self) -> ContributionHeader:

@@ -185,7 +185,7 @@ def loaded_weights(model: LanguageModel, flat: Tensor) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationLoss:
     """A mean loss in nats per token, the number of tokens, and the losses of the sources of a mixture by name."""
 
     loss: float
@@ -193,15 +193,15 @@ class Validation:
     by_source: Mapping[str, float] = field(default_factory=dict)
 
 
-def validate(model: LanguageModel, flat: Tensor, held_out: Sequence[HeldOut]) -> Validation:
+def validate(model: LanguageModel, flat: Tensor, held_out: Sequence[HeldOut]) -> ValidationLoss:
     """Measure the weights `flat` (numel,) on each source."""
     return combine_sources(held_out, [validation_loss(model, flat, held.batches) for held in held_out])
 
 
-def combine_sources(held_out: Sequence[HeldOut], measured: Sequence[tuple[float, int]]) -> Validation:
+def combine_sources(held_out: Sequence[HeldOut], measured: Sequence[tuple[float, int]]) -> ValidationLoss:
     """Return the result of losses and tokens by source; the loss of a mixture is their mean by weights."""
     pairs = [(held, loss) for held, (loss, _) in zip(held_out, measured, strict=True)]
-    return Validation(
+    return ValidationLoss(
         loss=sum(held.weight * loss for held, loss in pairs) / sum(held.weight for held in held_out),
         tokens=sum(tokens for _, tokens in measured),
         by_source={held.name: loss for held, loss in pairs} if len(pairs) > 1 else {},

@@ -32,7 +32,7 @@ from node.trainer.devices.device import (
 from node.trainer.devices.pause_when_busy import DevicePause, usage_meter_for
 from node.trainer.ending import OtherRanksNeeded
 from node.trainer.exchange_loop import ExchangeLoop
-from node.trainer.inner_step import InnerOptimizer, Validation, accumulate_gradient, combine_sources, validate
+from node.trainer.inner_step import InnerOptimizer, ValidationLoss, accumulate_gradient, combine_sources, validate
 from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.channel import (
     Activity,
@@ -211,7 +211,7 @@ class Trainer(ExchangeLoop):
     def learning_rate(self, step: int) -> float:
         return self._optimizer.learning_rate(step)
 
-    def validate(self, round_number: int) -> Validation:
+    def validate(self, round_number: int) -> ValidationLoss:
         if self._ranks is not None:
             measured = [self._ranks.measure_loss(round_number, held.batches) for held in self._held_out]
             return combine_sources(self._held_out, measured)

@@ -47,7 +47,7 @@ class Change(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Slab:
     """A slab of the locally trained vectors: the name, its place in that vector, and in all of them together."""
 
     name: str
@@ -111,11 +111,11 @@ class TrainerVectors:
         lost = {"since_message": StepTotals(), "ledger": "", "obstacle": "killed in the middle of a step"}
         return counters.model_copy(update=lost)
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _pieces(self) -> Iterator[_Slab]:
         for number, name in enumerate(self._trained_names):
             first = number * self._planner.numel
             for own in slabs(self._planner.numel, SLAB_SIZE):
-                yield _Piece(name, own, slice(first + own.start, first + own.stop))
+                yield _Slab(name, own, slice(first + own.start, first + own.stop))
 
     def _anchor_vectors(self, round_number: int) -> dict[str, Tensor]:
         names, anchor = self._signal.shared_names, self._shared_memory.anchor(round_number)
@@ -190,7 +190,7 @@ class TrainerVectors:
             for piece in self._pieces():
                 self._adopt_piece(stage, piece, shared[piece.name][piece.own], _within(spans, piece))
 
-    def _adopt_piece(self, stage: int, piece: _Piece, anchor: Tensor, exchanged: Sequence[Span]) -> None:
+    def _adopt_piece(self, stage: int, piece: _Slab, anchor: Tensor, exchanged: Sequence[Span]) -> None:
         policy, live, reference = self._planner.method.adoption, self.by_name[piece.name][piece.own], self.reference
         base, progress = reference[piece.whole], self.scratch[piece.whole]
         keep = policy.keep if isinstance(policy, RebaseOnAnchor) else 1.0
@@ -230,6 +230,6 @@ class TrainerVectors:
         return clip_spans(sorted(set(spans)), 0, size)
 
 
-def _within(spans: Sequence[Span], piece: _Piece) -> Sequence[Span]:
+def _within(spans: Sequence[Span], piece: _Slab) -> Sequence[Span]:
     """Return the parts of these spans within a piece, relative to it."""
     return clip_spans(spans, piece.whole.start, piece.whole.stop)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from node.daemon.audits.inner_state import InnerState
+from node.daemon.audits.work_log import InnerState
 from node.daemon.state.outer_state import OuterState
 from node.model import shape_table
 from node.trainer.counters import Counters, Outstanding, StepTotals

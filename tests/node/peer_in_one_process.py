@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import SavedChain
 from node.daemon.state.contributions import CONTRIBUTION_VECTOR, restore_trainer_snapshot
 from node.daemon.state.outer_state import OuterState, OuterVectors
 from node.model import build_model, initial_weights, shape_table

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from node.commands.up.up import UpOptions, adapt_manifest
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, load_newest, save
 from node.daemon.state.outer_state import OuterState
 from node.from_manifest import build_program
 from node.model import shape_table

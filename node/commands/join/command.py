@@ -56,7 +56,7 @@ def _join_run(
         from node.commands.join.run_end import find_end
         from node.commands.plan.command import warn_if_poor
         from node.daemon.lifecycle import run_node
-        from node.daemon.receipts.chain_recorder import record_chain
+        from node.daemon.receipts.commit_log import record_chain
         from node.data.check import check_and_log_text
         from node.from_manifest import require_program
         from node.trainer.devices.device import require_usable_device

@@ -18,9 +18,8 @@ def main(arguments: list[str]) -> int:
     with rare_garbage_collection():
         import torch
 
-        from node.daemon.audits.inner_state import InnerState
-        from node.daemon.audits.job import JOB_FILE, JobResult, RepeatJob, read_anchors, read_state
-        from node.daemon.audits.repeater import Repeater
+        from node.daemon.audits.repeater import JOB_FILE, JobResult, Repeater, RepeatJob, read_anchors, read_state
+        from node.daemon.audits.work_log import InnerState
         from node.data import open_corpus
         from node.from_manifest import build_program
         from node.model import build_model

@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from node.daemon.audits.inner_state import max_state_bytes
-from node.daemon.audits.job import JobResult, RepeatJob
-from node.daemon.audits.screening import Judgement, Screening, find_broken_link, next_link
-from node.daemon.audits.work_keeper import WorkKeeper
+from node.daemon.audits.repeater import JobResult, RepeatJob
+from node.daemon.audits.screening import AuditResult, RecordCheck, find_broken_link, next_link
+from node.daemon.audits.work_log import WorkLog, max_state_bytes
 from node.daemon.node_network import NodeNetwork
 from node.daemon.peers.replica_peers import ReplicaPeers
 from node.daemon.state.replica_state import ReplicaState
@@ -85,7 +84,7 @@ class Auditor:
         self._peers = peers
         self._conduct = conduct
         self._tracker = AuditTracker(node.peer_id)
-        self.work_keeper = WorkKeeper(state.store, state.shared_memory)
+        self.work_keeper = WorkLog(state.store, state.shared_memory)
         self._tasks = BackgroundTasks(faults)
         self._one_at_a_time = asyncio.Semaphore(1)
         self._held: dict[AuditKey, _Held] = {}
@@ -150,7 +149,7 @@ class Auditor:
         try:
             judgement = await self._judge(order, held)
         except (OSError, MissingFileError, StorageError, TimeoutError) as error:
-            judgement = Judgement("skipped", str(error))
+            judgement = AuditResult("skipped", str(error))
         finally:
             self._running.remove(held)
         reason = f" ({judgement.reason})" if judgement.reason else ""
@@ -176,34 +175,34 @@ class Auditor:
         except PeerFault as fault:
             logger.debug("the round of our finding is over: %s", fault)
 
-    async def _judge(self, order: RepeatWork, held: "_Held") -> Judgement:
+    async def _judge(self, order: RepeatWork, held: "_Held") -> AuditResult:
         """Fetch what the repetition needs at once, because the peer keeps it for a few rounds, and then repeat."""
         contribution, own = order.audit.contribution.body, self.conditions
         if own is None:
-            return Judgement("skipped", "our trainer has not started")
+            return AuditResult("skipped", "our trainer has not started")
         if contribution.work is None:
-            return Judgement("not auditable", "it names no work record")
+            return AuditResult("not auditable", "it names no work record")
         holders = [order.audit.contribution.sender, *(order.audit.auditors if order.is_disputed else ())]
         try:
             records = [await self._read_record(contribution.work, holders, held)]
-            screening = Screening(self._state.planner, own, max_state_bytes(self._state.shared_memory.layout))
+            screening = RecordCheck(self._state.planner, own, max_state_bytes(self._state.shared_memory.layout))
             if judgement := screening.check(records[0], contribution, held.anchors):
                 return judgement
             while link := next_link(records, order.last_work):
                 records.append(await self._read_record(link, holders, held))
             if obstacle := find_broken_link(records, order.last_work):
-                return Judgement("not auditable", obstacle)
+                return AuditResult("not auditable", obstacle)
             before = records[0].before
             if before is not None:
                 await self._fetch(before.blob, holders, held)
         except UNSERVED as error:
-            return Judgement("not served", str(error))
+            return AuditResult("not served", str(error))
         async with self._one_at_a_time:
             result = await self._repeat(order.audit.contribution.sender, records[0], held.anchors)
         if result.repetition is None:
-            return Judgement("not auditable" if result.obstacle else "different", result.obstacle or result.malformed)
+            return AuditResult("not auditable" if result.obstacle else "different", result.obstacle or result.malformed)
         difference = result.repetition.find_difference(contribution, records[0])
-        return Judgement("different" if difference else "equal", difference)
+        return AuditResult("different" if difference else "equal", difference)
 
     def _settings_at(self, number: int) -> StepSettings | None:
         """Return the settings of the steps of a round; `None` for one of long ago."""

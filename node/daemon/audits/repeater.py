@@ -1,13 +1,23 @@
-"""Repeat the work of another peer from its work record, and return what it should have contributed."""
+"""Repeat the work of another peer from its work record, to compute the contribution that it should have made.
+
+The auditor writes a job as a folder of files, which a separate process reads (`python -m node.daemon.audits FOLDER`):
+
+job.json        the run, the peer, the work record
+state           the inner state before the work, if there is one
+anchor-ROUND    the shared vectors of a round, flat fp32
+"""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 from torch import Tensor
 
-from node.daemon.audits.inner_state import InnerState
+from node.daemon.audits.work_log import InnerState
 from node.data import Corpus
 from node.model import LanguageModel
+from node.options import Device
 from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import StepSettings
 from optim.exchange import ContributionEncoder
@@ -20,10 +30,12 @@ from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 
 Anchors = Mapping[int, Tensor]  # the shared vectors of rounds, one after another, weights first
+JOB_FILE = "job.json"
+STATE_FILE = "state"
 
 
-class Repetition(BaseModel):
-    """A contribution as it should be: the names of its parts, its counts, and the inner state after it."""
+class RepeatedWork(BaseModel):
+    """The result of repeated work: the names of the parts, the counts, and the inner state afterwards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,7 +46,7 @@ class Repetition(BaseModel):
     after: BlobName
 
     def find_difference(self, contribution: Contribution, record: WorkRecord) -> str:
-        """Return the first difference to the peer's contribution; empty if every bit agrees."""
+        """Return the first difference from the peer's contribution; empty if every bit agrees."""
         if tuple(part.blob for part in self.parts) != contribution.parts:
             return "other values"
         if (self.tokens, self.steps) != (contribution.tokens, contribution.steps):
@@ -45,7 +57,7 @@ class Repetition(BaseModel):
 
 
 class Repeater:
-    """Repeats work of one run, in this process; `settings_at` returns the settings of the steps of a round."""
+    """Repeats work of one run in this process; `settings_at` returns the settings of a round's inner steps."""
 
     def __init__(
         self,
@@ -61,7 +73,7 @@ class Repeater:
         self._settings_at = settings_at
         self._build_model = build_model
 
-    def repeat(self, peer: PeerId, record: WorkRecord, before: InnerState | None, anchors: Anchors) -> Repetition:
+    def repeat(self, peer: PeerId, record: WorkRecord, before: InnerState | None, anchors: Anchors) -> RepeatedWork:
         """Repeat the work of a peer; `before` is the state before it, None for the first contribution.
 
         Raises:
@@ -84,7 +96,7 @@ class Repeater:
         trainer.state.save()
         state = InnerState.copy_of(trainer.shared_memory, header.serial)
         assert state is not None
-        return Repetition(
+        return RepeatedWork(
             parts=tuple(BlobName.of(Blob.of(payload)) for payload in payloads),
             tokens=header.tokens,
             steps=header.steps,
@@ -114,3 +126,50 @@ class Repeater:
         if trainer.state.counters.position != record.position:
             raise MalformedError("a work record that names another position of the text")
         return trainer
+
+
+class RepeatJob(BaseModel):
+    """The work to repeat; `settings` has the settings of inner steps by round, `base` is the folder of the text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    manifest: str
+    base: str
+    device: Device
+    peer: str
+    record: WorkRecord
+    settings: dict[int, StepSettings]
+
+    def write(self, folder: Path, state: bytes | bytearray | None, anchors: Mapping[int, Tensor]) -> None:
+        """Write the files of the job."""
+        (folder / JOB_FILE).write_text(self.model_dump_json(), encoding="utf-8")
+        if state is not None:
+            (folder / STATE_FILE).write_bytes(state)
+        for number in self.record.anchor_rounds:
+            anchors[number].numpy().tofile(_anchor_path(folder, number))
+
+
+class JobResult(BaseModel):
+    """The repeated work, or the fault of a malformed record or state, or the reason why it cannot be repeated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    repetition: RepeatedWork | None = None
+    malformed: str = ""
+    obstacle: str = ""
+
+
+def read_state(folder: Path) -> bytearray | None:
+    path = folder / STATE_FILE
+    return bytearray(path.read_bytes()) if path.exists() else None
+
+
+def read_anchors(folder: Path, record: WorkRecord) -> dict[int, Tensor]:
+    return {
+        number: torch.frombuffer(bytearray(_anchor_path(folder, number).read_bytes()), dtype=torch.float32)
+        for number in record.anchor_rounds
+    }
+
+
+def _anchor_path(folder: Path, number: int) -> Path:
+    return folder / f"anchor-{number}"

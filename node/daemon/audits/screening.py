@@ -15,14 +15,14 @@ MAX_LINKS = 4  # records from a contribution to the last one that the chain incl
 
 
 @dataclass(frozen=True)
-class Judgement:
+class AuditResult:
     """The finding of an auditor and its reason; "skipped" if it could not repeat the work."""
 
     verdict: Verdict | Literal["skipped"]
     reason: str = ""
 
 
-class Screening:
+class RecordCheck:
     """Screens the work records of other peers by the anchors and blobs that this auditor has."""
 
     def __init__(self, planner: RoundPlanner, own: Conditions, max_state_bytes: int) -> None:
@@ -30,17 +30,17 @@ class Screening:
         self._own = own
         self._max_state_bytes = max_state_bytes
 
-    def check(self, record: WorkRecord, contribution: Contribution, rounds: Collection[int]) -> Judgement | None:
+    def check(self, record: WorkRecord, contribution: Contribution, rounds: Collection[int]) -> AuditResult | None:
         """Return the judgement if it needs no repetition; None if the work can be repeated.
 
         `rounds` are those whose anchors this auditor has.
         """
         if record.round != contribution.round - contribution.age:
-            return Judgement("different", "its record is of another round")
+            return AuditResult("different", "its record is of another round")
         if obstacle := record.find_obstacle() or self._find_excess(record):
-            return Judgement("not auditable", obstacle)
+            return AuditResult("not auditable", obstacle)
         lack = self._find_lack(record, rounds)
-        return Judgement("skipped", lack) if lack else None
+        return AuditResult("skipped", lack) if lack else None
 
     def _find_excess(self, record: WorkRecord) -> str:
         if record.trace.steps > MAX_PLANS * self._planner.plan(record.round).steps:

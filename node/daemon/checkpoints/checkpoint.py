@@ -21,28 +21,38 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from node.daemon.checkpoints.chain_file import HEAD_KEY, SavedChain
 from node.daemon.checkpoints.checkpoint_folders import MANIFEST, list_checkpoints, next_number, prune, remove_hidden
-from node.daemon.checkpoints.named_vectors import SavedInner, name_inner_tensors, name_tensors, read_flat
 from node.daemon.checkpoints.tensor_file import (
     DamagedError,
     FileDigest,
+    SavedInner,
     TensorFile,
+    name_inner_tensors,
+    name_tensors,
     read_file,
+    read_flat,
     sync_file,
     write_file,
     write_tensors,
 )
 from node.model import ShapeTable
 from optim.inner.base import WEIGHTS
-from protocol.errors import CheckpointError, OtherRunError, StorageError
+from protocol import murmur_pb2 as wire
+from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import ContributionLimits
+from protocol.consensus.messages.kinds import nested_reader
+from protocol.electorate import Electorate
+from protocol.errors import CheckpointError, OtherRunError, PeerFault, StorageError
 from protocol.manifest.run import RunId
+from protocol.manifest.sections import AdmissionSection
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +61,41 @@ ANCHOR = "anchor.safetensors"
 INNER = "inner.safetensors"
 NEXT_INNER = ".inner.safetensors"  # in the folder of all checkpoints
 CHAIN = "chain.bin"
-
 Json = dict[str, Any]
 Rooms = Mapping[str, Tensor]
 Built = TypeVar("Built")
+HEAD_KEY = "head"
+STRONG_KEY = "strong_electorate"
+
+
+@dataclass(frozen=True)
+class SavedChain:
+    """The chain in a checkpoint: the table of its head as JSON, and the bytes of its last commits with certificates.
+
+    The table also has the electorate of the last strongly certified head, to which the commits may not reach back.
+    """
+
+    table: Mapping[str, Any]
+    log: bytes
+
+    @classmethod
+    def of(cls, head: ChainHead, log: ChainLog, **more: object) -> "SavedChain":
+        """Build a chain to save; `more` values join the head in the table."""
+        strong = {} if log.strong is None else {STRONG_KEY: log.strong.to_json()}
+        table = {HEAD_KEY: head.to_json(), **strong, **more}
+        return cls(table, log.to_wire().SerializeToString(deterministic=True))
+
+    def restore(self, rule: AdmissionSection, limits: ContributionLimits) -> Chain:
+        """Rebuild the chain. Raises CheckpointError if another program wrote it."""
+        head = ChainHead.from_json(self.table[HEAD_KEY])
+        try:
+            log = ChainLog.from_wire(wire.ChainLog.FromString(self.log), rule, limits, nested_reader(limits))
+            strong = Electorate.from_json(self.table[STRONG_KEY], rule) if STRONG_KEY in self.table else None
+        except (PeerFault, DecodeError) as error:
+            raise CheckpointError(f"the commits in the checkpoint are damaged: {error}; use an earlier one") from error
+        if log.electorates[-1].round != head.round:
+            raise CheckpointError("the voters in the checkpoint are of another round; use an earlier checkpoint")
+        return Chain(head, replace(log, strong=strong))
 
 
 @dataclass(frozen=True, eq=False)

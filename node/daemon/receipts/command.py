@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
-from node.daemon.receipts.chain_recorder import receipt_name
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
-from node.daemon.receipts.ledger import Ledger, commit_reader, read_ledger
+from node.daemon.receipts.commit_log import receipt_name
+from node.daemon.receipts.ledger import RunLedger, commit_reader, read_ledger
 from node.daemon.receipts.receipt import Receipt, describe_missing, issue_receipt, read_receipt, verify_receipts
 from node.dashboard.event_log import EVENT_FILE_NAME, read_events
 from node.dashboard.events import PeerAppeared
@@ -66,7 +66,7 @@ def verify_files(paths: Sequence[Path], commits: Path, issuer: PeerId | None) ->
     return [*lines, *sums, _describe_certificates(ledger)]
 
 
-def _describe_certificates(ledger: Ledger) -> str:
+def _describe_certificates(ledger: RunLedger) -> str:
     known = ledger.head.round - ledger.missing_rounds
     if not ledger.thin_rounds:
         return f"a quorum of all voters acknowledged each of the {known:,} rounds"
@@ -89,7 +89,7 @@ def _describe_sum(receipts: Sequence[Receipt]) -> str:
     return f"together {tokens:,} of {first.run_tokens:,} tokens of the run, exactly{missing}"
 
 
-def read_own_ledger(folder: Path, followed: Set[PeerId] | None = frozenset()) -> Ledger:
+def read_own_ledger(folder: Path, followed: Set[PeerId] | None = frozenset()) -> RunLedger:
     """Add up the commits in a folder of this machine, whose signatures were checked before they were written."""
     path = folder / COMMIT_FILE_NAME
     if not path.exists():

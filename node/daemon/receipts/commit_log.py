@@ -1,17 +1,24 @@
 """The signed commits of a run in a file that only its owner writes: appended round by round, repaired at each start.
 
 A writer that was killed may leave a partial record at the end, which the next start cuts off; the commits are fetched
-again. If bytes inside the file have changed, the file is kept as `commits.log.damaged`, and the log goes on with the
+again. If bytes inside the file have changed, the file is kept as `commits.log.damaged`, and the log continues with the
 records before the damage. When the swarm switches to another chain, the log drops the rounds that only the old one has.
+
+A node that trains records the commits that it follows (`record_chain`), so that its owner can make a receipt without a
+host.
 """
 
+import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from node.daemon.node import Node
 from node.daemon.receipts.commit_file import (
+    COMMIT_FILE_NAME,
     CommitFileHeader,
     CutRecordError,
     DamagedRecordError,
@@ -21,12 +28,18 @@ from node.daemon.receipts.commit_file import (
     read_header,
     read_records,
 )
-from node.daemon.receipts.ledger import Ledger, commit_reader
+from node.daemon.receipts.ledger import RunLedger, commit_reader
+from node.model import shapes_of
 from protocol.consensus.history.certified import CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
 from protocol.errors import ReceiptError, StorageError
+from protocol.manifest.run import Manifest
+from protocol.pipeline.stages.stage import stage_of
+from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
+
+RECORD_SECONDS = 2.0  # the chain keeps the last 64 commits
 
 
 class CommitLog:
@@ -34,7 +47,7 @@ class CommitLog:
 
     def __init__(self, path: Path, header: CommitFileHeader) -> None:
         self.path = path
-        self.ledger = Ledger(header)
+        self.ledger = RunLedger(header)
         self._header = header
 
     @classmethod
@@ -96,7 +109,7 @@ class CommitLog:
 
     def _scan(self) -> Iterator[tuple[int, ChainHead]]:
         """Yield the head after each record of the file, and its position, and fill a new ledger on the way."""
-        self.ledger = Ledger(self._header)
+        self.ledger = RunLedger(self._header)
         open_commit = commit_reader(self._header)
         with self.path.open("rb") as file:
             if read_header(file, self.path) != self._header:
@@ -119,3 +132,59 @@ class CommitLog:
         except CutRecordError as error:
             logger.info("%s: %s; it is cut off there", self.path, error)
             os.truncate(self.path, end)
+
+
+def commit_file_header(manifest: Manifest) -> CommitFileHeader:
+    """Return the first line of the file of a run's commits."""
+    shapes, organiser = shapes_of(manifest).hash(), manifest.run.organiser_key
+    whole_run = "" if manifest.run_id == manifest.whole_run_id else manifest.whole_run_id
+    return CommitFileHeader(manifest.run_id, manifest.method.recipe, shapes, organiser, manifest.admission, whole_run)
+
+
+def receipt_name(manifest: Manifest) -> str:
+    """Return the name of a run in its receipts, with the stage of a pipeline."""
+    stage = stage_of(manifest)
+    return manifest.run.name if stage is None else f"{manifest.run.name}, stage {stage}"
+
+
+@asynccontextmanager
+async def record_chain(node: Node) -> AsyncIterator[None]:
+    """Keep the commits of the node's run in its folder while the context is open."""
+    replica = next(iter(node.replicas.values()))
+    chain = replica.state.replicated.chain
+    log = CommitLog.open(node.run_dir.path / COMMIT_FILE_NAME, commit_file_header(replica.manifest))
+    task = asyncio.create_task(_record_forever(log, chain), name="chain recorder")
+    try:
+        yield
+    finally:
+        failed = task.done()
+        await cancel_and_wait((task,))
+        if not failed:
+            _record(log, chain)
+
+
+async def _record_forever(log: CommitLog, chain: Chain) -> None:
+    """Record until cancelled, or until the disk refuses: training goes on without the commits."""
+    while _record(log, chain):
+        await asyncio.sleep(RECORD_SECONDS)
+
+
+def _record(log: CommitLog, chain: Chain) -> bool:
+    try:
+        append_new_commits(log, chain)
+    except StorageError as error:
+        logger.warning("the commits of the run are no longer kept for receipts: %s", error)
+        return False
+    return True
+
+
+def append_new_commits(log: CommitLog, chain: Chain) -> None:
+    """Bring the log to the head of the chain, as far as the chain still holds the commits."""
+    if log.head == chain.head:
+        return
+    found = chain.log_since(log.head.round)
+    if found is None or not found.commits or found.commits[0].body.base != log.head.digest:  # another chain, or a gap
+        found = chain.log
+    if found.commits:  # else the state was downloaded, and the first commit after it is still to come
+        first, tokens = found.commits[0].body, found.commits[0].certificate.basis.tokens
+        log.extend(ChainHead(first.round, first.base, tokens), found)

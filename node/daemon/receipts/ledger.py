@@ -59,7 +59,7 @@ class Segment:
     end: ChainHead
 
 
-class Ledger:
+class RunLedger:
     """Adds up commits. `followed`: the peers whose single contributions are kept; `None` means all peers."""
 
     def __init__(self, header: CommitFileHeader, followed: Set[PeerId] | None = frozenset()) -> None:
@@ -160,14 +160,14 @@ def read_ledger(
     open_commit: Callable[[CommitFileHeader], OpenCommit],
     followed: Set[PeerId] | None = frozenset(),
     up_to_round: int | None = None,
-) -> Ledger:
+) -> RunLedger:
     """Add up the commits of a file, up to the head of `up_to_round` if it is given.
 
     Raises MissingFileError, and ReceiptError with the reason if the file is not a chain of commits.
     """
     with open_commit_file(path) as file:
         header = read_header(file, path)
-        ledger = Ledger(header, followed)
+        ledger = RunLedger(header, followed)
         try:
             checked = open_commit(header)
             for record in read_records(file, header.rule):

@@ -1,19 +1,24 @@
 """A receipt: the counted work of one volunteer, signed by the host, and checked offline against the signed commits.
 
 The host's signature covers "murmur/1" NUL "receipt" NUL and the JSON of the receipt without its signature, with sorted
-keys and without spaces. It says which chain is that of the run. Everything else follows from the commits: who signed
+keys and without spaces. It states which chain the run followed. Everything else follows from the commits: who signed
 which contribution, in which round it counts, and with how many tokens.
+
+`ReceiptIssuer` serves visitors of the host's page: it issues one receipt at a time in a thread, and keeps the newest.
 """
 
+import asyncio
 import base64
 import json
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from node.daemon.receipts.ledger import CountedWork, Ledger, PeerAccount, commit_verifier, read_ledger
+from node.daemon.receipts.commit_log import CommitLog
+from node.daemon.receipts.ledger import CountedWork, PeerAccount, RunLedger, commit_reader, commit_verifier, read_ledger
 from protocol.errors import MissingFileError, PeerFault, ReceiptError
 from protocol.fault_words import describe_faults
 from protocol.identity import Identity, PeerId, verify
@@ -25,6 +30,7 @@ COMPARED_FIELDS = (
     "format", "organiser", "run_rounds", "chain_digest", "run_tokens", "missing_tokens", "segments", "tokens", "rounds",
 )  # fmt: skip
 Hex32 = str
+MAX_KEPT_RECEIPTS = 32
 
 
 class ReceiptModel(BaseModel):
@@ -101,7 +107,7 @@ class Receipt(ReceiptContent):
         )
 
 
-def issue_receipt(ledger: Ledger, run: str, peer: PeerId, name: str, issuer: Identity) -> Receipt:
+def issue_receipt(ledger: RunLedger, run: str, peer: PeerId, name: str, issuer: Identity) -> Receipt:
     """Sign a receipt for a peer that the ledger follows."""
     return sign_content(build_content(ledger, run, peer, name[:MAX_SHOWN_NAME], issuer.peer_id), issuer)
 
@@ -111,7 +117,7 @@ def sign_content(content: ReceiptContent, issuer: Identity) -> Receipt:
     return Receipt.model_validate({**content.model_dump(), "signature": signature})
 
 
-def build_content(ledger: Ledger, run: str, peer: PeerId, name: str, issuer: PeerId) -> ReceiptContent:
+def build_content(ledger: RunLedger, run: str, peer: PeerId, name: str, issuer: PeerId) -> ReceiptContent:
     """Return what a receipt for `peer` says if these commits are the run."""
     account = ledger.accounts.get(peer, PeerAccount())
     return ReceiptContent(
@@ -132,13 +138,13 @@ def build_content(ledger: Ledger, run: str, peer: PeerId, name: str, issuer: Pee
     )
 
 
-def describe_missing(ledger: Ledger) -> str:
+def describe_missing(ledger: RunLedger) -> str:
     """Return the end of a sentence that names the rounds without commits; empty if there are none."""
     rounds, tokens = ledger.missing_rounds, ledger.missing_tokens
     return f"; the commits of {rounds:,} rounds with {tokens:,} tokens are missing" if rounds else ""
 
 
-def _build_segments(ledger: Ledger) -> tuple[ReceiptSegment, ...]:
+def _build_segments(ledger: RunLedger) -> tuple[ReceiptSegment, ...]:
     return tuple(
         ReceiptSegment(
             first_round=segment.start.round,
@@ -178,7 +184,7 @@ def read_receipt(path: Path) -> Receipt:
         raise ReceiptError(f"{path} is not a receipt: {describe_faults(error)}") from error
 
 
-def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> Ledger:
+def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> RunLedger:
     """Check receipts against a file of commits, and return the account of the longest chain that they name.
 
     Raises ReceiptError with the reason, and MissingFileError.
@@ -204,7 +210,7 @@ def verify_issuer(receipt: Receipt) -> None:
         ) from error
 
 
-def compare(receipt: Receipt, ledger: Ledger) -> None:
+def compare(receipt: Receipt, ledger: RunLedger) -> None:
     """Raise ReceiptError unless the receipt says exactly what the commits say."""
     expected = build_content(ledger, receipt.run, receipt.peer, receipt.name, receipt.issuer)
     if receipt.run_id != expected.run_id:
@@ -234,3 +240,57 @@ def _compare_entries(receipt: Receipt, expected: dict[int, ReceiptEntry]) -> Non
 def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 64 else f"{text[:61]}..."
+
+
+class ReceiptIssuer:
+    """Issues receipts from a commit log; `name_of` returns the name of a peer, or an empty text."""
+
+    def __init__(self, commit_log: CommitLog, run: str, identity: Identity, name_of: Callable[[PeerId], str]) -> None:
+        self._commit_log = commit_log
+        self._run = run
+        self._identity = identity
+        self._name_of = name_of
+        self._lock = asyncio.Lock()
+        self._kept: OrderedDict[tuple[PeerId, bytes], Receipt] = OrderedDict()
+
+    @property
+    def path(self) -> Path:
+        """Return the file of the commits that the receipts are checked against."""
+        return self._commit_log.path
+
+    def overview(self) -> dict[str, Any]:
+        """Return the counted tokens and rounds of all peers, as JSON values."""
+        ledger = self._commit_log.ledger
+        accounts = sorted(ledger.accounts.items(), key=lambda item: (-item[1].tokens, item[0]))
+        return {
+            "run": self._run,
+            "run_id": ledger.header.run_id,
+            "rounds": ledger.head.round,
+            "tokens": ledger.head.tokens,
+            "missing_rounds": ledger.missing_rounds,
+            "missing_tokens": ledger.missing_tokens,
+            "chain_digest": ledger.head.digest.hex(),
+            "issuer": self._identity.peer_id,
+            "peers": [
+                {"peer": peer, "name": self._name_of(peer), "tokens": account.tokens, "rounds": account.rounds}
+                for peer, account in accounts
+            ],
+        }
+
+    async def issue(self, peer: PeerId) -> Receipt | None:
+        """Return the receipt of a peer at the newest round; `None` if no commit counts work of it."""
+        if peer not in self._commit_log.ledger.accounts:
+            return None
+        async with self._lock:
+            head = self._commit_log.head
+            kept = self._kept.get((peer, head.digest))
+            if kept is None:
+                kept = await asyncio.to_thread(self._build, peer, head.round)
+                self._kept[peer, head.digest] = kept
+                while len(self._kept) > MAX_KEPT_RECEIPTS:
+                    self._kept.popitem(last=False)
+            return kept
+
+    def _build(self, peer: PeerId, round_number: int) -> Receipt:
+        ledger = read_ledger(self.path, commit_reader, {peer}, up_to_round=round_number)
+        return issue_receipt(ledger, self._run, peer, self._name_of(peer), self._identity)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain
 from node.daemon.checkpoints.checkpoint_folders import keep_newest, release_kept
 from node.daemon.state.contributions import CONTRIBUTION_VECTOR, TRACKER_KEY
 from node.daemon.state.outer_state import OuterState, ReplicatedState

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from node.daemon.audits.work_keeper import WorkKeeper
+from node.daemon.audits.work_log import WorkLog
 from node.daemon.checkpoints.checkpoint import Checkpoint
-from node.daemon.checkpoints.named_vectors import SavedInner
+from node.daemon.checkpoints.tensor_file import SavedInner
 from node.loop.contributions import ContributionTracker, LastSent, SettledContribution, StoredContribution
 from node.monitoring.status import ErrorRecorder
 from node.processes.workers import RunInThread
@@ -104,7 +104,7 @@ class ContributionIntake:
 
     def __init__(
         self, tracker: ContributionTracker, store: BlobStore, memory: SharedMemory, file: ContributionFile,
-        run_in_thread: RunInThread, work_keeper: WorkKeeper | None = None,
+        run_in_thread: RunInThread, work_keeper: WorkLog | None = None,
     ) -> None:  # fmt: skip
         self.tracker = tracker
         self.lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet

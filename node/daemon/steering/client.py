@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from node.daemon.peers.run_contacts import MAX_PEERS_ASKED, connect_to_peers, read_peer_table, temporary_transport
-from node.daemon.steering.keeper import exchange_revisions
+from node.daemon.steering.revision_store import exchange_revisions
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import PeerFault, UnreachableError, UsageError
 from protocol.identity import PeerId

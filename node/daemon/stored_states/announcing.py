@@ -1,4 +1,4 @@
-"""Announce the states that a node keeps, in its peer record: that of the whole run, or those of stages."""
+"""Announce the stored states of a node in its peer record: the state of the whole run, or the states of stages."""
 
 from typing import Protocol
 
@@ -13,7 +13,7 @@ Voters = frozenset[PeerId]
 
 
 class StateAnnouncer(Protocol):
-    """Shows one kept state to the peers of the run."""
+    """Announces one stored state to the peers of the run."""
 
     def announce(self, head: ChainHead, state: Digest, voters: Voters) -> None:
         """Announce a head and its state; an empty digest means that the state is not held."""
@@ -32,15 +32,16 @@ class WholeRunAnnouncer:
         )
 
 
-class KeptBoard:
-    """The states of stages that a node keeps, as its record lists them.
+class StoredStageList:
+    """The list of stored stage states in a node's record.
 
-    A record has room for few. A host of more stages lists those with the fewest live trainers, which newcomers need.
+    A record holds few entries. A host with more stages lists the ones with the fewest live trainers, because newcomers
+    need them most.
 
     Args:
         directory: the peers of the run.
-        is_host: whether the node trains no stage, so that the voters of the kept ones are all that it knows.
-        is_public: whether others may fetch the states; a node that is about to leave does not offer its own.
+        is_host: whether the node trains no stage, and so knows only the voters of the stored ones.
+        is_public: whether other peers may fetch the states; a node that is about to leave does not offer them.
     """
 
     def __init__(self, directory: PeerDirectory, *, is_host: bool, is_public: bool = True) -> None:
@@ -52,7 +53,6 @@ class KeptBoard:
         self._published = b""
 
     def announce(self, stage: int, head: ChainHead, state: Digest, voters: Voters) -> None:
-        """Announce the state of a stage."""
         self._states[stage] = KeptState(stage, head.round, head.digest, head.tokens, state)
         self._voters[stage] = voters
         if self._is_host:
@@ -60,13 +60,13 @@ class KeptBoard:
         self.refresh()
 
     def withdraw(self, stage: int) -> None:
-        """Announce a stage no longer."""
+        """Stop announcing a stage."""
         self._states.pop(stage, None)
         self._voters.pop(stage, None)
         self.refresh()
 
     def refresh(self) -> None:
-        """Publish the list if it has changed; which stages need it most depends on the live peers."""
+        """Publish the list if it has changed, for example because trainers have left."""
         listed = encode_kept_states(self._most_needed())
         if self._is_public and listed != self._published:
             self._published = listed
@@ -81,14 +81,14 @@ class KeptBoard:
 
 
 class StageAnnouncer:
-    """Announces the state of one stage on the board of its node."""
+    """Announces the state of one stage in the list of its node."""
 
-    def __init__(self, board: KeptBoard, stage: int) -> None:
-        self._board = board
+    def __init__(self, stage_list: StoredStageList, stage: int) -> None:
+        self._stage_list = stage_list
         self._stage = stage
 
     def announce(self, head: ChainHead, state: Digest, voters: Voters) -> None:
         if head.digest:
-            self._board.announce(self._stage, head, state, voters)
+            self._stage_list.announce(self._stage, head, state, voters)
         else:  # the state is not held although it could be
-            self._board.withdraw(self._stage)
+            self._stage_list.withdraw(self._stage)

@@ -1,8 +1,9 @@
-"""The newest model in a node's folder as one archive: a tar file of the Hugging Face folder, made on demand.
+"""Serve the newest model in a node's folder at /model of a host: a tar file of the Hugging Face folder.
 
-The archive is made by `murmur export` in a process of its own, one at a time, so that the page stays quick and the
-memory is free again. It is kept until somebody asks for a newer round. While the run goes on it is made again only
-after ten times the seconds that making it took.
+`murmur export` makes the archive on demand, in a separate process and one at a time, so that the page stays fast and
+the memory is freed. The archive is replaced when a newer round is requested, but while the run continues only after a
+pause of ten times the seconds that the last one took. A download can be resumed (range requests): the entity tag names
+the run and the round.
 """
 
 import asyncio
@@ -15,10 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
 from node.model import shape_table
 from node.paths import find_newest_model
 from node.processes.workers import run_module
-from protocol.errors import StorageError
+from protocol.errors import MurmurError, StorageError
 from protocol.manifest.run import Manifest
 
 FOLDER_NAME = "model"  # in the node's folder
@@ -26,6 +33,9 @@ PAUSE_FACTOR = 10.0  # seconds before the next archive per second that the last 
 MIN_EXPORT_SECONDS = 300.0  # the longest that an export may take, plus its bytes / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 10_000_000
 FLOAT_BYTES = 4
+MAX_DOWNLOADS = 8
+RETRY_SECONDS = 30
+PATH = "/model"
 
 
 @dataclass(frozen=True)
@@ -140,3 +150,58 @@ def _pack(folder: Path) -> Path:
     with tarfile.open(packed, "w") as archive:
         archive.add(folder, folder.name, filter=anonymize)
     return packed
+
+
+class DownloadSlots:
+    """Limits the downloads that run at the same time."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+class ModelResponse(FileResponse):
+    """A file that takes a slot while it is sent."""
+
+    slots: DownloadSlots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.slots.free -= 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.slots.free += 1
+
+
+def model_route(archive: ModelArchive) -> Route:
+    """Return the route of a host that has the model of the run."""
+    slots = DownloadSlots(MAX_DOWNLOADS)
+
+    async def model(request: Request) -> Response:
+        if request.method == "HEAD":  # whether there is a model; making the archive takes long
+            newest = archive.newest()
+            return Response(
+                status_code=200 if newest else 404, headers=_headers(archive, newest.round) if newest else {}
+            )
+        _require_slot(slots)
+        try:
+            made = await archive.open()
+        except MurmurError as error:
+            raise HTTPException(503, str(error), {"retry-after": str(RETRY_SECONDS)}) from error
+        if made is None:
+            raise HTTPException(404, "this host has no state of the run yet; try again after its first round")
+        _require_slot(slots)
+        headers = _headers(archive, made.round)
+        response = ModelResponse(made.path, headers=headers, media_type="application/x-tar", filename=made.path.name)
+        response.slots = slots
+        return response
+
+    return Route(PATH, model)
+
+
+def _headers(archive: ModelArchive, number: int) -> dict[str, str]:
+    return {"etag": f'"{archive.run_id[:16]}-{number}"', "murmur-round": str(number)}
+
+
+def _require_slot(slots: DownloadSlots) -> None:
+    if slots.free <= 0:
+        raise HTTPException(503, "too many downloads at the same time", {"retry-after": str(RETRY_SECONDS)})

@@ -1,6 +1,6 @@
-"""Keep one state of a run in a node's folder: as a blob for other peers, and as a checkpoint for people.
+"""Store one state of a run in a node's folder: as a blob for other peers, and as a checkpoint for users.
 
-The blob stays on disk, and the checkpoint is written from a mapping of it, so that a host with little memory can keep
+The blob stays on disk, and the checkpoint is written from a mapping of it, so that a host with little memory can store
 a large model.
 """
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain
 from node.daemon.run_limits import contribution_limits, max_store_bytes
 from node.daemon.state.contributions import TRACKER_KEY
 from node.daemon.state.outer_state import OuterState, state_bytes
@@ -28,13 +27,13 @@ from protocol.errors import MalformedError
 from protocol.manifest.run import Manifest
 from protocol.pipeline.stages.stage import stage_of
 
-MIN_STAGE_CHECKPOINTS = 2  # stages are a round apart while their states arrive, and join only at a common one
+MIN_STAGE_CHECKPOINTS = 2  # while states arrive, stages are a round apart; they join only at a common round
 STATE_KEY = "state"  # in the chain's table of a checkpoint: the digest of the state
 VALIDATION_KEY = "validation"  # the newest validation: round and loss
 
 
 @dataclass(frozen=True)
-class Validation:
+class ReportedLoss:
     """The newest validation loss of a run, as its peers report it; round 0 means that there is none."""
 
     round: int = 0
@@ -42,13 +41,13 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class KeptState:
+class StoredState:
     """A state, the head of its chain, and the last commits that lead to it."""
 
     head: ChainHead
     log: ChainLog
     blob: Blob
-    validation: Validation = Validation()
+    validation: ReportedLoss = ReportedLoss()
 
 
 class StateFolder:
@@ -62,7 +61,7 @@ class StateFolder:
         self.state_bytes = state_bytes(planner.numel, planner.method)
         self.store = BlobStore(run_dir.blobs, max_store_bytes(planner))  # all of it on disk
 
-    def load(self) -> KeptState | None:
+    def load(self) -> StoredState | None:
         """Return the state of the newest checkpoint. Raises CheckpointError or OtherRunError."""
         saved = checkpoint.load_newest_chain(self._run_dir.checkpoints, self._manifest.run_id, self._shapes)
         if saved is None:
@@ -70,14 +69,14 @@ class StateFolder:
         chain, name = self._restore(saved), saved.table.get(STATE_KEY)
         if isinstance(name, str) and self.store.has(bytes.fromhex(name)):
             round_number, loss = saved.table.get(VALIDATION_KEY) or (0, 0.0)
-            validation = Validation(int(round_number), float(loss))
-            return KeptState(chain.head, chain.log, self.store.blob(bytes.fromhex(name)), validation)
+            validation = ReportedLoss(int(round_number), float(loss))
+            return StoredState(chain.head, chain.log, self.store.blob(bytes.fromhex(name)), validation)
         return self._restore_blob()
 
-    def first_state(self, base: Path) -> KeptState | None:
-        """Return the state of round 0 of a run that starts from weights; None if they are not on this machine.
+    def first_state(self, base: Path) -> StoredState | None:
+        """Return the state of round 0 of a run that starts from weights; `None` if this machine lacks them.
 
-        Newcomers have it from nobody else while no peer with the weights trains. Raises MurmurError for wrong weights.
+        While no peer with the weights trains, newcomers can get them only here. Raises MurmurError for wrong weights.
         """
         manifest = self._manifest
         weights = start_weights(manifest, base, cut_of(manifest)) if manifest.model.weights else None
@@ -85,21 +84,21 @@ class StateFolder:
             return None
         blob = self.store.put(*OuterState.initial(weights, self._planner.method).byte_views())
         chain = Chain.from_genesis(manifest.run_id, manifest.admission)
-        return KeptState(chain.head, chain.log, blob)
+        return StoredState(chain.head, chain.log, blob)
 
-    def _restore_blob(self) -> KeptState | None:
-        """Make the blob of a checkpoint that has none: the node trained before, or the blob was removed."""
+    def _restore_blob(self) -> StoredState | None:
+        """Rebuild the blob of a checkpoint without one: the node trained before, or the blob was removed."""
         saved, _ = checkpoint.load_newest(self._run_dir.checkpoints, self._manifest.run_id, self._shapes)
         if saved is None:
             return None
         blob = self.store.put(*OuterState(saved.anchor, saved.outer).byte_views())
         chain = self._restore(saved.chain)
-        return KeptState(chain.head, chain.log, blob)
+        return StoredState(chain.head, chain.log, blob)
 
     def _restore(self, saved: SavedChain) -> Chain:
         return saved.restore(self._manifest.admission, contribution_limits(self._manifest, self._planner))
 
-    def save(self, kept: KeptState) -> None:
+    def save(self, kept: StoredState) -> None:
         """Write a checkpoint of a state whose blob is complete.
 
         Raises:
@@ -132,11 +131,11 @@ class StateFolder:
         checkpoint.save(self._run_dir.checkpoints, saved, self._shapes, keep)
 
     def retain(self, *digests: bytes) -> None:
-        """Remove all other blobs, except those that are being fetched."""
+        """Remove all other blobs, except the ones in download."""
         self.store.retain(digests)
 
     def requested(self, digests: Collection[bytes]) -> set[bytes]:
-        """Return those of the digests that are here."""
+        """Return the digests whose blobs are in this folder."""
         return {digest for digest in digests if self.store.has(digest)}
 
     def map_state(self, blob: Blob) -> OuterState:

@@ -7,7 +7,7 @@ from starlette.routing import Route
 
 from node.daemon.receipts.command import receipt_file_name
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
-from node.daemon.receipts.issuer import ReceiptIssuer
+from node.daemon.receipts.receipt import ReceiptIssuer
 from node.dashboard.ending.host_report import CurrentReport
 from node.dashboard.report.run_report import REPORT_JSON, REPORT_MARKDOWN
 from protocol.errors import MissingFileError, ReceiptError

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from node.daemon.audits.inner_state import InnerState, max_state_bytes
 from node.daemon.audits.repeater import Repeater
-from node.daemon.audits.screening import Judgement, Screening, find_broken_link, next_link
-from node.daemon.audits.work_keeper import WorkKeeper
+from node.daemon.audits.screening import AuditResult, RecordCheck, find_broken_link, next_link
+from node.daemon.audits.work_log import InnerState, WorkLog, max_state_bytes
 from node.daemon.state.outer_state import OuterState
 from node.data import Corpus
 from node.simulation.virtual.trainer import VirtualTrainer
@@ -51,7 +50,7 @@ class SwarmAudits:
         self._corpus = corpus
         self._anchors: deque[tuple[int, torch.Tensor]] = deque(maxlen=KEPT_ANCHORS)
         self._tokens: dict[int, int] = {}  # of the run, by round
-        self._judgements: dict[tuple[Digest, PeerId], Judgement] = {}
+        self._judgements: dict[tuple[Digest, PeerId], AuditResult] = {}
         self.conditions = Conditions(
             device="simulated", text=corpus.fingerprint(swarm.config.manifest.model.context),
             microbatch=swarm.config.manifest.train.microbatch,
@@ -78,8 +77,8 @@ class SwarmAudits:
     def _layout(self) -> SharedLayout:
         return SharedLayout.of(self._swarm.planner)
 
-    def new_keeper(self, trainer: VirtualTrainer) -> WorkKeeper:
-        return WorkKeeper(self._swarm.compute, trainer.shared_memory)
+    def new_keeper(self, trainer: VirtualTrainer) -> WorkLog:
+        return WorkLog(self._swarm.compute, trainer.shared_memory)
 
     def remember_anchor(self, round_number: int, tokens: int, state: OuterState) -> None:
         """Keep the anchor of a round and the tokens of the run, once."""
@@ -87,7 +86,7 @@ class SwarmAudits:
         if round_number not in dict(self._anchors):
             self._anchors.append((round_number, torch.cat(state.shared_vectors(self._swarm.method))))
 
-    def judge(self, audit: Audit, last_work: Blob | None) -> Judgement:
+    def judge(self, audit: Audit, last_work: Blob | None) -> AuditResult:
         """Repeat a contribution, once for all its auditors."""
         key = audit.chain, audit.contribution.sender
         if key not in self._judgements:
@@ -96,28 +95,28 @@ class SwarmAudits:
             self.audited[audit.contribution.sender] += 1
         return self._judgements[key]
 
-    def _judge(self, audit: Audit, last_work: Blob | None) -> Judgement:
+    def _judge(self, audit: Audit, last_work: Blob | None) -> AuditResult:
         contribution, anchors = audit.contribution.body, dict(self._anchors)
-        screening = Screening(self._swarm.planner, self.conditions, max_state_bytes(self._layout))
+        screening = RecordCheck(self._swarm.planner, self.conditions, max_state_bytes(self._layout))
         try:
             if contribution.work is None:
-                return Judgement("not auditable", "it names no work record")
+                return AuditResult("not auditable", "it names no work record")
             records = [self._read_record(contribution.work)]
             if judgement := screening.check(records[0], contribution, anchors):
                 return judgement
             while link := next_link(records, last_work):
                 records.append(self._read_record(link))
             if obstacle := find_broken_link(records, last_work):
-                return Judgement("not auditable", obstacle)
+                return AuditResult("not auditable", obstacle)
             before = None if records[0].before is None else self._read_state(records[0].before.blob)
         except MissingFileError:
-            return Judgement("not served")
+            return AuditResult("not served")
         try:
             repetition = self._repeater.repeat(audit.contribution.sender, records[0], before, anchors)
         except MalformedError as error:
-            return Judgement("different", str(error))
+            return AuditResult("different", str(error))
         difference = repetition.find_difference(contribution, records[0])
-        return Judgement("different" if difference else "equal", difference)
+        return AuditResult("different" if difference else "equal", difference)
 
     def _read_record(self, blob: Blob) -> WorkRecord:
         return WorkRecord.from_bytes(self._swarm.compute.read(blob))
@@ -139,7 +138,7 @@ class PeerAudits:
         self._shared = swarm_audits
         self._peer_id = peer_id
         self._tracker = AuditTracker(peer_id)
-        self._keeper: tuple[VirtualTrainer, WorkKeeper] | None = None
+        self._keeper: tuple[VirtualTrainer, WorkLog] | None = None
 
     def record_work(self, trainer: VirtualTrainer, header: ContributionHeader) -> Blob:
         """Store the work record and the inner state of a new contribution."""

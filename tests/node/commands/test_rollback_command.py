@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from node.commands.rollback import roll_back
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, load_newest, save
 from node.daemon.checkpoints.checkpoint_folders import keep_newest, list_checkpoints, release_kept
 from node.run_dir import RunDir
 from protocol.errors import AlreadyRunningError, MissingFileError, UsageError

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain
 from node.daemon.state.contributions import (
     CONTRIBUTION_VECTOR,
     TRACKER_KEY,

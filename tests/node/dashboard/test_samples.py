@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.events import LogOpened, SampleGenerated
 from node.dashboard.json_views import snapshot

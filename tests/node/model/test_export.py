@@ -10,8 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
 from node.daemon.checkpoints.tensor_file import write_file
 from node.data.byte_tokenizer import byte_tokenizer_json
 from node.model import build_model, shape_table

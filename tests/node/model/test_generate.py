@@ -13,8 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
 from node.data.byte_tokenizer import ByteTokenizer
 from node.data.tokenizer import FileTokenizer
 from node.model import build_model, initial_weights, shape_table

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, load_newest, save
 from node.from_manifest import learning_rate_scale
 from node.model import WHOLE, Cut, LanguageModel, all_cuts, build_model, initial_weights, shape_table, stage_slice
 from node.model.families import FAMILIES

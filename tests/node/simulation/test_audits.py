@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from node.daemon.audits.inner_state import InnerState
+from node.daemon.audits.work_log import InnerState
 from node.data import Corpus
 from node.simulation.adversary import Adversaries, LieKind
 from node.simulation.swarm import VirtualSwarm

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import SavedChain
 from protocol.blobs.blob import Blob
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head

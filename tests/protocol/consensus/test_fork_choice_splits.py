@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from node.daemon.checkpoints.chain_file import SavedChain
+from node.daemon.checkpoints.checkpoint import SavedChain
 from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
 from protocol.consensus.history.chain import Chain
 from protocol.consensus.history.fork_choice import Judgement, judge

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from node.commands.up.report import VALIDATION_TOKENS, evaluate_model, validation_losses
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
 from node.data import open_corpus, validation_batches
 from node.model import build_model, initial_weights, shape_table
 from protocol.errors import CheckpointError

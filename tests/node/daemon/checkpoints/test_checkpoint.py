@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from node.daemon.checkpoints import checkpoint as module
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, load_newest, save
 from node.daemon.checkpoints.trained_weights import load_trained_weights
 from node.model import ShapeTable, shape_table
 from protocol.errors import CheckpointError, MissingFileError, OtherRunError, StorageError

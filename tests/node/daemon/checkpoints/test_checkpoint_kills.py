@@ -24,8 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest, save
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, load_newest, save
 from node.model import shape_table
 from protocol.errors import StorageError
 from protocol.manifest.model import ModelSection

@@ -15,7 +15,7 @@ from node.daemon.steering.command import (
     require_source_names,
     steer,
 )
-from node.daemon.steering.round_clock import RoundClock
+from node.daemon.steering.revision_store import RoundClock
 from protocol.errors import MissingFileError, MurmurError, OrganiserError, UsageError
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest

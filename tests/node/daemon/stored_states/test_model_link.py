@@ -10,7 +10,7 @@ from node.daemon.stored_states.model_archive import ModelArchive, model_values
 from node.dashboard.event_log import EventLog
 from node.dashboard.html_page import render_page
 from node.dashboard.json_views import snapshot, summary
-from tests.node.daemon.stored_states.test_model_route import archive_of, save_round
+from tests.node.daemon.stored_states.test_model_archive import archive_of, save_round
 from tests.node.dashboard.serving.browser import WINDOWS, find_unreadable, open_browser, open_window, served_page
 from tests.node.dashboard.serving.test_browser import ROUND_SECONDS, START, committed_round, opening
 from tests.node.small_run import MANIFEST

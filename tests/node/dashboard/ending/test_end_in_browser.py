@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon.receipts.issuer import ReceiptIssuer
-from node.daemon.receipts.receipt import read_receipt, verify_receipts
+from node.daemon.receipts.receipt import ReceiptIssuer, read_receipt, verify_receipts
 from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData, build_app
 from node.monitoring.http_server import open_listener, serve

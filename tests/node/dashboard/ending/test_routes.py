@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.receipts.issuer import ReceiptIssuer
-from node.daemon.receipts.receipt import read_receipt, verify_receipts
+from node.daemon.receipts.receipt import ReceiptIssuer, read_receipt, verify_receipts
 from node.dashboard.event_log import EventLog
 from node.dashboard.server import DashboardData
 from tests.node.daemon.receipts.example_commits import (

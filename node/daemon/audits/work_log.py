@@ -1,4 +1,6 @@
-"""Write the inner state of a trainer as bytes with one encoding, and check the bytes of others.
+"""Log how our last contributions were made, for audits: a work record and the trainer's inner state for each.
+
+The inner state has one encoding, so that auditors can compare it by hash:
 
 4 bytes    length of the header, big endian
 header     JSON of the counters without the seconds, padded with spaces so that the vectors are aligned
@@ -7,29 +9,35 @@ outbox     the parts of the outstanding contribution
 """
 
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from node.trainer.counters import Counters
+from node.trainer.ipc.channel import ContributionHeader
 from node.trainer.ipc.shared_memory import MAX_META_BYTES, SharedLayout, SharedMemory
-from protocol.audits import MAX_POSITION, MAX_STEPS
-from protocol.blobs.blob import Bytes
+from protocol.audits import MAX_POSITION, MAX_STEPS, BlobName, WorkRecord
+from protocol.blobs.blob import Blob, Bytes
+from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError
 from protocol.fault_words import describe_faults
 
 _LENGTH_BYTES = 4
 _ALIGNMENT = 64
 FLOAT_BYTES = 4
+KEPT_STATES = 4  # an audit begins at the commit, which may be MAX_AGE_ROUNDS after the contribution
+KEPT_RECORDS = 64
 
 
 @dataclass(frozen=True)
 class InnerState:
-    """The state of a trainer right after a contribution; `outbox` holds the parts of that contribution."""
+    """The state of a trainer right after a contribution; `outbox` holds the contribution's parts."""
 
     counters: Counters
     vectors: Mapping[str, Tensor]
@@ -37,7 +45,7 @@ class InnerState:
 
     @classmethod
     def copy_of(cls, memory: SharedMemory, serial: int) -> "InnerState | None":
-        """Copy the newest snapshot; None unless it is the one right after contribution number `serial`."""
+        """Copy the newest snapshot; `None` unless it was taken right after contribution `serial`."""
         copied = memory.copy_snapshot()
         if copied is None:
             return None
@@ -49,7 +57,7 @@ class InnerState:
         return cls(counters, copied[0].vectors, copied[1][: sum(counters.outstanding.sizes)])
 
     def to_bytes(self) -> tuple[Bytes, ...]:
-        """Return the bytes, piece by piece, without a copy of the vectors."""
+        """Encode the state, piece by piece, without a copy of the vectors."""
         values = self.counters.model_dump(mode="json", exclude={"seconds"})
         header = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
         header += b" " * (-(len(header) + _LENGTH_BYTES) % _ALIGNMENT)
@@ -67,7 +75,7 @@ class InnerState:
         ends = list(accumulate((layout.vector_bytes(*entry) for entry in layout.vectors), initial=start))
         outbox_bytes = sum(counters.outstanding.sizes)
         if outbox_bytes > layout.contribution_bytes or len(raw) != ends[-1] + outbox_bytes:
-            raise MalformedError(f"an inner state of {len(raw)} bytes, which are too few or too many")
+            raise MalformedError(f"an inner state of {len(raw)} bytes, which is the wrong size")
         vectors = {
             name: torch.frombuffer(raw, dtype=layout.dtype(name), count=size, offset=offset)
             for (name, size), offset in zip(layout.vectors, ends, strict=False)
@@ -76,7 +84,7 @@ class InnerState:
 
 
 def max_state_bytes(layout: SharedLayout) -> int:
-    """Return the most bytes that an inner state may have."""
+    """Return the maximal size of an encoded inner state."""
     return MAX_META_BYTES + sum(layout.vector_bytes(*entry) for entry in layout.vectors) + layout.contribution_bytes
 
 
@@ -90,3 +98,48 @@ def _parse_counters(header: bytes) -> Counters:
     if max(counters.step, counters.began) > MAX_STEPS or counters.position > MAX_POSITION:
         raise MalformedError("an inner state whose counters are out of range")
     return counters
+
+
+class BlobSink(Protocol):
+    def put(self, *data: Bytes) -> Blob: ...
+
+
+class WorkLog:
+    """Writes a work record and the inner state for each contribution of one trainer, and keeps the newest."""
+
+    def __init__(self, store: BlobSink, memory: SharedMemory) -> None:
+        self._store = store
+        self._memory = memory
+        self._before: BlobName | None = None
+        self._position = 0
+        self._previous: BlobName | None = None
+        self._states: deque[Digest] = deque(maxlen=KEPT_STATES)
+        self._records: deque[Digest] = deque(maxlen=KEPT_RECORDS)
+
+    @property
+    def kept_digests(self) -> Collection[Digest]:
+        """Return the blobs that an auditor may ask for."""
+        return [*self._states, *self._records]
+
+    def record(self, header: ContributionHeader) -> Blob:
+        """Store the record and the state of the newest contribution, and return the record's blob."""
+        if header.trace.start is not None:
+            self._before, self._previous, self._position = None, None, 0
+        state = InnerState.copy_of(self._memory, header.serial)
+        after = None if state is None else self._store.put(*state.to_bytes())
+        record = WorkRecord(
+            round=header.round,
+            position=self._position,
+            before=self._before,
+            after=None if after is None else BlobName.of(after),
+            previous=self._previous,
+            trace=header.trace,
+            conditions=header.conditions,
+        )
+        blob = self._store.put(record.to_bytes())
+        self._previous, self._before = BlobName.of(blob), record.after
+        self._position = 0 if state is None else state.counters.position
+        self._records.append(blob.digest)
+        if after is not None:
+            self._states.append(after.digest)
+        return blob

@@ -3,8 +3,7 @@
 import random
 from collections import Counter
 
-from node.daemon.stored_states.kept_stage import choose_kept_stage
-from node.daemon.stored_states.marks import Marks
+from node.daemon.stored_states.choice import RoundFilter, choose_kept_stage
 from protocol.membership.records.kept_states import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
 
@@ -88,7 +87,7 @@ def test_one_keeper_of_several_moves_to_a_stage_that_has_none() -> None:
 
 
 def test_marks_grow_with_the_downloads_and_meet_whatever_their_growth() -> None:
-    slow, fast = Marks(5.0, 0.05), Marks(5.0, 0.05)
+    slow, fast = RoundFilter(5.0, 0.05), RoundFilter(5.0, 0.05)
     assert slow.period == 1, "until the rounds are measured"
     for number in range(10):
         slow.observe(number, 2.0 * number)
@@ -97,7 +96,7 @@ def test_marks_grow_with_the_downloads_and_meet_whatever_their_growth() -> None:
     slow.record_fetch("a", 0.5)
     slow.record_fetch("b", 0.5)
     assert slow.period == 16, "a second of downloads in twenty"
-    assert [number for number in range(40) if slow.is_mark(number)] == [0, 16, 32]
-    assert all(fast.is_mark(number) for number in (16, 32))
+    assert [number for number in range(40) if slow.is_chosen(number)] == [0, 16, 32]
+    assert all(fast.is_chosen(number) for number in (16, 32))
     slow.forget("b")
     assert slow.period == 8

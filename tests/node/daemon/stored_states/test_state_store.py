@@ -14,10 +14,10 @@ import torch
 from node.daemon.checkpoints.trained_weights import load_trained_weights
 from node.daemon.peers.chain_sync import ShownChain
 from node.daemon.state.outer_state import OuterState, state_bytes
-from node.daemon.stored_states import state_keeper
+from node.daemon.stored_states import state_store
 from node.daemon.stored_states.announcing import WholeRunAnnouncer
-from node.daemon.stored_states.state_folder import KeptState, StateFolder
-from node.daemon.stored_states.state_keeper import KeeperParts, StateKeeper
+from node.daemon.stored_states.state_folder import StateFolder, StoredState
+from node.daemon.stored_states.state_store import KeeperParts, StateStore
 from node.from_manifest import build_program
 from node.model.weight_files import block_digests
 from node.run_dir import RunDir
@@ -70,7 +70,7 @@ class FakeReader:
 
 
 class KeptRun:
-    """A run with a chain, and a keeper in a folder; peers are sources of its pool."""
+    """A run with a chain, and a store in a folder; peers are sources of its pool."""
 
     def __init__(self, folder: Path, manifest: Manifest = MANIFEST) -> None:
         self.manifest = manifest
@@ -81,10 +81,10 @@ class KeptRun:
         self.chain = Chain.from_genesis(manifest.run_id)
         self.directory = FakeDirectory()
         self.planner = build_program(manifest)
-        self.keeper = self.new_keeper()
+        self.store = self.new_store()
 
-    def new_keeper(self) -> StateKeeper:
-        """Return the keeper of a new process."""
+    def new_store(self) -> StateStore:
+        """Return the store of a new process."""
         state_folder = StateFolder(RunDir(self.folder), self.manifest, self.planner)
         self.pool.store = state_folder.store
         parts = KeeperParts(
@@ -96,9 +96,9 @@ class KeptRun:
             revisions=RevisionLog(),
             announcer=WholeRunAnnouncer(cast(Any, self.directory)),
         )
-        keeper = StateKeeper(self.manifest, state_folder, parts, has_one_state=True)
-        keeper.restore(self.folder)
-        return keeper
+        store = StateStore(self.manifest, state_folder, parts, has_one_state=True)
+        store.restore(self.folder)
+        return store
 
     def make_round(self) -> bytes:
         """Append a round to the chain; return the bytes of its state."""
@@ -128,11 +128,11 @@ async def run(tmp_path: Path) -> AsyncIterator[KeptRun]:
     await kept.pool.stop()
 
 
-async def keep(keeper: StateKeeper, head: ChainHead) -> None:
-    """Run the keeper until it holds the state of a head."""
-    task = asyncio.create_task(keeper.run())
+async def keep(store: StateStore, head: ChainHead) -> None:
+    """Run the store until it holds the state of a head."""
+    task = asyncio.create_task(store.run())
     try:
-        await until(lambda: task.done() or (keeper.chain.head == head and keeper.blob is not None), 20)
+        await until(lambda: task.done() or (store.chain.head == head and store.blob is not None), 20)
         assert not task.done(), task.exception()
     finally:
         task.cancel()
@@ -144,23 +144,23 @@ async def test_state_is_checked_saved_announced_and_restored(run: KeptRun) -> No
     state = run.make_round()
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
-    await keep(run.keeper, run.chain.head)
+    await keep(run.store, run.chain.head)
     assert torch.equal(load_trained_weights(run.folder).anchor, run.weights(state))
     said = run.directory.published
     assert (said["round"], said["state_digest"]) == (2, Blob.of(state).digest) and said["digest"] == run.chain.digest
     assert (said["validation_round"], said["validation_loss"]) == (2, 1.5)
-    assert len(run.keeper.chain.commits_since(0) or ()) == 2, "returning peers see what became of their work"
-    assert run.keeper.describe() == "holding the state of round 2"
+    assert len(run.store.chain.commits_since(0) or ()) == 2, "returning peers see what became of their work"
+    assert run.store.describe() == "holding the state of round 2"
 
-    again = run.new_keeper()
+    again = run.new_store()
     assert again.chain.head == run.chain.head and again.blob == Blob.of(state)
-    assert bytes(again.store.read(Blob.of(state).digest)) == state
-    again.store.discard(Blob.of(state).digest)
-    assert run.new_keeper().blob == Blob.of(state), "the blob is made again from the checkpoint"
+    assert bytes(again.blobs.read(Blob.of(state).digest)) == state
+    again.blobs.discard(Blob.of(state).digest)
+    assert run.new_store().blob == Blob.of(state), "the blob is made again from the checkpoint"
 
 
 async def test_before_the_first_state_the_record_says_that_this_host_keeps(run: KeptRun) -> None:
-    task = asyncio.create_task(run.keeper.run())
+    task = asyncio.create_task(run.store.run())
     await until(lambda: bool(run.directory.published))
     task.cancel()
     assert run.directory.published["digest"] == genesis_head(run.manifest.run_id).digest
@@ -169,12 +169,12 @@ async def test_before_the_first_state_the_record_says_that_this_host_keeps(run: 
 
 async def test_host_that_does_not_train_serves_the_weights_with_which_the_run_starts(tmp_path: Path) -> None:
     run = KeptRun(tmp_path, start_from_weights(MANIFEST, tmp_path / "weights"))
-    assert run.keeper.blob is not None and run.keeper.describe() == "holding the state of round 0"
-    state = bytes(run.keeper.store.read(run.keeper.blob.digest))
+    assert run.store.blob is not None and run.store.describe() == "holding the state of round 0"
+    state = bytes(run.store.blobs.read(run.store.blob.digest))
     assert block_digests(run.manifest.model, run.weights(state)) == run.manifest.model.weights
     (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        run.new_keeper()
+        run.new_store()
 
 
 async def test_corrupted_state_of_a_lying_peer_is_refused(run: KeptRun) -> None:
@@ -183,15 +183,15 @@ async def test_corrupted_state_of_a_lying_peer_is_refused(run: KeptRun) -> None:
     liar.tamper = flip_last_bit
     await run.pool.add_source("liar", liar)
     run.announce(Blob.of(state), "liar")
-    task = asyncio.create_task(run.keeper.run())
+    task = asyncio.create_task(run.store.run())
     await until(lambda: len(run.pool.faults) > 0)
     task.cancel()
     await asyncio.wait([task])
-    assert run.pool.faults and run.pool.faults[0][0] == "liar" and run.keeper.blob is None
+    assert run.pool.faults and run.pool.faults[0][0] == "liar" and run.store.blob is None
     assert not list(run.folder.glob("checkpoints/*"))
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
-    await keep(run.keeper, run.chain.head)
+    await keep(run.store, run.chain.head)
     assert torch.equal(load_trained_weights(run.folder).anchor, run.weights(state))
 
 
@@ -200,30 +200,30 @@ async def test_state_that_is_not_finite_is_not_kept(run: KeptRun, caplog: pytest
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
     with caplog.at_level("INFO"):
-        task = asyncio.create_task(run.keeper.run())
+        task = asyncio.create_task(run.store.run())
         await until(lambda: "not finite" in caplog.text)
         task.cancel()
-    assert run.keeper.blob is None
+    assert run.store.blob is None
 
 
 async def test_newer_states_wait_for_the_pause_but_the_final_one_does_not(run: KeptRun) -> None:
     first = run.make_round()
     await run.pool.add_honest("a", first)
     run.announce(Blob.of(first), "a")
-    await keep(run.keeper, run.chain.head)
+    await keep(run.store, run.chain.head)
     held = run.chain.head
     second = run.make_round()
     run.announce(Blob.of(second), "a")
-    assert run.keeper._due_offer(time.monotonic()) is None and run.keeper.chain.head == held
-    later = time.monotonic() + state_keeper.MIN_PAUSE_SECONDS + 1
-    assert run.keeper._due_offer(later) is not None
+    assert run.store._due_offer(time.monotonic()) is None and run.store.chain.head == held
+    later = time.monotonic() + state_store.MIN_PAUSE_SECONDS + 1
+    assert run.store._due_offer(later) is not None
     final = run.make_round()
     run.announce(Blob.of(final), "b")
     run.directory.records.pop("a")
     await run.pool.add_honest("b", final)
-    await keep(run.keeper, run.chain.head)
-    assert run.keeper.is_complete and run.keeper.describe() == "holding the final state of round 3"
-    assert not run.keeper.store.has(Blob.of(first).digest), "the disk has room for few"
+    await keep(run.store, run.chain.head)
+    assert run.store.is_complete and run.store.describe() == "holding the final state of round 3"
+    assert not run.store.blobs.has(Blob.of(first).digest), "the disk has room for few"
 
 
 async def test_download_that_a_kill_interrupts_goes_on_at_the_next_start(tmp_path: Path) -> None:
@@ -233,14 +233,14 @@ async def test_download_that_a_kill_interrupts_goes_on_at_the_next_start(tmp_pat
     source.frozen_after = 2 * PIECE_BYTES + 1
     await run.pool.add_source("a", source)
     run.announce(Blob.of(state), "a")
-    task = asyncio.create_task(run.keeper.run())
+    task = asyncio.create_task(run.store.run())
     await until(lambda: source.bytes_sent >= 2 * PIECE_BYTES, 20)
     await asyncio.sleep(0.3)  # the last piece is being written
     task.cancel()  # what a kill leaves is on disk already
     await asyncio.wait([task])
     source.frozen_after = float("inf")
     before = source.bytes_sent
-    await keep(run.new_keeper(), run.chain.head)
+    await keep(run.new_store(), run.chain.head)
     assert source.bytes_sent - before < len(state), "whole pieces are not fetched again"
     assert torch.equal(load_trained_weights(run.folder).anchor, run.weights(state))
     await run.pool.stop()
@@ -250,24 +250,24 @@ async def test_full_disk_is_said_and_withdraws_the_record(run: KeptRun, monkeypa
     def refuse(kept: object) -> None:
         raise StorageError("no space left for it; free some on that disk")
 
-    monkeypatch.setattr(run.keeper.folder, "save", refuse)
+    monkeypatch.setattr(run.store.folder, "save", refuse)
     state = run.make_round()
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
-    task = asyncio.create_task(run.keeper.run())
-    await until(lambda: bool(run.keeper.error))
+    task = asyncio.create_task(run.store.run())
+    await until(lambda: bool(run.store.error))
     task.cancel()
     assert run.directory.published["digest"] == b"", "peers do not wait for this host"
-    assert "no space left" in run.keeper.describe()
+    assert "no space left" in run.store.describe()
 
 
 async def test_fetching_once_gives_up_if_nobody_holds_a_state(run: KeptRun) -> None:
     with pytest.raises(UnreachableError, match="no peer or host"):
-        await run.keeper.fetch_newest(0.3)
+        await run.store.fetch_newest(0.3)
     state = run.make_round()
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
-    kept = await run.keeper.fetch_newest(5.0)
+    kept = await run.store.fetch_newest(5.0)
     assert kept.head == run.chain.head and kept.blob == Blob.of(state)
     assert run.directory.published == {}, "it does not say that it keeps anything"
 
@@ -283,13 +283,13 @@ async def test_state_is_not_kept_while_no_peer_shows_the_chain_to_it(run: KeptRu
     run.make_round()
     state = run.make_round()
     reader = Endless(run.chain)
-    object.__setattr__(run.keeper._parts, "reader", reader)
+    object.__setattr__(run.store._parts, "reader", reader)
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
-    offer = run.keeper._choose()
+    offer = run.store._choose()
     assert offer is not None
     with pytest.raises(UnreachableError, match="shows the chain"):
-        await run.keeper._fetch_chain(offer)
+        await run.store._fetch_chain(offer)
     assert 0 < reader.calls < 1000
 
 
@@ -299,7 +299,7 @@ def test_checkpoint_of_a_host_names_its_state(tmp_path: Path) -> None:
 
     run = KeptRun(tmp_path)
     state = run.make_round()
-    blob = run.keeper.store.put(state)
-    run.keeper.folder.save(KeptState(run.chain.head, run.chain.log, blob))
+    blob = run.store.blobs.put(state)
+    run.store.folder.save(StoredState(run.chain.head, run.chain.log, blob))
     body = json.loads(next(iter(manifests(run.folder))).read_text())["body"]
     assert body["chain"]["state"] == blob.name and body["inner"] == []

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import grpc
 
 from node.daemon.peers.peer_rpc import ChannelTo, await_reply
-from node.daemon.steering.round_clock import RoundClock
 from node.run_dir import read_json_if_whole, write_atomically
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import ForgedError, LimitError, PeerFault, StaleError, StorageError, UnreachableError
@@ -45,6 +44,25 @@ RETRY_SECONDS = 5.0  # before the same peer is asked again
 MAX_ASKED = 4096  # peers
 MAX_FETCHES = 8  # at once
 CALL_BURST, CALLS_PER_SECOND = 16, 2.0  # of each caller
+SMOOTHING = 0.3
+
+
+class RoundClock:
+    """The highest announced round, and the mean time of a round in seconds; 0 while it is unknown."""
+
+    def __init__(self) -> None:
+        self.round = 0
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def observe(self, round_number: int, now: float) -> None:
+        """Record a round that a peer announces."""
+        if round_number <= self.round:
+            return
+        if self._since is not None:
+            each = (now - self._since) / (round_number - self.round)
+            self.seconds = each if not self.seconds else SMOOTHING * each + (1 - SMOOTHING) * self.seconds
+        self.round, self._since = round_number, now
 
 
 class RevisionListener(Protocol):
@@ -68,7 +86,7 @@ async def exchange_revisions(
     return reply
 
 
-class RevisionKeeper(SteeringServicer):
+class RevisionStore(SteeringServicer):
     """Keeps the revisions of one run; the node owns it, and its replicas read `log`.
 
     Args:

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from node.daemon.steering import keeper as keeper_module
-from node.daemon.steering.keeper import CALL_BURST, RevisionKeeper, exchange_revisions
+from node.daemon.steering import revision_store
+from node.daemon.steering.revision_store import CALL_BURST, RevisionStore, exchange_revisions
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, PeerFault
 from protocol.identity import Identity, PeerId
@@ -53,7 +53,7 @@ class KeeperSetup:
         self.directory = FakeDirectory()
         self.channels: dict[PeerId, grpc.aio.Channel] = {}
         self.path = folder / "revisions.json"
-        self.keeper = RevisionKeeper(manifest, self.path, self.directory, self.channels.__getitem__)  # type: ignore[arg-type]
+        self.keeper = RevisionStore(manifest, self.path, self.directory, self.channels.__getitem__)  # type: ignore[arg-type]
         self.heard = 0
         self.keeper.subscribe(self)
 
@@ -83,7 +83,7 @@ def revisions(count: int) -> list[SignedRevision]:
 
 @pytest.fixture(autouse=True)
 def _caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "caller", lambda context: CALLER)
+    monkeypatch.setattr(revision_store, "caller", lambda context: CALLER)
 
 
 async def hand_over(channel: grpc.aio.Channel, *messages: SignedRevision) -> list[bytes]:

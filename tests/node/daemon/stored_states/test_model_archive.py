@@ -12,9 +12,8 @@ import pytest
 import torch
 from starlette.applications import Starlette
 
-from node.daemon.checkpoints.chain_file import SavedChain
-from node.daemon.checkpoints.checkpoint import Checkpoint, save
-from node.daemon.stored_states import model_archive, model_route
+from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
+from node.daemon.stored_states import model_archive
 from node.daemon.stored_states.model_archive import ModelArchive, model_values
 from node.model import shape_table
 from node.paths import find_newest_model
@@ -42,7 +41,7 @@ def archive_of(folder: Path, final: int | None = None) -> ModelArchive:
 
 
 def client_of(archive: ModelArchive) -> httpx2.AsyncClient:
-    app = Starlette(routes=[model_route.model_route(archive)])
+    app = Starlette(routes=[model_archive.model_route(archive)])
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://host")
 
 
@@ -110,12 +109,12 @@ async def test_run_that_goes_on_is_not_exported_for_every_request(
 async def test_too_many_downloads_are_refused_and_free_their_slots(
     node_dir: Path, exports: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_route, "MAX_DOWNLOADS", 0)
+    monkeypatch.setattr(model_archive, "MAX_DOWNLOADS", 0)
     save_round(node_dir, 1)
     async with client_of(archive_of(node_dir)) as client:
         refused = await client.get("/model")
         assert refused.status_code == 503 and refused.headers["retry-after"] == "30" and exports.count == 0
-    monkeypatch.setattr(model_route, "MAX_DOWNLOADS", 1)
+    monkeypatch.setattr(model_archive, "MAX_DOWNLOADS", 1)
     async with client_of(archive_of(node_dir)) as client:
         assert [(await client.get("/model")).status_code for _ in range(3)] == [200] * 3
 

@@ -1,8 +1,8 @@
-"""Keep the newest state of a run, or of a stage of it, without training it, and serve it to peers that come back.
+"""Store the newest state of a run, or of one stage, without training it, and serve it to peers that come back.
 
-The keeper fetches the state that most trainers report, checks it against that digest, and saves it as a checkpoint. It
-fetches the final state at once, and others so rarely that they cost a small part of its link. Its peer record names the
-state that it holds: newcomers, and peers that return after all others have left, take it from here.
+The store fetches the state that most trainers report, checks it against their digest, and saves it as a checkpoint. It
+fetches the final state at once, and others so rarely that they take a small share of its link. Its peer record names
+the state that it holds, so newcomers, and peers that return after all others have left, can fetch it here.
 """
 
 import asyncio
@@ -21,9 +21,8 @@ from node.daemon.peers.chain_sync import ChainReader, ServedChain, ask_for_word,
 from node.daemon.peers.swarm_view import find_newest_validation, stage_witnesses, states_at
 from node.daemon.run_limits import contribution_limits
 from node.daemon.stored_states.announcing import StateAnnouncer
-from node.daemon.stored_states.choice import ChoiceRules, StateOffer, choose_state
-from node.daemon.stored_states.marks import Marks
-from node.daemon.stored_states.state_folder import KeptState, StateFolder, Validation
+from node.daemon.stored_states.choice import ChoiceRules, RoundFilter, StateOffer, choose_state
+from node.daemon.stored_states.state_folder import ReportedLoss, StateFolder, StoredState
 from node.disk_budget import DiskRoom
 from node.from_manifest import build_program, topology_class
 from node.loop.peers.catch_up import MAX_VANISHED_STATES
@@ -50,20 +49,20 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 CHOICE_SECONDS = 0.2
-LINK_SHARE = 0.05  # of the time that downloads may take
-MIN_PAUSE_SECONDS = 30.0  # between two downloads of a run that goes on
+LINK_SHARE = 0.05  # of the time, for downloads
+MIN_PAUSE_SECONDS = 30.0  # between two downloads while the run continues
 RETRY_SECONDS = 1.0  # after a failure; the state may have been replaced by a newer one
 DISK_RETRY_SECONDS = 60.0
 MIN_FETCH_SECONDS = 60.0  # for a download, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 125_000
 MAX_CHAIN_SOURCES = 3
-AVOID_SECONDS = 30.0  # a head that nobody could prove
+AVOID_SECONDS = 30.0  # for a head that no peer could prove
 MAX_REQUESTS = 32  # pieces in memory, of one download
 STATES_ON_DISK = 5  # two blobs and three checkpoints while a state is replaced
 
 
 class UncertifiedError(StaleError):
-    """A chain that is not to be followed."""
+    """A chain whose certificates do not suffice to follow it."""
 
 
 class RecentRequests(Protocol):
@@ -73,10 +72,10 @@ class RecentRequests(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class KeeperParts:
-    """The parts of the node that the keeper uses.
+    """The parts of the node that the store uses.
 
-    `reader` requests the commits that lead to a state; `contacts` are the peers that the user named. `marks` are the
-    rounds whose states are kept, None if any will do; `room` is the disk, None if nothing limits it.
+    `reader` requests the commits that lead to a state; `contacts` are the peers that the user named. `round_filter`
+    chooses the rounds, None means any; `room` limits the disk, None means no limit.
     """
 
     directory: PeerDirectory
@@ -86,21 +85,21 @@ class KeeperParts:
     contacts: tuple[PeerId, ...]
     revisions: RevisionLog
     announcer: StateAnnouncer
-    marks: Marks | None = None
+    round_filter: RoundFilter | None = None
     room: DiskRoom | None = None
 
 
 class FetchedState(NamedTuple):
-    """A state and the head of its chain, which nothing has verified but the word of most trainers."""
+    """A state and the head of its chain, which most trainers report; no certificate was checked."""
 
     head: ChainHead
     blob: Blob
 
 
-class StateKeeper:
-    """Keeps the newest state of one run. `chain` and `blob` are those that it holds; `blob` is None before the first.
+class StateStore:
+    """Stores the newest state of one run: its `chain` and its `blob`, which is None before the first.
 
-    `error` is the reason why the newest state is not kept, empty if it is.
+    `error` is the reason why the newest state is not stored, empty if it is.
     """
 
     def __init__(self, manifest: Manifest, folder: StateFolder, parts: KeeperParts, has_one_state: bool) -> None:
@@ -109,19 +108,18 @@ class StateKeeper:
         self.steering = Steering(manifest, self.chain, parts.revisions)
         self.blob: Blob | None = None
         self.error = ""
-        self.store = folder.store
+        self.blobs = folder.store
         self.folder = folder
         self._parts = parts
         self._stage = stage_of(manifest)
         self._name = "state" if self._stage is None else f"state of stage {self._stage}"
         self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
-        self._avoided: dict[Digest, float] = {}  # heads that nobody could prove, and until when
-        self._validation = Validation()
+        self._avoided: dict[Digest, float] = {}  # heads that no peer could prove, and until when
+        self._validation = ReportedLoss()
 
     @property
     def refusals(self) -> Counter[str]:
-        """Return the refusals of this keeper's downloads."""
         return self._parts.downloader.refusals
 
     @property
@@ -135,7 +133,7 @@ class StateKeeper:
         return self.blob is not None and self.steering.is_final(self.chain.head)
 
     def describe(self) -> str:
-        """Return one line that says which state is held, or why none is."""
+        """Describe the stored state, or why there is none, in one line."""
         if self.error:
             return f"the newest {self._name} is not kept: {self.error}"
         if self.blob is None:
@@ -143,7 +141,7 @@ class StateKeeper:
         return f"holding the {'final ' if self.is_complete else ''}{self._name} of round {self.chain.round}"
 
     def restore(self, base: Path) -> None:
-        """Read the state that an earlier process kept, or the one with which the run starts if it is here.
+        """Read the state that an earlier process stored, or the state at which the run starts if it is here.
 
         `base` is the folder that the manifest's paths start from. Raises MurmurError.
         """
@@ -154,7 +152,7 @@ class StateKeeper:
             logger.info("holding the %s of round %d", self._name, kept.head.round)
 
     async def run(self) -> None:
-        """Keep the newest state until cancelled."""
+        """Fetch newer states until cancelled."""
         self._announce()
         if self._stage is None:
             self._publish_validation()
@@ -167,13 +165,13 @@ class StateKeeper:
 
     def _due_offer(self, now: float) -> StateOffer | None:
         """Return the state to fetch now: the final one at once, another one after the pause."""
-        offer, marks = self._choose(), self._parts.marks
+        offer, round_filter = self._choose(), self._parts.round_filter
         if offer is None or self.steering.is_final(offer.head):
             return offer
-        if marks is None:
+        if round_filter is None:
             return offer if now >= self._next_fetch_at else None
-        marks.observe(offer.head.round, now)
-        return offer if self.blob is None or marks.is_mark(offer.head.round) else None
+        round_filter.observe(offer.head.round, now)
+        return offer if self.blob is None or round_filter.is_chosen(offer.head.round) else None
 
     def _states(self) -> dict[PeerId, PeerState]:
         return states_at(self._parts.directory.live(), self._stage)
@@ -186,19 +184,19 @@ class StateKeeper:
         return choose_state(self._rules, snapshot, own, self.chain.electorate.voters, self._avoided)
 
     def _note_validation(self) -> None:
-        """Repeat the newest validation loss in our record, for those who come when no trainer is left."""
+        """Repeat the newest validation loss in our record, for observers that come when no trainer is left."""
         if self._stage is not None:  # a stage alone has no loss
             return
         newest = find_newest_validation(self._parts.directory.live().values())
         if newest is not None and newest.validation_round > self._validation.round:
-            self._validation = Validation(newest.validation_round, newest.validation_loss)
+            self._validation = ReportedLoss(newest.validation_round, newest.validation_loss)
             self._publish_validation()
 
     def _publish_validation(self) -> None:
         self._parts.directory.publish(validation_round=self._validation.round, validation_loss=self._validation.loss)
 
     async def fetch_newest(self, find_seconds: float) -> FetchedState:
-        """Fetch the newest state once, without keeping it as a host does.
+        """Fetch the newest state once, without storing it as a host does.
 
         Raises UnreachableError if no peer that holds a state is found in time, or the state cannot be fetched.
         """
@@ -216,15 +214,15 @@ class StateKeeper:
         raise UnreachableError("the state of the run changes faster than it can be fetched; try again later")
 
     async def _keep(self, offer: StateOffer) -> None:
-        """Fetch and save a state; on a failure, say why and try again later."""
+        """Fetch and save a state; after a failure, log the reason and try again later."""
         began = time.monotonic()
         try:
             chain, blob = await self._fetch_both(offer)
-            kept = KeptState(chain.head, chain.log, blob, self._validation)
+            kept = StoredState(chain.head, chain.log, blob, self._validation)
             await asyncio.to_thread(self.folder.save, kept)
         except StorageError as error:
             self._fail(str(error))
-            self._announce()  # without a state: peers must not wait for us
+            self._announce()  # without a state, so that peers do not wait for us
             await asyncio.sleep(DISK_RETRY_SECONDS)
         except (UnreachableError, PeerFault, MissingFileError) as error:
             logger.info("cannot keep the state of round %d: %s", offer.head.round, error)
@@ -234,12 +232,14 @@ class StateKeeper:
         else:
             self._adopt(kept)
             seconds = time.monotonic() - began
-            if self._parts.marks is not None:
-                self._parts.marks.record_fetch(self.run_id, seconds)
+            if self._parts.round_filter is not None:
+                self._parts.round_filter.record_fetch(self.run_id, seconds)
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
 
     async def _fetch_both(self, offer: StateOffer) -> tuple[ChainOffer, Blob]:
-        """Return the verified chain and the state, which is requested at once: its holders keep it from then on.
+        """Return the verified chain and the state.
+
+        The state is requested at once, because its holders keep it from the first request on.
 
         Raises StorageError if the disk has no room, and the errors of the downloads.
         """
@@ -252,7 +252,7 @@ class StateKeeper:
             await cancel_and_wait((fetch,))
 
     async def _fetch(self, offer: StateOffer) -> Blob:
-        """Download the state; what an earlier try or process has left of it is used."""
+        """Download the state; pieces that an earlier attempt or process has left are used."""
         blob = Blob(offer.state, self.folder.state_bytes)
         seconds = MIN_FETCH_SECONDS + blob.size / MIN_BYTES_PER_SECOND
         self._retain(blob)
@@ -267,7 +267,7 @@ class StateKeeper:
     async def _fetch_chain(self, offer: StateOffer) -> ChainOffer:
         """Return the verified chain to a state, from one of its holders.
 
-        Raises UnreachableError if none shows it, UncertifiedError if it is not to be followed.
+        Raises UnreachableError if no holder shows it, UncertifiedError if its certificates do not suffice.
         """
         live = self._parts.directory.live()
         for peer in [peer for peer in offer.holders if peer in live][:MAX_CHAIN_SOURCES]:
@@ -293,7 +293,7 @@ class StateKeeper:
         return chain
 
     async def _require_certified(self, chain: ChainOffer) -> None:
-        """Raise UncertifiedError unless the chain is to be followed from that of the state that we hold."""
+        """Raise UncertifiedError unless the certificates lead from the chain that we hold to this one."""
         word = None
         if needs_word(self.chain, chain):
             witnesses = stage_witnesses(self._states(), self._rules.peer_id) if self._stage is not None else []
@@ -304,18 +304,18 @@ class StateKeeper:
         if judgement.relation != "ahead":
             raise UncertifiedError(judgement.reason or "the chain of the state that we hold is preferred")
 
-    def _adopt(self, kept: KeptState) -> None:
+    def _adopt(self, kept: StoredState) -> None:
         is_first = self.blob is None
         self.chain.switch_to(kept.head, kept.log)
         self.blob, self.error = kept.blob, ""
         self._announce()
         self._retain(kept.blob)
         final = f"the final {self._name}," if self.is_complete else f"the {self._name}"
-        level = logging.INFO if self.is_complete or is_first else logging.DEBUG  # the rest repeats itself
+        level = logging.INFO if self.is_complete or is_first else logging.DEBUG  # the lines between are routine
         logger.log(level, "holding %s of round %d (%s)", final, kept.head.round, format_bytes(kept.blob.size))
 
     def _retain(self, wanted: Blob) -> None:
-        """Keep the state that we hold, the wanted one, and those that peers are downloading."""
+        """Keep the blobs of our state, of the wanted one, and of those that peers are downloading."""
         requested = self.folder.requested(self._parts.requests.recently_requested())
         held = {self.blob.digest} if self.blob else set()
         self.folder.retain(*requested, *held, wanted.digest)
@@ -326,7 +326,7 @@ class StateKeeper:
         self.error = reason
 
     def _announce(self) -> None:
-        """Publish the state that we hold; before the first, the start of the chain shows that we keep states."""
+        """Publish the state that we hold; before the first, the start of the chain shows that we store states."""
         head, state = self.chain.head, self.blob.digest if self.blob else b""
         if self.error:
             head, state = ChainHead(0, b"", 0), b""
@@ -334,17 +334,17 @@ class StateKeeper:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeeperPlan:
-    """Where and how a keeper works; the defaults are those of the only keeper of a host."""
+class StorePlan:
+    """How a store announces and paces its downloads; the defaults suit the only store of a host."""
 
     announcer: StateAnnouncer
-    marks: Marks | None = None
+    round_filter: RoundFilter | None = None
     room: DiskRoom | None = None
     max_requests: int = MAX_REQUESTS
 
 
-def build_keeper(node: Node, manifest: Manifest, run_dir: RunDir, plan: KeeperPlan) -> StateKeeper:
-    """Build a keeper of a run or of a stage of it, with the state that an earlier process kept.
+def build_state_store(node: Node, manifest: Manifest, run_dir: RunDir, plan: StorePlan) -> StateStore:
+    """Build the store of a run or of one stage, with the state that an earlier process stored.
 
     Raises ManifestError, CheckpointError, OtherRunError or StorageError.
     """
@@ -360,11 +360,11 @@ def build_keeper(node: Node, manifest: Manifest, run_dir: RunDir, plan: KeeperPl
         contacts=node.options.contact_ids,
         revisions=node.revisions.log,
         announcer=plan.announcer,
-        marks=plan.marks,
+        round_filter=plan.round_filter,
         room=plan.room,
     )
     has_one_state = topology_class(planner.method).has_shared_state
-    keeper = StateKeeper(manifest, folder, parts, has_one_state)
+    keeper = StateStore(manifest, folder, parts, has_one_state)
     keeper.restore(node.options.base)
     served = ServedChain(keeper.chain, lambda: keeper.blob, keeper.steering, has_one_state)
     node.add_chain(manifest.run_id, served, folder.store)
