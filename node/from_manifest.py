@@ -24,7 +24,7 @@ from protocol.fault_words import shorten
 from protocol.manifest.reading import ManifestText
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import MemoryMode, TrainSection
-from protocol.pipeline.stages.stage import stage_of
+from protocol.pipeline.stage import stage_of
 
 MAX_ERROR_CHARACTERS = 1000  # of a method's error, which may quote a long value and name all recipes
 RateOfOuterStep = Callable[[int, int, int], float]

@@ -18,7 +18,7 @@ from optim.exact import Doubles, Float64Sum
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.manifest.reading import load_manifest
-from protocol.pipeline.exact.ledger import StepLedger, covers_step
+from protocol.pipeline.ledger import StepLedger, covers_step
 
 Commits = dict[int, dict[int, Commit]]  # by round and stage
 

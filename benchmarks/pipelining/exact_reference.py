@@ -27,7 +27,7 @@ from optim.exchange import Aggregator
 from optim.method import SMALL_SLOTS, STEPS_MADE
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 ACTIVATION_IN, ACTIVATION_OUT, GRADIENT_IN, GRADIENT_OUT = range(4)
 

@@ -36,7 +36,7 @@ from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip_interface import DirectoryOptions
 from protocol.murmur_pb2_grpc import add_StagesServicer_to_server
 from protocol.pipeline.messages import Outcome
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from protocol.transport.transport import AddServicer, Transport, caller
 
 HOP_SAMPLES = 100_000

@@ -32,7 +32,7 @@ from node.run_dir import RunDir
 from node.trainer.site.token import describe_site
 from protocol.errors import MurmurError, describe_error
 from protocol.manifest.run import Manifest
-from protocol.pipeline.stages.stage import StageManifest, stage_of
+from protocol.pipeline.stage import StageManifest, stage_of
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)

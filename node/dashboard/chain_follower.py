@@ -30,7 +30,7 @@ from protocol.identity import PeerId
 from protocol.manifest.run import Manifest, RunId
 from protocol.manifest.sections import AdmissionSection
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from protocol.membership import peer_table
 from protocol.membership.records.served_stages import record_of_stage
 from protocol.membership.records.source_losses import parse_source_losses
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stages.stage import stage_of
+from protocol.pipeline.stage import stage_of
 from protocol.tasks import run_until_one_ends
 from protocol.transport.nat import is_relay_only, relays_of
 from protocol.transport.rate_limit import TokenBuckets

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from node.loop.actions import LoopAction, PublishStep, ReportPhase, ReportRecovered
 from protocol.consensus.messages.contributions import Commit
-from protocol.pipeline.exact.ledger import covers_step
-from protocol.pipeline.exact.reports import StepHistory, StepReports
+from protocol.pipeline.exact import StepHistory, StepReports
+from protocol.pipeline.ledger import covers_step
 
 VOID_ROUND = "the step is made again, because a stage lacks microbatches or counts some twice"
 

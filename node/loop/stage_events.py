@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events
-from protocol.pipeline.exact.reports import StepReports
-from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline import owner_events, server_events
+from protocol.pipeline.exact import Statement, StepReports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Task
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.stages import server_events
 
 StagePeers = tuple[tuple[StagePeer, ...], ...]  # the live servers of each stage
 
@@ -134,8 +132,8 @@ StageEvent = (
     | owner_events.Told
     | owner_events.Invited
     | owner_events.ReleaseFailed
-    | server_events.Fetched
-    | server_events.FetchFailed
+    | server_events.InputsFetched
+    | server_events.InputMissing
     | server_events.Computed
     | server_events.Stepped
     | server_events.ReleasedBy
@@ -210,7 +208,7 @@ StageAction = (
     | owner_events.Release
     | owner_events.StageEmpty
     | owner_events.WrongResult
-    | server_events.Fetch
+    | server_events.FetchInputs
     | server_events.Compute
     | server_events.TakeStep
     | server_events.DropSum

@@ -1,7 +1,7 @@
 """Drive the part of a peer in a pipeline: it serves a stage, and sends microbatches of its own text through all stages.
 
 One event and the time go in, actions come out, and `next_deadline` says when to call again. The decisions are made by
-two machines, `protocol.pipeline.stages.server` and `protocol.pipeline.owner`. The daemon, `murmur sim` and the seeds of
+two machines, `protocol.pipeline.server` and `protocol.pipeline.owner`. The daemon, `murmur sim` and the seeds of
 the tests all drive this loop. PURE.
 """
 
@@ -32,18 +32,15 @@ from node.loop.stage_events import (
 )
 from node.loop.stage_modes import ExactMode, LocalMode
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events
-from protocol.pipeline.course import OwnerSettings
-from protocol.pipeline.exact.reports import StepReports
-from protocol.pipeline.exact.settlement import Settlement
+from protocol.pipeline import owner_events, server_events
+from protocol.pipeline.exact import Settlement, StepReports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, HeldBlob, Task
+from protocol.pipeline.microbatch import OwnerSettings
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.stages import server_events
-from protocol.pipeline.stages.server import StageServer
-from protocol.pipeline.stages.settings import StageSettings
-from protocol.pipeline.stages.stage import StageManifest, stage_run_ids
+from protocol.pipeline.server import StageServer
+from protocol.pipeline.stage import StageManifest, StageSettings, stage_run_ids
 
 NOT_READY_MS = 500
 EXACT_PAUSE = 0.1  # seconds; in exact steps a server is asked at its own round only
@@ -104,8 +101,8 @@ class StageLoop:
             ):
                 self._follow(self.owner.handle(event, now), now)
             case (
-                server_events.Fetched()
-                | server_events.FetchFailed()
+                server_events.InputsFetched()
+                | server_events.InputMissing()
                 | server_events.Stepped()
                 | server_events.ReleasedBy()
                 | server_events.CloseStep()

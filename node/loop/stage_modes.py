@@ -1,7 +1,7 @@
 """The two modes of a pipeline's steps, as strategies of the stage loop. PURE.
 
 In `local` mode each server makes an inner step whenever it has the gradients of one. In `exact` mode a round is a step
-of numbered microbatches, each of which counts exactly once at each stage: `protocol.pipeline.exact.settlement` decides
+of numbered microbatches, each of which counts exactly once at each stage: `protocol.pipeline.exact` decides
 which of them this peer begins and when its sum is offered, and whatever belongs to a round is dropped when it is over.
 """
 
@@ -18,16 +18,13 @@ from node.loop.stage_events import (
 )
 from protocol.identity import PeerId
 from protocol.pipeline import owner_events
-from protocol.pipeline.course import ExactPart
-from protocol.pipeline.exact.ledger import StepLedger
-from protocol.pipeline.exact.settlement import OfferStep, SayStatement, Settlement
-from protocol.pipeline.exact.statements import Statement
-from protocol.pipeline.exact.steps import ExactSteps
-from protocol.pipeline.ledger import Ledger
+from protocol.pipeline.exact import OfferStep, SayStatement, Settlement, Statement
+from protocol.pipeline.ledger import Ledger, StepLedger
+from protocol.pipeline.microbatch import ExactPart
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.stages.server import StageServer
-from protocol.pipeline.stages.settings import StageSettings
-from protocol.pipeline.stages.steps import LocalSteps
+from protocol.pipeline.server import StageServer
+from protocol.pipeline.stage import StageSettings
+from protocol.pipeline.steps import ExactSteps, LocalSteps
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from optim.layout import Layout
 from protocol.errors import ManifestError
 from protocol.manifest.run import Manifest
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 Entry = tuple[str, tuple[int, ...]]  # name and shape of a parameter
 

@@ -13,7 +13,7 @@ from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.membership.records.source_losses import encode_source_losses
-from protocol.pipeline.stages.stage import stage_of
+from protocol.pipeline.stage import stage_of
 
 # Errors from which the node recovered, each with one line in the log; docs/reference/status.md explains the words.
 RecoveredErrorKind = Literal[

@@ -40,13 +40,12 @@ from optim.method import Method
 from protocol.blobs.blob import DIGEST_BYTES, Blob
 from protocol.errors import MurmurError
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events
-from protocol.pipeline.exact.reports import StepReports
+from protocol.pipeline import owner_events, server_events
+from protocol.pipeline.exact import StepReports
 from protocol.pipeline.messages import HeldBlob, Input, Key, Task
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.stages import server_events
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 NOT_FINITE = "a simulated peer's gradient is not finite; lower train.learning_rate"
 FORWARD_UNITS, BACKWARD_UNITS = 1, 3  # a third of a forward and backward pass; the latter computes the former again

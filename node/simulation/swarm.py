@@ -35,7 +35,7 @@ from protocol.consensus.messages.weights import MAX_MULTIPLE
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.sections import TargetSection
-from protocol.pipeline.stages.stage import stage_run_id
+from protocol.pipeline.stage import stage_run_id
 
 MAX_STALLED_EXCHANGES = 20  # give up after this many exchange timeouts without a decision
 

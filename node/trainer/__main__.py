@@ -56,7 +56,7 @@ def train_until_stopped(connection: socket.socket, memory_fds: list[int]) -> int
         from node.trainer.loop import Trainer
         from protocol.errors import MurmurError
         from protocol.manifest.reading import parse_manifest
-        from protocol.pipeline.stages.stage import StageManifest
+        from protocol.pipeline.stage import StageManifest
 
     channel, memory = TrainerChannel(connection), None
     try:

@@ -28,7 +28,7 @@ PINNED, MOVABLE, FIRST_CLAIM = 0, 1, 2  # of `stage_move` in a record; a claim a
 
 
 @dataclass(frozen=True)
-class Seat:
+class StageAssignment:
     """A ready trainer as its record shows it. `rate`: microbatches a second, 0 if unknown; `move`: `stage_move`."""
 
     peer: PeerId
@@ -56,21 +56,24 @@ def sum_rates(rates: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum(rate or usual for rate in served) for served in rates]
 
 
-def choose_move(seats: Iterable[Seat], stages: int) -> Move | None:
+def choose_move(assignments: Iterable[StageAssignment], stages: int) -> Move | None:
     """Return the move with the highest gain, ties by peer id; None if none is worth it, or a stage has no peer.
 
     A trainer without a rate counts with the median of the others, and does not move.
     """
-    listed = sorted(seats, key=lambda seat: seat.peer)
-    members = [[seat for seat in listed if seat.stage == stage] for stage in range(stages)]
+    listed = sorted(assignments, key=lambda assignment: assignment.peer)
+    members = [[assignment for assignment in listed if assignment.stage == stage] for stage in range(stages)]
     if not all(members):
         return None
-    sums = sum_rates([[seat.rate for seat in served] for served in members])
+    sums = sum_rates([[assignment.rate for assignment in served] for served in members])
     target = sums.index(min(sums))
     moves = [
-        Move(seat.peer, seat.stage, target, _gain(sums[seat.stage], sums[target], seat.rate))
-        for seat in listed
-        if seat.stage != target and seat.move != PINNED and seat.rate > 0 and len(members[seat.stage]) > MIN_LEFT
+        Move(assignment.peer, assignment.stage, target, _gain(sums[assignment.stage], sums[target], assignment.rate))
+        for assignment in listed
+        if assignment.stage != target
+        and assignment.move != PINNED
+        and assignment.rate > 0
+        and len(members[assignment.stage]) > MIN_LEFT
     ]
     best = max(moves, key=lambda move: round(move.gain, 1), default=None)  # views of rates differ a little
     return best if best is not None and best.gain >= MIN_GAIN else None
@@ -103,38 +106,40 @@ class Balancer:
         self._claim = None
         self._decides_at = now + QUIET_PERIODS * PERIOD_EXPIRIES * self._expiry
 
-    def observe(self, seats: Sequence[Seat], now: float) -> None:
+    def observe(self, assignments: Sequence[StageAssignment], now: float) -> None:
         """Take over which peers serve which stages; one that has claimed a move and is gone is on its way."""
-        stages = {seat.peer: seat.stage for seat in seats if seat.move != PINNED}
+        stages = {assignment.peer: assignment.stage for assignment in assignments if assignment.move != PINNED}
         has_moved = any(self._known.get(peer, stage) != stage for peer, stage in stages.items())
         if has_moved or self._claimed - stages.keys():
             self.rest(now)
         self._known |= stages
-        self._claimed = set(_claims(seats))
+        self._claimed = set(_claims(assignments))
 
-    def on_commit(self, seats: Sequence[Seat], now: float) -> Move | None:
+    def on_commit(self, assignments: Sequence[StageAssignment], now: float) -> Move | None:
         """Return the move that this peer makes now; its claim may change."""
-        self.observe(seats, now)
+        self.observe(assignments, now)
         if self._decides_at is None:
             self._postpone(now)
         if self._claim is not None:
-            return self._settle_claim(*self._claim, seats, now)
+            return self._settle_claim(*self._claim, assignments, now)
         if now < (self._decides_at or 0.0):
             return None
         self._postpone(now)
-        chosen = choose_move(seats, self._stages)
-        if chosen is not None and chosen.peer == self._me and not _claims(seats):
+        chosen = choose_move(assignments, self._stages)
+        if chosen is not None and chosen.peer == self._me and not _claims(assignments):
             self._claim = chosen, now
         return None
 
-    def _settle_claim(self, move: Move, since: float, seats: Sequence[Seat], now: float) -> Move | None:
+    def _settle_claim(
+        self, move: Move, since: float, assignments: Sequence[StageAssignment], now: float
+    ) -> Move | None:
         """Make a move that was claimed long enough, unless another claim goes first or it is worth it no more."""
         if now < since + CLAIM_EXPIRIES * self._expiry:
             return None
         self._claim = None
         self._postpone(now)
-        again = choose_move(seats, self._stages)
-        is_first = min([self._me, *_claims(seats)]) == self._me
+        again = choose_move(assignments, self._stages)
+        is_first = min([self._me, *_claims(assignments)]) == self._me
         return (
             move if is_first and again is not None and (again.peer, again.target) == (self._me, move.target) else None
         )
@@ -143,5 +148,5 @@ class Balancer:
         self._decides_at = max(self._decides_at or 0.0, now + PERIOD_EXPIRIES * self._expiry)
 
 
-def _claims(seats: Iterable[Seat]) -> list[PeerId]:
-    return [seat.peer for seat in seats if seat.move >= FIRST_CLAIM]
+def _claims(assignments: Iterable[StageAssignment]) -> list[PeerId]:
+    return [assignment.peer for assignment in assignments if assignment.move >= FIRST_CLAIM]

@@ -47,6 +47,7 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_RETRY_MS = 60_000
 MAX_RATE = 1e6  # microbatches a second
 MAX_RELEASED = 4096
+MAX_ROUND_DISTANCE = 8  # stages keep one round apart themselves, but a trainer in mid-step may be behind its stage
 
 
 class Key(NamedTuple):

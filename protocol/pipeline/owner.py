@@ -2,16 +2,29 @@
 
 The same peer is asked again after a timeout, because it knows the microbatch and adds nothing twice. Another peer is
 asked for a gradient only once the first is gone, is leaving or has refused.
+
+Servers hear of ended microbatches a few at a time (`Releases`). One that seems to be gone may only be slow: it hears of
+them once it is back, because it would hold its step open for them until their deadline.
 """
 
+import heapq
 import random
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
-from protocol.pipeline.course import Course, DropReason, ExactPart, OwnerSettings, Request, Step
-from protocol.pipeline.ended import EndedMicrobatches
-from protocol.pipeline.messages import Answer, HeldBlob, Outcome, Task
+from protocol.pipeline.messages import MAX_RELEASED, Answer, HeldBlob, Outcome, Task
+from protocol.pipeline.microbatch import (
+    DropReason,
+    EndedMicrobatches,
+    ExactPart,
+    OwnedMicrobatch,
+    OwnerSettings,
+    Request,
+    Step,
+)
 from protocol.pipeline.owner_events import (
     Action,
     Answered,
@@ -22,19 +35,105 @@ from protocol.pipeline.owner_events import (
     Invited,
     OwnerCounts,
     PeersChanged,
+    Release,
     ReleaseFailed,
     StageEmpty,
     Told,
     WrongResult,
 )
-from protocol.pipeline.releases import Releases
 from protocol.pipeline.routing import REPORT_SECONDS, Router, task_round
-from protocol.pipeline.timers import Timers, Wake
 
+RELEASE_SECONDS = 0.2
+MAX_SERVERS = 256  # with ended microbatches
 ASK_SECONDS, RETRY_SECONDS = 5.0, 0.5  # the deadline of a call, and the pause after one without an answer
 MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request for it
 PATIENCE, STALL_SECONDS = 4.0, 600.0  # times the expected time; until a peer that has a task counts as stuck
 SEALED_SECONDS = 0.5  # until a server that has sealed its exact step is asked again
+
+
+class AskAgain(NamedTuple):
+    """A request of a microbatch, by its attempt."""
+
+    serial: int
+    attempt: int
+
+
+class Wake(NamedTuple):
+    """The waiting microbatches of a stage."""
+
+    stage: int
+
+
+class Timers:
+    """All timers of an owner of `stages` stages; one for each stage, the earliest."""
+
+    def __init__(self, stages: int) -> None:
+        self._heap: list[tuple[float, int, AskAgain | Wake]] = []
+        self._count = 0
+        self._wake_at: list[float | None] = [None] * stages
+
+    @property
+    def due(self) -> float | None:
+        """Return when the next one is due."""
+        return self._heap[0][0] if self._heap else None
+
+    def ask_again(self, time: float, serial: int, attempt: int) -> None:
+        self._push(time, AskAgain(serial, attempt))
+
+    def wake(self, stage: int, time: float | None) -> None:
+        """Look at a stage at this time, if no earlier one is set; `None` sets none."""
+        planned = self._wake_at[stage]
+        if time is not None and (planned is None or time < planned):
+            self._wake_at[stage] = time
+            self._push(time, Wake(stage))
+
+    def take(self, now: float) -> Iterator[AskAgain | Wake]:
+        """Yield those that are due, also ones that are set meanwhile."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, timer = heapq.heappop(self._heap)
+            if isinstance(timer, Wake):
+                self._wake_at[timer.stage] = None
+            yield timer
+
+    def _push(self, time: float, timer: AskAgain | Wake) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, timer))
+
+
+class Releases:
+    """The ended microbatches that servers do not know of yet; `due` is when the next ones are sent."""
+
+    def __init__(self) -> None:
+        self.due: float | None = None
+        self._serials: OrderedDict[tuple[int, PeerId], set[int]] = OrderedDict()
+        self._live: Sequence[Collection[PeerId]] = ()
+
+    def add(self, stage: int, peer: PeerId, serials: Iterable[int], now: float) -> None:
+        """Send these with the next messages, or when the server is back."""
+        ended = self._serials.setdefault((stage, peer), set())
+        ended.update(list(serials)[: MAX_RELEASED - len(ended)])
+        if len(self._serials) > MAX_SERVERS:
+            self._serials.popitem(last=False)
+        self._plan(now)
+
+    def set_live(self, live: Sequence[Collection[PeerId]], now: float) -> None:
+        """Take over the live peers of each stage."""
+        self._live = live
+        self._plan(now)
+
+    def take(self, now: float) -> list[Release]:
+        """Return the messages that are due."""
+        if self.due is None or self.due > now:
+            return []
+        self.due = None
+        return [Release(peer, stage, frozenset(self._serials.pop((stage, peer)))) for stage, peer in self._reachable()]
+
+    def _plan(self, now: float) -> None:
+        if self.due is None and self._reachable():
+            self.due = now + RELEASE_SECONDS
+
+    def _reachable(self) -> list[tuple[int, PeerId]]:
+        return [(stage, peer) for stage, peer in self._serials if peer in self._live[stage]]
 
 
 class Owner:
@@ -51,7 +150,7 @@ class Owner:
         self._hidden: frozenset[PeerId] = frozenset()
         self._lives: dict[tuple[int, PeerId], int] = {}  # by stage and peer
         self._rounds = [0 for _ in self._runs]
-        self._courses: dict[int, Course] = {}
+        self._microbatches: dict[int, OwnedMicrobatch] = {}
         self._waiting: list[list[int]] = [[] for _ in self._runs]
         self._changed: set[int] = set()  # stages that may have room again
         self._ended = EndedMicrobatches()
@@ -66,7 +165,7 @@ class Owner:
     @property
     def room(self) -> int:
         """Return the number of microbatches that may begin now."""
-        return self.settings.in_flight - len(self._courses)
+        return self.settings.in_flight - len(self._microbatches)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -76,7 +175,7 @@ class Owner:
     @property
     def open_serials(self) -> frozenset[int]:
         """Return the microbatches that have not ended."""
-        return frozenset(self._courses)
+        return frozenset(self._microbatches)
 
     def next_deadline(self) -> float | None:
         """Return when to call `advance`."""
@@ -84,21 +183,23 @@ class Owner:
 
     def begin(self, serial: int, tokens: HeldBlob, now: float, exact: ExactPart | None = None) -> list[Action]:
         """Start a microbatch; its serial must be new, and `room` above 0."""
-        assert self.room > 0 and serial not in self._courses
-        course = self._courses[serial] = Course(serial, tokens, len(self._runs), self.settings.needs_tokens, exact)
-        self._send_next(course, now)
+        assert self.room > 0 and serial not in self._microbatches
+        microbatch = self._microbatches[serial] = OwnedMicrobatch(
+            serial, tokens, len(self._runs), self.settings.needs_tokens, exact
+        )
+        self._send_next(microbatch, now)
         return self._take_actions()
 
     def leave(self, now: float) -> list[Action]:
         """Give up the microbatches that no stage can have counted; the others may still end."""
-        for serial in [serial for serial, course in self._courses.items() if not course.is_torn]:
-            self._end(self._courses[serial], "left", now)
+        for serial in [serial for serial, microbatch in self._microbatches.items() if not microbatch.is_partly_counted]:
+            self._end(self._microbatches[serial], "left", now)
         return self._take_actions()
 
     def end_round(self, now: float) -> list[Action]:
         """End all microbatches of an exact step whose round is over."""
-        for course in list(self._courses.values()):
-            self._end(course, "round over", now)
+        for microbatch in list(self._microbatches.values()):
+            self._end(microbatch, "round over", now)
         return self._take_actions()
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -125,8 +226,8 @@ class Owner:
         for timer in self._timers.take(now):
             if isinstance(timer, Wake):
                 self._serve(timer.stage, now)
-            elif (course := self._courses.get(timer.serial)) is not None:
-                self._on_due(course, timer.attempt, now)
+            elif (microbatch := self._microbatches.get(timer.serial)) is not None:
+                self._on_due(microbatch, timer.attempt, now)
         self._actions += self._releases.take(now)
         self._serve_changed(now)
         return self._take_actions()
@@ -151,42 +252,42 @@ class Owner:
         for stage, entry in [(stage, entry) for stage, peers in enumerate(event.stages) for entry in peers]:
             self._record_life(stage, entry.peer, entry.life, now)
         self._releases.set_live(self._live, now)
-        for course in list(self._courses.values()):
-            self._leave_gone_peers(course, now)
+        for microbatch in list(self._microbatches.values()):
+            self._leave_gone_peers(microbatch, now)
         self._changed.update(range(len(self._runs)))
 
-    def _leave_gone_peers(self, course: Course, now: float) -> None:
-        gone = sorted({peer for stage, peer in course.visited if peer not in self._live[stage]})
+    def _leave_gone_peers(self, microbatch: OwnedMicrobatch, now: float) -> None:
+        gone = sorted({peer for stage, peer in microbatch.visited if peer not in self._live[stage]})
         for peer in gone:
-            course.forget_peer(peer)
-        request = course.request
+            microbatch.forget_peer(peer)
+        request = microbatch.request
         if request is not None and request.peer in gone:
-            self._abandon(course, request)
-            self._send_next(course, now)
-        course.left |= {place for place in course.visited if place[1] in gone}
-        course.visited -= course.left
+            self._abandon(microbatch, request)
+            self._send_next(microbatch, now)
+        microbatch.left |= {place for place in microbatch.visited if place[1] in gone}
+        microbatch.visited -= microbatch.left
 
     def _record_life(self, stage: int, peer: PeerId, life: int, now: float) -> None:
         known = self._lives.get((stage, peer), 0)
         self._lives[stage, peer] = max(known, life)
         if life <= known or not known:
             return
-        for course in list(self._courses.values()):
-            course.record_life(stage, peer, life)
-            request = course.request
+        for microbatch in list(self._microbatches.values()):
+            microbatch.record_life(stage, peer, life)
+            request = microbatch.request
             if request is not None and (request.step.stage, request.peer) == (stage, peer) and request.life < life:
-                self._ask(course, request, now)
+                self._ask(microbatch, request, now)
 
-    def _send_next(self, course: Course, now: float) -> None:
-        """Send the next request of a course, or let it wait for a peer."""
-        step = course.goal()
+    def _send_next(self, microbatch: OwnedMicrobatch, now: float) -> None:
+        """Send the next request of a microbatch, or let it wait for a peer."""
+        step = microbatch.goal()
         live = self._live[step.stage]
         candidates = live if step.direction == "backward" else live - self._draining[step.stage]
-        peer = course.preferred(step, candidates - course.refused_by)
+        peer = microbatch.preferred(step, candidates - microbatch.refused_by)
         if peer is not None:
-            self._open_request(course, step, peer, now)
+            self._open_request(microbatch, step, peer, now)
         else:
-            self._waiting[step.stage].append(course.serial)
+            self._waiting[step.stage].append(microbatch.serial)
             self._serve(step.stage, now)
 
     def _serve(self, stage: int, now: float) -> None:
@@ -194,51 +295,55 @@ class Owner:
         self._note_emptiness(stage, now)
         router, left = self._routers[stage], list[int]()
         full = set[tuple[frozenset[PeerId], bool]]()  # demands that no peer can meet now
-        for course in [self._courses[serial] for serial in self._waiting[stage] if serial in self._courses]:
-            demand = frozenset(course.refused_by), not self._hidden.isdisjoint(course.neighbours(stage))
+        for microbatch in [
+            self._microbatches[serial] for serial in self._waiting[stage] if serial in self._microbatches
+        ]:
+            demand = frozenset(microbatch.refused_by), not self._hidden.isdisjoint(microbatch.neighbours(stage))
             peer = router.choose(now, *demand) if demand not in full else None
             if peer is not None:
-                self._open_request(course, course.goal(), peer, now)
-            elif router.all_within(course.refused_by):
-                self._end(course, "refused", now)
+                self._open_request(microbatch, microbatch.goal(), peer, now)
+            elif router.all_within(microbatch.refused_by):
+                self._end(microbatch, "refused", now)
             else:
                 full.add(demand)
-                left.append(course.serial)
+                left.append(microbatch.serial)
         self._waiting[stage] = left
         self._timers.wake(stage, router.wake_time(now) if left else None)
 
-    def _open_request(self, course: Course, step: Step, peer: PeerId, now: float) -> None:
-        course.attempt += 1
-        course.refused_by &= self._live[step.stage]
-        course.visited.add((step.stage, peer))
-        request = Request(step, peer, 0, course.attempt, now, now, now, course.inputs_for(step), course.is_replay(step))
-        course.request = request
+    def _open_request(self, microbatch: OwnedMicrobatch, step: Step, peer: PeerId, now: float) -> None:
+        microbatch.attempt += 1
+        microbatch.refused_by &= self._live[step.stage]
+        microbatch.visited.add((step.stage, peer))
+        request = Request(
+            step, peer, 0, microbatch.attempt, now, now, now, microbatch.inputs_for(step), microbatch.is_replay(step)
+        )
+        microbatch.request = request
         self._routers[step.stage].begin(peer)
-        self._ask(course, request, now)
+        self._ask(microbatch, request, now)
 
-    def _ask(self, course: Course, request: Request, now: float) -> None:
-        """Send the request of a course, again if it has been sent."""
+    def _ask(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
+        """Send the request of a microbatch, again if it has been sent."""
         request.life, request.sent = self._lives.get((request.step.stage, request.peer), 0), now
-        self._schedule(course, request, now + 2 * ASK_SECONDS)
+        self._schedule(microbatch, request, now + 2 * ASK_SECONDS)
         stage = request.step.stage
-        task = course.task(request, self._runs[stage], self.settings, self._rounds[stage])
+        task = microbatch.task(request, self._runs[stage], self.settings, self._rounds[stage])
         self._actions.append(Ask(request.peer, task))
 
-    def _abandon(self, course: Course, request: Request) -> None:
-        course.request = None
+    def _abandon(self, microbatch: OwnedMicrobatch, request: Request) -> None:
+        microbatch.request = None
         self._routers[request.step.stage].end(request.peer)
         self._changed.add(request.step.stage)
 
-    def _schedule(self, course: Course, request: Request, due: float) -> None:
+    def _schedule(self, microbatch: OwnedMicrobatch, request: Request, due: float) -> None:
         request.due = due
-        self._timers.ask_again(due, course.serial, request.attempt)
+        self._timers.ask_again(due, microbatch.serial, request.attempt)
 
-    def _find(self, peer: PeerId, task: Task) -> tuple[Course, Request] | None:
-        course = self._courses.get(task.serial)
-        request = course.request if course is not None else None
-        if course is None or request is None or (request.peer, request.attempt) != (peer, task.attempt):
+    def _find(self, peer: PeerId, task: Task) -> tuple[OwnedMicrobatch, Request] | None:
+        microbatch = self._microbatches.get(task.serial)
+        request = microbatch.request if microbatch is not None else None
+        if microbatch is None or request is None or (request.peer, request.attempt) != (peer, task.attempt):
             return None
-        return course, request
+        return microbatch, request
 
     def _on_answer(self, event: Answered, now: float) -> None:
         peer, answer = event.peer, event.answer
@@ -251,56 +356,56 @@ class Owner:
         self._record_life(stage, peer, answer.life, now)
         if found is None or answer.life < self._lives[stage, peer]:
             return
-        course, request = found
+        microbatch, request = found
         if answer.kind == "known" and answer.outcome is not None:
             self._on_outcome(peer, answer.outcome, now)
-        elif course.request is request:
-            self._react(course, request, answer, now)
+        elif microbatch.request is request:
+            self._react(microbatch, request, answer, now)
 
-    def _react(self, course: Course, request: Request, answer: Answer, now: float) -> None:
+    def _react(self, microbatch: OwnedMicrobatch, request: Request, answer: Answer, now: float) -> None:
         router = self._routers[request.step.stage]
         match answer.kind:
             case "accepted":
                 patience = PATIENCE * router.expected_seconds(request.peer)
-                self._schedule(course, request, now + min(MAX_PATIENCE, max(MIN_PATIENCE, patience)))
+                self._schedule(microbatch, request, now + min(MAX_PATIENCE, max(MIN_PATIENCE, patience)))
             case "busy":
-                self._on_busy(course, request, now + answer.retry_ms / 1000, now)
+                self._on_busy(microbatch, request, now + answer.retry_ms / 1000, now)
             case "other life":
                 if request.life < answer.life:
-                    self._ask(course, request, now)
+                    self._ask(microbatch, request, now)
             case "other round":
-                self._on_busy(course, request, now + self.settings.round_pause, now)
+                self._on_busy(microbatch, request, now + self.settings.round_pause, now)
             case "refused":
-                self._on_refusal(course, request, now)
+                self._on_refusal(microbatch, request, now)
             case _:
-                if answer.kind == "sealed" and course.exact is not None:
+                if answer.kind == "sealed" and microbatch.exact is not None:
                     router.record_busy(request.peer, request.sent, now + SEALED_SECONDS)
                 else:
                     router.remove(request.peer)
-                course.forget_place(request.step, request.peer)
-                self._go_elsewhere(course, request, now)
+                microbatch.forget_place(request.step, request.peer)
+                self._go_elsewhere(microbatch, request, now)
 
-    def _on_busy(self, course: Course, request: Request, until: float, now: float) -> None:
+    def _on_busy(self, microbatch: OwnedMicrobatch, request: Request, until: float, now: float) -> None:
         router = self._routers[request.step.stage]
         if request.step.direction == "backward" and request.peer in self._live[request.step.stage]:
-            self._schedule(course, request, until)
+            self._schedule(microbatch, request, until)
             return
         router.record_busy(request.peer, request.sent, until)
         router.refund(request.peer)
-        self._go_elsewhere(course, request, now)
+        self._go_elsewhere(microbatch, request, now)
 
-    def _on_refusal(self, course: Course, request: Request, now: float) -> None:
-        course.refused_by.add(request.peer)
-        course.refusals += 1
+    def _on_refusal(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
+        microbatch.refused_by.add(request.peer)
+        microbatch.refusals += 1
         self._routers[request.step.stage].record_failure(request.peer, now)
-        if course.is_refused:
-            self._end(course, "refused", now)
+        if microbatch.is_refused:
+            self._end(microbatch, "refused", now)
         else:
-            self._go_elsewhere(course, request, now)
+            self._go_elsewhere(microbatch, request, now)
 
-    def _go_elsewhere(self, course: Course, request: Request, now: float) -> None:
-        self._abandon(course, request)
-        self._send_next(course, now)
+    def _go_elsewhere(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
+        self._abandon(microbatch, request)
+        self._send_next(microbatch, now)
 
     def _on_failure(self, event: AskFailed, now: float) -> None:
         stage = self._stage_of[event.task.run]
@@ -308,12 +413,12 @@ class Owner:
         found = self._find(event.peer, event.task)
         if found is None:
             return
-        course, request = found
+        microbatch, request = found
         if event.unreachable and not request.is_bound:
-            course.forget_place(request.step, request.peer)
-            self._go_elsewhere(course, request, now)
+            microbatch.forget_place(request.step, request.peer)
+            self._go_elsewhere(microbatch, request, now)
         else:
-            self._schedule(course, request, until if event.unreachable else now + RETRY_SECONDS)
+            self._schedule(microbatch, request, until if event.unreachable else now + RETRY_SECONDS)
 
     def _on_outcome(self, peer: PeerId, outcome: Outcome, now: float) -> None:
         stage = self._stage_of.get(outcome.run)
@@ -324,75 +429,75 @@ class Owner:
         if outcome.life < self._lives[stage, peer]:
             self.counts.void += 1
             return
-        course = self._courses.get(outcome.serial)
-        request = course.request if course is not None else None
+        microbatch = self._microbatches.get(outcome.serial)
+        request = microbatch.request if microbatch is not None else None
         step = Step(outcome.direction, stage)
-        if course is None or request is None or (request.peer, request.step) != (peer, step):
+        if microbatch is None or request is None or (request.peer, request.step) != (peer, step):
             self._on_late_outcome(peer, step, outcome)
         else:
-            self._on_expected_outcome(course, request, outcome, now)
+            self._on_expected_outcome(microbatch, request, outcome, now)
 
-    def _on_expected_outcome(self, course: Course, request: Request, outcome: Outcome, now: float) -> None:
+    def _on_expected_outcome(self, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> None:
         if outcome.status == "void":
-            self._ask(course, request, now)
+            self._ask(microbatch, request, now)
         elif outcome.status == "ended":
-            self._end(course, "expired", now)
-        elif not course.fits(request.step, outcome, self.settings.activation_bytes):
-            self._on_wrong_result(course, request, outcome, now)
+            self._end(microbatch, "expired", now)
+        elif not microbatch.fits(request.step, outcome, self.settings.activation_bytes):
+            self._on_wrong_result(microbatch, request, outcome, now)
         elif outcome.status == "invalid":
-            self._on_refusal(course, request, now)
+            self._on_refusal(microbatch, request, now)
         else:
-            self._abandon(course, request)
-            self.counts.replayed += course.record(request, outcome)
-            self._continue(course, now)
+            self._abandon(microbatch, request)
+            self.counts.replayed += microbatch.record(request, outcome)
+            self._continue(microbatch, now)
 
-    def _on_wrong_result(self, course: Course, request: Request, outcome: Outcome, now: float) -> None:
+    def _on_wrong_result(self, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> None:
         """Let another peer make the result again; the gradient counts, because no other peer may add it."""
         if outcome.added:
-            course.record_gradient(request, outcome)
+            microbatch.record_gradient(request, outcome)
         self._actions.append(WrongResult(request.peer))
-        self._on_refusal(course, request, now)
+        self._on_refusal(microbatch, request, now)
 
-    def _continue(self, course: Course, now: float) -> None:
-        if course.is_done:
-            self._end(course, None, now)
-        elif course.is_replayed_too_often:
-            self._end(course, "replayed too often", now)
+    def _continue(self, microbatch: OwnedMicrobatch, now: float) -> None:
+        if microbatch.is_done:
+            self._end(microbatch, None, now)
+        elif microbatch.is_replayed_too_often:
+            self._end(microbatch, "replayed too often", now)
         else:
-            self._send_next(course, now)
+            self._send_next(microbatch, now)
 
     def _on_late_outcome(self, peer: PeerId, step: Step, outcome: Outcome) -> None:
         """Count a gradient that another server of the stage counts too."""
-        course = self._courses.get(outcome.serial)
-        added = course.added if course is not None else self._ended.places(outcome.serial)
+        microbatch = self._microbatches.get(outcome.serial)
+        added = microbatch.added if microbatch is not None else self._ended.places(outcome.serial)
         place = added.get(step.stage)
         if outcome.added and place is not None and place.peer != peer:
             self.counts.duplicates += 1
 
-    def _end(self, course: Course, reason: DropReason | None, now: float) -> None:
-        is_torn = course.is_torn
-        if course.request is not None:
-            self._abandon(course, course.request)
-        del self._courses[course.serial]
-        self._ended.add(course.serial, course.added, course.lost)
-        for stage, peer in sorted(course.visited | course.left):
-            self._releases.add(stage, peer, [course.serial], now)
-        self.counts.lost += len(course.lost)
+    def _end(self, microbatch: OwnedMicrobatch, reason: DropReason | None, now: float) -> None:
+        is_partly_counted = microbatch.is_partly_counted
+        if microbatch.request is not None:
+            self._abandon(microbatch, microbatch.request)
+        del self._microbatches[microbatch.serial]
+        self._ended.add(microbatch.serial, microbatch.added, microbatch.lost)
+        for stage, peer in sorted(microbatch.visited | microbatch.left):
+            self._releases.add(stage, peer, [microbatch.serial], now)
+        self.counts.lost += len(microbatch.lost)
         if reason is None:
             self.counts.done += 1
         else:
             self.counts.dropped[reason] += 1
-            self.counts.torn += is_torn and reason != "round over"
-        self._actions.append(Finished(course.serial, course.loss, reason, course.added))
+            self.counts.torn += is_partly_counted and reason != "round over"
+        self._actions.append(Finished(microbatch.serial, microbatch.loss, reason, microbatch.added))
 
-    def _on_due(self, course: Course, attempt: int, now: float) -> None:
-        request = course.request
+    def _on_due(self, microbatch: OwnedMicrobatch, attempt: int, now: float) -> None:
+        request = microbatch.request
         if request is None or request.attempt != attempt or request.due > now:
             return
         if now - request.opened > STALL_SECONDS:
-            self._end(course, "stalled", now)
+            self._end(microbatch, "stalled", now)
         else:
-            self._ask(course, request, now)
+            self._ask(microbatch, request, now)
 
     def _note_emptiness(self, stage: int, now: float) -> None:
         """Report a stage that nobody serves while microbatches wait for it."""

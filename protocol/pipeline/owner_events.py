@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
-from protocol.pipeline.course import DropReason, Place
 from protocol.pipeline.messages import Answer, Outcome, Task
+from protocol.pipeline.microbatch import DropReason, Place
 from protocol.pipeline.routing import StagePeer
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from protocol.identity import PeerId
-from protocol.pipeline.stages.steps import MAX_ROUND_DISTANCE
+from protocol.pipeline.messages import MAX_ROUND_DISTANCE
 
 FIRST_BAN_SECONDS, MAX_BAN_SECONDS = 5.0, 300.0
 AHEAD_SECONDS = 1.0  # of work that a peer holds beyond the round trip

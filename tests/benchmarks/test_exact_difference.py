@@ -10,7 +10,7 @@ from optim.exact import Float64Sum
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
 from protocol.manifest.reading import load_manifest
-from protocol.pipeline.exact.ledger import StepLedger
+from protocol.pipeline.ledger import StepLedger
 
 pytestmark = pytest.mark.slow
 RUN = Path(__file__).parents[1] / "swarm" / "stages" / "exact.toml"

@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from node.daemon.stages.stage_effects import StageEffects
-from protocol.pipeline.course import Course
-from protocol.pipeline.ended import EndedMicrobatches
+from protocol.pipeline import server_events
+from protocol.pipeline.microbatch import EndedMicrobatches, OwnedMicrobatch
+from protocol.pipeline.microbatch_table import OpenStep
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.stages import server_events
-from protocol.pipeline.stages.gate import Gate
-from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.server import StageServer
 from tests.protocol.pipeline.virtual import bugs
 
 Patch = Callable[[], None]
@@ -23,15 +22,15 @@ def _planted(bug: bugs.Bug) -> Patch:
 
 def _trust_acknowledgements_of_the_dead() -> None:
     patch = pytest.MonkeyPatch()
-    forget_peer = Course.forget_peer
+    forget_peer = OwnedMicrobatch.forget_peer
 
-    def forget(self: Course, peer: str) -> None:
+    def forget(self: OwnedMicrobatch, peer: str) -> None:
         lost = set(self.lost)
         forget_peer(self, peer)
         self.lost = lost
 
-    patch.setattr(Course, "forget_peer", forget)
-    patch.setattr(Course, "record_life", lambda self, stage, peer, life: None)
+    patch.setattr(OwnedMicrobatch, "forget_peer", forget)
+    patch.setattr(OwnedMicrobatch, "record_life", lambda self, stage, peer, life: None)
     patch.setattr(EndedMicrobatches, "update", lambda self, stages: 0)
 
 
@@ -47,8 +46,8 @@ def _keep_the_ledger_of_a_dead_trainer() -> None:
 
 def _step_while_microbatches_are_under_way() -> None:
     patch = pytest.MonkeyPatch()
-    patch.setattr(Gate, "places", property(lambda self: 64))
-    patch.setattr(Gate, "is_complete", property(lambda self: self._count > 0))
+    patch.setattr(OpenStep, "places", property(lambda self: 64))
+    patch.setattr(OpenStep, "is_complete", property(lambda self: self._count > 0))
 
 
 def _leave_at_once() -> None:
@@ -61,9 +60,9 @@ def _leave_at_once() -> None:
 def _drop_microbatches_of_an_empty_stage() -> None:
     def note(self: Owner, stage: int, now: float) -> None:
         while self._waiting[stage] and not self._routers[stage]._routes:
-            course = self._courses.get(self._waiting[stage].pop(0))
-            if course is not None:
-                self._end(course, "refused", now)
+            microbatch = self._microbatches.get(self._waiting[stage].pop(0))
+            if microbatch is not None:
+                self._end(microbatch, "refused", now)
 
     pytest.MonkeyPatch().setattr(Owner, "_note_emptiness", note)
 

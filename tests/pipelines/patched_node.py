@@ -23,9 +23,9 @@ from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import FetchRequest
 from protocol.pipeline import balance
-from protocol.pipeline.balance import MOVABLE, PINNED, Balancer, Move, Seat, choose_move
-from protocol.pipeline.exact.settlement import Settlement
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.balance import MOVABLE, PINNED, Balancer, Move, StageAssignment, choose_move
+from protocol.pipeline.exact import Settlement
+from protocol.pipeline.stage import StageManifest
 
 MOVE = "move"
 CHUNKS = 3
@@ -70,7 +70,7 @@ def _move_once_told(manifest: Manifest) -> None:
     patch.setattr(balance, "PERIOD_EXPIRIES", 0.5)
     on_commit = Balancer.on_commit
 
-    def wait(self: Balancer, seats: Sequence[Seat], now: float) -> Move | None:
+    def wait(self: Balancer, seats: Sequence[StageAssignment], now: float) -> Move | None:
         return on_commit(self, seats, now) if told.exists() else None
 
     patch.setattr(Balancer, "on_commit", wait)
@@ -78,9 +78,9 @@ def _move_once_told(manifest: Manifest) -> None:
 
 def _choose_alone(manifest: Manifest) -> None:
     """Move if that alone would help by the records of the commit before, whoever else moves, and without a claim."""
-    told, known = Path(sys.argv[2]).parent / MOVE, list[Seat]()
+    told, known = Path(sys.argv[2]).parent / MOVE, list[StageAssignment]()
 
-    def decide(self: Balancer, seats: Sequence[Seat], now: float) -> Move | None:
+    def decide(self: Balancer, seats: Sequence[StageAssignment], now: float) -> Move | None:
         if not told.exists():
             known[:] = [replace(seat, move=PINNED if seat.peer != self._me else MOVABLE) for seat in seats]
             return None

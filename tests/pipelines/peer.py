@@ -23,7 +23,7 @@ from node.trainer.ipc.channel import ChannelClosed, DaemonChannel, FromTrainer, 
 from protocol.manifest.run import Manifest
 from protocol.membership import directory
 from protocol.pipeline import owner, owner_events, routing
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from tests.pipelines.naive import NAIVE
 from tests.pipelines.zygote import fork
 

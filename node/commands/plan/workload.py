@@ -14,7 +14,7 @@ from node.model.shapes import deal_blocks
 from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.manifest.run import Manifest
-from protocol.pipeline.stages.memory import RESERVED_SHARE
+from protocol.pipeline.microbatch_table import RESERVED_SHARE
 
 PASSES_OF_STAGE = 4  # forward, the same again in the backward pass, and a backward pass of twice a forward
 PASSES_OF_WHOLE = 3  # without the recomputation

@@ -16,7 +16,7 @@ from node.paths import stage_checkpoints
 from protocol.errors import CheckpointError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 
 @dataclass(frozen=True)

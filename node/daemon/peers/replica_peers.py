@@ -13,7 +13,7 @@ from protocol.admission import AdmissionPolicy
 from protocol.blobs.download import Downloader
 from protocol.consensus.messages.briefs.codec import Abridger
 from protocol.consensus.messages.briefs.seen import SeenMessages
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from protocol.traffic import ControlTraffic
 
 

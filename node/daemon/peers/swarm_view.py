@@ -20,7 +20,7 @@ from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.membership.records.kept_states import parse_kept_states
 from protocol.membership.records.served_stages import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.exact.reports import StepReports, read_step_reports
+from protocol.pipeline.exact import StepReports, read_step_reports
 from protocol.transport.nat import is_relay_only, relays_of
 
 MAX_LEFT_PEERS = 4096

@@ -16,7 +16,7 @@ from protocol.errors import ReceiptError, StorageError, UsageError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import RunId
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 RECEIPTS_FOLDER = "receipts"
 MIN_ID_END = 4  # characters of a peer id that may stand for it

@@ -34,7 +34,7 @@ from protocol.consensus.history.certified import CertifiedCommit, ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
 from protocol.errors import ReceiptError, StorageError
 from protocol.manifest.run import Manifest
-from protocol.pipeline.stages.stage import stage_of
+from protocol.pipeline.stage import stage_of
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Hold the activations of a stage in slots that a peer shares with its trainer, and fetch those of other peers.
 
 A blob is held for one or several microbatches, by key, and once more for the owner's tokens; its slot is free again
-when nobody holds it. `protocol.pipeline.stages.server` decides which blobs a peer may hold at all, so a free slot is
+when nobody holds it. `protocol.pipeline.server` decides which blobs a peer may hold at all, so a free slot is
 always there.
 """
 
@@ -20,7 +20,7 @@ from protocol.errors import GoneError, MalformedError, MissingFileError, PeerFau
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
 from protocol.pipeline.messages import HeldBlob, Input, Inputs, Key
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 

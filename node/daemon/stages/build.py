@@ -14,7 +14,7 @@ from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.manifest.run import Manifest
 from protocol.pipeline.messages import first_serial
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from protocol.transport.transport import Transport
 
 

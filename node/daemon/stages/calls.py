@@ -15,7 +15,7 @@ from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 from protocol.murmur_pb2_grpc import StagesStub
-from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline.exact import Statement
 from protocol.pipeline.messages import (
     Answer,
     HeldBlob,

@@ -29,7 +29,7 @@ from protocol.membership.peer_table import MembershipEvent
 from protocol.membership.records.served_stages import MAX_MORE_STAGES, records_by_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.balance import PINNED, Balancer, Move, sum_rates
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 

@@ -58,14 +58,12 @@ from protocol.manifest.run import RunId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import StepStatement
-from protocol.pipeline import owner_events
-from protocol.pipeline.exact.reports import read_step_reports
-from protocol.pipeline.exact.statements import Statement
+from protocol.pipeline import owner_events, server_events
+from protocol.pipeline.exact import Statement, read_step_reports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Key, Outcome, Task, first_serial
 from protocol.pipeline.owner_events import OwnerCounts
-from protocol.pipeline.stages import server_events
-from protocol.pipeline.stages.server_events import ServerCounts
+from protocol.pipeline.server_events import ServerCounts
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +281,7 @@ class StageEffects:
                 spawn(self._ask(peer, task))
             case owner_events.Release():
                 spawn(self._release(action))
-            case server_events.Fetch():
+            case server_events.FetchInputs():
                 spawn(self._fetch(action))
             case server_events.Tell(owner, outcome):
                 spawn(self._tell(owner, outcome))
@@ -348,12 +346,12 @@ class StageEffects:
         while True:
             await send(await self._commands.get())
 
-    async def _fetch(self, action: server_events.Fetch) -> None:
+    async def _fetch(self, action: server_events.FetchInputs) -> None:
         missing = await self._fetcher.fetch(action.key, action.inputs)
         if missing is None:
-            self.post(server_events.Fetched(action.key, action.direction, action.token))
+            self.post(server_events.InputsFetched(action.key, action.direction, action.token))
         else:
-            self.post(server_events.FetchFailed(action.key, action.direction, action.token, missing))
+            self.post(server_events.InputMissing(action.key, action.direction, action.token, missing))
 
     async def _ask(self, peer: PeerId, task: Task) -> None:
         try:

@@ -6,7 +6,7 @@ from node.monitoring.stage_table import ServedStage
 from protocol.identity import PeerId
 from protocol.membership.records.served_stages import records_by_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.balance import PINNED, Seat
+from protocol.pipeline.balance import PINNED, StageAssignment
 from protocol.pipeline.routing import StagePeer
 from protocol.transport.nat import is_relay_only
 
@@ -45,14 +45,14 @@ def served_stage(record: PeerRecord, stages: int) -> ServedStage | None:
     return ServedStage(record.stage - 1, rate, record.round)
 
 
-def list_seats(records: Mapping[PeerId, PeerRecord], stages: int) -> list[Seat]:
+def list_seats(records: Mapping[PeerId, PeerRecord], stages: int) -> list[StageAssignment]:
     """Return the ready trainers that neither rest nor leave; a peer of several stages stays at all of them."""
-    found: list[Seat] = []
+    found: list[StageAssignment] = []
     for peer, record in records.items():
         for seen in records_by_stage(record):
             if is_ready(seen, stages) and not (seen.resting or seen.leaving):
                 move = PINNED if record.more_stages else seen.stage_move
-                found.append(Seat(peer, seen.stage - 1, min(seen.stage_rate, MAX_STAGE_RATE), move))
+                found.append(StageAssignment(peer, seen.stage - 1, min(seen.stage_rate, MAX_STAGE_RATE), move))
     return found
 
 

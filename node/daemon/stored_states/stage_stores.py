@@ -26,7 +26,7 @@ from node.paths import kept_stage_dir, kept_stages_in
 from node.run_dir import RunDir
 from protocol.blobs.storage import disk_errors
 from protocol.errors import MurmurError
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from protocol.tasks import cancel_and_wait, run_until_one_ends
 
 logger = logging.getLogger(__name__)

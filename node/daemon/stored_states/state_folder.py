@@ -25,7 +25,7 @@ from protocol.consensus.history.certified import ChainLog
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.errors import MalformedError
 from protocol.manifest.run import Manifest
-from protocol.pipeline.stages.stage import stage_of
+from protocol.pipeline.stage import stage_of
 
 MIN_STAGE_CHECKPOINTS = 2  # while states arrive, stages are a round apart; they join only at a common round
 STATE_KEY = "state"  # in the chain's table of a checkpoint: the digest of the state

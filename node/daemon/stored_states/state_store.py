@@ -41,7 +41,7 @@ from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, 
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
-from protocol.pipeline.stages.stage import stage_of
+from protocol.pipeline.stage import stage_of
 from protocol.steering import RevisionLog
 from protocol.tasks import cancel_and_wait
 

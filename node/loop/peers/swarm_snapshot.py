@@ -9,7 +9,7 @@ from protocol.consensus.events import MembershipChanged
 from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
-from protocol.pipeline.exact.reports import StepReports
+from protocol.pipeline.exact import StepReports
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from node.loop.stage_loop import StageLoop
 from node.simulation.virtual.network import VirtualClock
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events
+from protocol.pipeline import owner_events, server_events
 from protocol.pipeline.messages import Answer, HeldBlob, Input, Key, Task
-from protocol.pipeline.stages import server_events
 
 OWN = ""  # owner in the keys of a peer's own tokens, so that they differ from those that it serves
 MIN_PAUSE_SECONDS = 0.001  # until a deadline that has passed already
@@ -122,7 +121,7 @@ class StageProcess:
 
     def _run(self, action: StageAction) -> None:
         match action:
-            case server_events.Fetch():
+            case server_events.FetchInputs():
                 self._fetch(action, iter(action.inputs))
             case server_events.Compute():
                 self._compute(action)
@@ -169,11 +168,11 @@ class StageProcess:
         self.held[Key(OWN, serial)] = {blob: content}
         self.post(TokensDrawn(serial, blob))
 
-    def _fetch(self, order: server_events.Fetch, left: Iterator[tuple[Input, HeldBlob]]) -> None:
+    def _fetch(self, order: server_events.FetchInputs, left: Iterator[tuple[Input, HeldBlob]]) -> None:
         """Get the next input of a task, and the others after it, as a daemon does."""
         wanted = next(left, None)
         if wanted is None:
-            self.post(server_events.Fetched(order.key, order.direction, order.token))
+            self.post(server_events.InputsFetched(order.key, order.direction, order.token))
             return
         name, held = wanted
 
@@ -182,7 +181,7 @@ class StageProcess:
             if not self.is_alive:
                 return
             if found is None:
-                self.post(server_events.FetchFailed(order.key, order.direction, order.token, name))
+                self.post(server_events.InputMissing(order.key, order.direction, order.token, name))
                 return
             self.held.setdefault(order.key, {})[held.blob] = found[held.blob]
             self._fetch(order, left)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt
 
 from protocol.pipeline.messages import Input
-from protocol.pipeline.stages.server_events import Compute
+from protocol.pipeline.server_events import Compute
 
 Slot = Annotated[int, Field(ge=0, description="number of a slot of the activation memory")]
 StageFault = Literal["", "wrong input", "overflow", "other round"]

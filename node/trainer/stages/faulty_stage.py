@@ -13,7 +13,7 @@ from node.trainer.ipc.activation_memory import ActivationMemory
 from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, MicrobatchDrawn, StageComputed
 from node.trainer.stages.stage_work import ExactStep, StageWork
 from protocol.manifest.run import Manifest
-from protocol.pipeline.exact.ledger import StepLedger
+from protocol.pipeline.ledger import StepLedger
 
 NO_TOKEN = 2**31 - 1
 

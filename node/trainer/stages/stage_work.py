@@ -34,8 +34,7 @@ from optim.exact import Doubles, Float64Sum
 from protocol.errors import MalformedError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import TrainSection
-from protocol.pipeline.exact.ledger import StepLedger
-from protocol.pipeline.ledger import Ledger
+from protocol.pipeline.ledger import Ledger, StepLedger
 from protocol.pipeline.messages import Key
 
 EXACT_READER = "exact"  # whose order of the text all trainers read, in place of their own

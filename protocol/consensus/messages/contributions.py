@@ -24,7 +24,7 @@ from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest.run import RunId
 from protocol.manifest.sections import MAX_STEP_MICROBATCHES
-from protocol.pipeline.exact.ledger import StepLedger
+from protocol.pipeline.ledger import StepLedger
 
 MAX_CONTRIBUTIONS = 1024
 MAX_PARTS = 4096
@@ -94,7 +94,7 @@ class Contribution:
     `age`: the number of rounds since the one that it was made for. The right number of parts may differ from round to
     round, so the round machine checks it. `work` names the record of how it was made (`protocol.audits`).
     `ticket`: that of a sender without a vote, in a run of tickets; the commit that includes it gives the sender one.
-    `ledger`: the microbatches of an exact step that it contains (`protocol.pipeline.exact.ledger`); else empty.
+    `ledger`: the microbatches of an exact step that it contains (`protocol.pipeline.ledger`); else empty.
     """
 
     round: int

@@ -15,7 +15,7 @@ from node.dashboard.swarm_watcher import build_peer_report
 from protocol.consensus.history.chain import ChainHead
 from protocol.membership.records.served_stages import ServedStage, encode_served_stages
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stages.stage import stage_run_id
+from protocol.pipeline.stage import stage_run_id
 from tests.node.dashboard.example_events import FACTS, NAMES, OPENED, apply_all, committed, joined, peer_report
 from tests.node.dashboard.test_swarm_watcher import FakeDirectory, FakeNodeHandle, watcher_of
 from tests.node.small_run import MANIFEST

@@ -11,7 +11,7 @@ from protocol.admission import AdmissionPolicy
 from protocol.manifest.sections import AdmissionSection
 from protocol.membership.records.kept_states import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from tests.certificates import offer_of
 from tests.node.daemon.peers.test_swarm_view import GATE, FakeDirectory, FakeStatus
 from tests.node.loop.loop_under_test import FRIEND, ME, OTHER, STATE, LoopUnderTest, chain_of, of_kind

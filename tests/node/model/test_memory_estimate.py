@@ -9,7 +9,7 @@ from node.model.interface import Recompute
 from node.model.memory_estimate import fit_microbatch, fixed_bytes, max_microbatch, microbatch_bytes
 from protocol.errors import DeviceError
 from protocol.manifest.sections import PipelineSection
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
 

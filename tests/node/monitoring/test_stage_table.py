@@ -10,7 +10,7 @@ from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.stage_table import ServedStage, build_stage_table
 from node.monitoring.status import NodeStatus
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.course import DropReason
+from protocol.pipeline.microbatch import DropReason
 from tests.node.monitoring.fixed_status import FixedStatus
 from tests.node.monitoring.test_metrics import get, samples
 from tests.node.monitoring.test_status import explained_reasons

@@ -18,8 +18,8 @@ from node.simulation.virtual.stage import Computation
 from protocol.errors import ManifestError
 from protocol.manifest.sections import PipelineSection
 from protocol.pipeline.messages import Input, Key
-from protocol.pipeline.stages.server_events import Compute
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.server_events import Compute
+from protocol.pipeline.stage import StageManifest
 from tests.node.simulation.virtual_swarm import BATCH, MODEL, Tables, make_config, make_corpus, make_method
 
 pytestmark = pytest.mark.slow

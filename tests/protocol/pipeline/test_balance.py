@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from protocol.pipeline import balance
-from protocol.pipeline.balance import MIN_LEFT, PINNED, Balancer, Move, Seat, choose_move
+from protocol.pipeline.balance import MIN_LEFT, PINNED, Balancer, Move, StageAssignment, choose_move
 
 EXPIRY, DOWNLOAD = 4.0, 20.0
 MAX_AGE = 3.0  # of a record: one that is not renewed expires
 PERIODS, SEEDS = 40, 6
 
 
-def seats(*stages: list[float], **changes: int) -> list[Seat]:
+def seats(*stages: list[float], **changes: int) -> list[StageAssignment]:
     """Return peers `a`, `b`, ... with these rates at each stage; `changes` of their `stage_move`."""
-    found: list[Seat] = []
+    found: list[StageAssignment] = []
     for stage, rates in enumerate(stages):
         for rate in rates:
             name = chr(ord("a") + len(found))
-            found.append(Seat(name, stage, rate, changes.get(name, balance.MOVABLE)))
+            found.append(StageAssignment(name, stage, rate, changes.get(name, balance.MOVABLE)))
     return found
 
 
@@ -40,7 +40,7 @@ def test_strongest_stage_gives_a_peer_to_the_weakest() -> None:
         seats([2, 2, 2], [2], a=PINNED, b=PINNED, c=PINNED),
     ],
 )
-def test_moves_that_are_not_made(given: list[Seat]) -> None:
+def test_moves_that_are_not_made(given: list[StageAssignment]) -> None:
     assert choose_move(given, 2) is None
 
 
@@ -67,9 +67,9 @@ def test_peer_claims_before_it_moves_and_yields_to_a_claim_with_a_lower_id() -> 
 class VirtualPeer:
     """A peer with its own, older view of the others."""
 
-    seat: Seat
+    seat: StageAssignment
     balancer: Balancer
-    view: dict[str, Seat] = field(default_factory=dict)
+    view: dict[str, StageAssignment] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)  # when it learned of each
     left: set[int] = field(default_factory=set)  # stages that it has served
     back_at: float = 0.0  # it serves nothing before
@@ -90,7 +90,7 @@ class VirtualRun:
         for number in range(self.stages * 4):
             stage = number % self.stages if number < 2 * self.stages else 0
             name = f"peer-{number:02}"
-            seat = Seat(name, stage, self.chance.choice([1.0, 1.0, 2.0, 4.0]))
+            seat = StageAssignment(name, stage, self.chance.choice([1.0, 1.0, 2.0, 4.0]))
             self.peers[name] = VirtualPeer(seat, Balancer(name, self.stages, EXPIRY))
 
     def run(self) -> None:
@@ -157,7 +157,7 @@ def test_one_peer_at_a_time_moves_and_stages_become_even(seed: int) -> None:
 def test_without_claims_peers_with_different_views_move_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a peer moves as soon as it finds itself chosen by the records that it knows."""
 
-    def decide_alone(self: Balancer, given: list[Seat], now: float) -> Move | None:
+    def decide_alone(self: Balancer, given: list[StageAssignment], now: float) -> Move | None:
         chosen = choose_move(given, self._stages)
         return chosen if chosen is not None and chosen.peer == self._me else None
 

@@ -1,7 +1,6 @@
 """An owner counts the gradients that die with a server: those that it cannot have contributed yet."""
 
-from protocol.pipeline.course import Place
-from protocol.pipeline.ended import REMEMBERED, UNSAFE_ROUNDS, EndedMicrobatches
+from protocol.pipeline.microbatch import REMEMBERED, UNSAFE_ROUNDS, EndedMicrobatches, Place
 from protocol.pipeline.routing import StagePeer
 
 

@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.pipeline.exact import ledger as ledgers
-from protocol.pipeline.exact.ledger import StepLedger
-from protocol.pipeline.exact.reports import StepReports
-from protocol.pipeline.exact.settlement import Settlement
-from protocol.pipeline.exact.steps import ExactSteps
+from protocol.pipeline import ledger as ledgers
+from protocol.pipeline.exact import Settlement, StepReports
+from protocol.pipeline.ledger import StepLedger
+from protocol.pipeline.steps import ExactSteps
 from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
 from tests.protocol.pipeline.virtual.exact_swarm import ExactSwarm
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, InvariantError, Scenario

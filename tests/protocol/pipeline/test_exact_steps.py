@@ -6,11 +6,20 @@ import pytest
 
 from protocol.errors import MalformedError
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.course import Place
-from protocol.pipeline.exact.ledger import StepLedger, covers_step
-from protocol.pipeline.exact.reports import StepHistory, StepReports, read_step_reports
-from protocol.pipeline.exact.settlement import OVERTAKEN_SECONDS, OfferStep, SayStatement, Settlement, owner_of
-from protocol.pipeline.exact.statements import Phase, Statement
+from protocol.pipeline.exact import (
+    OVERTAKEN_SECONDS,
+    OfferStep,
+    Phase,
+    SayStatement,
+    Settlement,
+    Statement,
+    StepHistory,
+    StepReports,
+    owner_of,
+    read_step_reports,
+)
+from protocol.pipeline.ledger import StepLedger, covers_step
+from protocol.pipeline.microbatch import Place
 
 RUNS = ("aa" * 32, "bb" * 32)
 COUNT = 4

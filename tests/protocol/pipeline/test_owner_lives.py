@@ -3,8 +3,8 @@
 import random
 from collections.abc import Iterable
 
-from protocol.pipeline.course import OwnerSettings
 from protocol.pipeline.messages import HeldBlob, Key, Outcome
+from protocol.pipeline.microbatch import OwnerSettings
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.owner_events import Action, Ask, PeersChanged, Release, Told
 from protocol.pipeline.routing import StagePeer
@@ -40,9 +40,9 @@ def test_each_stage_of_a_peer_is_asked_with_its_own_life() -> None:
     assert (third.task.direction, third.task.life) == ("backward", 3)
     fourth = asked(owner.handle(done(third, "backward 1"), 3.0))
     owner.handle(listed(6, 3), 3.5)
-    assert owner._courses[1].lost == set(), "the process of the other stage died"
+    assert owner._microbatches[1].lost == set(), "the process of the other stage died"
     owner.handle(listed(6, 4), 3.6)
-    assert owner._courses[1].lost == {1}, "the control"
+    assert owner._microbatches[1].lost == {1}, "the control"
     assert fourth.task.life == 5
 
 

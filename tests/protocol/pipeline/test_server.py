@@ -5,8 +5,8 @@ import pytest
 from protocol.blobs.blob import Blob
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Key, Task
-from protocol.pipeline.stages.server import StageServer
-from protocol.pipeline.stages.server_events import (
+from protocol.pipeline.server import StageServer
+from protocol.pipeline.server_events import (
     Action,
     CloseStep,
     Compute,
@@ -14,8 +14,8 @@ from protocol.pipeline.stages.server_events import (
     Drain,
     Drop,
     Event,
-    Fetch,
-    Fetched,
+    FetchInputs,
+    InputsFetched,
     Invite,
     OwnersChanged,
     ReleasedBy,
@@ -24,8 +24,8 @@ from protocol.pipeline.stages.server_events import (
     Tell,
     TrainerRestarted,
 )
-from protocol.pipeline.stages.settings import StageSettings
-from protocol.pipeline.stages.steps import LocalSteps
+from protocol.pipeline.stage import StageSettings
+from protocol.pipeline.steps import LocalSteps
 
 RUN = "ab" * 32
 SETTINGS = StageSettings(RUN, 1, 3, activation_bytes=100, token_bytes=10, step_size=2, memory=2000)
@@ -50,8 +50,8 @@ def carry_out(server: StageServer, actions: list[Action]) -> list[Action]:
     rest: list[Action] = []
     while actions:
         action = actions.pop(0)
-        if isinstance(action, Fetch):
-            actions += server.handle(Fetched(action.key, action.direction, action.token), 0.0)
+        if isinstance(action, FetchInputs):
+            actions += server.handle(InputsFetched(action.key, action.direction, action.token), 0.0)
         elif isinstance(action, Compute):
             key, direction = action.task.key, action.task.direction
             actions += server.handle(Computed(key, direction, action.token, True, Y, None, 10.0), 0.0)
@@ -200,8 +200,8 @@ def test_a_gradient_that_is_computed_while_its_owner_seems_gone_counts_once() ->
     server = make_server(step_size=1)
     ask(server, make_task(0, owner="other"))
     _, (fetch, *_) = server.ask(make_task(0, "backward", owner="other"), 0.0)
-    assert isinstance(fetch, Fetch)
-    (compute,) = server.handle(Fetched(fetch.key, "backward", fetch.token), 0.0)
+    assert isinstance(fetch, FetchInputs)
+    (compute,) = server.handle(InputsFetched(fetch.key, "backward", fetch.token), 0.0)
     assert isinstance(compute, Compute) and compute.adds
     server.handle(OwnersChanged({"owner": 0}), 0.0)
     server.handle(Computed(fetch.key, "backward", compute.token, True, Y, None, 10.0), 0.0)
@@ -279,9 +279,11 @@ def test_a_round_that_asks_early_gets_a_shorter_step() -> None:
 def test_a_gradient_that_is_not_finite_is_refused_and_not_counted() -> None:
     server = make_server()
     answer, actions = server.ask(make_task(0, "backward"), 0.0)
-    (fetch,) = [each for each in actions if isinstance(each, Fetch)]
+    (fetch,) = [each for each in actions if isinstance(each, FetchInputs)]
     (compute,) = [
-        each for each in server.handle(Fetched(fetch.key, "backward", fetch.token), 0.0) if isinstance(each, Compute)
+        each
+        for each in server.handle(InputsFetched(fetch.key, "backward", fetch.token), 0.0)
+        if isinstance(each, Compute)
     ]
     told = server.handle(Computed(fetch.key, "backward", compute.token, False, None, None, 1.0), 0.0)
     assert [each.outcome.status for each in told if isinstance(each, Tell)] == ["invalid"]
@@ -297,8 +299,8 @@ def test_inputs_of_a_microbatch_that_is_given_up_stay_until_the_trainer_has_read
     server = make_server()
     ask(server, make_task(0))
     _, actions = server.ask(make_task(0, "backward"), 0.0)
-    fetch = next(each for each in actions if isinstance(each, Fetch))
-    compute = next(iter(server.handle(Fetched(fetch.key, fetch.direction, fetch.token), 0.0)))
+    fetch = next(each for each in actions if isinstance(each, FetchInputs))
+    compute = next(iter(server.handle(InputsFetched(fetch.key, fetch.direction, fetch.token), 0.0)))
     assert isinstance(compute, Compute)
     freed = server.handle(event, 100.0) if event is not None else server.advance(100.0)
     drops = [each for each in freed if isinstance(each, Drop)]
@@ -310,8 +312,8 @@ def test_inputs_of_a_microbatch_that_is_given_up_stay_until_the_trainer_has_read
 def test_inputs_that_a_dead_trainer_read_are_freed() -> None:
     server = make_server()
     _, actions = server.ask(make_task(0), 0.0)
-    fetch = next(each for each in actions if isinstance(each, Fetch))
-    server.handle(Fetched(fetch.key, fetch.direction, fetch.token), 0.0)
+    fetch = next(each for each in actions if isinstance(each, FetchInputs))
+    server.handle(InputsFetched(fetch.key, fetch.direction, fetch.token), 0.0)
     server.handle(ReleasedBy("owner", (0,)), 0.0)
     assert server.table.memory.used
     assert Drop(fetch.key) in server.handle(TrainerRestarted(8, Ledger()), 0.0) and not server.table.memory.used

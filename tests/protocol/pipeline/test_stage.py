@@ -12,7 +12,7 @@ from protocol.consensus.messages.kinds import parse
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ForgedError
 from protocol.identity import Identity
-from protocol.pipeline.stages.stage import stage_run_id, stage_run_ids
+from protocol.pipeline.stage import stage_run_id, stage_run_ids
 from protocol.signing import sign
 from protocol.steering import Revision, encode_changes
 

@@ -16,7 +16,7 @@ from protocol.identity import PeerId
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.stages.stage import stage_of
+from protocol.pipeline.stage import stage_of
 
 CONTACT = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 

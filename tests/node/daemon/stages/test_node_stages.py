@@ -10,8 +10,8 @@ from protocol.membership.peer_table import FieldValue
 from protocol.membership.records.served_stages import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.owner_events import Told
-from protocol.pipeline.stages.server_events import ReleasedBy
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.server_events import ReleasedBy
+from protocol.pipeline.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
 CUT = MANIFEST.model_copy(update={"pipeline": MANIFEST.pipeline.model_copy(update={"stages": 2, "microbatch": 1})})

@@ -24,12 +24,11 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
 from protocol.manifest.sections import PipelineSection
-from protocol.pipeline.course import OwnerSettings
-from protocol.pipeline.exact.settlement import Settlement
+from protocol.pipeline.exact import Settlement
 from protocol.pipeline.messages import Key
+from protocol.pipeline.microbatch import OwnerSettings
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.stages.settings import StageSettings
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest, StageSettings
 from tests.node.small_run import MANIFEST
 
 ME, COUNT, IN_FLIGHT = "me", 4, 2

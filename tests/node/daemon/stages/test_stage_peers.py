@@ -8,7 +8,7 @@ import pytest
 from node.daemon.stages.stage_peers import list_seats, stage_peers
 from protocol.membership.records.served_stages import ServedStage, encode_served_stages
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.balance import MOVABLE, PINNED, Seat
+from protocol.pipeline.balance import MOVABLE, PINNED, StageAssignment
 from protocol.pipeline.routing import Router, StagePeer
 
 HUGE = 1.7e308  # a finite amount, so the record is valid
@@ -38,7 +38,7 @@ def test_seats_are_those_of_ready_trainers_that_stay_and_a_full_replica_is_pinne
         "all": PeerRecord(stage=1, more_stages=encode_served_stages([ServedStage(1, 1, 1.0)]), **ready),
     }
     assert list_seats(records, 2) == [
-        Seat("ready", 0, 2.0, MOVABLE),
-        Seat("all", 0, 2.0, PINNED),
-        Seat("all", 1, 1.0, PINNED),
+        StageAssignment("ready", 0, 2.0, MOVABLE),
+        StageAssignment("all", 0, 2.0, PINNED),
+        StageAssignment("all", 1, 1.0, PINNED),
     ]

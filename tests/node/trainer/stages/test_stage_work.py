@@ -20,7 +20,7 @@ from node.trainer.stages.faulty_stage import build_stage_work
 from node.trainer.stages.stage_work import StageWork, stage_train
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import PipelineSection
-from protocol.pipeline.stages.stage import StageManifest
+from protocol.pipeline.stage import StageManifest
 from tests.node.small_run import MANIFEST
 
 torch.set_num_threads(1)

@@ -4,16 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.pipeline.course import Course, Request
+from protocol.pipeline import microbatch_table, server, server_events
 from protocol.pipeline.messages import Key, Outcome
-from protocol.pipeline.owner import Owner
+from protocol.pipeline.microbatch import OwnedMicrobatch, Request
+from protocol.pipeline.microbatch_table import Entry, MicrobatchTable, OpenStep
+from protocol.pipeline.owner import Owner, Releases
 from protocol.pipeline.owner_events import AskFailed
-from protocol.pipeline.releases import Releases
 from protocol.pipeline.routing import Router
-from protocol.pipeline.stages import gate, memory, server, server_events
-from protocol.pipeline.stages.gate import Gate
-from protocol.pipeline.stages.server import StageServer
-from protocol.pipeline.stages.table import Entry, MicrobatchTable
+from protocol.pipeline.server import StageServer
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -32,7 +30,7 @@ def asks_another_peer_after_a_timeout(patch: pytest.MonkeyPatch) -> None:
 
 
 def reserves_nothing_for_backwards(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(memory.Memory, "forward_capacity", property(lambda self: self.capacity))
+    patch.setattr(microbatch_table.Memory, "forward_capacity", property(lambda self: self.capacity))
 
 
 def waits_for_dead_owners(patch: pytest.MonkeyPatch) -> None:
@@ -58,17 +56,17 @@ def forgets_to_release(patch: pytest.MonkeyPatch) -> None:
 def forgets_to_release_at_servers_that_seem_gone(patch: pytest.MonkeyPatch) -> None:
     leave = Owner._leave_gone_peers
 
-    def forget(self: Owner, course: Course, now: float) -> None:
-        leave(self, course, now)
-        course.left.clear()
+    def forget(self: Owner, microbatch: OwnedMicrobatch, now: float) -> None:
+        leave(self, microbatch, now)
+        microbatch.left.clear()
 
     patch.setattr(Owner, "_leave_gone_peers", forget)
 
 
 def loses_gradients_of_struck_microbatches(patch: pytest.MonkeyPatch) -> None:
     """A ledger that counts only what the server still waits for."""
-    add = Gate.add
-    patch.setattr(Gate, "add", lambda self, key: add(self, key) if key in self._open else None)
+    add = OpenStep.add
+    patch.setattr(OpenStep, "add", lambda self, key: add(self, key) if key in self._open else None)
 
 
 def keeps_outcomes_of_an_earlier_life(patch: pytest.MonkeyPatch) -> None:
@@ -85,25 +83,25 @@ def keeps_outcomes_of_an_earlier_life(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_gives_up_a_bad_microbatch(patch: pytest.MonkeyPatch) -> None:
-    def react(self: Owner, course: Course, request: Request, now: float) -> None:
-        self._go_elsewhere(course, request, now)
+    def react(self: Owner, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
+        self._go_elsewhere(microbatch, request, now)
 
     patch.setattr(Owner, "_on_refusal", react)
 
 
 def believes_that_a_lost_input_comes_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Course, "_miss", lambda self, request, name: None)
+    patch.setattr(OwnedMicrobatch, "_miss", lambda self, request, name: None)
 
 
 def weighs_peers_by_round_trips(patch: pytest.MonkeyPatch) -> None:
     """Rates from the time between a request and its outcome, as in SWARM: the same number in flight at each peer."""
     on_outcome = Owner._on_expected_outcome
 
-    def with_latency(self: Owner, course: Course, request: Request, outcome: Outcome, now: float) -> None:
+    def with_latency(self: Owner, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> None:
         route = self._routers[request.step.stage]._find(request.peer)
         if route is not None:
             route.rate += 0.1 * (1 / (now - request.opened) - route.rate)
-        on_outcome(self, course, request, outcome, now)
+        on_outcome(self, microbatch, request, outcome, now)
 
     patch.setattr(Router, "record_rate", lambda self, peer, rate: None)
     patch.setattr(Owner, "_on_expected_outcome", with_latency)
@@ -111,7 +109,7 @@ def weighs_peers_by_round_trips(patch: pytest.MonkeyPatch) -> None:
 
 def invites_nobody(patch: pytest.MonkeyPatch) -> None:
     """Let owners that found a server busy ask again and again, and let any number of forwards queue at a server."""
-    patch.setattr(gate.WaitingOwners, "invite", lambda self, places: [])
+    patch.setattr(microbatch_table.WaitingOwners, "invite", lambda self, places: [])
     patch.setattr(server, "UNINVITED_PAUSE_MS", 200)
     patch.setattr(server, "QUEUE_SECONDS", 1e6)
 

@@ -11,19 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events
-from protocol.pipeline.course import ExactPart, OwnerSettings
-from protocol.pipeline.exact import ledger as ledgers
-from protocol.pipeline.exact.ledger import StepLedger
-from protocol.pipeline.exact.reports import StepReports
-from protocol.pipeline.exact.settlement import OfferStep, SayStatement, Settlement
-from protocol.pipeline.exact.statements import Statement
-from protocol.pipeline.exact.steps import ExactSteps
-from protocol.pipeline.ledger import Ledger
+from protocol.pipeline import ledger as ledgers
+from protocol.pipeline import owner_events, server_events
+from protocol.pipeline.exact import OfferStep, SayStatement, Settlement, Statement, StepReports
+from protocol.pipeline.ledger import Ledger, StepLedger
 from protocol.pipeline.messages import HeldBlob, Key
+from protocol.pipeline.microbatch import ExactPart, OwnerSettings
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.stages import server_events
-from protocol.pipeline.stages.server import StageServer
+from protocol.pipeline.server import StageServer
+from protocol.pipeline.steps import ExactSteps
 from tests.protocol.pipeline.virtual.scenario import (
     TOKENS,
     InvariantError,

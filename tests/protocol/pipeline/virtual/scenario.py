@@ -9,8 +9,8 @@ from protocol.identity import PeerId
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Key
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.stages.server import StageServer
-from protocol.pipeline.stages.settings import StageSettings
+from protocol.pipeline.server import StageServer
+from protocol.pipeline.stage import StageSettings
 
 ACTIVATION, TOKENS = 1000, 10
 

@@ -135,7 +135,7 @@ class SeededRun:
         self.swarm.schedule(seconds, recover)
 
     def _drain(self, peer: Peer, seconds: float) -> None:
-        from protocol.pipeline.stages.server_events import Drain
+        from protocol.pipeline.server_events import Drain
 
         self.swarm.serve(peer, Drain())
         self.swarm.publish()

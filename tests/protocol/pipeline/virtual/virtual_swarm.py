@@ -6,15 +6,14 @@ from collections.abc import Iterable
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.pipeline import owner_events
-from protocol.pipeline.course import OwnerSettings
+from protocol.pipeline import owner_events, server_events
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Direction, HeldBlob, Input, Key, Task
+from protocol.pipeline.microbatch import OwnerSettings
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.routing import StagePeer
-from protocol.pipeline.stages import server_events
-from protocol.pipeline.stages.server import StageServer
-from protocol.pipeline.stages.steps import LocalSteps
+from protocol.pipeline.server import StageServer
+from protocol.pipeline.steps import LocalSteps
 from tests.protocol.pipeline.virtual.clock import Clock
 from tests.protocol.pipeline.virtual.scenario import (
     ACTIVATION,
@@ -258,7 +257,7 @@ class VirtualSwarm(Clock):
     def _work(self, peer: Peer, actions: Iterable[server_events.Action]) -> None:
         for action in actions:
             match action:
-                case server_events.Fetch():
+                case server_events.FetchInputs():
                     self._fetch(peer, action)
                 case server_events.Compute():
                     self._compute(peer, action)
@@ -294,7 +293,7 @@ class VirtualSwarm(Clock):
         else:
             self.serve(peer, None)
 
-    def _fetch(self, peer: Peer, action: server_events.Fetch) -> None:
+    def _fetch(self, peer: Peer, action: server_events.FetchInputs) -> None:
         server = peer.server
         size = sum(held.blob.size for _, held in action.inputs)
         cut_off = [held for _, held in action.inputs if self._is_cut_off(peer.name, held)]
@@ -308,10 +307,10 @@ class VirtualSwarm(Clock):
                 is_there = held not in cut_off and held.blob in source.blobs.get(action.key, set())
                 if not is_there or self.is_lost(peer.name, source.name):
                     missing = self._name_of(held)
-                    self.serve(peer, server_events.FetchFailed(action.key, action.direction, action.token, missing))
+                    self.serve(peer, server_events.InputMissing(action.key, action.direction, action.token, missing))
                     return
             peer.blobs.setdefault(action.key, set()).update(held.blob for _, held in action.inputs)
-            self.serve(peer, server_events.Fetched(action.key, action.direction, action.token))
+            self.serve(peer, server_events.InputsFetched(action.key, action.direction, action.token))
 
         self.schedule(delay, arrive)
 

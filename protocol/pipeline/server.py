@@ -10,16 +10,16 @@ from dataclasses import replace
 
 from protocol.identity import PeerId
 from protocol.pipeline.messages import Answer, AnswerKind, Direction, Key, Outcome, OutcomeStatus, Task
-from protocol.pipeline.stages.gate import WaitingOwners
-from protocol.pipeline.stages.server_events import (
+from protocol.pipeline.microbatch_table import WaitingOwners, Work
+from protocol.pipeline.server_events import (
     Action,
     CloseStep,
     Compute,
     Computed,
     Drain,
     Event,
-    Fetched,
-    FetchFailed,
+    InputMissing,
+    InputsFetched,
     Invite,
     OwnersChanged,
     ReleasedBy,
@@ -29,8 +29,7 @@ from protocol.pipeline.stages.server_events import (
     Tell,
     TrainerRestarted,
 )
-from protocol.pipeline.stages.steps import StepPolicy
-from protocol.pipeline.stages.table import Work
+from protocol.pipeline.steps import StepPolicy
 
 MIN_PAUSE_MS, MAX_PAUSE_MS, UNINVITED_PAUSE_MS = 50, 2000, 10_000
 QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # work that waits here before forwards are turned away; tasks at an unknown rate
@@ -96,7 +95,7 @@ class StageServer:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event and return the actions that follow from it."""
         match event:
-            case Fetched() | FetchFailed() | Computed():
+            case InputsFetched() | InputMissing() | Computed():
                 self._on_progress(event, now)
             case Stepped():
                 self._on_step()
@@ -118,7 +117,7 @@ class StageServer:
 
     def advance(self, now: float) -> list[Action]:
         """Return the actions that are due; call it at `next_deadline`."""
-        self._strike([key for key, entry in self.table.entries.items() if entry.deadline <= now])
+        self._withdraw([key for key, entry in self.table.entries.items() if entry.deadline <= now])
         return self._proceed()
 
     def _proceed(self) -> list[Action]:
@@ -199,16 +198,16 @@ class StageServer:
 
     # Progress
 
-    def _on_progress(self, event: Fetched | FetchFailed | Computed, now: float) -> None:
+    def _on_progress(self, event: InputsFetched | InputMissing | Computed, now: float) -> None:
         if isinstance(event, Computed):
             self._on_computed(event, now)
         work = self.table.find(event.key, event.direction)
         if work is None or work.token != event.token or work.outcome is not None:
             self.table.free(event.key)  # what came in for a task that was given up meanwhile
             return
-        if isinstance(event, Fetched):
+        if isinstance(event, InputsFetched):
             self.table.queue.append(work)
-        elif isinstance(event, FetchFailed):
+        elif isinstance(event, InputMissing):
             self._give_up(work, replace(self._outcome(work.task, "missing"), missing=event.missing))
         elif not event.valid:
             self.counts.invalid += 1
@@ -258,7 +257,7 @@ class StageServer:
     def _give_up(self, work: Work, outcome: Outcome) -> None:
         """Forget a task that cannot be computed, and tell its owner."""
         if work.task.direction == "forward":
-            self.steps.open_step.strike(work.task.key)
+            self.steps.open_step.withdraw(work.task.key)
         self.table.fail(work, outcome)
         self.table.actions.append(Tell(work.task.owner, outcome))
 
@@ -275,7 +274,7 @@ class StageServer:
         kept = self.steps.keep(keys)
         for key in keys:
             if key in self.table.entries and key not in kept:
-                self.counts.struck += self.steps.open_step.strike(key)
+                self.counts.struck += self.steps.open_step.withdraw(key)
                 self.table.end(key)
 
     def _on_owners(self, event: OwnersChanged) -> None:
@@ -284,16 +283,16 @@ class StageServer:
         self.table.memory.owners = max(1, len(event.owners))
         gone = [key for key in self.table.entries if key.serial < event.owners.get(key.owner, math.inf)]
         self.counts.torn += sum(map(self.steps.has_counted, gone))
-        self._strike(gone)
+        self._withdraw(gone)
 
-    def _strike(self, keys: Iterable[Key]) -> None:
+    def _withdraw(self, keys: Iterable[Key]) -> None:
         """Give up microbatches whose owner is gone, has restarted, or is too late."""
         listed = list(keys)
         kept = self.steps.keep(listed)
         for key in listed:
             if key in kept:
                 continue
-            self.counts.struck += self.steps.open_step.strike(key)
+            self.counts.struck += self.steps.open_step.withdraw(key)
             if self.steps.has_counted(key):
                 self.table.end(key)
             else:

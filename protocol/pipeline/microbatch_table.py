@@ -1,18 +1,169 @@
 """The microbatches at a server: their tasks and outcomes, the memory that they hold, and the queue for the trainer.
 
 `StageServer` and its `StepPolicy` both work on one `MicrobatchTable`, and both append to its actions.
+
+Admission to a step (`OpenStep`): a stage that steps while microbatches are between their forward and their backward
+computes gradients with other weights than their activations, which costs up to 14 % of the loss. So a server admits the
+forwards of one step, and steps when all of their backwards are done. Gradients whose forward was computed at another
+peer join the open step. Forwards wait for a place, backwards never do: a microbatch holds a place only while later
+stages work on it, so no two steps wait for each other.
+
+Admission by bytes (`Memory`): a microbatch takes memory for its forwards in the order of the stages and then for its
+backwards in reverse order. Backwards and replays have memory that no forward can take, so the last one in that order
+can always proceed, and nothing waits in a circle.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from protocol.blobs.blob import Blob
+from protocol.identity import PeerId
+from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Direction, Key, Outcome, Task
-from protocol.pipeline.stages.memory import Memory
-from protocol.pipeline.stages.server_events import Action, Compute, Drop, Fetch, ServerCounts, TakeStep
-from protocol.pipeline.stages.settings import StageSettings
+from protocol.pipeline.server_events import Action, Compute, Drop, FetchInputs, ServerCounts, TakeStep
+from protocol.pipeline.stage import StageSettings
 
+MAX_WAITING = 1024  # owners
+RESERVED_SHARE = 0.25  # for backwards and replays
 REMEMBERED = 4096  # ended microbatches, to refuse late tasks
+
+
+class OpenStep:
+    """The open step of a server. `size`: microbatches in a step."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.is_closing = False
+        self._open: set[Key] = set()
+        self._added = Ledger()
+        self._count = 0
+
+    @property
+    def places(self) -> int:
+        """Return how many more forwards belong to the open step."""
+        members = len(self._open) + self._count
+        return 0 if self.is_closing and members else max(0, self.size - members)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all gradients of the step are there."""
+        return not self._open and self._count > 0 and (self.is_closing or self._count >= self.size)
+
+    @property
+    def added(self) -> Ledger:
+        """Return the microbatches whose gradients the open step has."""
+        return self._added
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    def holds(self, key: Key) -> bool:
+        """Return whether the step waits for the backward of this microbatch."""
+        return key in self._open
+
+    def enter(self, key: Key) -> None:
+        self._open.add(key)
+
+    def withdraw(self, key: Key) -> bool:
+        """Wait for a microbatch no longer; return whether the step waited for it."""
+        if key not in self._open:
+            return False
+        self._open.discard(key)
+        return True
+
+    def add(self, key: Key) -> None:
+        """Count a gradient."""
+        self._open.discard(key)
+        self._added.add(key)
+        self._count += 1
+
+    def close(self) -> None:
+        """Take in no more forwards, so that a step that has begun ends early."""
+        self.is_closing = True
+
+    def take(self) -> Ledger:
+        """End the step and return its microbatches; open ones go over into the next."""
+        added, self._added, self._count, self.is_closing = self._added, Ledger(), 0, False
+        return added
+
+
+class WaitingOwners:
+    """Owners that found a server busy, in the order in which it invites them."""
+
+    def __init__(self) -> None:
+        self._owners: dict[PeerId, None] = {}
+
+    def add(self, owner: PeerId) -> None:
+        """Invite an owner later, if not too many wait already; the others ask again by themselves."""
+        if len(self._owners) < MAX_WAITING:
+            self._owners[owner] = None
+
+    def keep_only(self, owners: Container[PeerId]) -> None:
+        """Forget owners that are gone."""
+        self._owners = {owner: None for owner in self._owners if owner in owners}
+
+    def invite(self, places: int) -> list[PeerId]:
+        """Return the owners to invite now, one for each place; they wait no longer."""
+        invited = list(self._owners)[:places]
+        for owner in invited:
+            del self._owners[owner]
+        return invited
+
+
+class Memory:
+    """The bytes of activations that one server holds for microbatches of others.
+
+    `backward_bytes`: what one backward needs at most; replays leave room for it.
+    """
+
+    def __init__(self, capacity: int, backward_bytes: int) -> None:
+        self.capacity = capacity
+        self.backward_bytes = backward_bytes
+        self.owners = 1
+        self._held: defaultdict[Key, int] = defaultdict(int)
+        self._by_owner = Counter[PeerId]()
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    @property
+    def forward_capacity(self) -> int:
+        """Return the bytes that forwards may take."""
+        return self.capacity - max(int(self.capacity * RESERVED_SHARE), self.backward_bytes)
+
+    def admits_forward(self, key: Key, size: int) -> bool:
+        """Return whether a forward fits into the memory of forwards and into its owner's share of that."""
+        limit = self.forward_capacity
+        share = max(size, limit // max(1, self.owners))
+        return self._used + size <= limit and self._by_owner[key.owner] + size <= share
+
+    def forward_places(self, size: int) -> int:
+        """Return how many forwards fit, whoever owns them."""
+        return max(0, self.forward_capacity - self._used) // size
+
+    def admits_replay(self, size: int) -> bool:
+        return self._used + size + self.backward_bytes <= self.capacity
+
+    def admits_backward(self, size: int) -> bool:
+        return self._used + size <= self.capacity
+
+    def take(self, key: Key, size: int) -> None:
+        """Count bytes of a microbatch."""
+        self._held[key] += size
+        self._by_owner[key.owner] += size
+        self._used += size
+
+    def shrink(self, key: Key, size: int) -> None:
+        """Keep only `size` bytes of a microbatch."""
+        self.take(key, size - self._held.get(key, 0))
+        if not size:
+            del self._held[key]
+            if not self._by_owner[key.owner]:
+                del self._by_owner[key.owner]
 
 
 @dataclass
@@ -108,7 +259,7 @@ class MicrobatchTable:
         work = entry.work[task.direction] = Work(task, self.new_token(), size)
         self.unfinished.add(work.token)
         if inputs:
-            self.actions.append(Fetch(key, task.direction, work.token, tuple(inputs.items())))
+            self.actions.append(FetchInputs(key, task.direction, work.token, tuple(inputs.items())))
         else:
             self.queue.append(work)
 

@@ -5,25 +5,140 @@ seals once, as far as it knows, every microbatch counts at every stage; it opens
 When all servers of its stage that have spoken have sealed, it offers its sum without those microbatches that another
 one counts too: the lower peer id keeps them, unless the other has offered already.
 
-This only makes void rounds rare. Whether a round counts is decided by its commit alone (`step_ledger.covers_step`).
+This only makes void rounds rare. Whether a round counts is decided by its commit alone (`ledger.covers_step`).
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal, Self, get_args
 
+from protocol import murmur_pb2 as wire
+from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
-from protocol.pipeline.course import Place
-from protocol.pipeline.exact.ledger import StepLedger
-from protocol.pipeline.exact.reports import StepReports
-from protocol.pipeline.exact.statements import Phase, Statement
+from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.ledger import StepLedger
+from protocol.pipeline.messages import MAX_LIFE, check_bound, check_run
+from protocol.pipeline.microbatch import Place
+from protocol.signing import MAX_ROUND
 
+Phase = Literal[
+    "open",  # it adds gradients
+    "sealed",  # all microbatches count at all stages, so it adds nothing more
+    "offered",  # its contribution has this ledger
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+APPLIED, VOID = "a", "v"
+MAX_VERDICTS = 64  # rounds that a peer reports
 SAY_SECONDS, REPEAT_SECONDS = 0.1, 2.0  # from a change to the statement about it; between two equal ones
 RETRY_SECONDS = 1.0  # from a microbatch that no route could bring through to the next try
 OVERTAKEN_SECONDS = 1.0  # in which an acknowledgement may overtake a statement
 MAX_STATEMENTS = 4096  # peers
+
+
+@dataclass(frozen=True)
+class Statement:
+    """The statement of one life of a server about its sum in a round; `version` grows with each change."""
+
+    run: RunId
+    round: int
+    life: int
+    version: int
+    ledger: StepLedger
+    phase: Phase = "open"
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Return what orders the statements of one server."""
+        return self.round, self.life, self.version
+
+    def to_wire(self) -> wire.StepStatement:
+        return wire.StepStatement(
+            run=bytes.fromhex(self.run),
+            round=self.round,
+            life=self.life,
+            version=self.version,
+            ledger=self.ledger.to_bytes(),
+            phase=PHASES.index(self.phase),
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.StepStatement, count: int) -> Self:
+        """Return a checked statement about a step of `count` microbatches. Raises MalformedError."""
+        check_run(body.run)
+        check_bound(body.round, MAX_ROUND, "round")
+        check_bound(body.life, MAX_LIFE, "life")
+        if body.phase >= len(PHASES):
+            raise MalformedError("an unknown phase of a step")
+        ledger = StepLedger.from_bytes(body.ledger, count)
+        return cls(body.run.hex(), body.round, body.life, body.version, ledger, PHASES[body.phase])
+
+
+@dataclass(frozen=True)
+class StepReports:
+    """`decided`: by round and stage, whether the commit covers the step; `verdicts`: whether rounds were applied."""
+
+    stages: int
+    decided: Mapping[int, Mapping[int, bool]] = field(default_factory=dict)
+    verdicts: Mapping[int, bool] = field(default_factory=dict)
+
+    def verdict(self, round_number: int, own: Mapping[int, bool]) -> bool | None:
+        """Return whether a round counts; None while it is open. `own`: what our own commit says, by stage."""
+        if round_number in self.verdicts:
+            return self.verdicts[round_number]
+        known = {**self.decided.get(round_number, {}), **own}
+        if not all(known.values()):
+            return False
+        return True if len(known) == self.stages else None
+
+    def covered_stages(self, round_number: int) -> frozenset[int]:
+        """Return the stages whose commit to a round covers the step; all of them if the round was applied."""
+        if self.verdicts.get(round_number):
+            return frozenset(range(self.stages))
+        return frozenset(stage for stage, covers in self.decided.get(round_number, {}).items() if covers)
+
+    def is_doomed(self, round_number: int) -> bool:
+        """Return whether a round cannot count any more."""
+        return self.verdict(round_number, {}) is False
+
+
+class StepHistory:
+    """The verdicts on the last rounds that this peer has applied, and its open decision."""
+
+    def __init__(self) -> None:
+        self._round = 0  # the round after the last verdict
+        self._verdicts = ""
+        self._decided = 0
+
+    def decide(self, round_number: int, is_complete: bool) -> None:
+        """Record how our stage has decided a round."""
+        self._decided = 2 * round_number + is_complete + 1
+
+    def apply(self, round_number: int, counts: bool) -> None:
+        """Record a round that was applied, or passed over as void."""
+        kept = self._verdicts if round_number == self._round else ""
+        self._round, self._verdicts = round_number + 1, (kept + (APPLIED if counts else VOID))[-MAX_VERDICTS:]
+
+    def record_fields(self) -> dict[str, int | str]:
+        """Return the fields of our peer record."""
+        return {"step_decided": self._decided, "step_round": self._round, "step_verdicts": self._verdicts}
+
+
+def read_step_reports(records: Iterable[PeerRecord], stages: int) -> StepReports:
+    """Return what the trainers of all stages report; of two that contradict each other, either one."""
+    decided: dict[int, dict[int, bool]] = {}
+    verdicts: dict[int, bool] = {}
+    for record in records:
+        if record.role != "trainer" or not 0 < record.stage <= stages:
+            continue
+        if record.step_decided:
+            number, is_complete = divmod(record.step_decided - 1, 2)
+            decided.setdefault(number, {})[record.stage - 1] = bool(is_complete)
+        first = max(0, record.step_round - len(record.step_verdicts))
+        verdicts |= {first + index: letter == APPLIED for index, letter in enumerate(record.step_verdicts)}
+    return StepReports(stages, decided, verdicts)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,27 @@
-"""The course of one microbatch: forward through all stages, then backward to the peers where forward was. No I/O.
+"""Track one microbatch of an owner: forward through all stages, then backward through the same peers. No I/O.
 
-The 2 S computations of a course have a fixed order, and each needs results of others. If the holder of a result dies,
-the course makes that result again, from the stage before or, at worst, from the tokens. Such a replay takes no place in
+The 2 S computations of a microbatch have a fixed order, and each needs results of others. If the holder of a result
+dies, the result is computed again, from the stage before or, at worst, from the tokens. Such a replay takes no place in
 a step and adds no gradient, so a microbatch counts at most once at each stage.
+
+A server's gradients are lost if it, or its trainer, dies before they are in a contribution. Owners do not see
+contributions, so `EndedMicrobatches` counts by rounds: a gradient that a server had in round r is in its contribution
+to r or, if that was sent before, in the one to r + 1. Records may be a round late.
 """
 
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Outcome, Task
+from protocol.pipeline.routing import StagePeer
 
 MAX_REFUSALS = 3  # peers
 MAX_MISSES = 2  # failed downloads of one result, before its maker counts as gone
 MAX_REPLAYS = 16
-
 DropReason = Literal[
     "refused",  # three peers found a wrong input, or a value that is not finite
     "replayed too often",
@@ -26,6 +30,8 @@ DropReason = Literal[
     "stalled",  # one peer had it for too long and did not leave
     "round over",  # of an exact step, which counts what it has, or is made again
 ]
+REMEMBERED = 1024  # microbatches, to recognise late outcomes
+UNSAFE_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class OwnerSettings:
 
 
 class Step(NamedTuple):
-    """One computation of a course."""
+    """One computation of a microbatch."""
 
     direction: Direction
     stage: int
@@ -57,7 +63,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Place:
-    """A server that a course has used: `life` is that which accepted the work."""
+    """A server that a microbatch has used: `life` is that which accepted the work."""
 
     peer: PeerId
     life: int
@@ -65,7 +71,7 @@ class Place:
 
 @dataclass
 class Request:
-    """The request of a course that has no outcome yet."""
+    """The request of a microbatch that has no outcome yet."""
 
     step: Step
     peer: PeerId
@@ -91,7 +97,7 @@ class ExactPart(NamedTuple):
     counted_at: frozenset[int]
 
 
-class Course:
+class OwnedMicrobatch:
     """One microbatch of `stages` stages.
 
     Args:
@@ -130,7 +136,7 @@ class Course:
         return self.reached == 2 * self.stages
 
     @property
-    def is_torn(self) -> bool:
+    def is_partly_counted(self) -> bool:
         """Return whether, if it ended now, some stages may count this microbatch and others do not."""
         return bool(self.added) or (self.request is not None and self.request.is_bound)
 
@@ -143,7 +149,7 @@ class Course:
         return self.replays > MAX_REPLAYS
 
     def goal(self) -> Step:
-        """Return the next computation: that of the course, or one that makes a lost input of it again."""
+        """Return the next computation: that of the microbatch, or one that makes a lost input of it again."""
         step = self._step(self.reached)
         while (needed := self._needed(step)) is not None:
             step = needed
@@ -285,3 +291,38 @@ class Course:
 
     def _index(self, step: Step) -> int:
         return step.stage if step.direction == "forward" else 2 * self.stages - 1 - step.stage
+
+
+class EndedMicrobatches:
+    """The ended microbatches of one owner."""
+
+    def __init__(self) -> None:
+        self._added: OrderedDict[int, dict[int, Place]] = OrderedDict()
+        self._unsafe: dict[tuple[int, PeerId, int], Counter[int]] = {}  # by stage, peer and life: gradients by round
+        self._rounds: dict[tuple[int, PeerId], int] = {}
+
+    def add(self, serial: int, added: dict[int, Place], lost: Collection[int]) -> None:
+        """Remember where gradients count, by stage; those of the `lost` stages are counted already."""
+        self._added[serial] = added
+        if len(self._added) > REMEMBERED:
+            self._added.popitem(last=False)
+        for stage, place in added.items():
+            if stage not in lost:
+                server = stage, place.peer, place.life
+                self._unsafe.setdefault(server, Counter())[self._rounds.get((stage, place.peer), 0)] += 1
+
+    def places(self, serial: int) -> Mapping[int, Place]:
+        """Return where the gradients of a microbatch count, by stage."""
+        return self._added.get(serial, {})
+
+    def update(self, stages: Sequence[Iterable[StagePeer]]) -> int:
+        """Take over the live peers of all stages; return how many gradients have been lost, at most."""
+        entries = {(stage, entry.peer): entry for stage, peers in enumerate(stages) for entry in peers}
+        self._rounds = {place: entry.round for place, entry in entries.items()}
+        lives = {place: entry.life for place, entry in entries.items()}
+        gone = [server for server in self._unsafe if lives.get(server[:2], server[2] + 1) > server[2]]
+        lost = sum(self._unsafe.pop(server).total() for server in gone)
+        for server, gradients in self._unsafe.items():
+            safe = entries[server[:2]].round - UNSAFE_ROUNDS
+            self._unsafe[server] = Counter({number: count for number, count in gradients.items() if number > safe})
+        return lost

@@ -21,8 +21,8 @@ class OwnersChanged:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """The inputs of a task are in memory: the answer to Fetch."""
+class InputsFetched:
+    """The inputs of a task are in memory: the answer to FetchInputs."""
 
     key: Key
     direction: Direction
@@ -30,7 +30,7 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class FetchFailed:
+class InputMissing:
     """An input that its holder did not deliver."""
 
     key: Key
@@ -93,8 +93,8 @@ class RoundChanged:
 
 Event = (
     OwnersChanged
-    | Fetched
-    | FetchFailed
+    | InputsFetched
+    | InputMissing
     | Computed
     | Stepped
     | ReleasedBy
@@ -106,8 +106,8 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Download these blobs into memory; answer with Fetched or FetchFailed and the same token."""
+class FetchInputs:
+    """Download these blobs into memory; answer with InputsFetched or InputMissing and the same token."""
 
     key: Key
     direction: Direction
@@ -166,7 +166,7 @@ class Drop:
     kept: frozenset[Blob] = frozenset()
 
 
-Action = Fetch | Compute | Tell | Invite | TakeStep | DropSum | Drop
+Action = FetchInputs | Compute | Tell | Invite | TakeStep | DropSum | Drop
 
 
 @dataclass

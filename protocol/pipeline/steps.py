@@ -1,0 +1,266 @@
+"""Which gradients count at a server, and when the trainer steps: the part of a server that depends on the mode.
+
+In `local` mode a server steps by itself, once it has the gradients of a step. In `exact` mode a round is one step of
+all servers, and a sum of gradients counts in its round only.
+
+In `exact` mode a server keeps the inputs of the gradients that it counts while there is memory, so that it can subtract
+one from its sum again. If it must subtract one whose inputs are gone, it restarts its sum, and owners send those
+microbatches again.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from protocol.pipeline.exact import Settlement
+from protocol.pipeline.ledger import Ledger, StepLedger
+from protocol.pipeline.messages import MAX_ROUND_DISTANCE, AnswerKind, Key, Task
+from protocol.pipeline.microbatch_table import MicrobatchTable, OpenStep, Work
+from protocol.pipeline.server_events import Compute, DropSum, TakeStep, TrainerRestarted
+from protocol.pipeline.stage import StageSettings
+
+KEPT_SHARE = 0.5  # of the memory of forwards, for inputs of gradients that count
+
+
+class StepPolicy(ABC):
+    """Decides which gradients of the table count. A server calls it for every task and every change of the trainer."""
+
+    def __init__(self, settings: StageSettings) -> None:
+        self.table = MicrobatchTable(settings)
+        self.open_step = OpenStep(settings.step_size)
+        self.ledger = Ledger()  # of the steps since the last contribution; exact steps have a StepLedger instead
+
+    @abstractmethod
+    def refusal(self, task: Task, life: int, round_number: int) -> AnswerKind | None:
+        """Return why a task cannot count at a server of this life and round."""
+
+    @abstractmethod
+    def has_counted(self, key: Key) -> bool:
+        """Return whether the gradient of a microbatch counts here."""
+
+    @abstractmethod
+    def begin(self, work: Work) -> Compute:
+        """Return the computation of a task that the trainer begins now."""
+
+    @abstractmethod
+    def on_computed(self, running: Compute, is_valid: bool, now: float) -> None:
+        """Count the gradient of a computation that has ended, even if its microbatch was dropped meanwhile."""
+
+    @abstractmethod
+    def restart(self, event: TrainerRestarted, now: float) -> None:
+        """Forget the gradients that a dead trainer had and its snapshot does not contain."""
+
+    @abstractmethod
+    def next_work(self) -> Compute | TakeStep | None:
+        """Return what the trainer must do before any queued task."""
+
+    @abstractmethod
+    def make_room(self, task: Task) -> None:
+        """Free memory for a task, if there is some to free."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the open step early."""
+
+    @abstractmethod
+    def begin_round(self, number: int, now: float) -> None:
+        """Begin a round, because the trainer has its weights."""
+
+    def size_after(self, work: Work) -> int:
+        """Return the bytes that a finished backward still holds: those of its result."""
+        return self.table.settings.result_bytes("backward")
+
+    def keep(self, keys: Iterable[Key]) -> set[Key]:
+        """Return which of these microbatches stay, although their owners are gone or need them no more."""
+        return set()
+
+    def finish_step(self) -> None:
+        """Record that the trainer has made its step."""
+        self.open_step.take()
+
+    def take_ledger(self) -> Ledger:
+        """Return the microbatches of all steps since the last contribution, which now contains them."""
+        taken, self.ledger = self.ledger, Ledger()
+        return taken
+
+
+class LocalSteps(StepPolicy):
+    """Steps of one server. `ledger`: the microbatches of its steps since its last contribution."""
+
+    def __init__(self, settings: StageSettings, ledger: Ledger) -> None:
+        super().__init__(settings)
+        self.ledger = ledger
+        self._contributed = Ledger()  # of earlier contributions, while their microbatches are open
+
+    def refusal(self, task: Task, life: int, round_number: int) -> AnswerKind | None:
+        if task.life not in (0, life):
+            return "other life"
+        # A step that waits for the microbatch could not end without it, and neither could its round.
+        if abs(task.round - round_number) > MAX_ROUND_DISTANCE and not self.open_step.holds(task.key):
+            return "other round"
+        has_room = self.ledger.has_room_for(task.key) and self.open_step.added.has_room_for(task.key)
+        return None if has_room else "refused"
+
+    def has_counted(self, key: Key) -> bool:
+        return key in self.ledger or key in self.open_step.added or key in self._contributed
+
+    def begin(self, work: Work) -> Compute:
+        task = work.task
+        adds = task.direction == "backward" and not task.replay and not self.has_counted(task.key)
+        return Compute(task, work.token, adds)
+
+    def on_computed(self, running: Compute, is_valid: bool, now: float) -> None:
+        key = running.task.key
+        if running.adds and is_valid:
+            self.open_step.add(key)
+            if key not in self.table.entries:
+                self.table.end(key)  # its owner may live after all
+
+    def next_work(self) -> TakeStep | None:
+        return TakeStep(self.open_step.added.copy()) if self.open_step.is_complete else None
+
+    def finish_step(self) -> None:
+        self.ledger = self.ledger | self.open_step.take()
+
+    def make_room(self, task: Task) -> None:
+        """Free nothing: all that is in memory is needed."""
+
+    def close(self) -> None:
+        self.open_step.close()
+
+    def begin_round(self, number: int, now: float) -> None:
+        """Change nothing, because steps do not end with rounds."""
+
+    def restart(self, event: TrainerRestarted, now: float) -> None:
+        acknowledged = self.ledger | self.open_step.take()
+        self._contributed = self._contributed | event.contributed
+        self.table.counts.lost += len(acknowledged - event.ledger - self._contributed)
+        self.ledger = event.ledger
+
+    def take_ledger(self) -> Ledger:
+        taken = super().take_ledger()
+        self._contributed = Ledger(key for key in self._contributed | taken if key in self.table.entries)
+        return taken
+
+
+class ExactSteps(StepPolicy):
+    """Steps of all servers together. `settlement` is shared with the owner of the same peer."""
+
+    def __init__(self, settings: StageSettings, settlement: Settlement) -> None:
+        super().__init__(settings)
+        self.settlement = settlement
+        self._kept: dict[int, Key] = {}  # counted gradients whose inputs are here
+        self._released: set[Key] = set()  # those of them that their owners need no more
+        self._to_take_away: list[Work] = []
+        self._is_offering = False
+
+    def offer(self, doubles: StepLedger, now: float) -> None:
+        """Take what others count too out of the sum, and then contribute the rest; call `StageServer.advance` next."""
+        self.table.counts.subtracted += len(doubles)
+        keys = [self._kept[number] for number in doubles if number in self._kept]
+        self._to_take_away = [work for key in keys if (work := self.table.find(key, "backward")) is not None]
+        self._is_offering = len(self._to_take_away) == len(doubles)
+        if not self._is_offering:  # the inputs of a double are gone
+            self._to_take_away = []
+            self._forget_kept()
+            self.settlement.drop(now)
+            self.table.actions.append(DropSum())
+
+    def refusal(self, task: Task, life: int, round_number: int) -> AnswerKind | None:
+        if task.round != round_number:
+            return "other round"
+        if task.number is None or task.number >= self.settlement.count:
+            return "refused"
+        if task.life not in (0, life):
+            return "other life"
+        adds = task.direction == "backward" and not task.replay
+        # After it has sealed, a server computes for others, but its sum does not change any more.
+        is_late = adds and task.number not in self.settlement.ledger and self.settlement.phase != "open"
+        return "sealed" if is_late else None
+
+    def has_counted(self, key: Key) -> bool:
+        entry = self.table.entries.get(key)
+        return entry is not None and entry.number is not None and entry.number in self.settlement.ledger
+
+    def begin(self, work: Work) -> Compute:
+        task = work.task
+        adds = task.direction == "backward" and not task.replay and not self.has_counted(task.key)
+        self.settlement.is_adding = adds and self.settlement.phase == "open"
+        return Compute(task, work.token, self.settlement.is_adding)
+
+    def on_computed(self, running: Compute, is_valid: bool, now: float) -> None:
+        task = running.task
+        if task.direction == "backward":
+            self.open_step.withdraw(task.key)
+        self.settlement.is_adding = False
+        if running.adds and is_valid and task.number is not None and task.round == self.settlement.round:
+            self.settlement.add(task.number, now)
+
+    def next_work(self) -> Compute | TakeStep | None:
+        """Return the next piece of an offer, which goes before all tasks."""
+        if not self._is_offering:
+            return None
+        if self._to_take_away:
+            return Compute(self._to_take_away.pop().task, self.table.new_token(), adds=False, takes_away=True)
+        self._is_offering = False
+        return TakeStep(Ledger())
+
+    def make_room(self, task: Task) -> None:
+        """Give up kept inputs for new work, unless they are about to be computed again."""
+        while self._kept and not self._is_offering and not self.table.has_memory_for(task):
+            self._evict()
+
+    def size_after(self, work: Work) -> int:
+        """Keep the inputs of a gradient that counts, so that it can be taken away again."""
+        number, size = work.task.number, self.table.settings.task_bytes("backward")
+        if number is None or self._is_offering or number not in self.settlement.ledger or number in self._kept:
+            return super().size_after(work)
+        while self._kept and (len(self._kept) + 1) * size > KEPT_SHARE * self.table.memory.forward_capacity:
+            self._evict()
+        self._kept[number] = work.task.key
+        work.keeps_inputs = True
+        return size
+
+    def keep(self, keys: Iterable[Key]) -> set[Key]:
+        """Keep the microbatches whose inputs are kept until the round ends."""
+        kept = set(self._kept.values()).intersection(keys)
+        self._released |= kept
+        for key in kept:
+            self.table.entries[key].deadline = math.inf
+        return kept
+
+    def restart(self, event: TrainerRestarted, now: float) -> None:
+        self.table.counts.lost += len(self.settlement.ledger)
+        self._to_take_away, self._is_offering = [], False
+        self.settlement.restart(event.life, now)
+        self._forget_kept()
+        self.open_step.take()
+
+    def close(self) -> None:
+        """Change nothing, because a step ends when all of it is there."""
+
+    def begin_round(self, number: int, now: float) -> None:
+        """Forget everything of the step before."""
+        self._forget_kept()
+        self._to_take_away, self._is_offering = [], False
+        for key in list(self.table.entries):
+            self.open_step.withdraw(key)
+            self.table.forget(key)
+        self.table.queue.clear()
+        self.table.failed.clear()
+        self.settlement.begin(number, self.settlement.life, now)
+
+    def _forget_kept(self) -> None:
+        while self._kept:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Give up the inputs that are kept for longest."""
+        key = self._kept.pop(next(iter(self._kept)))
+        work = self.table.find(key, "backward")
+        if key in self._released:
+            self._released.discard(key)
+            self.table.end(key)
+        elif work is not None:
+            work.keeps_inputs, work.size = False, super().size_after(work)
+            self.table.free_unneeded(key)
