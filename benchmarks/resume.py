@@ -23,7 +23,7 @@ import datasets
 import pyarrow as pa
 from pyarrow import parquet
 
-from node.data.row_files import LibraryFile, LinesFile, ParquetRows, RowFile, parse_json_row
+from node.data.huggingface import LibraryFile, LinesFile, ParquetRows, RowFile, parse_json_row
 
 SHARES = (0.1, 0.9)
 ROW_CHARACTERS = 1000

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from optim.aggregation.base import AggregationRule, Screening, WeightedPayload
+from optim.aggregation.base import AggregationRule, RoundVerdict, WeightedPayload
 from optim.codecs.base import Codec, Payload, PayloadWriter
 from optim.errors import CodecError, UnknownOption
 from optim.feedback import NoFeedback
@@ -99,9 +99,9 @@ class ExactSum(AggregationRule):
 
     def screen(
         self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0, state: Floats | None = None
-    ) -> Screening:
+    ) -> RoundVerdict:
         """Let all payloads count: without one of them the step would not be complete."""
-        return Screening(tuple(payloads), (0.0,) * len(payloads), usual_norm=usual_norm)
+        return RoundVerdict(tuple(payloads), (0.0,) * len(payloads), usual_norm=usual_norm)
 
     def combine(self, payloads: Sequence[WeightedPayload], state: Floats | None = None) -> Floats:
         total: Doubles = np.zeros(payloads[0].numel)

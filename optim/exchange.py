@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from optim.aggregation.base import AggregationRule, LeftOut, Screening, WeightedPayload
+from optim.aggregation.base import AggregationRule, LeftOut, RoundVerdict, WeightedPayload
 from optim.aggregation.mean import WeightedMean
 from optim.aggregation.norm_gate import limit_scale, norm_limit, update_usual_norm
 from optim.codecs.base import Codec, Payload, as_array
@@ -219,7 +219,7 @@ def _weighted_payloads(
     return [WeightedPayload(codec, payload, stop - start, float(weight)) for payload, weight in members]
 
 
-def _senders(codec: Codec, payloads: Payloads, screening: Screening) -> Senders | None:
+def _senders(codec: Codec, payloads: Payloads, screening: RoundVerdict) -> Senders | None:
     """Return who sent which expert of a part; None if peers leave none out."""
     if not isinstance(codec, TrainedExpertsCodec):
         return None

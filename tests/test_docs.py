@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -58,6 +59,41 @@ def test_reference_names_every_command_and_no_other() -> None:
     text = (ROOT / "docs" / "reference" / "commands.md").read_text()
     group = typer.main.get_group(app)
     assert set(re.findall(r"^\| `murmur (\w+)", text, re.MULTILINE)) == set(group.commands)
+
+
+FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+NEGATIVE = "--no-"
+DOCUMENTED = ("docs/user/*.md", "docs/reference/*.md", "README.md")
+
+
+def flags_of(command: Any) -> set[str]:
+    """Return the long flags of a command; `--no-x` is explained with `--x`."""
+    flags = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return {name for name in flags if FLAG.fullmatch(name) and name != "--help" and not name.startswith(NEGATIVE)}
+
+
+def flags_named_in(*patterns: str) -> set[str]:
+    return {flag for pattern in patterns for path in ROOT.glob(pattern) for flag in FLAG.findall(path.read_text())}
+
+
+@pytest.mark.parametrize(("command", "page"), [("join", "docs/user/join.md"), ("host", "docs/user/host.md")])
+def test_page_of_a_command_names_each_of_its_flags(command: str, page: str) -> None:
+    assert flags_of(typer.main.get_group(app).commands[command]) - flags_named_in(page) == set()
+
+
+def test_pages_for_users_name_every_flag() -> None:
+    flags = {flag for command in typer.main.get_group(app).commands.values() for flag in flags_of(command)}
+    assert len(flags) > 60
+    assert flags - flags_named_in(*DOCUMENTED) == set()
+
+
+def test_tables_of_flags_name_no_other() -> None:
+    flags = {flag for command in typer.main.get_group(app).commands.values() for flag in flags_of(command)}
+    pages = ("docs/user/join.md", "docs/user/host.md", "docs/reference/commands.md")
+    rows = (row for page in pages for row in re.findall(r"^\| (`--.*?) \|", (ROOT / page).read_text(), re.MULTILINE))
+    named = {flag for row in rows for flag in FLAG.findall(row)}
+    assert len(named) > 30
+    assert {flag for flag in named if not flag.startswith(NEGATIVE)} - flags == set()
 
 
 def test_references_name_every_recipe_and_every_kind_of_part() -> None:

@@ -29,9 +29,8 @@ from node.data.corpus import (
     require_vocabulary,
 )
 from node.data.huggingface import open_examples
-from node.data.skipped_rows import RowPass, SkipLog
+from node.data.skipped_rows import RowPass, SkipLog, name_source_faults
 from node.data.source import open_source, require_document_end, require_one_vocabulary
-from node.data.source_faults import name_source_faults
 from node.data.text_files import find_files, name_of, read_files
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.monitoring.logs import sanitize
@@ -137,7 +136,7 @@ def _read_shards(manifest: Manifest, source: SourceSection, base: Path) -> TextR
     )
 
 
-class _Piece(NamedTuple):
+class _CheckedPart(NamedTuple):
     """A part of a document, so that a long one does not take long either."""
 
     tokens: Shard
@@ -145,7 +144,7 @@ class _Piece(NamedTuple):
     is_first: bool
 
 
-class _Count:
+class _TokenCount:
     """Documents and tokens read so far."""
 
     def __init__(self, validation_share: float) -> None:
@@ -157,7 +156,7 @@ class _Count:
         self.tokens = 0
         self.sample: Shard | None = None
 
-    def add(self, piece: _Piece) -> None:
+    def add(self, piece: _CheckedPart) -> None:
         """Count a piece of a document."""
         length = len(piece.tokens)
         self.documents += piece.is_first
@@ -183,7 +182,7 @@ def _read_documents(
     manifest: Manifest, source: SourceSection, base: Path, clock: Callable[[], float] = time.monotonic
 ) -> TextReport:
     tokenizer, log = open_tokenizer(manifest.data.tokenizer, base), SkipLog()
-    count = _Count(manifest.data.validation_share)
+    count = _TokenCount(manifest.data.validation_share)
     require_vocabulary(tokenizer.size, manifest.model.vocabulary)
     deadline, is_complete = math.inf, True
     for piece in _pieces(manifest.data, source, base, tokenizer, log):
@@ -209,11 +208,11 @@ def _read_documents(
 
 def _pieces(
     data: DataSection, source: SourceSection, base: Path, tokenizer: TextTokenizer, log: SkipLog
-) -> Iterator[_Piece]:
+) -> Iterator[_CheckedPart]:
     for name, text in _documents(data, source, base, tokenizer, log):
         for start in range(0, max(1, len(text)), PIECE_CHARACTERS):
-            yield _Piece(tokenizer.encode(text[start : start + PIECE_CHARACTERS]), name, is_first=start == 0)
-        yield _Piece(tokenizer.end, name, is_first=False)
+            yield _CheckedPart(tokenizer.encode(text[start : start + PIECE_CHARACTERS]), name, is_first=start == 0)
+        yield _CheckedPart(tokenizer.end, name, is_first=False)
 
 
 def _documents(
@@ -227,7 +226,7 @@ def _documents(
     yield from ((name_of(path, root), text) for path, text in read_files(files, RowPass(log, judged_from=None)))
 
 
-def _require_windows(manifest: Manifest, source: SourceSection, count: _Count) -> None:
+def _require_windows(manifest: Manifest, source: SourceSection, count: _TokenCount) -> None:
     if not count.tokens:
         raise DataError(f"the text {source.path!r} is empty; give files with text")
     held_out = count.held_out_tokens(are_files=source.source != "hf")

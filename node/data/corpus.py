@@ -10,8 +10,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from node.data.skipped_rows import SkipLog
-from node.data.source_faults import name_source_faults
+from node.data.skipped_rows import SkipLog, name_source_faults
 from protocol.errors import DataError
 from protocol.manifest.sections import SourceSection
 

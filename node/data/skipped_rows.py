@@ -1,18 +1,20 @@
-"""Rows of a text source that cannot be used: skipped, counted by reason, and named once for each file.
+"""Faults of text sources: rows that are skipped, and errors that name their source.
 
-A row is an example of a data set, a text file, or a window of token ids. In one pass over the text, one row in
-ROWS_PER_FAULT may be unusable, rounded up; above that share the pass raises TooManyFaultsError, from MIN_JUDGED_ROWS
-rows on and again at the end of the pass.
+A row is an example of a data set, a text file, or a window of token ids. Rows that cannot be used are counted by
+reason, and named once for each file. In one pass over the text, one row in ROWS_PER_FAULT may be unusable, rounded up;
+above that share the pass raises TooManyFaultsError, from MIN_JUDGED_ROWS rows on and again at the end of the pass.
 """
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from node.monitoring.logs import sanitize
 from node.units import format_plural
-from protocol.errors import DataError
+from protocol.errors import DataError, MissingFileError, MurmurError, describe_error
+from protocol.manifest.sections import SourceSection
 
 SkipReason = Literal[
     "null",
@@ -118,3 +120,22 @@ class RowPass:
 def _describe(file: str, place: str, fault: Fault) -> str:
     where = f"{file} {place}".strip()
     return sanitize(f"{where}: {fault.text}")[:MAX_FAULT_CHARACTERS]
+
+
+@contextmanager
+def name_source_faults(source: SourceSection) -> Iterator[None]:
+    """Raise any error in the context as a MurmurError of one line that names the source, if it has a name."""
+    try:
+        yield
+    except (DataError, MissingFileError) as error:
+        prefix = f"source {source.name}: "
+        if not source.name or str(error).startswith(prefix):
+            raise
+        raise type(error)(prefix + str(error)) from error
+    except (MurmurError, MemoryError):
+        raise
+    except Exception as error:  # libraries of formats and tokenizers raise errors of many kinds
+        reason = describe_error(error).splitlines()[0]
+        table = source.key
+        place = f"{table}.source = {source.source!r}" + (f", {table}.path = {source.path!r}" if source.path else "")
+        raise DataError(f"cannot read the text ({place}): {type(error).__name__}: {reason}; check the files") from error

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from node.data.corpus import Corpus, SourceText
 from node.data.huggingface import open_huggingface
-from node.data.skipped_rows import SkipLog
-from node.data.source_faults import name_source_faults
+from node.data.skipped_rows import SkipLog, name_source_faults
 from node.data.text_files import open_files
 from node.data.token_shards import open_tokens
 from node.data.tokenizer import open_tokenizer, tokenizer_digest

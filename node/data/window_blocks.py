@@ -21,7 +21,7 @@ FILL_FACTOR = 2  # tokens read into the next block for each token delivered
 _INDEX, _ROW, _FILE = 2**24, 2**48, 2**24  # bounds of a window, a place in a file, and a file; an epoch has 2^32
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """A row of a peer's reading order: epoch, number of the file in the epoch's order, place in the file."""
 
     epoch: int
@@ -33,13 +33,13 @@ class Document(NamedTuple):
     """The tokens of one row, and the place of the next row."""
 
     tokens: Shard
-    next_place: Place
+    next_place: RowPlace
 
 
 class DocumentStream(Protocol):
     """Documents in the order of a key."""
 
-    def documents(self, key: int, start: Place) -> Iterator[Document]:
+    def documents(self, key: int, start: RowPlace) -> Iterator[Document]:
         """Yield documents without end from `start` on; one with no tokens marks the end of each epoch."""
 
 
@@ -47,8 +47,8 @@ class DocumentStream(Protocol):
 class Block:
     """The documents of one block, from the place `start` on."""
 
-    start: Place
-    end: Place = field(init=False)
+    start: RowPlace
+    end: RowPlace = field(init=False)
     tokens: int = 0
     is_full: bool = False
     _documents: list[Shard] = field(default_factory=list)
@@ -84,7 +84,7 @@ class BlockWindows:
     They cover the block as a ring from a random offset on, so every token is a target.
     """
 
-    def __init__(self, tokens: Shard, context: int, key: int, start: Place) -> None:
+    def __init__(self, tokens: Shard, context: int, key: int, start: RowPlace) -> None:
         self._ring = TokenArray([tokens, tokens])
         self._size = len(tokens)
         self._context = context
@@ -141,11 +141,11 @@ class BlockStream:
         self._next = Block(self._next.end)
 
 
-def _as_integer(place: Place) -> int:
+def _as_integer(place: RowPlace) -> int:
     return (place.epoch * _FILE + place.file) * _ROW + place.row
 
 
-def _from_integer(number: int) -> Place:
+def _from_integer(number: int) -> RowPlace:
     number, row = divmod(number, _ROW)
     epoch, file = divmod(number, _FILE)
-    return Place(epoch, file, row)
+    return RowPlace(epoch, file, row)

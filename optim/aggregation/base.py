@@ -79,7 +79,7 @@ def cached_decoders(payloads: Sequence[WeightedPayload]) -> list[Decoder]:
 
 
 @dataclass(frozen=True)
-class Screening:
+class RoundVerdict:
     """The verdict on the payloads of a round: those left out have weight zero.
 
     `norms` has 0 for payloads without a weight. `left_out` gives the reason by index. The mean of the others is to be
@@ -92,7 +92,7 @@ class Screening:
     scale: float = 1.0
     usual_norm: float = 0.0
 
-    def leave_out(self, left_out: Mapping[int, LeftOut]) -> "Screening":
+    def leave_out(self, left_out: Mapping[int, LeftOut]) -> "RoundVerdict":
         """Return the verdict with more payloads left out."""
         payloads = (
             dataclasses.replace(payload, weight=0.0) if index in left_out else payload
@@ -137,7 +137,7 @@ class AggregationRule(ABC):
 
     def screen(
         self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0, state: Floats | None = None
-    ) -> Screening:
+    ) -> RoundVerdict:
         """Decide which payloads count; `usual_norm` is that before the round, 0 if it is not known.
 
         A rule that remembers contributions updates `state` in place.
@@ -150,7 +150,7 @@ class AggregationRule(ABC):
         payloads, norms = _measure(payloads)
         limit = norm_limit(norms, usual_norm, self.gate, payloads[0].numel)
         after = update_usual_norm(norms, usual_norm)
-        screening = Screening(payloads, norms, usual_norm=after)
+        screening = RoundVerdict(payloads, norms, usual_norm=after)
         large: dict[int, LeftOut] = {index: "too large" for index, norm in enumerate(norms) if norm > limit}
         if all(index in large for index, norm in enumerate(norms) if norm):
             return dataclasses.replace(screening, scale=limit_scale(max(norms), usual_norm, limit))

@@ -15,7 +15,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.aggregation.agreement import cosines_with_others, find_copies
-from optim.aggregation.base import LeftOut, Screening, WeightedPayload
+from optim.aggregation.base import LeftOut, RoundVerdict, WeightedPayload
 from optim.aggregation.contribution_memory import SKETCH_BUCKETS, ContributionMemory, sketch
 from optim.aggregation.mean import Mean, SenderMean, WeightedMean
 from optim.aggregation.sparse_mean import SparseBatch
@@ -66,7 +66,7 @@ class Filtered(WeightedMean):
 
     def screen(
         self, payloads: Sequence[WeightedPayload], usual_norm: float = 0.0, state: Floats | None = None
-    ) -> Screening:
+    ) -> RoundVerdict:
         screening = super().screen(payloads, usual_norm)
         screening = _leave_out(screening, [i for i in _members(screening) if not screening.norms[i]], "zero")
         if not all(screening.norms[i] for i in _members(screening)):
@@ -78,7 +78,7 @@ class Filtered(WeightedMean):
         screening = self._leave_out_repeated(screening, vectors, state)
         return _leave_out(screening, self._find_against(screening, vectors), "against the others")
 
-    def _find_wrong_sizes(self, screening: Screening) -> tuple[list[int], list[int]]:
+    def _find_wrong_sizes(self, screening: RoundVerdict) -> tuple[list[int], list[int]]:
         """Return the members whose norm is too small and too large for their weight."""
         members = _members(screening)
         if len(members) < MIN_MEMBERS:
@@ -91,8 +91,8 @@ class Filtered(WeightedMean):
         return small, [i for i in members if norms[i] > self.excess * max(1.0, weights[i])]
 
     def _leave_out_repeated(
-        self, screening: Screening, vectors: Mapping[int, Vector], state: Floats | None
-    ) -> Screening:
+        self, screening: RoundVerdict, vectors: Mapping[int, Vector], state: Floats | None
+    ) -> RoundVerdict:
         """Leave out copies and replays, and remember the others."""
         members = _members(screening)
         sketches = {i: sketch(vectors[i]) for i in members}
@@ -106,7 +106,7 @@ class Filtered(WeightedMean):
         memory.remember([sketches[i] for i in members if i not in screening.left_out])
         return screening
 
-    def _find_against(self, screening: Screening, vectors: dict[int, Vector]) -> list[int]:
+    def _find_against(self, screening: RoundVerdict, vectors: dict[int, Vector]) -> list[int]:
         """Return the members whose cosine with the mean of the others is too low; none if they are the majority."""
         members = kept = _members(screening)
         for _ in range(2):
@@ -141,12 +141,12 @@ class Filtered(WeightedMean):
         return rule(weights=self.weights, clip=self.clip, staleness=self.staleness, gate=self.gate)
 
 
-def _members(screening: Screening) -> list[int]:
+def _members(screening: RoundVerdict) -> list[int]:
     """Return the indices of the payloads that have a weight."""
     return [index for index, payload in enumerate(screening.payloads) if payload.weight]
 
 
-def _leave_out(screening: Screening, indices: Sequence[int], why: LeftOut) -> Screening:
+def _leave_out(screening: RoundVerdict, indices: Sequence[int], why: LeftOut) -> RoundVerdict:
     """Leave members out, unless none would remain."""
     if len(indices) == len(_members(screening)):
         return screening

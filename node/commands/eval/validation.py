@@ -18,8 +18,7 @@ from node.commands.eval.scoring import Scorer
 from node.commands.eval.tasks import Score
 from node.data import HeldOut, open_corpus, validation_sets
 from node.data.batches import VALIDATION_TOKENS
-from node.data.byte_tokenizer import ByteTokenizer
-from node.data.tokenizer import TextTokenizer
+from node.data.tokenizer import ByteTokenizer, TextTokenizer
 from node.model.opened_model import OpenedModel
 from protocol.errors import UsageError
 from protocol.manifest.run import Manifest

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from node.data.byte_tokenizer import byte_tokenizer_json
+from node.data.tokenizer import byte_tokenizer_json
 
 Json = dict[str, Any]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from node.data import check
-from node.data.byte_tokenizer import ByteTokenizer
 from node.data.check import TextReport, check_text
 from node.data.skipped_rows import SkipLog
+from node.data.tokenizer import ByteTokenizer
 from protocol.errors import DataError, MissingFileError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
@@ -120,7 +120,7 @@ def test_held_out_part_is_judged_as_the_trainer_divides_it(tmp_path: Path) -> No
         write_texts(tmp_path, count)
         config = DataSection(source="text", path="*.txt", validation_share=0.1)
         opened, (source,) = open_only(config, tmp_path), config.mixture
-        counted = check._Count(0.1)
+        counted = check._TokenCount(0.1)
         for piece in check._pieces(config, source, tmp_path, ByteTokenizer(), SkipLog()):
             counted.add(piece)
         assert counted.held_out_tokens(are_files=True) == len(opened.validation)

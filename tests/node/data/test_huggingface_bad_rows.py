@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from node.data import BatchReader, open_corpus, validation_batches
-from node.data import row_files as row_files_module
-from node.data.huggingface import ExampleStream
-from node.data.mixture import CIRCLE
-from node.data.row_files import Row, read_rows
+from node.data import huggingface as row_files_module
+from node.data.batches import CIRCLE
+from node.data.huggingface import ExampleStream, Row, read_rows
 from node.data.skipped_rows import Fault
 from protocol.errors import DataError
 from tests.node.data.data_sets import hf_config, write_rows

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from node.data.byte_tokenizer import ByteTokenizer
-from node.data.tokenizer import FileTokenizer, is_panic, open_tokenizer
+from node.data.tokenizer import ByteTokenizer, FileTokenizer, is_panic, open_tokenizer
 from protocol.errors import DataError, MissingFileError
 from tests.node.data.odd_tokenizers import ODD, byte_level, odd_tokenizer
 

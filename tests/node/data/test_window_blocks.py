@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from node.data import window_blocks
-from node.data.window_blocks import Block, BlockStream, Document, Place
+from node.data.window_blocks import Block, BlockStream, Document, RowPlace
 from tests.node.data.data_sets import numbers
 
 CONTEXT = 10
@@ -20,14 +20,14 @@ class CountedDocuments:
         self._length = length
         self.tokens_read = 0
 
-    def documents(self, key: int, start: Place) -> Iterator[Document]:
+    def documents(self, key: int, start: RowPlace) -> Iterator[Document]:
         epoch, row = start.epoch, start.row
         while True:
             for number in range(row, self._count):
                 self.tokens_read += self._length
-                yield Document(np.full(self._length, number, dtype=np.uint16), Place(epoch, 0, number + 1))
+                yield Document(np.full(self._length, number, dtype=np.uint16), RowPlace(epoch, 0, number + 1))
             epoch, row = epoch + 1, 0
-            yield Document(np.empty(0, dtype=np.uint16), Place(epoch, 0, 0))
+            yield Document(np.empty(0, dtype=np.uint16), RowPlace(epoch, 0, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +46,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_block_ends_by_tokens_documents_or_memory(length: int, documents: int) -> None:
-    block = Block(Place(0, 0, 0))
+    block = Block(RowPlace(0, 0, 0))
     block.fill(CountedDocuments(1000, length).documents(0, block.start))
-    assert block.tokens == documents * length and block.end == Place(0, 0, documents)
+    assert block.tokens == documents * length and block.end == RowPlace(0, 0, documents)
 
 
 def test_small_set_is_one_block_per_epoch_and_a_large_one_continues_in_the_next_epoch() -> None:
-    block = Block(Place(3, 0, 0))
+    block = Block(RowPlace(3, 0, 0))
     block.fill(CountedDocuments(5, 10).documents(0, block.start))
-    assert block.tokens == 50 and block.end == Place(4, 0, 0)
-    block = Block(Place(3, 0, 120))
+    assert block.tokens == 50 and block.end == RowPlace(4, 0, 0)
+    block = Block(RowPlace(3, 0, 120))
     block.fill(CountedDocuments(150, 10).documents(0, block.start))
-    assert block.tokens == 1000 and block.end == Place(4, 0, 70)
+    assert block.tokens == 1000 and block.end == RowPlace(4, 0, 70)
 
 
 def test_next_block_is_read_little_by_little() -> None:

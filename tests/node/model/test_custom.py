@@ -17,8 +17,8 @@ from node.commands.up.up import UpOptions, resolve_options
 from node.daemon.checkpoints.trained_weights import TrainedWeights
 from node.dashboard.command import HostOptions, host
 from node.dashboard.evaluations import EvaluationPlan
-from node.data.byte_tokenizer import ByteTokenizer
 from node.data.check import check_text
+from node.data.tokenizer import ByteTokenizer
 from node.from_manifest import build_own_loop_program
 from node.model import build_model, initial_weights, shapes_of
 from node.model.export import write_export

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
 from node.daemon.checkpoints.tensor_file import write_file
-from node.data.byte_tokenizer import byte_tokenizer_json
+from node.data.tokenizer import byte_tokenizer_json
 from node.model import build_model, shape_table
 from node.model import export as module
 from node.model.export import export

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from node.daemon.checkpoints.trained_weights import TrainedWeights
-from node.data.byte_tokenizer import ByteTokenizer
-from node.data.tokenizer import FileTokenizer
+from node.data.tokenizer import ByteTokenizer, FileTokenizer
 from node.model import initial_weights
 from node.model.export import write_export
 from protocol.manifest.run import Manifest

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
-from node.data.byte_tokenizer import ByteTokenizer
-from node.data.tokenizer import FileTokenizer
+from node.data.tokenizer import ByteTokenizer, FileTokenizer
 from node.model import build_model, initial_weights, shape_table
 from node.model.decoders.decoder import Decoder
 from node.model.decoders.llama import LlamaFamily

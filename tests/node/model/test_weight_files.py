@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from node.daemon.checkpoints.trained_weights import TrainedWeights
-from node.data.byte_tokenizer import ByteTokenizer
+from node.data.tokenizer import ByteTokenizer
 from node.model import all_cuts, build_model, stage_slice
 from node.model.export import write_export
 from node.model.weight_files import start_weights

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from node.daemon.checkpoints.trained_weights import TrainedWeights
-from node.data.byte_tokenizer import ByteTokenizer
+from node.data.tokenizer import ByteTokenizer
 from node.model import initial_weights
 from node.model.export import write_export
 from node.model.weight_files import block_digests

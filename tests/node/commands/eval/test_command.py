@@ -17,7 +17,7 @@ from node.commands.eval.scoring import Scorer
 from node.dashboard.report.run_report import RunReport, write_report
 from node.data import open_corpus, validation_batches
 from node.data.batches import VALIDATION_TOKENS
-from node.data.byte_tokenizer import ByteTokenizer
+from node.data.tokenizer import ByteTokenizer
 from node.model import build_model, shape_table
 from node.model.export import export
 from node.model.generate import sample_tokens, usable_tokens

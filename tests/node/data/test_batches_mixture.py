@@ -10,8 +10,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from node.data import BatchReader, open_corpus, validation_sets, window_blocks
+from node.data.batches import CIRCLE, choose_sources
 from node.data.check import check_text
-from node.data.mixture import CIRCLE, choose_sources
 from protocol.audits import MAX_POSITION
 from protocol.errors import DataError, MissingFileError
 from protocol.manifest.reading import load_manifest

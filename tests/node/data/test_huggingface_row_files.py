@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from node.data import row_files
-from node.data.row_files import LinesFile, ParquetRows, RowFile, parse_json_row, parse_text_row
+from node.data import huggingface
+from node.data.huggingface import LinesFile, ParquetRows, RowFile, parse_json_row, parse_text_row
 
 ROWS = [f"text of row {number} " + chr(228) * (number % 7) for number in range(3000)]
 GROUP = 200
@@ -59,7 +59,7 @@ class CountedReads:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> CountedReads:
-    counted, opened = CountedReads(), row_files.open_file
+    counted, opened = CountedReads(), huggingface.open_file
 
     class Opened:
         def __init__(self, inner: AbstractContextManager[BinaryIO]) -> None:
@@ -71,7 +71,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> CountedReads:
         def __exit__(self, *fault: Any) -> None:
             self._inner.__exit__(*fault)
 
-    monkeypatch.setattr(row_files, "open_file", lambda *words, **options: Opened(opened(*words, **options)))
+    monkeypatch.setattr(huggingface, "open_file", lambda *words, **options: Opened(opened(*words, **options)))
     return counted
 
 
