@@ -12,10 +12,10 @@ ALLOWED = {("optim/kernels/jit.py", "exec")}  # the kernel compiler runs text of
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 ATTRIBUTES = {
-    ("torch", "load"), ("torch.jit", "load"), ("numpy", "load"), ("np", "load"), ("torch.hub", "load"),
-    ("os", "system"), ("os", "popen"),
+    ("torch", "load"), ("torch", "save"), ("torch.jit", "load"), ("numpy", "load"), ("np", "load"),
+    ("torch.hub", "load"), ("os", "system"), ("os", "popen"),
 }  # fmt: skip
-KEYWORDS = {"trust_remote_code": (False,), "allow_pickle": (False,), "weights_only": (True,), "shell": (False,)}
+KEYWORDS = {"trust_remote_code": (False,), "allow_pickle": (), "weights_only": (True,), "shell": (False,)}
 
 
 def find_dangers(text: str) -> Iterator[str]:
@@ -51,9 +51,10 @@ def test_packages_run_and_unpickle_nothing() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "import pickle", "from pickle import loads", "import yaml", "torch.load(path)", "np.load(file)", "eval(x)",
-        "exec(x)", "f(trust_remote_code=True)", "f(allow_pickle=x)", "torch.load(p, weights_only=False)",
-        "run(x, shell=True)", "os.system(x)", "from dill import load", "import cloudpickle as c",
+        "import pickle", "from pickle import loads", "import yaml", "torch.load(path)", "torch.save(x, path)",
+        "np.load(file)", "eval(x)", "exec(x)", "f(trust_remote_code=True)", "f(allow_pickle=x)",
+        "f(allow_pickle=False)", "torch.load(p, weights_only=False)", "run(x, shell=True)", "os.system(x)",
+        "from dill import load", "import cloudpickle as c",
     ],
 )  # fmt: skip
 def test_each_danger_is_seen(text: str) -> None:
