@@ -1,7 +1,8 @@
 # make demo         three peers train a model on this machine, in minutes
 # make quick        style, types and the tests that need no process and no network, in two minutes
 # make test         what a change must pass: style, types, modules, real processes
-# make test-long    and what takes as long again: thousands of simulated swarms, real limited links
+# make slices       and short slices of the large families: simulated swarms, hostile swarms, real limited links
+# make nightly      all of these families and every other test, for hours
 # make proto        the code generated from protocol/murmur.proto
 # make dist         the wheel and the sdist of a release, in dist/
 # make image        the volunteer's image, by a Docker engine: murmuration:VERSION and murmuration:latest
@@ -11,23 +12,30 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+# A family too large for each change has a slice for it; the rest has the mark nightly. `make nightly` runs both.
+SLICE := and not nightly
+nightly: SLICE :=
+nightly: export MURMUR_EXAMPLES := 60
 # To collect all ten thousand tests takes each pytest, and each of its workers, five seconds.
-PROCESSES := tests/swarm tests/pipelines tests/test_package.py tests/node/processes/test_process_environment.py
+PROCESSES := tests/swarm tests/pipelines tests/test_package.py tests/benchmarks/test_merge.py \
+	tests/node/processes/test_process_environment.py
 SEEDS := tests/simulation tests/protocol/pipeline
 # Where Python is to keep no bytecode, each of the tests' hundreds of processes would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check warmup modules processes test-long ordeals hostile seeds links rare proto dist image image-check clean
+.PHONY: demo quick test check warmup modules processes slices hostile seeds links nightly proto dist image image-check clean
 
 demo: .venv/installed
 	$(BIN)/murmur up configs/demo.toml --drill
 
 quick: check warmup
-	$(BIN)/pytest -q -n logical --dist loadfile -m "not swarm and not netlab and not seeds and not slow"
+	$(BIN)/pytest -q -n logical --dist loadfile -m "not swarm and not netlab and not seeds and not slow $(SLICE)"
 
 test: check modules processes
 
-test-long: ordeals hostile seeds links rare
+slices: seeds hostile links
+
+nightly: check modules processes slices
 
 check: .venv/installed-for-tests
 	$(BIN)/ruff check .
@@ -38,25 +46,19 @@ warmup: .venv/installed-for-tests  # compile the kernels once for all processes 
 	$(BIN)/python -m optim.kernels.warmup
 
 modules: warmup
-	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds"
+	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds $(SLICE)"
 
 processes: .venv/installed-for-tests  # two swarms at a time: peers wait for each other, and for what starts
-	$(BIN)/pytest $(PROCESSES) -n 2 --dist loadfile -m "swarm and not ordeal and not hostile and not rare"
-
-ordeals: .venv/installed-for-tests
-	$(BIN)/pytest tests/swarm -n 2 --dist loadfile -m ordeal
+	$(BIN)/pytest $(PROCESSES) -n 2 --dist loadfile -m "swarm and not hostile $(SLICE)"
 
 hostile: .venv/installed-for-tests
-	$(BIN)/pytest tests/hostile -m hostile
+	$(BIN)/pytest tests/hostile -m "hostile $(SLICE)"
 
 seeds: .venv/installed-for-tests
-	$(BIN)/pytest $(SEEDS) -n logical --dist loadfile -p no:cacheprovider --timeout 900 -m seeds
+	$(BIN)/pytest $(SEEDS) -n logical --dist worksteal -p no:cacheprovider --timeout 900 -m "seeds $(SLICE)"
 
 links: .venv/installed-for-tests  # two laboratories at a time: links wait more than they compute
-	$(BIN)/pytest tests/netlab -n 2 --dist loadfile -m "netlab and not rare"
-
-rare: .venv/installed-for-tests
-	$(BIN)/pytest -m rare
+	$(BIN)/pytest tests/netlab -n 2 --dist loadfile -m "netlab $(SLICE)"
 
 proto: .venv/installed-for-tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I . \

@@ -16,6 +16,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-traces", action="store_true", help="write the golden traces of the round machine again")
 
 
+SEED_BATCHES = 3  # of each test of seeds; the others are part of `make nightly`
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but the first batches of seeds to `make nightly`."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and item.get_closest_marker("seeds") and max(callspec.indices.values()) >= SEED_BATCHES:
+            item.add_marker(pytest.mark.nightly)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the nodes of the tests out of the registry of this user's nodes."""

@@ -56,6 +56,7 @@ def test_the_check_sees_what_it_forbids() -> None:
     assert violations("node", "import protocol.identity, optim, torch") == []
 
 
+@pytest.mark.timeout(600)  # a few seconds, unless other programs hold the processors
 def test_figures_do_not_rise() -> None:
     risen = find_risen(measure(), read_ceilings())
     assert not risen, "\n" + "\n".join(risen)

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MARKS = {"processes": "swarm", "ordeals": "ordeal", "hostile": "hostile", "seeds": "seeds", "links": "netlab"}
-OTHER_MARKS = {"processes": ("hostile", "rare")}  # whose files another target runs
+MARKS = {"processes": "swarm", "hostile": "hostile", "seeds": "seeds", "links": "netlab"}
+OTHER_MARKS = {"processes": ("hostile",)}  # whose files another target runs
 
 
 def paths_of(target: str, makefile: str) -> list[Path]:
+    makefile = makefile.replace("\\\n\t", "")
     variables = dict(re.findall(r"^([A-Z]+) := (tests/.*)$", makefile, re.MULTILINE))
     recipe = re.search(rf"^{target}:.*\n\t.*pytest (.*) -m ", makefile, re.MULTILINE)
     assert recipe

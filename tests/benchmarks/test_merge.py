@@ -58,7 +58,7 @@ def test_a_step_moves_the_model_by_its_gradient() -> None:
 
 
 @pytest.mark.swarm
-@pytest.mark.rare
+@pytest.mark.nightly
 def test_real_peers_merge_ours_and_theirs() -> None:
     costs = sync.measure(["ours_dense", "ours_sparse", "hivemind_8bit", "gloo_fp32"], numel=50_000, turns=1)
     assert costs["ours_dense"].relative_error < 0.02

@@ -14,6 +14,7 @@ from tests.hostile.attacks import ATTACKS, Attack
 from tests.hostile.scoreboard import Score
 from tests.hostile.template import Template
 from tests.hostile.trial import Timing, attack_once, attack_until_ruin, open_arena, try_attack, try_control
+from tests.slices import sliced
 
 pytestmark = [pytest.mark.hostile, pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -55,7 +56,7 @@ def test_strangers_do_no_harm_and_are_counted(arena: Arena, name: str) -> None:
     require_defended(attack, score, min_pace)
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", sliced(MEMBERS, 2))
 def test_hostile_member_does_no_harm_and_is_counted(template: Template, name: str) -> None:
     """Test the model and the digests; `docs/results/hostile.md` has the pace while such a member leads."""
     require_defended(ATTACKS[name], try_attack(template, ATTACKS[name], TIMING), min_pace=0.0)
@@ -70,7 +71,7 @@ def test_manifests_of_hostile_organisers_are_refused(arena: Arena, name: str) ->
     assert attack_until_ruin(arena, attack, timing).is_ruined(attack.limits), "the control must succeed"
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("name", sliced(CONTROLS, 1))
 def test_same_attack_succeeds_with_the_rule_off(template: Template, name: str) -> None:
     attack = ATTACKS[name]
     for _ in range(2):  # a liar that a busy machine has silenced cannot lie

@@ -211,6 +211,7 @@ def test_file_that_a_restart_left_without_its_mount_is_removed(orphan: str) -> N
     assert not (FOLDER / orphan).exists()
 
 
+@pytest.mark.nightly
 def test_many_laboratories_remove_the_same_orphans(orphan: str) -> None:
     names = [f"{orphan}{number}" for number in range(8)]
     for name in names:

@@ -147,6 +147,7 @@ def test_two_parts_go_on_and_become_one_again(swarm: LabSwarm) -> None:
     partition_and_heal(swarm, swarm.peers[:3], swarm.peers[3:])
 
 
+@pytest.mark.nightly
 def test_three_fragments_become_one_again(swarm: LabSwarm) -> None:
     partition_and_heal(swarm, swarm.peers[:2], swarm.peers[2:4], swarm.peers[4:])
 

@@ -10,7 +10,7 @@ from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.lab.laboratory import Laboratory, Link
 from tests.swarm.process_swarm import ENDLESS
 
-pytestmark = [pytest.mark.netlab, pytest.mark.rare, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.netlab, pytest.mark.nightly, pytest.mark.timeout(180)]
 
 LINK = Link(up=50, down=100, delay=0.01)
 CIRCUIT_BYTES = 128 * 1024  # that a relay passes on

@@ -8,6 +8,7 @@ import pytest
 
 from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.lab.laboratory import Laboratory, Link
+from tests.slices import nightly
 from tests.swarm.process_swarm import ENDLESS, START_SECONDS, manifest_with
 
 pytestmark = [pytest.mark.netlab, pytest.mark.timeout(180)]
@@ -33,7 +34,7 @@ def seconds_of_rounds(swarm: LabSwarm, longest: float) -> list[float]:
     return sorted(seconds_to_the_next() for _ in range(ROUNDS))
 
 
-@pytest.mark.parametrize("grace", [GRACE, 60.0], ids=["bounded", "control"])
+@pytest.mark.parametrize("grace", [GRACE, *nightly([60.0])], ids=["bounded", "control"])
 def test_a_tenth_of_the_bandwidth(laboratory: Laboratory, tmp_path: Path, grace: float) -> None:
     """The control: whoever is ready to wait for ever does wait."""
     manifest = manifest_with(

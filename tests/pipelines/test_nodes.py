@@ -100,7 +100,7 @@ def test_microbatches_with_two_owners_count_once(naive: bool, tmp_path: Path) ->
     assert (outcome.differing > 0) == naive
 
 
-@pytest.mark.rare  # it takes minutes, and other programs on the processor make all stages equally weak
+@pytest.mark.nightly  # it takes minutes, and other programs on the processor make all stages equally weak
 @pytest.mark.parametrize("naive", [False, True])
 def test_one_peer_moves_to_the_weakest_stage(naive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: peers that decide alone leave the strong stage together."""

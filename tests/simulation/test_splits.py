@@ -7,6 +7,7 @@ import pytest
 from protocol.consensus.history import fork_choice
 from tests.simulation.virtual.network import Scenario
 from tests.simulation.virtual.swarm import SimulatedSwarm
+from tests.slices import sliced
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,7 @@ class LongSplit:
         self._has_met = True
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", sliced(SEEDS, 4))
 def test_long_splits_end_on_one_chain(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: where the voters of the last common head have no say, the same seed stays split."""
     split = LongSplit(seed)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from node.commands.up.peer_process import PeerProcess
+from tests.slices import nightly
 from tests.swarm.process_swarm import ENDLESS, POLL_SECONDS, ProcessSwarm, manifest_with, running_swarm
 
-pytestmark = [pytest.mark.swarm, pytest.mark.ordeal, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
-DEATHS = 5
 EARLY_DEATHS = 1  # more, before anything was resumed
 
 
@@ -48,14 +48,15 @@ class ProgressObserver:
             time.sleep(POLL_SECONDS)
 
 
-def test_deaths_of_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaths", [2, *nightly([5])])
+def test_deaths_of_everything(tmp_path: Path, deaths: int) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
     with running_swarm(tmp_path, manifest_with(target={"rounds": ENDLESS})) as swarm:
         witness = ProgressObserver(swarm)
-        early = set(draw.sample(range(DEATHS + EARLY_DEATHS), EARLY_DEATHS))
-        for death in range(DEATHS + EARLY_DEATHS):
+        early = set(draw.sample(range(deaths + EARLY_DEATHS), EARLY_DEATHS))
+        for death in range(deaths + EARLY_DEATHS):
             before = max(witness.shown.values(), default=0)
             witness.on_restart()
             swarm.start()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from node.paths import find_newest_checkpoint
+from tests.slices import nightly
 from tests.swarm.process_swarm import (
     ENDLESS,
     POLL_SECONDS,
@@ -38,7 +39,6 @@ from tests.swarm.processes import (
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 SHARED = Path("/dev/shm")
-CYCLES = 4
 PORTS = 3  # of a node: for libp2p, for direct connections, for its metrics
 AWAY_SECONDS = 20.0
 SHUTDOWN_LINE = "Shutting down. Press Ctrl-C again to exit immediately."
@@ -219,16 +219,16 @@ def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.S
         assert "resumes the run" in up.output().replace("\n", "")
 
 
-@pytest.mark.ordeal
+@pytest.mark.parametrize("cycles", [2, *nightly([4])])
 @pytest.mark.timeout(300)
-def test_up_and_stop_again_and_again(tmp_path: Path, world: str) -> None:
+def test_up_and_stop_again_and_again(tmp_path: Path, world: str, cycles: int) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
     folder = tmp_path / "swarm"
-    for cycle in range(CYCLES):
+    for cycle in range(cycles):
         with UpProcess(run, folder, peers=2) as up:
             # Most are stopped while they start, which is quick; the last one has gone on with what the others left.
             up.wait_for(partial(up.answers, 0), "the first peer answers")
-            if cycle == CYCLES - 1:
+            if cycle == cycles - 1:
                 before = up.checkpoints()
                 up.wait_for(partial(up.saved_since, before), "a round is saved")
                 traces = ProcessResources(find_marked(world))
@@ -236,4 +236,4 @@ def test_up_and_stop_again_and_again(tmp_path: Path, world: str) -> None:
         assert not find_marked(world), [process.cmdline() for process in find_marked(world)]
         assert not socket_folders()
     wait_for(lambda: not traces.remaining(), traces.remaining)
-    assert up.output().count("resumes the run") == CYCLES
+    assert up.output().count("resumes the run") == cycles

@@ -10,7 +10,7 @@ from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, isolated_processes
 
-pytestmark = [pytest.mark.swarm, pytest.mark.rare, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.swarm, pytest.mark.nightly, pytest.mark.timeout(240)]
 
 STAGES = ("0", "1", "all")
 INCLUDED = 1

@@ -16,7 +16,7 @@ from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, running_swarm
 from tests.swarm.stages.test_pipeline import RUN
 from tests.swarm.test_steering import Organiser
 
-pytestmark = [pytest.mark.swarm, pytest.mark.rare, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.swarm, pytest.mark.nightly, pytest.mark.timeout(500)]
 
 TAKEN = re.compile(r"fetching the state of round (\d+)")
 
@@ -38,7 +38,6 @@ def export_of(swarm: ProcessSwarm, out: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.ordeal
 def test_model_of_a_pipeline_that_goes_on_is_fetched_from_the_peers_of_its_stages(tmp_path: Path) -> None:
     with running_swarm(tmp_path, manifest_of(Organiser(tmp_path)), 0) as swarm:
         swarm.add_peer("--stage", "0")
