@@ -15,7 +15,6 @@ from node.daemon.state_effects import StateEffects
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
-    Answer,
     ApplyCommit,
     CloseRound,
     FetchBlob,
@@ -33,18 +32,19 @@ from node.loop.actions import (
     ReportPace,
     ReportPhase,
     ReportRecovered,
+    RestTrainer,
     SaveProofs,
-    SetResting,
+    SendReply,
     StartTrainer,
     TakeState,
     TargetReached,
 )
 from node.loop.events import (
     BlobFetched,
-    FetchFailed,
+    BlobMissing,
     LoopEvent,
+    NodeLeaving,
     Started,
-    Stopped,
     SumReady,
     TimePassed,
     VotePersisted,
@@ -90,7 +90,7 @@ class Effects:
 
     def stop(self) -> None:
         """Leave the run, but still answer peers that ask about decided rounds."""
-        self._inbox.post(Stopped())
+        self._inbox.post(NodeLeaving())
         self._tasks.cancel_all()
 
     def handle(self, event: LoopEvent) -> None:
@@ -102,7 +102,7 @@ class Effects:
         match action:
             case Send(peers, signed):
                 self._outbox.send(peers, signed)
-            case Answer():
+            case SendReply():
                 self._receiver.answer(action, self._outbox)
             case FetchBlob():
                 self._round.fetch(action)
@@ -142,7 +142,7 @@ class Effects:
             case AdoptState():
                 self._state.begin_adoption(action)
                 self._tasks.spawn(self._state.adopt_state(action))
-            case SetResting(is_resting):
+            case RestTrainer(is_resting):
                 self._tasks.spawn(self._state.set_resting(is_resting))
             case TargetReached():
                 self.reached = action
@@ -219,7 +219,7 @@ class RoundEffects:
             self._status.record_recovered("blob missing", line)
             self._downloads.cancel(action.part_blob)
             if isinstance(error, PeerFault):
-                self._inbox.post(FetchFailed(action.opening, action.owners, "does not decode"))
+                self._inbox.post(BlobMissing(action.opening, action.owners, "does not decode"))
             return
         self._downloads.cancel(action.part_blob)
         self._inbox.post(BlobFetched(action.opening, action.part_blob))
@@ -233,7 +233,7 @@ class RoundEffects:
             )
             await self._run_in_thread(self._compute.check_part, blob, action.round, part)
         except DeniedError as error:
-            self._inbox.post(FetchFailed(action.opening, (error.peer,), "not served"))
+            self._inbox.post(BlobMissing(action.opening, (error.peer,), "not served"))
             return False
         except (UnreachableError, MissingFileError):  # or it was damaged on our disk and removed
             return False

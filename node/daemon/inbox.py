@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES, Outbox
-from node.loop.actions import Answer
+from node.loop.actions import SendReply
 from node.loop.events import LoopEvent, MessagesReceived
 from node.loop.stage_events import StageEvent
 from node.monitoring.status_reporter import StatusReporter
@@ -176,7 +176,7 @@ class MessageReceiver:
             self._status.record_refusal(sender, fault)
         return restored, unresolved
 
-    def answer(self, answer: Answer, outbox: Outbox) -> None:
+    def answer(self, answer: SendReply, outbox: Outbox) -> None:
         """Send a decision in the reply if it is small enough, else through the outbox."""
         if sum(signed.ByteSize() for signed in answer.messages) <= MAX_DECISION_REPLY_BYTES:
             self._reply += answer.messages

@@ -33,12 +33,12 @@ from node.trainer.site.token import describe_site
 from protocol.errors import MurmurError, describe_error
 from protocol.manifest.run import Manifest
 from protocol.pipeline.stage import StageManifest, stage_of
-from protocol.tasks import cancel_and_wait
+from protocol.tasks import cancel_and_wait, run_periodically
 
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 3.0
-PUBLISH_SECONDS = 1.0
+PUBLISH_SECONDS = 1.0  # between two updates of the changing fields of our peer record
 
 
 Beside = Callable[[Node], AbstractAsyncContextManager[None]]  # runs next to the node, for example the page
@@ -172,7 +172,8 @@ class Daemon:
         budget = choose_budget(self._folder.path, self._settings.disk)
         shown = self._display.show_status(node)
         watched = watch_budget(self._folder.path, budget)
-        loops = [node.directory.run(), node.rendezvous.run(), self._publish(node), trim_periodically(), shown, watched]
+        published = run_periodically(PUBLISH_SECONDS, node.publish_progress)
+        loops = [node.directory.run(), node.rendezvous.run(), published, trim_periodically(), shown, watched]
         loops += [self._keepers.run()] if self._keepers else []
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="round loop")
@@ -209,12 +210,6 @@ class Daemon:
         self._folder.write_final_status(status.model_dump_json())
         if not (status.is_done or reason or self.next_stage is not None):
             logger.info("left the run after %s; the same command resumes", status.describe_round())
-
-    async def _publish(self, node: Node) -> None:
-        """Update the changing fields of our peer record; gossip spreads them."""
-        while True:
-            node.publish_progress()
-            await asyncio.sleep(PUBLISH_SECONDS)
 
 
 def _end_of(node: Node) -> FinishedRun | None:

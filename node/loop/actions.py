@@ -4,7 +4,7 @@ The actions `Send`, `VoteRecord`, `RequestEarlySubmit` and `Rejected` are those 
 them on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from node.daemon.state.outer_state import SignedContributions
@@ -30,7 +30,7 @@ from protocol.murmur_pb2 import Signed
 
 
 @dataclass(frozen=True)
-class Answer:
+class SendReply:
     """Send the decision to a peer that asks about a decided round."""
 
     peer: PeerId
@@ -51,7 +51,7 @@ class FetchBlob:
         priority: lower numbers first.
         seconds: the timeout of one try.
         owner_message: the message in which the owner names the blob, for a relay.
-        owners: peers that have to have the blob; if one denies it or it does not decode, answer with FetchFailed too.
+        owners: peers that have to have the blob; if one denies it or it does not decode, answer with BlobMissing too.
     """
 
     opening: int
@@ -249,7 +249,7 @@ class LeaveRun:
 
 
 @dataclass(frozen=True)
-class SetResting:
+class RestTrainer:
     """Let the trainer rest, or train again."""
 
     is_resting: bool
@@ -257,7 +257,7 @@ class SetResting:
 
 LoopAction = (
     Send
-    | Answer
+    | SendReply
     | FetchBlob
     | ReducePart
     | VoteRecord
@@ -283,5 +283,30 @@ LoopAction = (
     | SaveProofs
     | TargetReached
     | LeaveRun
-    | SetResting
+    | RestTrainer
 )
+
+
+class ActionQueue:
+    """Collects the actions of a round loop until they are carried out; a phase that is repeated is reported once."""
+
+    def __init__(self) -> None:
+        self._actions: list[LoopAction] = []
+        self._phase: ReportPhase | None = None
+
+    def add(self, actions: Iterable[LoopAction]) -> None:
+        """Add actions, but for reports of the phase that was reported last."""
+        for action in actions:
+            if isinstance(action, ReportPhase):
+                if action == self._phase:
+                    continue
+                self._phase = action
+            self._actions.append(action)
+
+    def report_phase(self, phase: Phase, reason: str = "") -> None:
+        self.add([ReportPhase(phase, reason)])
+
+    def take(self) -> list[LoopAction]:
+        """Remove the actions and return them."""
+        actions, self._actions = self._actions, []
+        return actions

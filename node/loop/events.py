@@ -48,7 +48,7 @@ class BlobFetched:
 
 
 @dataclass(frozen=True)
-class FetchFailed:
+class BlobMissing:
     """Answers FetchBlob: these owners deny that they have the blob, or it does not decode."""
 
     opening: int
@@ -138,7 +138,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class NodeLeaving:
     """The node leaves; from now on the loop only answers peers that ask about decided rounds."""
 
 
@@ -153,7 +153,7 @@ LoopEvent = (
     | MisbehaviourSeen
     | ContributionReady
     | BlobFetched
-    | FetchFailed
+    | BlobMissing
     | SumReady
     | VotePersisted
     | TrainerStarted
@@ -167,6 +167,6 @@ LoopEvent = (
     | HeadPublished
     | RevisionsChanged
     | Started
-    | Stopped
+    | NodeLeaving
     | TimePassed
 )

@@ -6,12 +6,13 @@ includes it. Events go in, actions come out; the daemon, the simulator and the t
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from node.daemon.state.outer_state import SignedContributions
 from node.loop import events, reports
-from node.loop.action_queue import ActionQueue
 from node.loop.actions import (
+    ActionQueue,
     AdvanceState,
     ApplyCommit,
     LeaveRun,
@@ -20,19 +21,20 @@ from node.loop.actions import (
     ReportCatchUp,
     ReportPace,
     ReportPhase,
+    RestTrainer,
     StartTrainer,
     TargetReached,
 )
-from node.loop.applying import Applying
 from node.loop.contributions import ContributionTracker
 from node.loop.departure import Departure
 from node.loop.exact_rounds import ExactRounds
-from node.loop.holds import Holds
 from node.loop.options import LoopOptions
-from node.loop.peers.conduct_keeper import ConductKeeper
+from node.loop.peers.peer_conduct import PeerConduct
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from node.loop.peers.syncing import Syncing
 from node.loop.round_session import RoundSession
+from node.loop.steering import Steering
+from node.trainer.ipc.channel import ContributionOutcome
 from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
 from protocol.consensus.history.certified import CertifiedCommit
 from protocol.consensus.history.chain import Chain
@@ -43,6 +45,46 @@ from protocol.identity import PeerId
 
 POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
 Stage = Literal["created", "joining", "starting", "assembling", "running", "done"]
+
+
+@dataclass
+class Applying:
+    """A commit that is being applied to our state; `counts`: it changes the state, which a void round does not."""
+
+    commit: CertifiedCommit
+    counts: bool = True
+    contributions: SignedContributions = ()
+    outcome: ContributionOutcome = "none"
+
+
+class Holds:
+    """The reasons that hold the next round of a chain; in some, the trainer rests meanwhile."""
+
+    def __init__(self, steering: Steering, chain: Chain) -> None:
+        self._steering = steering
+        self._chain = chain
+        self._is_resting = False
+
+    def pause(self, snapshot: SwarmSnapshot) -> list[LoopAction]:
+        """Return what to do while the organiser has paused the run.
+
+        A stage of a pipeline goes on serving while another one has not reached the pause.
+        """
+        actions: list[LoopAction] = []
+        is_paused = self._steering.is_paused and not self.stage_behind(snapshot)
+        if is_paused != self._is_resting:
+            self._is_resting = is_paused
+            actions.append(RestTrainer(is_paused))
+        if is_paused:
+            actions.append(ReportPhase("paused", f"paused by the organiser since round {self._chain.round}"))
+        return actions
+
+    def stage_behind(self, snapshot: SwarmSnapshot) -> list[LoopAction]:
+        """Return the report that another stage is behind: stages are at most one round apart."""
+        others = snapshot.other_stages
+        if others is None or others >= self._chain.round:
+            return []
+        return [ReportPhase("waiting for peers", reports.stage_behind(others))]
 
 
 class RoundLoop:
@@ -60,7 +102,7 @@ class RoundLoop:
         self.steering = options.steering
         self._peer_id = options.round.peer_id
         self._syncing = Syncing(self._peer_id, chain, contributions, options.sync)
-        self.conduct = ConductKeeper(self._peer_id, options.proofs, session.signer)
+        self.conduct = PeerConduct(self._peer_id, options.proofs, session.signer)
         self._snapshot = SwarmSnapshot({})
         self._stage: Stage = "created"
         self._applying: Applying | None = None
@@ -126,7 +168,7 @@ class RoundLoop:
                 self._update_swarm(self.conduct.unfiltered, now)
             case events.BlobFetched(opening, part_blob):
                 self.session.feed(BlobAvailable(part_blob), opening)
-            case events.FetchFailed(_, owners) if self.session.drop_contributions(event):
+            case events.BlobMissing(_, owners) if self.session.drop_contributions(event):
                 self.conduct.strike(owners, self.session.number)
                 self._update_swarm(self.conduct.unfiltered, now)
             case events.SumReady(opening, result):
@@ -144,7 +186,7 @@ class RoundLoop:
             case events.TrainerStarted() if self._stage == "starting":
                 self._stage = "assembling"
                 self._patience_ends = now + self._options.expiry
-            case events.Stopped():
+            case events.NodeLeaving():
                 self._stop()
             case _ if self._stage != "done":
                 self._take_result(event, now)

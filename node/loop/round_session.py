@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from node.loop.actions import Answer, CloseRound, FetchBlob, LoopAction, PrecomputeCommit, ReducePart
+from node.loop.actions import CloseRound, FetchBlob, LoopAction, PrecomputeCommit, ReducePart, SendReply
 from node.loop.contributions import StoredContribution
-from node.loop.events import FetchFailed
+from node.loop.events import BlobMissing
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
 from protocol.conduct import RoundConduct
@@ -202,14 +202,14 @@ class RoundSession:
         if late:
             # Only the oldest round: the sender must apply it before it can use the others.
             answer = self._buffer.answer_late(min(late), sender, now)
-            self._actions += [Answer(sender, answer)] if answer else []
+            self._actions += [SendReply(sender, answer)] if answer else []
 
     def accuse(self, seen: MisbehaviourSeen) -> None:
         """Let the open round know of a false statement about it."""
         if self.is_open and seen.round == self._number:
             self._events.append(seen)
 
-    def drop_contributions(self, failed: FetchFailed) -> bool:
+    def drop_contributions(self, failed: BlobMissing) -> bool:
         """Let the open round know whose contributions are unusable; return whether the fetch was for that round."""
         if not self.is_open or failed.opening != self._opening:
             return False

@@ -14,6 +14,7 @@ from protocol.consensus.messages.signed import Digest
 from protocol.errors import LimitError, StaleError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
+from protocol.recent import RecentTable
 from protocol.steering import (
     REFERENCE_MANIFEST,
     RevisedManifest,
@@ -39,7 +40,7 @@ class Steering:
         self.base = base
         self.log = log
         self._chain = chain
-        self._cache: dict[tuple[Digest, int], RevisedManifest] = {}
+        self._cache = RecentTable[tuple[Digest, int], RevisedManifest](MAX_CACHED)
 
     def manifest_at(self, round_number: int) -> Manifest:
         """Return the manifest of a round after our head; its run id is not that of the run."""
@@ -122,8 +123,6 @@ class Steering:
             return RevisedManifest(self.base)
         key = entries[-1].digest, len(bodies)
         if key not in self._cache:
-            while len(self._cache) >= MAX_CACHED:
-                del self._cache[next(iter(self._cache))]
             self._cache[key] = manifest_of_round(self.base, bodies, round_number)
         return self._cache[key]
 

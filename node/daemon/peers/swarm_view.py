@@ -21,6 +21,7 @@ from protocol.membership.records.kept_states import parse_kept_states
 from protocol.membership.records.served_stages import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import StepReports, read_step_reports
+from protocol.recent import RecentTable
 from protocol.transport.nat import is_relay_only, relays_of
 
 MAX_LEFT_PEERS = 4096
@@ -51,7 +52,7 @@ class SwarmView:
         self._status = status
         self.has_contacts = has_contacts
         self._rng = rng
-        self._left_peers: dict[PeerId, PeerState] = {}  # oldest first
+        self._left_peers = RecentTable[PeerId, PeerState](MAX_LEFT_PEERS)
         self._has_met_trainer = False  # whether another trainer was ever seen
         directory.subscribe(self)
 
@@ -229,8 +230,6 @@ class SwarmView:
             self._has_met_trainer = self._has_met_trainer or record.role == "trainer"
         elif isinstance(event, PeerLeft) and event.reason == "left":
             self._left_peers[event.peer] = peer_state(seen)
-            if len(self._left_peers) > MAX_LEFT_PEERS:
-                del self._left_peers[next(iter(self._left_peers))]
 
 
 def peer_states(records: Mapping[PeerId, PeerRecord]) -> dict[PeerId, PeerState]:

@@ -15,6 +15,7 @@ from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.history.fork_choice import ChainOffer
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
 from protocol.steering import SignedRevision
 
 SYNC_AFTER_SECONDS = 1.5  # to wait for the next commit to arrive by itself
@@ -115,7 +116,7 @@ class CatchUp:
         self._chain = chain
         self._compares_states = compares_states
         self._snapshot = SwarmSnapshot({})
-        self._avoided: dict[PeerId, tuple[float, float]] = {}  # until when, and the length of the pause
+        self._avoided = RecentTable[PeerId, tuple[float, float]](MAX_AVOIDED)  # until when; length of the pause
         self._ahead_since: float | None = None
         self._replay_failed = False
         self._vanished = 0
@@ -215,11 +216,9 @@ class CatchUp:
 
     def avoid(self, peer: PeerId, now: float) -> None:
         """Do not ask a peer for a while, which doubles each time."""
-        _, pause = self._avoided.pop(peer, (0.0, MIN_AVOID_SECONDS / 2))
+        _, pause = self._avoided.get(peer, (0.0, MIN_AVOID_SECONDS / 2))
         pause = min(2 * pause, MAX_AVOID_SECONDS)
         self._avoided[peer] = now + pause, pause
-        while len(self._avoided) > MAX_AVOIDED:
-            del self._avoided[next(iter(self._avoided))]
 
     def failed(self, sync: Sync, has_vanished: bool, now: float) -> bool:
         """Record a failed sync. Return whether to retry at once, because the peers moved on meanwhile."""

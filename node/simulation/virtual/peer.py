@@ -14,7 +14,6 @@ from node.loop import events
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
-    Answer,
     ApplyCommit,
     CloseRound,
     FetchBlob,
@@ -22,6 +21,7 @@ from node.loop.actions import (
     LoopAction,
     PublishHead,
     ReducePart,
+    SendReply,
     StartTrainer,
     TakeState,
     TargetReached,
@@ -159,7 +159,7 @@ class VirtualPeer:
         match action:
             case Send(peers, signed):
                 self.swarm.send(self, peers, signed)
-            case Answer(peer, messages):
+            case SendReply(peer, messages):
                 for signed in messages:
                     self.swarm.send(self, [peer], signed)
             case FetchBlob():
@@ -209,7 +209,7 @@ class VirtualPeer:
             self.held_since[part_blob.blob.digest] = self.chain.round
             self._on_held(part_blob)
         elif action := self._fetches.get(part_blob):
-            self.post(events.FetchFailed(action.opening, action.owners, "does not decode"))
+            self.post(events.BlobMissing(action.opening, action.owners, "does not decode"))
         self._apply_when_obtained()
 
     def on_no_holder(self, part_blob: PartBlob) -> bool:

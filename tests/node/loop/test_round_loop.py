@@ -16,7 +16,7 @@ from node.loop.actions import (
     ReportMissed,
     ReportPhase,
     ReportRecovered,
-    SetResting,
+    RestTrainer,
     StartTrainer,
     TakeState,
     TargetReached,
@@ -29,11 +29,11 @@ from node.loop.events import (
     ContributionReady,
     HeadPublished,
     MessagesReceived,
+    NodeLeaving,
     PathFound,
     RevisionsChanged,
     Started,
     StateInstalled,
-    Stopped,
     SwarmChanged,
     SyncFailed,
     TimePassed,
@@ -214,7 +214,7 @@ def test_last_peer_stays_until_a_host_has_the_final_state() -> None:
     actions = peer.apply(decided(peer))
     assert of_kind(TargetReached, actions) and not of_kind(LeaveRun, actions)
     assert of_kind(ReportPhase, actions)[-1].reason.endswith("until 1 other machine holds the final model")
-    peer.post(Stopped())  # the daemon has stopped the trainer and saved
+    peer.post(NodeLeaving())  # the daemon has stopped the trainer and saved
     assert of_kind(LeaveRun, peer.meet(friend=PeerState(peer.chain.head, peer.loop.state, is_trainer=False)))
 
 
@@ -314,7 +314,7 @@ def test_results_that_come_after_the_end_change_nothing() -> None:
     peer = LoopUnderTest()
     peer.start()
     commit = decided(peer)
-    peer.post(Stopped())
+    peer.post(NodeLeaving())
     assert peer.post(CommitComputed(commit.body.contributions), HeadPublished(), TimePassed()) == []
     assert peer.contributions.pending is not None and peer.loop.is_done
 
@@ -363,7 +363,7 @@ def test_paused_stage_serves_on_until_the_other_stages_have_reached_the_pause() 
         peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest), peer.chain.log)
         seen = SwarmSnapshot({ME: PeerState(peer.chain.head, peer.loop.state)}, other_stages=other_stages)
         actions = [*peer.post(SwarmChanged(seen)), *peer.pass_time(1.0)]
-        assert bool(of_kind(SetResting, actions)) == (phase == "paused") and not peer.loop.session.is_open
+        assert bool(of_kind(RestTrainer, actions)) == (phase == "paused") and not peer.loop.session.is_open
         assert of_kind(ReportPhase, actions)[-1].phase == phase
 
 
@@ -371,12 +371,12 @@ def test_paused_run_opens_no_round_and_goes_on_with_the_news() -> None:
     peer = LoopUnderTest()
     pause = signed_revision((), 0, paused=True)
     peer.log.add(pause)
-    assert not of_kind(SetResting, peer.start()) and peer.loop.session.is_open, "no commit has adopted it"
+    assert not of_kind(RestTrainer, peer.start()) and peer.loop.session.is_open, "no commit has adopted it"
     peer.loop.session.close()
     peer.chain.switch_to(replace(peer.chain.head, revision=pause.digest), peer.chain.log)
     actions = peer.pass_time(1.0)
-    assert of_kind(SetResting, actions) == [SetResting(is_resting=True)] and not peer.loop.session.is_open
+    assert of_kind(RestTrainer, actions) == [RestTrainer(is_resting=True)] and not peer.loop.session.is_open
     assert of_kind(ReportPhase, actions)[-1].phase == "paused"
     peer.log.add(signed_revision((pause,), 0, paused=False))
     actions = peer.post(RevisionsChanged())
-    assert of_kind(SetResting, actions) == [SetResting(is_resting=False)] and peer.loop.session.is_open
+    assert of_kind(RestTrainer, actions) == [RestTrainer(is_resting=False)] and peer.loop.session.is_open

@@ -14,7 +14,6 @@ from node.loop import events
 from node.loop.actions import (
     AdoptState,
     AdvanceState,
-    Answer,
     ApplyCommit,
     CloseRound,
     FetchBlob,
@@ -24,6 +23,7 @@ from node.loop.actions import (
     PublishHead,
     ReducePart,
     SaveProofs,
+    SendReply,
     StartTrainer,
     TakeState,
 )
@@ -172,7 +172,7 @@ class SimulatedPeer(Messenger):
                 for peer in peers:
                     if peer not in self.swarm.strangers:
                         self.send(peer, signed)
-            case Answer(peer, messages):
+            case SendReply(peer, messages):
                 for signed in messages:
                     self.send(peer, signed)
             case FetchBlob():
@@ -274,7 +274,7 @@ class SimulatedPeer(Messenger):
         """Report a source that lacks a blob, if it is one that has named it itself."""
         action = self.fetches.get(part_blob)
         if action is not None and source in action.owners:
-            self.feed(events.FetchFailed(action.opening, (source,), "not served"))
+            self.feed(events.BlobMissing(action.opening, (source,), "not served"))
 
     # The state.
 

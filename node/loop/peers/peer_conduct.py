@@ -21,7 +21,7 @@ NEWCOMER_HELPERS = 2  # peers that tell a newcomer the known proofs
 MAX_PROOFS_TOLD = 16
 
 
-class ConductKeeper:
+class PeerConduct:
     """The conduct of the peers of one replica.
 
     Args:
