@@ -27,12 +27,12 @@ from pydantic import (
 from node.monitoring.training_log.loggers import is_installed
 from node.paths import is_utf8
 from node.units import ALL_INTERFACES, multiaddress_fault, parse_host_port, parse_rate, parse_size
-from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import MalformedError, UsageError
 from protocol.fault_words import describe_value, shorten
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import MemoryMode
+from protocol.signing import TrustPoint
 from protocol.transport.nat import listen_on_all_interfaces
 
 if TYPE_CHECKING:

@@ -55,7 +55,9 @@ def _expand(values: dict[str, Any], text: ManifestText, base: Path) -> None:
     if "config" in model and "from" in model:
         raise text.fault_at(("model", "config"), f"model.from has its own {CONFIG_FILE}; remove one of the two")
     if "from" in model and "subspace" in model:
-        raise text.fault_at(("model", "subspace"), "weights of others are in no subspace; remove it, or model.from")
+        raise text.fault_at(
+            ("model", "subspace"), "cannot be combined with pretrained weights; remove it, or model.from"
+        )
     if more := [key for key in model if key not in BESIDE_FILES]:
         raise text.fault_at(("model", more[0]), f"comes from {CONFIG_FILE}; remove this key")
     source = model.pop("from", None)

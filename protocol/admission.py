@@ -20,7 +20,7 @@ from protocol import murmur_pb2 as wire
 from protocol.errors import ForgedError, MalformedError, PeerFault
 from protocol.identity import Identity, PeerId, public_key
 from protocol.manifest.run import Manifest, RunId
-from protocol.membership.records.fields import MAX_TICKET_BYTES
+from protocol.membership.record_fields import MAX_TICKET_BYTES
 from protocol.recent import RecentTable
 from protocol.signing import open_signed, read_unverified, sign
 

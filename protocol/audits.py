@@ -30,10 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import MAX_BLOB_BYTES, Blob, check_digest
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.checks import check_round
+from protocol.consensus.chain import Chain
 from protocol.consensus.messages.contributions import MAX_WORK_RECORD_BYTES, Commit, Contribution
-from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.messages.signed import Digest, SignedMessage, check_round
 from protocol.errors import LimitError, MalformedError, StaleError
 from protocol.fault_words import describe_faults
 from protocol.identity import Identity, PeerId, public_key

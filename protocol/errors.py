@@ -29,6 +29,9 @@ MurmurError                      1   any of the errors below, unspecified
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+Reply = TypeVar("Reply")
 
 
 def describe_error(error: BaseException) -> str:
@@ -167,3 +170,10 @@ def error_with_code(exit_code: int, text: str) -> MurmurError:
 
 class NewcomerError(PeerFault):
     pass
+
+
+def require_reply(reply: Reply | None) -> Reply:
+    """Return a peer's reply. Raises MalformedError if it did not parse: RPC clients return such a reply as None."""
+    if reply is None:
+        raise MalformedError("an answer that does not parse")
+    return reply

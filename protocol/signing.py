@@ -12,11 +12,19 @@ An organiser publishes a manifest as TOML text followed by two comments that nam
     # organiser 12D3KooW...
     # signature BASE64
 
-A host may add `# trust POINT` above them: the newest round that it holds (`protocol.consensus.history.trust`). The
+A host may add `# trust POINT` above them: the newest round that it holds (`TrustPoint`). The
 signature covers "murmur/1" NUL "manifest" NUL and every byte above the two comments, bootstrap addresses and trust
 included. TOML parsers ignore comments, so the file is a manifest like any other. A line that begins like one of the two
 comments anywhere else, or a comment in another form, is an error: a signature that an editor or a mailer has damaged
 must not count as absent.
+
+A trust point is a round of a run for which a person vouches, in a text short enough to read out:
+
+    1234-9f3c21aa5b0e77d41c09a3e2f6d4b810
+
+The number is that of the rounds before it. The rest is the beginning of a SHA-256 over the digests of the chain, of the
+state and of the electorate there, so a chain that passes through the point has the same history, model and voters.
+`murmur status` shows the newest one of a node.
 """
 
 import base64
@@ -26,18 +34,21 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protocol import murmur_pb2
-from protocol.consensus.history.trust import TRUST_PATTERN, TrustPoint
 from protocol.errors import MalformedError, OrganiserError, PeerFault
 from protocol.identity import Identity, PeerId, public_key, verify
 from protocol.manifest.reading import MAX_MANIFEST_BYTES, ManifestText, decode_text, parse_manifest, read_manifest_bytes
 from protocol.manifest.run import Manifest, RunId
+from protocol.manifest.sections import MAX_ROUNDS
 
+Digest = bytes  # 32 bytes, SHA-256
+MARK_BYTES = 16
+TRUST_PATTERN = rf"(\d{{1,8}})-([0-9a-f]{{{2 * MARK_BYTES}}})"
 DOMAIN = b"murmur/1"
 MAX_BODY_BYTES = 512 * 1024
 SIGNATURE_BYTES = 64
@@ -45,8 +56,39 @@ MAX_CACHED_MESSAGE_BYTES = 4096  # signatures of longer messages are not cached
 MAX_CACHED_SIGNATURES = 512
 MAX_ROUND = 2**24  # a round every half minute for sixteen years
 MAX_CHAIN_TOKENS = 2**60
-
 MessageT = TypeVar("MessageT", bound=Message)
+
+
+@dataclass(frozen=True)
+class TrustPoint:
+    """A round, and the mark that its chain, state and voters must have."""
+
+    round: int
+    mark: bytes
+
+    @classmethod
+    def of(cls, round_number: int, chain: Digest, state: Digest, voters: Digest) -> Self:
+        """Return the trust point at a head.
+
+        Args:
+            round_number: the rounds before it.
+            chain: the digest of the head.
+            state: the digest of the outer state; empty where peers share none.
+            voters: the digest of the electorate.
+        """
+        parts = b"".join(hashlib.sha256(part).digest() for part in (chain, state, voters))
+        return cls(round_number, hashlib.sha256(b"murmur trust %d " % round_number + parts).digest()[:MARK_BYTES])
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text of a trust point. Raises MalformedError."""
+        found = re.fullmatch(TRUST_PATTERN, text.strip())
+        if found is None or int(found[1]) > MAX_ROUNDS:
+            raise MalformedError("a trust point looks like 1234-9f3c21aa5b0e77d41c09a3e2f6d4b810")
+        return cls(int(found[1]), bytes.fromhex(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.round}-{self.mark.hex()}"
 
 
 def sign(identity: Identity, kind: str, run_id: RunId, body: Message) -> murmur_pb2.Signed:
@@ -143,14 +185,26 @@ SIGNATURE_LINES = re.compile(
     rb"# organiser (?P<organiser>[1-9A-HJ-NP-Za-km-z]{52})\n"
     rb"# signature (?P<signature>[A-Za-z0-9+/]{86}==)\n\Z"
 )
+
+
 TRUST_LINE = re.compile(rb"\n# trust (" + TRUST_PATTERN.encode() + rb")\n\Z")
+
+
 # A comment that begins like a line of a signature: the word alone, or before a long token. A sentence that begins with
 # the word and a key that is commented out (`# organiser = "Ada"`) do not. The
 # patterns have no nested repetition, so that the time does not grow with the square of a hostile line.
 LINE_START = re.compile(rb"[^\w\"']*")
+
+
 SIGNATURE_WORD = re.compile(rb"(?:organiser|signature)(?:\W{0,8}\Z|\W{1,8}[A-Za-z0-9+/]{20})", re.IGNORECASE)
+
+
 SIGNER = re.compile(rb"organiser\W{1,8}12D3Koo", re.IGNORECASE)
+
+
 MAX_SIGNATURE_LINES_BYTES = 200
+
+
 MAX_SIGNED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + MAX_SIGNATURE_LINES_BYTES
 
 

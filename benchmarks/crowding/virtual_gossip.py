@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from protocol.identity import Identity
 from protocol.membership.directory import GOSSIP_FANOUT
-from protocol.membership.exchange import MAX_RECORDS
+from protocol.membership.gossip import MAX_RECORDS
 from protocol.membership.peer_table import KEPT_VERSIONS, KIND, RENEWAL_SHARE
-from protocol.membership.records.summary import Summary
-from protocol.membership.records.updates import make_update
+from protocol.membership.record_fields import make_update
+from protocol.membership.summary import Summary
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord, Signed
 from protocol.signing import sign
 

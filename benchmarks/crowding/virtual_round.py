@@ -28,8 +28,7 @@ from protocol.consensus.events import (
     Tick,
 )
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages.briefs.codec import Abridger
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import Abridger, SeenMessages
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits, Roster
 from protocol.consensus.messages.kinds import Body
 from protocol.consensus.messages.signed import SignedMessage

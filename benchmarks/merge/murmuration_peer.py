@@ -60,10 +60,9 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
+from protocol.consensus.chain import Chain
 from protocol.consensus.events import Rejected
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.briefs.codec import Abridger
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import Abridger, SeenMessages
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings

@@ -33,7 +33,7 @@ from protocol.identity import Identity, PeerId
 from protocol.manifest.run import Manifest, RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.gossip import DirectoryOptions
 from protocol.murmur_pb2_grpc import add_StagesServicer_to_server
 from protocol.pipeline.messages import Outcome
 from protocol.pipeline.stage import StageManifest

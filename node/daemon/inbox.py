@@ -19,8 +19,7 @@ from node.loop.stage_events import StageEvent
 from node.monitoring.status_reporter import StatusReporter
 from protocol.audits import FINDING_KIND
 from protocol.consensus.events import MisbehaviourSeen
-from protocol.consensus.messages.briefs.codec import restore
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import SeenMessages, restore
 from protocol.consensus.messages.contributions import MAX_CONTRIBUTIONS, ContributionLimits
 from protocol.consensus.messages.kinds import parse, signed_round
 from protocol.consensus.state import RETRANSMITS_PER_TIMEOUT

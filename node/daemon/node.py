@@ -19,7 +19,6 @@ from node.processes.workers import Workers
 from node.run_dir import RunDir, reuse_last_port
 from protocol.blobs.server import register_blob_service
 from protocol.blobs.store import BlobStore
-from protocol.consensus.history.trust import TrustPoint
 from protocol.manifest.run import Manifest, RunId
 from protocol.membership.rendezvous import Rendezvous
 from protocol.murmur_pb2_grpc import (
@@ -28,6 +27,7 @@ from protocol.murmur_pb2_grpc import (
     add_RunsServicer_to_server,
     add_StagesServicer_to_server,
 )
+from protocol.signing import TrustPoint
 from protocol.tasks import cancel_and_wait
 from protocol.transport.nat import DialBackResponder, choose_relays, find_own_ip
 from protocol.transport.transport import AddServicer

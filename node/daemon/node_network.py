@@ -15,7 +15,7 @@ from protocol.identity import Identity
 from protocol.manifest.run import Manifest
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.gossip import DirectoryOptions
 from protocol.transport.transport import Transport, caller
 from protocol.transport.tunnel import ConnectionLimits
 

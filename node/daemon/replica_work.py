@@ -32,7 +32,7 @@ from node.trainer.ipc.channel import (
 from node.trainer.ipc.own_loop import OwnLoopProcess
 from node.trainer.ipc.trainer_process import TrainerProcess
 from node.units import parse_host_port
-from protocol.membership.records.fields import MAX_TEXT_CHARACTERS
+from protocol.membership.record_fields import MAX_TEXT_CHARACTERS
 
 
 class ReplicaWork:

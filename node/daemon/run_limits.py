@@ -6,8 +6,7 @@ from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_by
 from node.trainer.ipc.shared_memory import SharedLayout
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES
-from protocol.consensus.messages.contributions import ContributionLimits
-from protocol.consensus.messages.weights import MAX_MULTIPLE
+from protocol.consensus.messages.contributions import MAX_MULTIPLE, ContributionLimits
 from protocol.manifest.run import Manifest
 
 TEMPORARY_BYTES = 8  # a parameter: an exporting process, or a state that is taken over; a trainer's start; messages

@@ -19,9 +19,8 @@ from node.dashboard.events import ChainForked, CommittedContribution, LoggedEven
 from node.dashboard.state import RunState
 from node.loop.peers.catch_up import best_head
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
-from protocol.consensus.history.fork_choice import ChainOffer, Witnesses, is_certified
+from protocol.consensus.chain import MAX_KEPT_COMMITS, CertifiedCommit, Chain, ChainHead, ChainLog, genesis_head
+from protocol.consensus.fork_choice import ChainOffer, Witnesses, is_certified
 from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.signed import Digest
 from protocol.electorate import OPEN, Electorate

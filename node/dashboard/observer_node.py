@@ -21,11 +21,11 @@ from node.daemon.stored_states.state_store import StateStore, StorePlan, build_s
 from node.dashboard.chain_follower import shown_manifest
 from node.options import NodeOptions
 from node.run_dir import RunDir
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.history.trust import TrustPoint
+from protocol.consensus.chain import Chain
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
+from protocol.signing import TrustPoint
 from protocol.steering import RevisionLog
 from protocol.tasks import cancel_and_wait
 from protocol.transport.transport import Transport

@@ -35,7 +35,7 @@ from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, StorageError, TransportError, UnreachableError, UsageError
 from protocol.identity import PeerId
 from protocol.membership.dht_storage import Announcement
-from protocol.membership.run_registry import make_run_announcement
+from protocol.membership.rendezvous import make_run_announcement
 from protocol.murmur_pb2 import PublicRun
 from protocol.signing import fingerprint, sign_manifest
 from protocol.tasks import cancel_and_wait

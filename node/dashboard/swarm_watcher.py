@@ -42,12 +42,11 @@ from node.dashboard.run_state.steering import (
 )
 from node.from_manifest import build_method, topology_class
 from node.monitoring.stage_table import MICROBATCH_WORDS
-from protocol.consensus.history.certified import ChainLog
+from protocol.consensus.chain import ChainLog
 from protocol.identity import PeerId
 from protocol.manifest.sections import MAX_STAGES
 from protocol.membership import peer_table
-from protocol.membership.records.served_stages import record_of_stage
-from protocol.membership.records.source_losses import parse_source_losses
+from protocol.membership.record_fields import parse_source_losses, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import stage_of
 from protocol.tasks import run_until_one_ends

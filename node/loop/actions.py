@@ -14,6 +14,7 @@ from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from node.trainer.ipc.channel import ContributionOutcome
 from protocol.blobs.blob import Blob
 from protocol.conduct import Proof
+from protocol.consensus.chain import CertifiedCommit, ChainHead
 from protocol.consensus.events import (
     Reduce,
     Rejected,
@@ -21,8 +22,6 @@ from protocol.consensus.events import (
     Send,
     VoteRecord,
 )
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit, PartBlob
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
 from protocol.identity import PeerId
 

@@ -9,7 +9,7 @@ a run that nobody comes back to leaves after a day, with the model on its disk.
 from node.loop.actions import LeaveRun, ReportPhase
 from node.loop.options import LoopOptions
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 

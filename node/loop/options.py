@@ -7,11 +7,11 @@ from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
 from protocol.admission import Ticket
 from protocol.conduct import Proof
-from protocol.consensus.history.trust import TrustPoint
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
+from protocol.signing import TrustPoint
 
 
 @dataclass(frozen=True)

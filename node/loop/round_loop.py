@@ -35,11 +35,9 @@ from node.loop.peers.syncing import Syncing
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from node.trainer.ipc.channel import ContributionOutcome
+from protocol.consensus.chain import CertifiedCommit, Chain
 from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.adoption import Adoption
-from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.contributions import Adoption, Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 

@@ -15,6 +15,7 @@ from node.loop.events import BlobMissing
 from node.loop.options import RoundOptions
 from protocol.blobs.blob import Blob
 from protocol.conduct import RoundConduct
+from protocol.consensus.chain import CertifiedCommit, Chain
 from protocol.consensus.events import (
     Action,
     ContributionFaulty,
@@ -33,8 +34,6 @@ from protocol.consensus.events import (
     Tick,
     VoteRecord,
 )
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain
 from protocol.consensus.machine import RoundMachine, Signer
 from protocol.consensus.messages.buffer import MessageBuffer, MessageKey, message_key
 from protocol.consensus.messages.contributions import Commit, Contribution

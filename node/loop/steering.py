@@ -7,9 +7,8 @@ a round needs a majority, and the others go on as soon as they know the same rev
 """
 
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.messages.adoption import Adoption
-from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.messages.contributions import Adoption, Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import LimitError, StaleError
 from protocol.identity import PeerId

@@ -12,7 +12,7 @@ from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
-from protocol.membership.records.source_losses import encode_source_losses
+from protocol.membership.record_fields import encode_source_losses
 from protocol.pipeline.stage import stage_of
 
 # Errors from which the node recovered, each with one line in the log; docs/reference/status.md explains the words.

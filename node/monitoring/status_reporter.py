@@ -26,8 +26,8 @@ from node.trainer.ipc.channel import (
 )
 from node.units import format_bytes, format_plural
 from optim.aggregation.base import LeftOut
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.events import RejectReason
-from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import PeerFault

@@ -28,10 +28,9 @@ from node.step_settings import step_settings
 from optim.exchange import ContributionEncoder
 from optim.method import Method
 from protocol import murmur_pb2 as wire
-from protocol.consensus.history.chain import ChainHead
-from protocol.consensus.messages.contributions import Commit, ContributionLimits
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.messages.contributions import MAX_MULTIPLE, Commit, ContributionLimits
 from protocol.consensus.messages.signed import Digest
-from protocol.consensus.messages.weights import MAX_MULTIPLE
 from protocol.errors import MurmurError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.sections import TargetSection

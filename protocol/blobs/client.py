@@ -10,11 +10,10 @@ import grpc
 from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes
 from protocol.blobs.scheduler import DownloadScheduler, InFlightLimit, PieceRequest, RequestFailure
 from protocol.blobs.wire_format import FETCH_METHOD, decompress_piece, parse_chunk
-from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError
+from protocol.errors import LimitError, MalformedError, PeerFault, TransportError, UnreachableError, require_reply
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from protocol.replies import require_reply
 
 _FAILURE_BY_STATUS = {
     grpc.StatusCode.NOT_FOUND: RequestFailure.ABSENT,

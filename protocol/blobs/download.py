@@ -23,7 +23,6 @@ from protocol.blobs.client import (
     failure_of,
     translate_errors,
 )
-from protocol.blobs.partial import Partial
 from protocol.blobs.scheduler import (
     DownloadPolicy,
     DownloadScheduler,
@@ -35,6 +34,7 @@ from protocol.blobs.scheduler import (
     SchedulerRun,
     SourceSet,
 )
+from protocol.blobs.storage import Partial
 from protocol.blobs.store import BlobStore
 from protocol.errors import DeniedError, GoneError, MalformedError, UnreachableError
 from protocol.identity import PeerId

@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import IO
 
 from protocol.blobs.blob import DIGEST_BYTES, PIECE_BYTES, Blob, Bytes, check_digest, hash_data, hash_of
-from protocol.blobs.partial import FilePartial, MemoryPartial, Partial
 from protocol.blobs.storage import (
+    FilePartial,
     InMemoryBlob,
+    MemoryPartial,
+    Partial,
     copy_and_hash,
     disk_errors,
     hash_piece,

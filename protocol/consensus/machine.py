@@ -5,21 +5,33 @@ README of this folder lists the messages and explains why two leaders never comm
 
 If a leader is dead or silent, is not joined by a majority or makes no progress, the members change to the next view, or
 to the latest one that a member is known to be in. Its leader first repeats any proposal that may have been decided (see
-`leader`). A view change needs no messages of its own: a member in a later view says so by an inventory without a
-roster. Messages are repeated until they are answered, so a lost one costs only time. The promises of a peer bind it
-beyond the life of its process (see `VoteRecord`).
+`leader`). A view change needs no separate messages: a member in a later view sends an inventory without a roster.
+Messages are repeated until they are answered, so a lost one costs only time. The promises of a peer bind it also after
+a restart of its process (see `VoteRecord`).
 
 Without a majority nothing is committed: a minority waits until the votes of vanished members are forgotten
 (`vote_memory`), and then commits a proposal that all of it acknowledge (in groups: a majority of it).
+
+The handlers of received messages come first: each one updates the round state, or rejects the message with a reason.
+Then come the conduct of the others in a decided round, the messages to repeat, and the machine.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 from google.protobuf import message
 
 from protocol import murmur_pb2 as wire
 from protocol.conduct import RoundConduct
+from protocol.consensus import view_change
+from protocol.consensus.acceptance import (
+    build_roster,
+    lacks_assignment,
+    proposal_fault,
+    proposals_to_show,
+    unknown_contributors,
+)
+from protocol.consensus.chain import CertifiedCommit, build_certificate
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
@@ -41,24 +53,257 @@ from protocol.consensus.events import (
     Speculate,
     VoteRecord,
 )
-from protocol.consensus.handlers import handle_message
-from protocol.consensus.history.certified import CertifiedCommit, build_certificate
-from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, PartBlob, blobs_of
-from protocol.consensus.messages.kinds import Acknowledgement, Basis, Body, CommitCertificate, kind_of
+from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, PartBlob, Roster, blobs_of
+from protocol.consensus.messages.kinds import (
+    Acknowledgement,
+    Basis,
+    Body,
+    CommitCertificate,
+    Inventory,
+    ReducedPart,
+    ReducerAssignment,
+    kind_of,
+)
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.reduction.statements import next_assignment, reduce_parts
-from protocol.consensus.retransmit import OutgoingMessage, messages_for_next_leader, messages_to_resend
-from protocol.consensus.rules import view_change
-from protocol.consensus.rules.acceptance import lacks_assignment, proposal_fault, proposals_to_show
-from protocol.consensus.rules.audits import audit_deadline, awaits_audit, false_announcements, missing_inputs
-from protocol.consensus.rules.observed_conduct import FAULTS, observe_round
-from protocol.consensus.rules.roster_content import build_roster
+from protocol.consensus.reduction import (
+    audit_deadline,
+    awaits_audit,
+    false_announcements,
+    missing_inputs,
+    next_assignment,
+    reduce_parts,
+)
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
+READY_SHARE = 0.25  # of a grace, in which a contribution reaches every leader
+FAULTS = frozenset({"leader silent", "exchange stalled", "not followed", "false proposal", "wrong sum"})
+OutgoingMessage = tuple[Collection[PeerId], SignedMessage[Any]]
 BodyT = TypeVar("BodyT", bound=Body)
 Signer = Callable[[str, message.Message], wire.Signed]  # kind, body
+
+
+def handle_message(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
+    """Learn from a checked message and return what is rejected, with the peers to blame.
+
+    A proposal that binds a member counts whoever made it: the next leader has to know it. A certificate counts whoever
+    sends it, because only the acknowledgements in it matter: the key that made it may be excluded by now.
+    """
+    sender, body = message.sender, message.body
+    if body.round != state.number or getattr(body, "base", state.base) != state.base:
+        return [(sender, "wrong round")]
+    if (reason := _standing_fault(state, sender)) and not _counts_from_anybody(state, message):
+        return [(sender, reason)]
+    if sender == state.me:
+        return []
+    view = state.current_view
+    if view and sender == view.leader and getattr(body, "view", -1) >= state.view and not isinstance(body, Roster):
+        # A leader repeats its roster to members that it does not hear, so a roster is not a sign of progress.
+        view.leader_last_heard = now
+    if view is None and sender == state.leader:
+        state.leader_last_heard = now
+    return _dispatch(state, message, now)
+
+
+def _standing_fault(state: RoundState, sender: PeerId) -> RejectReason | None:
+    """Return why the messages of a peer do not count in this round, if there is a reason."""
+    if sender in state.excluded:
+        return "excluded"
+    return None if state.voter_set.is_known(sender) else "not a member"
+
+
+def _counts_from_anybody(state: RoundState, message: SignedMessage[Any]) -> bool:
+    is_binding = isinstance(message.body, Commit) and state.knowledge.is_lock(message.digest)
+    return is_binding or isinstance(message.body, CommitCertificate)
+
+
+def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> list[Rejection]:
+    match message.body:
+        case Contribution():
+            return _handle_contribution(state, message)
+        case Roster():
+            return _handle_roster(state, message, now)
+        case Inventory():
+            state.knowledge.learn_inventory(message, state.max_held_blobs)
+        case ReducerAssignment():
+            return _handle_assignment(state, message, now)
+        case ReducedPart():
+            return _handle_reduced_part(state, message)
+        case Commit():
+            return _handle_proposal(state, message)
+        case Acknowledgement() | CommitCertificate() if message.body.basis != state.basis:
+            return [(message.sender, "other basis")]
+        case Acknowledgement():
+            state.knowledge.learn_acknowledgement(message)
+        case CommitCertificate():
+            state.knowledge.learn_certificate(message, state.voter_set.known)
+    return []
+
+
+def _handle_contribution(state: RoundState, message: SignedMessage[Contribution]) -> list[Rejection]:
+    if len(message.body.parts) != state.settings.parts:
+        return [(message.sender, "wrong round")]
+    return [] if state.knowledge.learn_contribution(message) else [(message.sender, "equivocation")]
+
+
+def _handle_roster(state: RoundState, message: SignedMessage[Roster], now: float) -> list[Rejection]:
+    current, sender = state.current_view, message.sender
+    if current and current.roster.digest == message.digest:
+        return []
+    ballot = state.election.ballot(message.body.view, sender)
+    if message.body.part_counts != {state.settings.parts}:
+        return [(sender, "wrong round")]
+    if ballot.view < state.view or (current and ballot <= current.ballot):
+        return [(sender, "stale view")]
+    if ballot.view > view_change.max_reachable_view(state):
+        return [(sender, "view too far")]
+    if current and len(message.body.contributions) < len(current.contributors):
+        return [(sender, "smaller roster")]  # until the current leader fails, or half of the live voters have moved on
+    if not view_change.may_lead(state, sender, ballot.view):
+        return [(sender, "not the leader")]
+    if unknown_contributors(state, message.body):
+        return [(sender, "unknown contributor")]  # the leader repeats the roster until this peer knows the key
+    return state.follow_roster(message, now)
+
+
+def _handle_assignment(state: RoundState, message: SignedMessage[ReducerAssignment], now: float) -> list[Rejection]:
+    view = state.current_view
+    count, parts = len(message.body.reducers), state.topology.reduced_part_count
+    if not parts or count % parts:
+        return [(message.sender, "wrong round")]
+    if view is None or message.body.roster != view.roster.digest or message.sender != view.leader:
+        return []
+    if count != len(view.initial_reducers):
+        return [(message.sender, "wrong round")]
+    silent = {reducer for part in range(parts) for reducer in view.reducers_of(part)}
+    silent -= {announced.sender for announced in view.newest_announcements()} | set(message.body.reducers)
+    if view.follow_assignment(message, state.voter_set.known, now) and view.attempt > 1:
+        state.withheld |= silent & state.live
+    return []
+
+
+def _handle_reduced_part(state: RoundState, message: SignedMessage[ReducedPart]) -> list[Rejection]:
+    view = state.current_view
+    if message.body.part >= state.topology.reduced_part_count:
+        return [(message.sender, "wrong round")]
+    if view and message.body.roster == view.roster.digest and not view.learn_reduced_part(message):
+        return [(message.sender, "stale view")]
+    return []
+
+
+def _handle_proposal(state: RoundState, message: SignedMessage[Commit]) -> list[Rejection]:
+    if not state.topology.accepts_commit(message.body):
+        return [(message.sender, "wrong round")]
+    if not message.body.adoption.continues(state.revision):
+        return [(message.sender, "other revisions")]
+    state.knowledge.learn_proposal(message)
+    if unknown_contributors(state, message.body):
+        return [(message.sender, "unknown contributor")]
+    if message.sender == state.leader or view_change.may_lead(state, message.sender, message.body.view):
+        state.knowledge.learn_contributions(message.body, state.voter_set.known)
+    return []
+
+
+def observe_round(state: RoundState, commit: SignedMessage[Commit]) -> RoundConduct:
+    """Return what this peer saw of the others in a round that ends with this commit."""
+    served = frozenset(commit.body.by_sender)
+    withheld = state.withheld | set(_unserved(state, commit.body))
+    if state.leader_role is not None:
+        withheld |= state.leader_role.silent_reducers
+    return RoundConduct(
+        state.number,
+        commit.sender,
+        served,
+        frozenset(withheld),
+        dict(state.leader_faults),
+        frozenset(_left_out(state, commit)),
+        frozenset(state.false_reducers),
+        len(state.voter_set.voters),
+    )
+
+
+def _unserved(state: RoundState, commit: Commit) -> Iterator[PeerId]:
+    """Yield the peers on the roster that the commit drops, and of whose contribution this peer has not all either."""
+    view, knowledge = state.current_view, state.knowledge
+    for entry in view.roster.body.contributions if view else ():
+        is_dropped = entry.sender not in commit.by_sender and entry.sender != state.me
+        if is_dropped and not knowledge.has_all_parts(state.me, entry.body.part_blobs):
+            yield entry.sender
+
+
+def _left_out(state: RoundState, commit: SignedMessage[Commit]) -> Iterator[PeerId]:
+    """Yield the contributors that the leader left out although their work was ready long before its roster."""
+    view, knowledge = state.current_view, state.knowledge
+    if view is None or commit.sender != view.leader or commit.sender == state.me:
+        return
+    if state.me not in commit.body.by_sender and _is_own_ready(state):
+        yield state.me
+    for sender, entry in knowledge.contributions.items():
+        if sender in commit.body.by_sender or sender == state.me or sender not in state.live - state.set_aside:
+            continue
+        if sender not in view.contributors and knowledge.has_all_parts(state.me, entry.body.part_blobs):
+            yield sender
+
+
+def _is_own_ready(state: RoundState) -> bool:
+    view, contributed_at = state.current_view, state.contributed_at
+    if view is None or contributed_at is None:
+        return False
+    is_hasty = 2 * len(view.contributors) < len(state.voter_set.awaited)  # an honest leader waits for half of them
+    margin = state.settings.grace if is_hasty else -READY_SHARE * state.settings.grace
+    return contributed_at <= view.started_at + margin
+
+
+def messages_to_resend(state: RoundState, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    """Return the messages to repeat and their receivers.
+
+    Args:
+        inventory: the current inventory of this peer.
+    """
+    view = state.current_view
+    if view is None and state.leader == state.me:
+        return [(state.others if state.view else state.others & state.knowledge.contributions.keys(), inventory)]
+    if view is None:
+        return messages_for_next_leader(state, inventory)
+    return _leader_messages(state, view, inventory) if state.leader_role else _member_messages(state, view, inventory)
+
+
+def messages_for_next_leader(state: RoundState, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    """Return what the leader of a view needs before it makes a roster: contribution, lock and inventory."""
+    leader = [] if state.leader is None or state.leader == state.me else [state.leader]
+    own = state.knowledge.contributions.get(state.me)
+    messages: list[OutgoingMessage] = [(leader, message) for message in (own, state.lock) if message is not None]
+    return [*messages, (state.others, inventory)] if state.view else messages
+
+
+def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    inventories = state.knowledge.inventories
+    joined = {peer for peer in state.others & inventories.keys() if inventories[peer].roster == view.roster.digest}
+    # The inventory shows that the leader is alive. Members that it does not hear are better off with another leader.
+    messages: list[OutgoingMessage] = [(state.others - joined, view.roster), (joined, inventory)]
+    proposal = state.proposal()
+    messages += [(state.others, older) for older in proposals_to_show(state)]
+    messages += [(joined, view.assignment)] if view.assignment else []
+    if proposal:
+        messages.append((state.others - state.knowledge.acknowledgements[proposal.digest].keys(), proposal))
+    else:
+        for part in view.newest_announcements():
+            receivers = {peer for peer in joined if not state.knowledge.has_blob(peer, part.body.blob.digest)}
+            messages.append((receivers - {part.sender}, part))
+    return messages
+
+
+def _member_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
+    leader = [view.leader]
+    acknowledgement = state.own_acknowledgement()
+    if state.is_locked_in_current_view() and acknowledgement:
+        return [(leader, acknowledgement)]
+    messages: list[OutgoingMessage] = [(leader, inventory)]
+    if state.lock:
+        messages.append((leader, state.lock))
+    return messages + [(leader, part) for part in view.newest_announcements() if part.sender == state.me]
 
 
 class RoundMachine:

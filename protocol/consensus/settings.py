@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.kinds import Basis
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.topology import Topology

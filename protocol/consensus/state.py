@@ -6,17 +6,15 @@ from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import EarlySubmitPolicy, MembershipChanged, RejectReason, VoteRecord
-from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.knowledge import RoundKnowledge, Sums
+from protocol.consensus.leader import MAX_ATTEMPTS, Leader, new_leader
 from protocol.consensus.messages.contributions import MAX_HELD_BLOBS, NO_ROSTER, Commit, PartBlob, Roster, part_blobs_of
 from protocol.consensus.messages.kinds import Acknowledgement, Inventory
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.reduction.sums import Sums
+from protocol.consensus.quorum import Election, VoteMemory, VoterSet
 from protocol.consensus.settings import RoundSettings, RoundStart
 from protocol.consensus.topology import NeededPart, Topology
-from protocol.consensus.views.leader import Leader
-from protocol.consensus.views.leader_roles import MAX_ATTEMPTS, new_leader
-from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
-from protocol.consensus.views.view import View
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 # A leader sends three signs of life in one timeout, so a single lost message does not depose it.
@@ -47,7 +45,7 @@ class RoundState:
     round. `withheld`: peers that announced something that this peer, or the leader, could not get.
     `false_reducers`: peers that announced another sum than this peer computed. `false_speakers`: peers that signed a
     statement that no honest peer signs. `unusable`: peers whose contribution this peer cannot get or decode.
-    `audit_secret`: see `rules.audits`.
+    `audit_secret`: see `reduction`.
     """
 
     def __init__(

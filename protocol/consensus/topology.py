@@ -37,8 +37,8 @@ from protocol.consensus.messages.contributions import (
     part_blobs_of,
 )
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.views.quorum import VoterSet
-from protocol.consensus.views.view import View
+from protocol.consensus.quorum import VoterSet
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 

@@ -113,7 +113,7 @@ def _check_lines(lines: tuple[str, ...]) -> tuple[str, ...]:
     tensors = [parse_tensor(line) for line in lines]
     names = [tensor.name for tensor in tensors]
     if twice := sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []:
-        raise ValueError(f"{twice[0]} is there twice; remove one")
+        raise ValueError(f"{twice[0]} is defined twice; remove one")
     if sum(math.prod(tensor.shape) for tensor in tensors) > MAX_ELEMENTS:
         raise ValueError(f"the tensors have more than {MAX_ELEMENTS} elements; use a smaller model")
     return lines
@@ -219,7 +219,9 @@ class ModelSection(Section):
         if self.subspace is not None and self.tied:
             raise ValueError("subspace needs tied = false, because its embedding has a fixed part; write that")
         if self.subspace is not None and (self.from_ or self.weights):
-            raise ValueError("subspace excludes model.from, because weights of others are in no subspace; remove one")
+            raise ValueError(
+                "subspace cannot be combined with model.from: pretrained weights are in no subspace; remove one"
+            )
         return self
 
     @model_validator(mode="after")

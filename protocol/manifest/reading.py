@@ -21,11 +21,11 @@ from protocol.manifest.run import Manifest
 
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 500  # because the time to parse a dotted key grows with the square of its parts
-# Messages of Python's TOML parser that name its own data structures, and the words for each.
+# Messages of Python's TOML parser that name its data structures, and our words for each.
 TOML_FAULTS: Final = (
-    (re.compile(r"Cannot declare \((?P<keys>.*?),?\) twice"), "the table [{keys}] is there twice; merge the two"),
-    (re.compile(r"Cannot (overwrite a value|redefine namespace|define .*)"), "a key is there twice; remove one"),
-    (re.compile(r"Cannot mutate immutable namespace \((?P<keys>.*?),?\)"), "the table [{keys}] is there twice"),
+    (re.compile(r"Cannot declare \((?P<keys>.*?),?\) twice"), "table [{keys}] is defined twice; merge the two"),
+    (re.compile(r"Cannot (overwrite a value|redefine namespace|define .*)"), "a key is defined twice; remove one"),
+    (re.compile(r"Cannot mutate immutable namespace \((?P<keys>.*?),?\)"), "table [{keys}] is defined twice"),
     (re.compile(r".*set_int_max_str_digits.*"), "a number has thousands of digits"),
     (re.compile(r"Found invalid character '\\r'"), "a line ends in a carriage return alone"),
 )

@@ -310,7 +310,7 @@ class SourceSection(Section):
     path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
     split: str = Field(default="train", description="hf only")
     column: str = Field(default="text", description="hf only: the column that holds the text")
-    weight: Weight = Field(default=1.0, description="of the windows that a peer draws, relative to other sources")
+    weight: Weight = Field(default=1.0, description="share of the windows that a peer draws, relative to other sources")
 
     @property
     def key(self) -> str:
@@ -320,7 +320,7 @@ class SourceSection(Section):
 
 def _require_some_weight(weights: dict[str, float]) -> dict[str, float]:
     if not any(weights.values()):
-        raise ValueError("give one source a weight above 0")
+        raise ValueError("set at least one weight above 0")
     return weights
 
 
@@ -330,12 +330,12 @@ SourceWeights = Annotated[dict[Name, Weight], Field(max_length=MAX_SOURCES), Aft
 class PhaseSection(Section):
     """Weights that hold from a share of the run, or a number of its tokens, on."""
 
-    share: float | None = Field(default=None, gt=0, lt=1, description="of the target, from which the weights hold")
-    tokens: int | None = Field(default=None, ge=1, description="of the run, from which the weights hold")
-    weights: SourceWeights = Field(description="of the sources, by name")
+    share: float | None = Field(default=None, gt=0, lt=1, description="share of the target from which the weights hold")
+    tokens: int | None = Field(default=None, ge=1, description="tokens of the run from which the weights hold")
+    weights: SourceWeights = Field(description="weights of the sources, by name")
 
     def has_begun(self, progress: float, tokens: int) -> bool:
-        """Return whether the phase has begun in a run with so many tokens, which has come so far from 0 to 1."""
+        """Return whether the phase has begun at this token count and progress (0 to 1)."""
         return tokens >= self.tokens if self.tokens is not None else progress >= (self.share or 0.0)
 
 
@@ -343,7 +343,7 @@ class DataSection(Section):
     """The sources of the tokens: one, or a mixture of several."""
 
     source: Literal[SourceKind, "own"] | None = Field(
-        default=None, description="the only source; absent: those of data.sources"
+        default=None, description="the only source; absent: use data.sources"
     )
     path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
     split: str = Field(default="train", description="hf only")
@@ -355,7 +355,7 @@ class DataSection(Section):
         default=(), max_length=MAX_PHASES, description="weights of later parts of the run"
     )
     weights: SourceWeights | None = Field(
-        default=None, description="weights by name, in place of those of sources and phases"
+        default=None, description="weights by name; they replace the weights of sources and phases"
     )
 
     @model_validator(mode="after")
@@ -364,7 +364,7 @@ class DataSection(Section):
             raise ValueError('source is missing; add it, such as source = "text", or tables [[data.sources]]')
         if self.sources and (self.source is not None or self.path):
             key = "path" if self.source is None else "source"
-            raise ValueError(f"{key} excludes the tables [[data.sources]]; make one of them of it")
+            raise ValueError(f"{key} cannot be combined with [[data.sources]]; move it into one of these tables")
         return self
 
     @model_validator(mode="after")
@@ -374,9 +374,9 @@ class DataSection(Section):
             raise ValueError(f"sources.{names.index('')}.name is missing; add it")
         twice = next((number for number, name in enumerate(names) if name in names[:number]), None)
         if twice is not None:
-            raise ValueError(f"sources.{twice}.name is that of another source; choose another name")
+            raise ValueError(f"sources.{twice}.name is already in use; choose another name")
         if self.sources and not any(self.first_weights):
-            raise ValueError("sources.0.weight is 0 as all others are; give one source a weight above 0")
+            raise ValueError("sources.0.weight is 0, like all others; set at least one weight above 0")
         return self
 
     @model_validator(mode="after")
@@ -384,7 +384,7 @@ class DataSection(Section):
         names = [entry.name for entry in self.sources]
         for number, phase in enumerate(self.phases):
             if (phase.share is None) == (phase.tokens is None):
-                raise ValueError(f"phases.{number} has share or tokens, which say when it begins; give one of them")
+                raise ValueError(f"phases.{number} needs exactly one of share and tokens")
             if sorted(phase.weights) != sorted(names):
                 known = ", ".join(names) or "there are none in data.sources"
                 raise ValueError(f"phases.{number}.weights must name each source: {known}")
@@ -403,12 +403,10 @@ class DataSection(Section):
         return tuple(entry.weight for entry in self.mixture)
 
     def weights_at(self, progress: float, tokens: int) -> tuple[float, ...]:
-        """Return the weights of a run with so many tokens, which has come so far from 0 to 1.
-
-        A revision of other names than those of the sources, which no tool of ours makes, changes nothing.
-        """
+        """Return the weights at this token count and progress (0 to 1)."""
         names = [entry.name for entry in self.mixture]
         begun = [phase.weights for phase in self.phases if phase.has_begun(progress, tokens)]
+        # Ignore a revision whose names do not match the sources; our tools never write one.
         revised = [] if self.weights is None or sorted(self.weights) != sorted(names) else [self.weights]
         named = [*begun, *revised]
         return tuple(named[-1][name] for name in names) if named else self.first_weights

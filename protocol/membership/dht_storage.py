@@ -42,7 +42,7 @@ from protocol.identity import Identity, PeerId
 from protocol.manifest.run import RunId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
-from protocol.membership.records.fields import check_addresses
+from protocol.membership.record_fields import check_addresses
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import open_signed, sign
 

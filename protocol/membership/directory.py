@@ -29,29 +29,30 @@ from protocol.errors import (
     TransportError,
     UnreachableError,
     describe_error,
+    require_reply,
 )
 from protocol.identity import Identity, PeerId
 from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import AddressFile
-from protocol.membership.exchange import MAX_RECORDS, make_reply, make_request
-from protocol.membership.gossip_interface import (
+from protocol.membership.gossip import (
+    MAX_RECORDS,
     DirectoryOptions,
     GossipTransport,
     abort_call,
     describe_call_error,
     is_unreachable,
+    make_reply,
+    make_request,
 )
-from protocol.membership.key_conflict import OtherNode
-from protocol.membership.known_peers import KnownPeers
+from protocol.membership.known_peers import KnownPeers, OtherNode
 from protocol.membership.peer_table import (
     MAX_PEERS,
     FieldValue,
     MembershipListener,
 )
-from protocol.membership.records.summary import SALT_BYTES, Summary
+from protocol.membership.summary import SALT_BYTES, Summary
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.murmur_pb2_grpc import MembershipServicer, MembershipStub, add_MembershipServicer_to_server
-from protocol.replies import require_reply
 from protocol.tasks import run_periodically
 from protocol.traffic import ControlTraffic
 from protocol.transport.rate_limit import TokenBuckets

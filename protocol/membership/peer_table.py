@@ -16,9 +16,16 @@ from protocol.errors import LimitError, StaleError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import RunId
 from protocol.membership.clock import SwarmClock
-from protocol.membership.records.fields import MAX_ADDRESS_CHARACTERS, MAX_ADDRESSES, check_addresses, check_fields
-from protocol.membership.records.summary import is_same_sequence
-from protocol.membership.records.updates import apply_update, make_update, name_of
+from protocol.membership.record_fields import (
+    MAX_ADDRESS_CHARACTERS,
+    MAX_ADDRESSES,
+    apply_update,
+    check_addresses,
+    check_fields,
+    make_update,
+    name_of,
+)
+from protocol.membership.summary import is_same_sequence
 from protocol.murmur_pb2 import PeerRecord, RecordUpdate, Signed
 from protocol.signing import read_unverified, sign, verify_signed
 

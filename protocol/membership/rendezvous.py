@@ -1,34 +1,105 @@
-"""Rendezvous: finding possible peers of the run through a distributed hash table.
+"""Rendezvous: finding possible peers of the run through a distributed hash table, and announcing public runs there.
 
 Each peer announces its addresses, signed, under the run's key at the five nodes nearest to it (Kademlia), and reads the
 announcements of others there. A found peer is only a hint; gossip with that peer decides. The DHT loses entries, so no
-peer counts as gone because the DHT forgot it. The organiser of a public run announces the run there, too.
+peer counts as gone because the DHT forgot it.
+
+The organiser of a public run announces the run there, too, in a small signed record that expires. Such a record costs
+its reader little and can do nothing: its fields are few, short and printable, and its link has a form that
+`murmur join` takes, where the manifest is checked again. The organiser signs it for the run that it names.
 """
 
 import asyncio
 import logging
+import math
 import random
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from protocol import errors
+from protocol.errors import MalformedError, StaleError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import RunId
 from protocol.membership import dht
 from protocol.membership.clock import SwarmClock
 from protocol.membership.dht import DHT_ERRORS, DhtNode
-from protocol.membership.dht_storage import Announcement, make_announcement, parse_announcement, run_topic
+from protocol.membership.dht_storage import (
+    Announcement,
+    Topic,
+    make_announcement,
+    parse_announcement,
+    parse_envelope,
+    run_topic,
+)
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
-from protocol.membership.records.fields import MAX_ADDRESSES
-from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC
+from protocol.membership.record_fields import MAX_ADDRESSES
+from protocol.murmur_pb2 import PublicRun
+from protocol.signing import read_unverified, sign, verify_signed
 
 logger = logging.getLogger(__name__)
 
+KIND = "run"
+LIFETIME_SECONDS = 300.0
+MAX_VALUE_BYTES = 1024
+MAX_LINK_CHARACTERS = 400
+RUN_BYTES = 32
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+LINK_PATTERN = re.compile(r"(https?://|murmur://(?P<run>[0-9a-f]{64})@/)[!-~]+")
 PINGED_PEERS = 3  # known peers that each lookup pings first
 LOOKUP_TIMEOUT_SECONDS = 30.0
 MIN_PERIOD_SECONDS = 0.25  # between lookups; doubles up to the maximum
 MAX_PERIOD_SECONDS = 60.0
 MakeAnnouncement = Callable[[float], Awaitable[Announcement]]  # takes the swarm time
+
+
+def make_run_announcement(identity: Identity, run: PublicRun, now: float) -> Announcement:
+    """Sign a run, given without its expiry, at a swarm time.
+
+    Raises MalformedError if peers would refuse it.
+    """
+    dated = PublicRun()
+    dated.CopyFrom(run)
+    dated.expires = now + LIFETIME_SECONDS
+    value = sign(identity, KIND, run.run.hex(), dated).SerializeToString()
+    return parse_run_announcement(value)
+
+
+def parse_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
+    """Return the organiser and its announcement; raise MalformedError or ForgedError."""
+    signed = parse_envelope(value, MAX_VALUE_BYTES, "the announcement of a run")
+    run = read_unverified(signed, KIND, PublicRun, MAX_VALUE_BYTES)
+    _check(run)
+    verify_signed(signed, run.run.hex())
+    return signed.peer, run
+
+
+def require_current(run: PublicRun, now: float, tolerance: float) -> None:
+    """Raise StaleError if an announcement has expired or lasts too long."""
+    if not now < run.expires <= now + LIFETIME_SECONDS + tolerance:
+        raise StaleError(f"the announcement of the run {run.name} expires in {run.expires - now:.0f} s")
+
+
+def parse_run_announcement(value: bytes) -> Announcement:
+    organiser, run = parse_public_run(value)
+    return Announcement(f"{organiser}/{run.run.hex()[:16]}", value, run.expires)
+
+
+def _check(run: PublicRun) -> None:
+    if len(run.run) != RUN_BYTES:
+        raise MalformedError("the announcement of a run has no run id")
+    if not NAME_PATTERN.fullmatch(run.name) or not NAME_PATTERN.fullmatch(run.recipe):
+        raise MalformedError("the announcement of a run has an invalid name")
+    match = LINK_PATTERN.fullmatch(run.link)
+    if match is None or len(run.link) > MAX_LINK_CHARACTERS:
+        raise MalformedError(f"the announcement of the run {run.name} has an invalid link")
+    if match["run"] not in (None, run.run.hex()):
+        raise MalformedError(f"the announcement of the run {run.name} has a link to another run")
+    if not math.isfinite(run.expires):
+        raise MalformedError(f"the announcement of the run {run.name} has no expiry")
+
+
+PUBLIC_RUNS_TOPIC = Topic("public runs", parse_run_announcement)
 
 
 class RendezvousTransport(dht.DhtTransport, Protocol):

@@ -20,7 +20,7 @@ import grpc
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId
 from protocol.transport.connection_supervisor import ConnectionSupervisor
-from protocol.transport.libp2p.grpc_bridge import UNKNOWN_CALLER, caller
+from protocol.transport.grpc_bridge import UNKNOWN_CALLER, caller
 from protocol.transport.rate_limit import SharedTokenBuckets, TokenBuckets
 
 logger = logging.getLogger(__name__)

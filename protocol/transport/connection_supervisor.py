@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from protocol.identity import PeerId
 from protocol.recent import RecentTable
 from protocol.tasks import run_periodically
-from protocol.transport.libp2p.client import Stream
+from protocol.transport.p2pd import Stream
 from protocol.transport.rate_limit import Flow, RateLimiter, SharedTokenBuckets, TokenBuckets
 from protocol.transport.tunnel import ConnectionLimits, CutReason, RateLimiters, TrafficCounter, Tunnel
 

@@ -1,4 +1,4 @@
-"""Which addresses of other peers a node dials, and how often. No I/O.
+"""Dial other peers by a policy: which of their addresses a node dials, and how often.
 
 Records and the DHT name addresses, and anybody may write a record. Without a policy, a few records make a whole swarm
 knock at a third party, or at services that only this machine or its network can reach. So:
@@ -11,15 +11,27 @@ knock at a third party, or at services that only this machine or its network can
   proved its key before, after 20 s at most, so that a network that was down for long is whole again soon.
 - Failed dials are limited for each address and for all of them together.
 - Names are resolved first, and their addresses are judged like others.
+
+A lookup of a name cannot be cancelled: if a name server does not answer, its thread stays for half a minute. Other
+peers choose the names, so these threads serve nothing else, and there are only a few of them.
 """
 
+import asyncio
 import ipaddress
-from collections.abc import Iterable
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
+from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.recent import RecentTable
 from protocol.transport.nat import CIRCUIT_MARKER, IpAddress
+from protocol.transport.p2pd import P2pdClient
 from protocol.transport.rate_limit import TokenBuckets
 
 MAX_ENDPOINTS = 4096
@@ -38,6 +50,11 @@ SPECIAL_BLOCKS = tuple(
     )
 )  # fmt: skip
 NAME_KINDS = ("dns", "dns4", "dns6")
+MAX_LOOKUPS = 2
+MAX_QUEUED_LOOKUPS = 64  # all connections to a peer, and some to others
+Lookup = Callable[..., Sequence[Any]]  # like socket.getaddrinfo
+RESOLVE_SECONDS = 5.0
+MAX_ROUTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +168,140 @@ def _are_neighbours(host: IpAddress, own: IpAddress) -> bool:
 
 def _share_block(host: IpAddress, contact: IpAddress) -> bool:
     return any(host in block and contact in block for block in SPECIAL_BLOCKS if block.version == host.version)
+
+
+class Resolver:
+    """Resolves host names; the caller sets the timeout."""
+
+    def __init__(self, lookup: Lookup = socket.getaddrinfo) -> None:
+        self._lookup = lookup
+        self._free_threads = asyncio.Semaphore(MAX_LOOKUPS)
+        self._queued = 0
+
+    async def resolve(self, host: str, port: int) -> list[str]:
+        """Return the addresses of a host name; an IP address resolves to itself.
+
+        Raises:
+            OSError, UnicodeError: The name does not exist or is invalid.
+            UnreachableError: Too many lookups wait already.
+        """
+        if _is_address(host):
+            return [host]
+        if self._queued >= MAX_QUEUED_LOOKUPS:
+            raise UnreachableError(f"{host}: too many names are being looked up")
+        self._queued += 1
+        try:
+            await self._free_threads.acquire()
+        finally:
+            self._queued -= 1
+        found = await asyncio.shield(self._start_lookup(host, port))
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    def _start_lookup(self, host: str, port: int) -> "asyncio.Future[Sequence[Any]]":
+        """Start a lookup whose slot is freed when its thread ends.
+
+        Its caller may be gone by then.
+        """
+        future: Future[Sequence[Any]] = Future()
+        future.set_running_or_notify_cancel()
+        result = asyncio.wrap_future(future)
+        result.add_done_callback(self._on_lookup_done)
+        # A daemon thread, because the process must not wait for it at exit.
+        threading.Thread(
+            target=self._run_lookup, args=(host, port, future), name="lookup of a name", daemon=True
+        ).start()
+        return result
+
+    def _run_lookup(self, host: str, port: int, future: "Future[Sequence[Any]]") -> None:
+        try:
+            future.set_result(self._lookup(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            future.set_exception(error)
+
+    def _on_lookup_done(self, result: "asyncio.Future[Sequence[Any]]") -> None:
+        self._free_threads.release()
+        _ = result.cancelled() or result.exception()  # retrieve it, because its caller may be gone
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class GuardedDials:
+    """The dials over libp2p of one node."""
+
+    def __init__(self, policy: DialPolicy, resolver: Resolver, refusals: Counter[str]) -> None:
+        self.policy = policy
+        self._resolver = resolver
+        self.refusals = refusals
+
+    async def connect(self, client: P2pdClient, peer: PeerId, routes: Sequence[str], timeout: float) -> None:
+        """Connect to a peer at the routes that the policy admits, unless it is connected already.
+
+        Raises UnreachableError.
+        """
+        if await client.remote_addresses(peer):
+            return
+        admitted = await self.choose(peer, routes)
+        if not admitted:
+            self.refusals["not dialled"] += 1
+            raise UnreachableError(f"no address of {peer} may be dialled now")
+        try:
+            await client.connect(peer, tuple(admitted), timeout)
+        except UnreachableError:
+            self.record_failure(peer, admitted)
+            raise
+        self.record_proofs(peer, admitted, await client.remote_addresses(peer))
+
+    async def choose(self, peer: PeerId, routes: Sequence[str]) -> list[str]:
+        """Return the routes that may be dialled now, with addresses in place of names."""
+        resolved = [route for route in routes if not self._has_strange_name(route)]
+        for route in [route for route in routes if self._has_strange_name(route)][:MAX_NAMES]:
+            resolved += await self._resolve(route)
+        now = time.monotonic()
+        return [route for route in resolved[:MAX_ROUTES] if self._is_admitted(peer, route, now)]
+
+    def record_failure(self, peer: PeerId, routes: Sequence[str]) -> None:
+        """Record that a peer answered at none of these routes."""
+        for route in routes:
+            endpoint = endpoint_of(route)
+            if endpoint is not None and CIRCUIT_MARKER not in route:  # the relay may be well
+                self.policy.record_failure(peer, endpoint, time.monotonic())
+
+    def record_proofs(self, peer: PeerId, routes: Sequence[str], remote_addresses: Sequence[str]) -> None:
+        """Record the routes at which a connection with a peer ends now."""
+        connected = {endpoint_of(address) for address in remote_addresses if CIRCUIT_MARKER not in address}
+        for route in routes:
+            endpoint = endpoint_of(route)
+            if endpoint is not None and endpoint in connected:
+                self.policy.record_proof(peer, endpoint, time.monotonic())
+
+    def _is_admitted(self, peer: PeerId, route: str, now: float) -> bool:
+        endpoint = endpoint_of(route)
+        return endpoint is not None and self.policy.admits(_owner_of(peer, route), endpoint, now)
+
+    def _has_strange_name(self, route: str) -> bool:
+        endpoint = endpoint_of(route)
+        return endpoint is not None and parse_ip(endpoint.host) is None and not self.policy.is_trusted(endpoint)
+
+    async def _resolve(self, route: str) -> list[str]:
+        """Return a route with each address of its name, none if it has none; the policy judges them later."""
+        _, kind, name, *rest = route.split("/")
+        if kind not in NAME_KINDS:
+            return []
+        try:
+            async with asyncio.timeout(RESOLVE_SECONDS):
+                addresses = await self._resolver.resolve(name, 0)
+        except (OSError, UnicodeError, UnreachableError, TimeoutError):
+            return []
+        return ["/".join(["", "ip6" if ":" in address else "ip4", address, *rest]) for address in addresses]
+
+
+def _owner_of(peer: PeerId, route: str) -> PeerId:
+    """Return the peer that listens at the endpoint of a route: the relay in a circuit."""
+    relay = route.partition(CIRCUIT_MARKER)[0].rpartition("/p2p/")[2]
+    return relay if CIRCUIT_MARKER in route and relay else peer

@@ -19,18 +19,14 @@ from protocol.identity import Identity, PeerId, public_key
 from protocol.recent import RecentTable
 from protocol.transport.call_guard import CallGuard, GuardedServer
 from protocol.transport.connection_supervisor import ConnectionSupervisor
-from protocol.transport.dial_policy import DialPolicy
-from protocol.transport.guarded_dials import GuardedDials
-from protocol.transport.libp2p.client import Stream, split_address
-from protocol.transport.libp2p.grpc_bridge import UNKNOWN_CALLER, Dial, InboundBridge, OutboundBridge, caller
-from protocol.transport.libp2p.p2pd import P2pd, P2pdOptions
+from protocol.transport.dial_policy import DialPolicy, GuardedDials, Resolver
+from protocol.transport.grpc_bridge import UNKNOWN_CALLER, Dial, InboundBridge, OutboundBridge, caller
 from protocol.transport.local_sockets import SocketFolder, retry_while_port_taken
 from protocol.transport.multipath import BulkTransport
 from protocol.transport.nat import CIRCUIT_MARKER
+from protocol.transport.p2pd import P2pd, P2pdOptions, Stream, split_address
 from protocol.transport.tls.listener import Endpoint, TlsDialer, TlsLimits, TlsListener
-from protocol.transport.tls.resolver import Resolver
-from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES, RpcChannel
-from protocol.transport.tls.rpc_server import RpcServer
+from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES, RpcChannel, RpcServer
 from protocol.transport.tunnel import ByteCount, ConnectionLimits, TrafficCounter
 
 __all__ = ["UNKNOWN_CALLER", "Transport", "caller"]

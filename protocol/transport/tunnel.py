@@ -15,7 +15,7 @@ from typing import NamedTuple
 from protocol.errors import describe_error
 from protocol.identity import PeerId
 from protocol.recent import RecentTable
-from protocol.transport.libp2p.client import BUFFER_BYTES, Stream
+from protocol.transport.p2pd import BUFFER_BYTES, Stream
 from protocol.transport.rate_limit import Flow, RateLimiter
 
 logger = logging.getLogger(__name__)

@@ -46,8 +46,8 @@ from protocol.consensus.messages.kinds import (
     ReducerAssignment,
 )
 from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.quorum import Election
 from protocol.consensus.settings import RoundStart
-from protocol.consensus.views.quorum import Election
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.virtual.network import NAMES, make_contribution, make_signer

@@ -17,7 +17,7 @@ from protocol.consensus.messages.kinds import KINDS
 from protocol.errors import PeerFault
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.gossip import DirectoryOptions
 from protocol.signing import sign
 from tests.fuzz.frames import Target
 from tests.fuzz.mutate import mutate_message

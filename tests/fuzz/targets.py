@@ -18,8 +18,7 @@ from protocol import murmur_pb2 as wire
 from protocol.audits import FINDING_KIND, BlobName, Conditions, Finding, WorkRecord, WorkTrace, open_finding
 from protocol.blobs.blob import Blob
 from protocol.blobs.wire_format import Chunk, compress_piece, decompress_piece, parse_chunk
-from protocol.consensus.messages.briefs.codec import abridge, restore
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import SeenMessages, abridge, restore
 from protocol.consensus.messages.kinds import parse
 from protocol.electorate import OPEN, Electorate
 from protocol.errors import PeerFault
@@ -27,8 +26,8 @@ from protocol.manifest.reading import parse_manifest
 from protocol.membership.dht_storage import KIND as RENDEZVOUS
 from protocol.membership.dht_storage import parse_announcement
 from protocol.membership.peer_table import PeerTable
-from protocol.membership.records.summary import Summary
-from protocol.membership.run_registry import parse_public_run
+from protocol.membership.rendezvous import parse_public_run
+from protocol.membership.summary import Summary
 from protocol.signing import open_signed_manifest, sign, sign_manifest
 from protocol.steering import open_revision
 from tests.fuzz.frames import Target, changed_bytes, changed_json, changed_manifest, signed_frames, with_signed

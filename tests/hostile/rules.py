@@ -7,11 +7,9 @@ from typing import Any
 from node.daemon import replica
 from node.daemon.state import outer_state
 from node.monitoring.peer_lines import LineLimit
-from protocol.consensus import handlers, machine
-from protocol.consensus.history import fork_choice
+from protocol.consensus import fork_choice, machine
 from protocol.consensus.messages import contributions as messages
-from protocol.membership.known_peers import KnownPeers
-from protocol.membership.newcomers import CheckQuota, NewcomerQuota
+from protocol.membership.known_peers import CheckQuota, KnownPeers, NewcomerQuota
 from protocol.transport import connection_supervisor
 from protocol.transport.call_guard import CallGuard
 from protocol.transport.connection_supervisor import ConnectionSupervisor
@@ -34,7 +32,7 @@ def _always(owner: Any, name: str, value: Any) -> None:
 
 def _know_all_contributors() -> None:
     _always(machine, "proposal_fault", None)
-    _always(handlers, "unknown_contributors", frozenset())
+    _always(machine, "unknown_contributors", frozenset())
 
 
 def _take_any_tokens() -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from node.commands.up.peer_process import PeerProcess
 from node.daemon.state.outer_state import RoundCompute
-from protocol.consensus.history.chain import ChainHead, extend_head
-from protocol.consensus.history.fork_choice import MAX_LOST_ROUNDS
+from protocol.consensus.chain import ChainHead, extend_head
+from protocol.consensus.fork_choice import MAX_LOST_ROUNDS
 from protocol.consensus.messages.contributions import Commit
-from protocol.consensus.views.quorum import Election
+from protocol.consensus.quorum import Election
 from tests.netlab.lab.blob_archive import BlobArchive
 from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm
 from tests.netlab.lab.laboratory import Laboratory, Link

@@ -16,8 +16,7 @@ from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
 from protocol.consensus.messages.kinds import kind_of
 from protocol.consensus.messages.signed import Digest, SignedMessage

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from protocol import murmur_pb2 as wire
 from protocol.admission import Ticket
-from protocol.consensus.messages.adoption import NOTHING_ADOPTED, Adoption
-from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.messages.contributions import NOTHING_ADOPTED, Adoption, Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.electorate import REVOKED_KEY, Electorate
 from protocol.identity import PeerId

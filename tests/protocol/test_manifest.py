@@ -197,12 +197,12 @@ def test_facts_for_people_are_one_line_each_and_an_organiser_is_a_peer_id() -> N
         (
             b"layers = 4",
             b"layers = 1\ntied = false\nsubspace = 16\nweights = [" + b", ".join([b'"%s"' % (b"ab" * 32)] * 3) + b"]",
-            "model.subspace (line 9): excludes model.from",
+            "model.subspace (line 9): cannot be combined with model.from",
         ),
         (b"[method.codec]", b"[method.kodec]", "unknown table method.kodec (line 22); did you mean codec?"),
         (b"[run]", b"[run", "not valid TOML: "),
-        (b"[model]", b"[run]", "not valid TOML: the table [run] is there twice; merge the two (line 5)"),
-        (b"layers = 4", b"width = 4", "not valid TOML: a key is there twice; remove one (line 7)"),
+        (b"[model]", b"[run]", "not valid TOML: table [run] is defined twice; merge the two (line 5)"),
+        (b"layers = 4", b"width = 4", "not valid TOML: a key is defined twice; remove one (line 7)"),
         (b"layers = 4", b"layers = " + b"4" * 5000, "not valid TOML: a number has thousands of digits"),
         (b"layers = 4", b"layers =", "not valid TOML: invalid value (line 7)"),
         (

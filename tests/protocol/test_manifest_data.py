@@ -99,12 +99,12 @@ def test_revision_of_unknown_sources_changes_nothing_instead_of_ending_the_run()
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"share = 0.8", b"share = 0.8\ntokens = 4", "data.phases.1 (line 30): has share or tokens"),
-        (b"share = 0.8", b"", "data.phases.1 (line 30): has share or tokens"),
+        (b"share = 0.8", b"share = 0.8\ntokens = 4", "data.phases.1 (line 30): needs exactly one of share and tokens"),
+        (b"share = 0.8", b"", "data.phases.1 (line 30): needs exactly one of share and tokens"),
         (b"share = 0.8", b"share = 1.5", "data.phases.1.share (line 31): must be less than 1"),
         (b"code = 0", b"songs = 0", "data.phases.1.weights (line 32): must name each source: code, books"),
         (b"books = 1 }", b"books = -1 }", "data.phases.0.weights.books: must be at least 0.0"),
-        (b"{ code = 0, books = 1 }", b"{ code = 0, books = 0 }", "give one source a weight above 0"),
+        (b"{ code = 0, books = 1 }", b"{ code = 0, books = 0 }", "set at least one weight above 0"),
         (b"tokens = 1000", b"keepers = 2", "data.phases.1.share (line 31): is a share of the target, which is missing"),
     ],
 )
@@ -120,7 +120,7 @@ def test_faults_of_phases_are_reported_on_one_line(old: bytes, new: bytes, messa
         (b"weight = 3", b"weight = -1", "data.sources.0.weight (line 20): must be at least 0.0, got -1"),
         (b"weight = 3", b"weight = nan", "data.sources.0.weight (line 20): must be a finite number"),
         (b"weight = 3", b"weight = 1e9", "data.sources.0.weight (line 20): must be at most 1000000.0"),
-        (b'"books"', b'"code"', "data.sources.1.name (line 23): is that of another source"),
+        (b'"books"', b'"code"', "data.sources.1.name (line 23): is already in use"),
         (b'name = "books"', b"weight = 1", "data (line 15): sources.1.name is missing; add it"),
         (b'"books"', b'"My books"', "data.sources.1.name (line 23): must have 1 to 64 characters"),
         (b'"text"', b'"wiki"', "data.sources.1.source (line 24): must be 'python-stdlib'"),
@@ -131,7 +131,7 @@ def test_faults_of_phases_are_reported_on_one_line(old: bytes, new: bytes, messa
             "unknown key data.sources.1.tokenizer (line 25); it is data.tokenizer, for all",
         ),
         (b'source = "text"\n', b"", "data.sources.1.source is missing; add it"),
-        (b"\n[[data", SINGLE + b"\n[[data", "data.source (line 16): excludes the tables [[data.sources]]"),
+        (b"\n[[data", SINGLE + b"\n[[data", "data.source (line 16): cannot be combined with [[data.sources]]"),
     ],
 )
 def test_faults_of_a_mixture_are_reported_on_one_line(old: bytes, new: bytes, message: str) -> None:
@@ -145,7 +145,7 @@ def test_weights_that_are_all_zero_too_many_sources_and_none_are_refused() -> No
     for data, message in (
         (
             b"".join(one % (number, 0) for number in range(2)),
-            r"data.sources.0.weight \(line 19\): is 0 as all others are",
+            r"data.sources.0.weight \(line 19\): is 0, like all others",
         ),
         (b"".join(one % (number, 1) for number in range(MAX_SOURCES + 1)), "must have at most 16 entries"),
         (b"", "source is missing; add it"),

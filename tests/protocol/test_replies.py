@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, require_reply
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
-from protocol.replies import require_reply
 from tests.protocol.garbled_server import garbled_channel
 
 

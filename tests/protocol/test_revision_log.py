@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ForgedError, LimitError, MalformedError, StaleError
 from protocol.identity import Identity

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import ManifestError, OrganiserError
 from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
-from protocol.signing import fingerprint, open_signed_manifest, sign_manifest
+from protocol.signing import TrustPoint, fingerprint, open_signed_manifest, sign_manifest
 from tests.node.small_run import MANIFEST
 
 ORGANISER = Identity.create()

@@ -9,21 +9,19 @@ from node.loop.contributions import ContributionTracker, StoredContribution
 from node.loop.peers import syncing
 from node.loop.round_loop import RoundLoop
 from node.loop.steering import Steering
+from protocol.consensus import acceptance, fork_choice, view_change
+from protocol.consensus.chain import Chain
 from protocol.consensus.events import Reduce
-from protocol.consensus.history import fork_choice
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.knowledge import RoundKnowledge, Sums
+from protocol.consensus.leader import Leader
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages import contributions as messages
 from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution, PartBlob, blobs_of
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.reduction.sums import Sums
-from protocol.consensus.rules import roster_content, view_change
+from protocol.consensus.quorum import Election, VoterSet
 from protocol.consensus.state import RoundState
 from protocol.consensus.topology import Contributions, Groups, Topology
-from protocol.consensus.views.leader import Leader
-from protocol.consensus.views.quorum import Election, VoterSet
-from protocol.consensus.views.view import View
+from protocol.consensus.view import View
 from protocol.electorate import Electorate
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
@@ -121,9 +119,7 @@ def counts_as_held_by_the_digest_alone(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(RoundKnowledge, "has_all_parts", holds_all)
     patch.setattr(View, "reportable_blobs", reported)
-    patch.setattr(
-        roster_content, "drop_size_conflicts", lambda known, entries: {entry.sender: entry for entry in entries}
-    )
+    patch.setattr(acceptance, "drop_size_conflicts", lambda known, entries: {entry.sender: entry for entry in entries})
     patch.setattr(messages, "check_sizes", lambda blobs: None)
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from node.loop.peers.catch_up import SyncOffer
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
+from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.kinds import Acknowledgement, Basis, CommitCertificate, kind_of
 from protocol.consensus.messages.signed import Digest, SignedMessage

@@ -6,12 +6,12 @@ from node.loop.peers.catch_up import CatchUp
 from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.leader import Leader
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages.buffer import MessageBuffer
+from protocol.consensus.quorum import VoterSet
 from protocol.consensus.state import RoundState
-from protocol.consensus.views.leader import Leader
-from protocol.consensus.views.quorum import VoterSet
-from protocol.consensus.views.view import View
+from protocol.consensus.view import View
 from tests.simulation.virtual.network import Scenario
 
 if TYPE_CHECKING:

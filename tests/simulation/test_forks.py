@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from node.loop.contributions import ContributionTracker, ForkOutcome
-from protocol.consensus.history import fork_choice
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus import fork_choice
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit
 from tests.simulation.seeded_run import END, InvariantError, SeededRun
 from tests.simulation.seeds import broken_runs

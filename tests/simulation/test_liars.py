@@ -6,9 +6,8 @@ import pytest
 
 from node.loop.peers.syncing import Syncing
 from protocol.conduct import Conduct
-from protocol.consensus import handlers, machine
+from protocol.consensus import machine, view_change
 from protocol.consensus.knowledge import RoundKnowledge
-from protocol.consensus.rules import view_change
 from protocol.consensus.topology import Butterfly, draw_reducers
 from protocol.electorate import Electorate
 from tests.simulation.liars import LIARS
@@ -40,7 +39,7 @@ def sums_each_part_once(patch: pytest.MonkeyPatch) -> None:
 
 def believes_in_any_contributor(patch: pytest.MonkeyPatch) -> None:
     """Follows rosters and acknowledges commits with contributions that nobody made."""
-    patch.setattr(handlers, "unknown_contributors", lambda state, entries: frozenset())
+    patch.setattr(machine, "unknown_contributors", lambda state, entries: frozenset())
     for module in (machine, view_change):
         patch.setattr(module, "proposal_fault", lambda state, proposal: None)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from protocol.consensus.history import fork_choice
+from protocol.consensus import fork_choice
 from tests.simulation.virtual.network import Scenario
 from tests.simulation.virtual.swarm import SimulatedSwarm
 from tests.slices import sliced

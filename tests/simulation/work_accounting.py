@@ -13,7 +13,7 @@ from node.loop.contributions import ContributionTracker, LastSent, SettledContri
 from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import Chain, ChainHead, extend_head
+from protocol.consensus.chain import Chain, ChainHead, extend_head
 from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from node.commands.up.peer_process import PeerProcess
-from protocol.consensus.views.quorum import Election
+from protocol.consensus.quorum import Election
 from protocol.manifest.reading import load_manifest
 from tests.node.model.weights_folder import start_from_weights
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, manifest_with, running_swarm

@@ -31,7 +31,7 @@ from node.commands.doctor.findings import (
 from node.commands.join.invitation import Invitation
 from node.daemon.peers.peer_rpc import await_reply, request_chain, request_peer_table
 from protocol.blobs.blob import Blob
-from protocol.errors import MurmurError, PeerFault, UnreachableError
+from protocol.errors import MurmurError, PeerFault, UnreachableError, require_reply
 from protocol.identity import PeerId
 from protocol.membership.peer_table import PeerTable
 from protocol.murmur_pb2 import (
@@ -41,7 +41,6 @@ from protocol.murmur_pb2 import (
     PeerRecord,
 )
 from protocol.murmur_pb2_grpc import BlobsStub, RunsStub
-from protocol.replies import require_reply
 from protocol.transport.nat import is_public_address
 from protocol.transport.transport import Transport
 

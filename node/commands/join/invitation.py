@@ -26,7 +26,6 @@ from node.commands.join.http_download import download, split_url
 from node.daemon.peers.peer_rpc import await_reply
 from node.run_file import load_run_file
 from node.units import multiaddress_fault
-from protocol.consensus.history.trust import TrustPoint
 from protocol.errors import (
     ManifestError,
     MissingFileError,
@@ -43,6 +42,7 @@ from protocol.murmur_pb2_grpc import RunsStub
 from protocol.signing import (
     MAX_SIGNED_MANIFEST_BYTES,
     SignedManifest,
+    TrustPoint,
     open_signed_manifest,
 )
 

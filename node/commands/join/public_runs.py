@@ -28,7 +28,7 @@ from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import load_addresses
 from protocol.membership.dht import DhtNode
 from protocol.membership.peer_table import CLOCK_TOLERANCE_SECONDS
-from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC, parse_public_run, require_current
+from protocol.membership.rendezvous import PUBLIC_RUNS_TOPIC, parse_public_run, require_current
 from protocol.murmur_pb2 import PublicRun
 from protocol.signing import fingerprint, peer_id_of
 from protocol.transport.transport import Transport

@@ -17,7 +17,7 @@ from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from node.loop.steering import Steering
 from node.options import NodeOptions
 from node.run_dir import RunDir
-from protocol.consensus.history.chain import Chain
+from protocol.consensus.chain import Chain
 
 LOOK_SECONDS = 15.0
 POLL_SECONDS = 0.2

@@ -41,7 +41,7 @@ from protocol.audits import (
 )
 from protocol.blobs.blob import Blob
 from protocol.conduct import Conduct
-from protocol.consensus.history.chain import Chain
+from protocol.consensus.chain import Chain
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import PeerId

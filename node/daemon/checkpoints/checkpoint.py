@@ -45,8 +45,7 @@ from node.daemon.checkpoints.tensor_file import (
 from node.model import ShapeTable
 from optim.inner.base import WEIGHTS
 from protocol import murmur_pb2 as wire
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import Chain, ChainHead, ChainLog
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import nested_reader
 from protocol.electorate import Electorate

@@ -1,6 +1,6 @@
 """Show our chain, and ask other peers for theirs with the certificates of the commits; ask the contacts about them.
 
-The signatures are checked here; `protocol.consensus.history.fork_choice` judges the chains.
+The signatures are checked here; `protocol.consensus.fork_choice` judges the chains.
 """
 
 import asyncio
@@ -13,10 +13,8 @@ from node.daemon.peers.swarm_view import SwarmView
 from node.loop.peers.catch_up import RETAINED_ROUNDS, SyncOffer
 from node.loop.steering import Steering
 from protocol.blobs.blob import Blob, check_digest
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.history.fork_choice import ChainOffer
-from protocol.consensus.history.trust import TrustPoint
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog
+from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import nested_parser
 from protocol.errors import MalformedError, PeerFault, UnreachableError
@@ -24,7 +22,7 @@ from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 from protocol.manifest.sections import AdmissionSection
 from protocol.murmur_pb2 import ChainReply
-from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND
+from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND, TrustPoint
 from protocol.steering import MAX_REVISIONS, SignedRevision, open_revision
 
 MAX_PAGES = 64  # replies of one peer for one chain

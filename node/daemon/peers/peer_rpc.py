@@ -21,11 +21,11 @@ import grpc
 
 from node.monitoring.status import ErrorRecorder
 from node.processes.workers import FaultSink
-from protocol.consensus.messages.briefs.codec import Abridger
-from protocol.errors import LimitError, PeerFault, UnreachableError
+from protocol.consensus.messages.briefs import Abridger
+from protocol.errors import LimitError, PeerFault, Reply, UnreachableError, require_reply
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
-from protocol.membership.records.summary import SALT_BYTES
+from protocol.membership.summary import SALT_BYTES
 from protocol.murmur_pb2 import (
     CarryRequest,
     ChainReply,
@@ -37,7 +37,6 @@ from protocol.murmur_pb2 import (
     Signed,
 )
 from protocol.murmur_pb2_grpc import CarriersStub, MembershipStub, RoundsStub
-from protocol.replies import Reply, require_reply
 from protocol.traffic import ControlTraffic
 
 logger = logging.getLogger(__name__)

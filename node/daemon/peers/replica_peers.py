@@ -11,8 +11,7 @@ from node.daemon.state.replica_state import ReplicaState
 from node.monitoring.status_reporter import StatusReporter
 from protocol.admission import AdmissionPolicy
 from protocol.blobs.download import Downloader
-from protocol.consensus.messages.briefs.codec import Abridger
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import Abridger, SeenMessages
 from protocol.pipeline.stage import StageManifest
 from protocol.traffic import ControlTraffic
 

@@ -12,13 +12,12 @@ from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
 from protocol.admission import AdmissionPolicy
 from protocol.blobs.blob import DIGEST_BYTES
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
-from protocol.membership.records.kept_states import parse_kept_states
-from protocol.membership.records.served_stages import record_of_stage
+from protocol.membership.record_fields import parse_kept_states, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import StepReports, read_step_reports
 from protocol.recent import RecentTable

@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import CertifiedCommit, ChainHead
 from protocol.consensus.messages.contributions import MAX_MESSAGE_BYTES, MAX_PARTS, MAX_TOKENS, ContributionLimits
 from protocol.consensus.messages.kinds import MAX_VOTES
 from protocol.electorate import OPEN, Electorate

@@ -30,8 +30,7 @@ from node.daemon.receipts.commit_file import (
 )
 from node.daemon.receipts.ledger import RunLedger, commit_reader
 from node.model import shapes_of
-from protocol.consensus.history.certified import CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead, ChainLog, extend_head, genesis_head
 from protocol.errors import ReceiptError, StorageError
 from protocol.manifest.run import Manifest
 from protocol.pipeline.stage import stage_of

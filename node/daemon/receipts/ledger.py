@@ -20,8 +20,7 @@ from node.daemon.receipts.commit_file import (
     read_records,
 )
 from protocol import murmur_pb2 as wire
-from protocol.consensus.history.certified import CertifiedCommit, open_certified
-from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.chain import CertifiedCommit, ChainHead, extend_head, genesis_head, open_certified
 from protocol.consensus.messages.contributions import Contribution
 from protocol.consensus.messages.kinds import nested_parser, nested_reader
 from protocol.consensus.messages.signed import SignedMessage

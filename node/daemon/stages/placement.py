@@ -20,13 +20,13 @@ from node.options import NodeOptions
 from node.paths import kept_stage_dir, kept_stages_in
 from node.run_dir import RunDir
 from protocol.blobs.storage import disk_errors
-from protocol.consensus.history.chain import Chain
+from protocol.consensus.chain import Chain
 from protocol.errors import UsageError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent
-from protocol.membership.records.served_stages import MAX_MORE_STAGES, records_by_stage
+from protocol.membership.record_fields import MAX_MORE_STAGES, records_by_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.balance import PINNED, Balancer, Move, sum_rates
 from protocol.pipeline.stage import StageManifest

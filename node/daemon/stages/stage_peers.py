@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from node.monitoring.stage_table import ServedStage
 from protocol.identity import PeerId
-from protocol.membership.records.served_stages import records_by_stage
+from protocol.membership.record_fields import records_by_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.balance import PINNED, StageAssignment
 from protocol.pipeline.routing import StagePeer

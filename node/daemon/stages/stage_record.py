@@ -9,7 +9,7 @@ from typing import Any
 
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import FieldValue
-from protocol.membership.records.served_stages import ServedStage, encode_served_stages
+from protocol.membership.record_fields import ServedStage, encode_served_stages
 from protocol.pipeline.stage import StageManifest
 
 ENTRY_FIELDS = frozenset(asdict(ServedStage(0))) - {"stage"}

@@ -23,8 +23,7 @@ from node.loop.contributions import ContributionTracker
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.monitoring.status import ErrorRecorder
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead, ChainLog
 from protocol.consensus.messages.contributions import Commit
 from protocol.errors import StorageError
 

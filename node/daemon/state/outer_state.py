@@ -42,11 +42,9 @@ from optim.kernels.vectors import SparseVector, Vector, slabs
 from optim.method import REFERENCE_WEIGHT, SMALL_SLOTS, STEPS_MADE, Method
 from optim.round_plan import NO_ROOMS, RoundPlanner
 from protocol.blobs.blob import Blob, Bytes
-from protocol.consensus.history.certified import CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead, ChainLog
+from protocol.consensus.messages.contributions import Commit, Contribution, count_tokens
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.messages.weights import count_tokens
 from protocol.errors import MalformedError, MissingFileError, PeerFault, StorageError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest

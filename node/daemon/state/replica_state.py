@@ -33,7 +33,7 @@ from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from optim.inner.base import WEIGHTS
 from optim.round_plan import RoundPlanner
 from protocol.blobs.store import BlobStore
-from protocol.consensus.history.chain import Chain
+from protocol.consensus.chain import Chain
 from protocol.manifest.run import Manifest
 from protocol.recent import RecentSet
 

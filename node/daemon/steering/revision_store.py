@@ -22,7 +22,7 @@ from protocol.errors import ForgedError, LimitError, PeerFault, StaleError, Stor
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest, RunId
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import abort_call
+from protocol.membership.gossip import abort_call
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import PeerRecord, RevisionsReply, RevisionsRequest, Signed
 from protocol.murmur_pb2_grpc import SteeringServicer, SteeringStub, add_SteeringServicer_to_server

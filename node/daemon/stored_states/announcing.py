@@ -2,12 +2,11 @@
 
 from typing import Protocol
 
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.records.kept_states import MAX_KEPT_STATES, KeptState, encode_kept_states
-from protocol.membership.records.served_stages import records_by_stage
+from protocol.membership.record_fields import MAX_KEPT_STATES, KeptState, encode_kept_states, records_by_stage
 
 Voters = frozenset[PeerId]
 

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 
 from node.daemon.steering.revision_store import RoundClock
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
-from protocol.membership.records.kept_states import parse_kept_states
-from protocol.membership.records.served_stages import record_of_stage
+from protocol.membership.record_fields import parse_kept_states, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 
 MAX_PERIOD = 1024  # rounds

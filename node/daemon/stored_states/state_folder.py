@@ -21,8 +21,7 @@ from optim.round_plan import RoundPlanner
 from protocol.blobs.blob import Blob
 from protocol.blobs.storage import disk_errors
 from protocol.blobs.store import BlobStore
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import Chain, ChainHead, ChainLog
 from protocol.errors import MalformedError
 from protocol.manifest.run import Manifest
 from protocol.pipeline.stage import stage_of

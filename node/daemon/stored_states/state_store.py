@@ -32,10 +32,9 @@ from node.run_dir import RunDir
 from node.units import format_bytes
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.history.fork_choice import ChainOffer, Witnesses, judge
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog
+from protocol.consensus.fork_choice import ChainOffer, Witnesses, judge
+from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId

@@ -1,7 +1,7 @@
 """Decide when a peer asks others for their chain, which peers it asks, and which it avoids. PURE.
 
 The claims of a record are only a hint where to ask. A peer is asked while the open round goes on; only a chain whose
-certificates are verified (`protocol.consensus.history.fork_choice`) ends the round. A peer that could not show one is
+certificates are verified (`protocol.consensus.fork_choice`) ends the round. A peer that could not show one is
 avoided with growing pauses.
 """
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
+from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.recent import RecentTable

@@ -8,9 +8,8 @@ from typing import Any
 from node.loop.actions import LoopAction, ReportConduct, SaveProofs
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.conduct import Conduct, Proof, RoundConduct
+from protocol.consensus.chain import Chain, ChainLog
 from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import Chain
 from protocol.consensus.machine import Signer
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.kinds import CommitCertificate, kind_of

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.history.chain import Chain, ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.pipeline.exact import StepReports

@@ -11,9 +11,8 @@ from node.loop.contributions import ContributionTracker
 from node.loop.options import SyncOptions
 from node.loop.peers.catch_up import CatchUp, Sync, SyncOffer
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.history.fork_choice import Judgement, Witnesses, judge
+from protocol.consensus.chain import CertifiedCommit, Chain
+from protocol.consensus.fork_choice import Judgement, Witnesses, judge
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.recent import RecentTable

@@ -31,7 +31,7 @@ from protocol.audits import (
     WorkRecord,
 )
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import Chain
+from protocol.consensus.chain import Chain
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError, MissingFileError, StaleError
 from protocol.identity import PeerId

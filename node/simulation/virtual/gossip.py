@@ -9,7 +9,7 @@ from functools import partial
 
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.simulation.virtual.network import VirtualClock
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.identity import PeerId
 
 SECONDS_PER_HOP = 0.02  # in addition to the latency

@@ -40,9 +40,9 @@ from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import step_settings
 from node.trainer.ipc.channel import ContributionOutcome
 from protocol import murmur_pb2 as wire
+from protocol.consensus.chain import Chain
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages.contributions import PartBlob
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId

@@ -2,6 +2,20 @@
 
 Every body is checked in full before any other code sees it. Lists that are sets (contributions by sender, blobs by
 digest, included peers) are in ascending order without duplicates: so each content has one encoding.
+
+*Tokens.* The number of tokens is a peer's own claim. It decides the weight in the mean, the length of the chain, the
+target and the receipts, so all of them use one number:
+
+    counted = min(claimed, 2 x the lower median of the claims in the commit)
+
+It follows from the commit alone: all peers compute the same, and a certificate of the commit covers it. While most
+contributions of a round are honest, the median is an honest claim. A claim of more than twice the plan of a round is
+refused when it arrives (`ContributionLimits.max_tokens`), which also bounds a peer that is alone in a commit. No peer
+compares a claim with its own clock: a contribution that travelled for long and the next one arrive close together, so
+an honest peer behind a bad link would look too fast, and peers that disagree about it could not commit.
+
+*Evidence.* Several reducers sum each part, independently, and sign the result together with its inputs. A commit
+carries their signatures: so neither a leader nor one reducer can make up a sum, and a wrong sum names its authors.
 """
 
 import hashlib
@@ -10,22 +24,30 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from statistics import median_low
+from typing import Final, NamedTuple, Self
 
 from protocol import murmur_pb2 as wire
 from protocol.admission import TICKET_KIND, Ticket
 from protocol.blobs.blob import Blob, check_digest
-from protocol.consensus.messages.adoption import NOTHING_ADOPTED, Adoption, open_adoption
-from protocol.consensus.messages.checks import check_ascending, check_count, check_round, check_sizes
-from protocol.consensus.messages.signed import Digest, OpenNested, SignedMessage
-from protocol.consensus.messages.weights import count_tokens
-from protocol.consensus.reduction.evidence import Evidence, digest_inputs
+from protocol.consensus.messages.signed import (
+    Digest,
+    OpenNested,
+    SignedMessage,
+    check_ascending,
+    check_count,
+    check_round,
+    check_sizes,
+)
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest.run import RunId
 from protocol.manifest.sections import MAX_STEP_MICROBATCHES
 from protocol.pipeline.ledger import StepLedger
+from protocol.steering import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 
+MAX_MULTIPLE: Final = 2  # of the median claim of a round, and of the tokens of a round's plan
+MAX_REDUCERS_PER_PART = 4
 MAX_CONTRIBUTIONS = 1024
 MAX_PARTS = 4096
 MAX_HELD_BLOBS = 65_536
@@ -36,6 +58,114 @@ MAX_WORK_RECORD_BYTES = 8192
 # A roster of 1024 contributions with 4096 parts each would be 180 MB, and no run needs one.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 NO_ROSTER = bytes(32)
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """The organiser's revisions that a chain has adopted after a commit: the newest one, and those new in the commit.
+
+    They hold from the next round on, or from their own `from_round` if that is later. So the settings of a round follow
+    from the commits before it, and all peers that open it on the same chain have the same ones.
+    """
+
+    newest: Digest = NO_REVISION
+    added: tuple[SignedMessage[Revision], ...] = ()
+
+    def continues(self, adopted: Digest) -> bool:
+        """Return whether the revisions continue the list whose newest one is `adopted`."""
+        for revision in self.added:
+            if revision.body.previous != adopted:
+                return False
+            adopted = revision.digest
+        return adopted == self.newest
+
+
+NOTHING_ADOPTED = Adoption()
+
+
+def open_adoption(body: wire.Commit, open_nested: OpenNested) -> Adoption:
+    """Return the revisions that a commit from the wire adopts. Raises MalformedError or LimitError."""
+    check_count(len(body.revisions), MAX_REVISIONS, "revisions")
+    if any(signed.kind != REVISION_KIND for signed in body.revisions):
+        raise MalformedError("a message of another kind among the revisions of a commit")
+    if body.revision:
+        check_digest(body.revision)
+    adoption = Adoption(body.revision, tuple(open_nested(signed) for signed in body.revisions))
+    if adoption.added and not adoption.continues(adoption.added[0].body.previous):
+        raise MalformedError("revisions of a commit that do not follow one another")
+    return adoption
+
+
+def count_tokens(claims: Sequence[int]) -> list[int]:
+    """Return the tokens that each contribution of a commit counts for, given the claims of all of them."""
+    limit = MAX_MULTIPLE * median_low(claims)
+    return [min(claim, limit) for claim in claims]
+
+
+def digest_inputs(digests: Iterable[bytes]) -> bytes:
+    """Return the digest of the contributions that a sum is made of, in their order."""
+    return hashlib.sha256(b"".join(digests)).digest()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The signed announcements of all reduced parts of one attempt, without the fields that a commit has anyway.
+
+    `peers` and `signatures`: the reducer of each slot (see `View`) and its signature of the announcement.
+    """
+
+    view: int
+    roster: bytes
+    attempt: int
+    peers: tuple[PeerId, ...]
+    signatures: tuple[bytes, ...]
+
+    def to_wire(self) -> wire.Evidence:
+        distinct = sorted(set(self.peers))
+        return wire.Evidence(
+            view=self.view,
+            roster=self.roster,
+            attempt=self.attempt,
+            peers=distinct,
+            slots=[distinct.index(peer) for peer in self.peers],
+            signatures=self.signatures,
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Evidence, parts: int) -> Self:
+        """Read the evidence of a commit with so many parts; its signatures are not verified yet."""
+        check_digest(body.roster)
+        slots, distinct = list(body.slots), list(body.peers)
+        copies, rest = divmod(len(slots), parts) if parts else (0, 1)
+        if rest or not 1 <= copies <= MAX_REDUCERS_PER_PART or len(body.signatures) != len(slots):
+            raise MalformedError(f"evidence of {len(slots)} reducers for {parts} parts")
+        if distinct != sorted(set(distinct)) or {*slots} != {*range(len(distinct))}:
+            raise MalformedError("evidence that does not name each of its reducers once")
+        for peer in distinct:
+            public_key(peer)
+        peers = tuple(distinct[slot] for slot in slots)
+        if any(len({*peers[part::parts]}) < copies for part in range(parts)):
+            raise MalformedError("evidence in which one peer is two reducers of a part")
+        return cls(body.view, body.roster, body.attempt, peers, tuple(body.signatures))
+
+    def announcements(self, number: int, inputs: bytes, parts: Sequence[Blob]) -> list[wire.Signed]:
+        """Return the envelopes of the announcements that the reducers signed."""
+        bodies = [
+            wire.Part(
+                round=number,
+                view=self.view,
+                roster=self.roster,
+                attempt=self.attempt,
+                part=part,
+                blob=blob.to_wire(),
+                inputs=inputs,
+            ).SerializeToString(deterministic=True)
+            for part, blob in enumerate(parts)
+        ]
+        return [
+            wire.Signed(kind="part", peer=peer, body=bodies[slot % len(parts)], signature=signature)
+            for slot, (peer, signature) in enumerate(zip(self.peers, self.signatures, strict=True))
+        ]
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,24 @@ from protocol import murmur_pb2 as wire
 from protocol.admission import open_ticket, read_ticket
 from protocol.blobs.blob import Blob, check_digest
 from protocol.conduct import Proof
-from protocol.consensus.messages.checks import check_ascending, check_count, check_round
 from protocol.consensus.messages.contributions import (
     MAX_CONTRIBUTIONS,
     MAX_HELD_BLOBS,
     MAX_MESSAGE_BYTES,
+    MAX_REDUCERS_PER_PART,
     Commit,
     Contribution,
     ContributionLimits,
     Roster,
 )
-from protocol.consensus.messages.signed import Digest, OpenNested, SignedMessage
-from protocol.consensus.reduction.evidence import MAX_REDUCERS_PER_PART
+from protocol.consensus.messages.signed import (
+    Digest,
+    OpenNested,
+    SignedMessage,
+    check_ascending,
+    check_count,
+    check_round,
+)
 from protocol.errors import MalformedError, PeerFault
 from protocol.identity import PeerId, public_key
 from protocol.manifest.run import RunId

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from protocol.errors import ForgedError, PeerFault, PortTakenError, TransportError, UnreachableError, describe_error
 from protocol.identity import Identity, PeerId
 from protocol.transport import dial_policy
-from protocol.transport.dial_policy import DialPolicy
+from protocol.transport.dial_policy import DialPolicy, Resolver
 from protocol.transport.tls.connection import TlsConnection
 from protocol.transport.tls.handshake import (
     NONCE_BYTES,
@@ -33,7 +33,6 @@ from protocol.transport.tls.handshake import (
     make_client_context,
     make_proof,
 )
-from protocol.transport.tls.resolver import Resolver
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,10 @@ from optim.exchange import ContributionEncoder
 from protocol.blobs.blob import Blob
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import BlobStore
-from protocol.consensus.history.certified import CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import ChainHead, extend_head
-from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.chain import CertifiedCommit, ChainHead, ChainLog, extend_head
+from protocol.consensus.messages.contributions import Commit, Contribution, Evidence
 from protocol.consensus.messages.kinds import Acknowledgement, Basis, Body, CommitCertificate, ReducedPart, kind_of
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.reduction.evidence import Evidence
 from protocol.identity import Identity
 from protocol.murmur_pb2 import ChainReply, ChainRequest, DeliverReply, DeliverRequest
 from protocol.murmur_pb2_grpc import RoundsServicer, add_RoundsServicer_to_server

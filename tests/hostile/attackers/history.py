@@ -12,8 +12,7 @@ from node.daemon.state.outer_state import OuterState
 from optim.method import SMALL_SLOTS
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead, ChainLog
 from protocol.consensus.messages.kinds import nested_parser
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import Identity

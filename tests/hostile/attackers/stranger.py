@@ -24,7 +24,7 @@ from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.gossip import DirectoryOptions
 from protocol.murmur_pb2 import GossipRequest, PeerRecord, Signed
 from protocol.murmur_pb2_grpc import MembershipStub
 from protocol.signing import sign

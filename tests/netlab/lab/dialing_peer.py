@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from protocol.errors import UnreachableError
-from protocol.transport.libp2p import p2pd
+from protocol.transport import p2pd
 from protocol.transport.transport import Transport
 
 DIAL_TIMEOUT_SECONDS = 10.0

@@ -20,10 +20,10 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import unsteered
 from node.trainer.ipc.channel import ContributionHeader
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import Chain, genesis_head
 from protocol.consensus.events import Fetch, Rejected
-from protocol.consensus.history.chain import Chain, genesis_head
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import SeenMessages
 from protocol.consensus.messages.contributions import Commit, PartBlob
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.pacing import Pacing

@@ -23,8 +23,7 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering, unsteered
 from optim.aggregation.base import LeftOut
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId

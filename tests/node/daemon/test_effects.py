@@ -10,9 +10,8 @@ import pytest
 from node.daemon import effects, inbox
 from protocol.blobs.blob import Blob
 from protocol.conduct import NOT_SERVED
+from protocol.consensus.chain import ChainHead, ChainLog
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages.contributions import PartBlob
 from protocol.electorate import Electorate

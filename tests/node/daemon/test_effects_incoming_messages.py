@@ -1,6 +1,6 @@
 """Which messages the round loop takes: early ones, those of strangers, forged ones."""
 
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import NO_ROSTER
 from protocol.consensus.messages.kinds import Inventory
 from protocol.murmur_pb2 import Signed

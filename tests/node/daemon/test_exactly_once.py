@@ -30,7 +30,7 @@ from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from optim.compose import compose
 from optim.options import Scalar
 from optim.round_plan import RoundPlanner
-from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.chain import ChainHead, extend_head, genesis_head
 from protocol.consensus.messages.contributions import Commit
 from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import PEERS, RUN_ID, commit_of, store_in

@@ -16,7 +16,7 @@ from node.loop.events import ContributionReady
 from node.loop.peers import catch_up
 from node.trainer.ipc.channel import ContributionHeader
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.errors import GoneError, MalformedError, UnreachableError
 from tests.certificates import offer_of
 from tests.node.daemon.round_loop_setup import FRIEND, LIAR, RoundLoopFactory

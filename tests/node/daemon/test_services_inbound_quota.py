@@ -7,7 +7,7 @@ import pytest
 from node.daemon.inbox import ALL_UNKNOWN_BURST_BYTES, ALL_UNKNOWN_RATE, InboundQuota
 from node.daemon.peers.peer_rpc import MAX_BATCH_BYTES
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit, Contribution, Roster
 from protocol.consensus.messages.kinds import CommitCertificate, Inventory, ReducerAssignment
 from protocol.consensus.messages.signed import SignedMessage

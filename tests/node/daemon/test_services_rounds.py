@@ -19,9 +19,8 @@ from node.daemon.state.outer_state import ReplicatedState
 from node.daemon.state.replica_state import MAX_OFFERS, OFFER_SECONDS, OfferedStates
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.loop.steering import unsteered
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.briefs.codec import Abridger, restore
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.chain import Chain
+from protocol.consensus.messages.briefs import Abridger, SeenMessages, restore
 from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Brief, Contribution, Roster, Signed

@@ -23,7 +23,7 @@ from node.trainer.ipc.channel import (
     TrainerProgress,
 )
 from optim.compose import compose
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.errors import DeviceError
 from tests.node.daemon.trainer_link_setup import ME, NUMEL, SETTINGS, TrainerLinkSetup, ready
 from tests.node.small_run import commit_of, program_of, until

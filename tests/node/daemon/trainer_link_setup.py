@@ -21,7 +21,7 @@ from node.trainer.ipc.channel import (
 )
 from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.small_run import MANIFEST, PEERS, PROGRAM, at_once, commit_of, store_in, until
 

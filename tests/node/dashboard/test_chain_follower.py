@@ -11,8 +11,7 @@ from node.dashboard.chain_follower import ChainFollower, find_diverged, known_he
 from node.dashboard.events import ChainForked, LoggedEvent, RoundCommitted, RoundsMissing
 from node.dashboard.state import RunState
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
+from protocol.consensus.chain import Chain, ChainHead, ChainLog, genesis_head
 from protocol.consensus.messages.contributions import MAX_PARTS, ContributionLimits
 from protocol.errors import MalformedError, UnreachableError
 from protocol.murmur_pb2 import ChainReply, PeerRecord

@@ -12,8 +12,8 @@ from node.dashboard.html_page import render_page
 from node.dashboard.json_views import history, run_status, snapshot
 from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import build_peer_report
-from protocol.consensus.history.chain import ChainHead
-from protocol.membership.records.served_stages import ServedStage, encode_served_stages
+from protocol.consensus.chain import ChainHead
+from protocol.membership.record_fields import ServedStage, encode_served_stages
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import stage_run_id
 from tests.node.dashboard.example_events import FACTS, NAMES, OPENED, apply_all, committed, joined, peer_report

@@ -10,8 +10,8 @@ from node.dashboard.json_views import run_status, snapshot
 from node.dashboard.page.steering import render_revisions
 from node.dashboard.run_state.steering import AdoptionRecord, revision_values
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.chain import Chain
+from protocol.consensus.messages.contributions import Adoption
 from protocol.manifest.run import Manifest
 from protocol.steering import SignedRevision
 from tests.node.dashboard.example_events import FACTS, committed

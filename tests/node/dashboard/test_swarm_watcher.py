@@ -19,13 +19,13 @@ from node.dashboard.swarm_watcher import (
     SwarmWatcher,
     build_peer_report,
 )
-from protocol.consensus.history.chain import genesis_head
-from protocol.consensus.messages.adoption import NOTHING_ADOPTED
+from protocol.consensus.chain import genesis_head
+from protocol.consensus.messages.contributions import NOTHING_ADOPTED
 from protocol.errors import StorageError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import DataSection, SourceSection
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
-from protocol.membership.records.source_losses import encode_source_losses
+from protocol.membership.record_fields import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering import RevisionLog
 from tests.node.dashboard.example_events import OPENED, committed

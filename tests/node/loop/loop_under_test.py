@@ -23,8 +23,7 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain
+from protocol.consensus.chain import CertifiedCommit, Chain
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.pacing import Pacing

@@ -16,7 +16,7 @@ from node.trainer.ipc.channel import ContributionHeader, ContributionOutcome
 from optim.compose import compose
 from optim.exact import exact_method
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.chain import ChainHead, extend_head, genesis_head
 from protocol.consensus.messages.contributions import Commit
 from tests.node.small_run import PEERS, PROGRAM, RUN_ID, TERMS, commit_of, program_of
 from tests.optim.fake_peers import Tables, constant

@@ -13,7 +13,7 @@ from node.loop.contributions import (
 )
 from node.trainer.ipc.channel import ContributionOutcome
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead, extend_head, genesis_head
+from protocol.consensus.chain import ChainHead, extend_head, genesis_head
 from protocol.consensus.messages.contributions import Commit
 from tests.node.loop.test_contributions import ME, commit, make_contribution
 from tests.node.small_run import PROGRAM, RUN_ID

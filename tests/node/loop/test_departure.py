@@ -9,8 +9,7 @@ from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_S
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import Chain, ChainHead, ChainLog
 from protocol.electorate import Electorate
 from protocol.manifest.sections import TargetSection
 from protocol.steering import REFERENCE_MANIFEST, RevisionLog

@@ -9,11 +9,11 @@ from node.daemon.inbox import Inbox, MessageReceiver
 from node.loop.events import LoopEvent
 from node.loop.peers.swarm_snapshot import PeerState
 from protocol.conduct import Conduct
+from protocol.consensus import view_change
+from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import MisbehaviourSeen
-from protocol.consensus.history.chain import genesis_head
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import SeenMessages
 from protocol.consensus.messages.kinds import signed_round
-from protocol.consensus.rules import view_change
 from protocol.murmur_pb2 import Contribution, Roster, Signed
 from protocol.signing import sign
 from tests.node.loop.loop_under_test import FRIEND, ME, OTHER, LoopUnderTest

@@ -9,7 +9,7 @@ from node.loop.actions import FindPath, LoopAction, StartTrainer, TakeState
 from node.loop.events import PathFound, Started, SwarmChanged
 from protocol.admission import AdmissionPolicy
 from protocol.manifest.sections import AdmissionSection
-from protocol.membership.records.kept_states import KeptState, encode_kept_states
+from protocol.membership.record_fields import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import StageManifest
 from tests.certificates import offer_of

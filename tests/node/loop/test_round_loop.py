@@ -47,10 +47,9 @@ from node.loop.peers.syncing import Syncing
 from node.loop.round_loop import POLL_SECONDS
 from node.trainer.ipc.channel import ContributionHeader
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
 from protocol.consensus.events import Send, VoteRecord
-from protocol.consensus.history.certified import CertifiedCommit
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.messages.contributions import Adoption
 from tests.certificates import offer_of
 from tests.node.loop.loop_under_test import BLOB, FRIEND, ME, STATE, LoopUnderTest, chain_of, head_state, of_kind
 from tests.node.loop.test_steering import signed_revision

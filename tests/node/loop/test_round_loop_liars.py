@@ -11,8 +11,7 @@ from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.peers.syncing import FORK_CONFIRM_SECONDS
 from node.loop.round_loop import POLL_SECONDS
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
 from tests.certificates import offer_of
 from tests.node.loop.loop_under_test import FRIEND, ME, OTHER, STATE, LoopUnderTest, head_state, of_kind
 from tests.node.small_run import PEERS, RUN_ID, certified, commit_of

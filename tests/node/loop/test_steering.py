@@ -9,8 +9,8 @@ import pytest
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.chain import Chain
+from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
 from protocol.signing import sign

@@ -114,7 +114,7 @@ def test_file_that_is_no_config_json(tmp_path: Path, text: str) -> None:
         ),
         (['config = "config.json"', "context = 33"], r"model\.context \(line 6\): config\.json has 32; write at most"),
         (['config = "config.json"', "subspace = 4"], r"model\.subspace \(line 6\): must be at least 8"),
-        (['from = "."', "subspace = 8"], r"model\.subspace \(line 6\): weights of others are in no subspace"),
+        (['from = "."', "subspace = 8"], r"model\.subspace \(line 6\): cannot be combined with pretrained weights"),
         (['config = "config.json"', "context = 'x'"], r"model\.context \(line 6\): must be a whole number"),
         (["config = 3"], r"model\.config \(line 5\): must be text"),
         (['config = "config.json"', 'from = "."'], r"model\.config \(line 5\): model\.from has its own config\.json"),

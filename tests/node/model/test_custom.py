@@ -186,7 +186,7 @@ def test_bad_file_is_one_line(tmp_path: Path, content: Any, words: str) -> None:
     ("lines", "words"),
     [
         ([], r"tensors must be given with kind = \"custom\""),
-        (['tensors = ["w 2 ones", "w 3 ones"]'], r"model\.tensors \(line 7\): w is there twice; remove one"),
+        (['tensors = ["w 2 ones", "w 3 ones"]'], r"model\.tensors \(line 7\): w is defined twice; remove one"),
         (['tensors = ["w 2 ones"]', "width = 64"], r"model\.width \(line 8\): belongs to other kinds"),
         (['tensors = ["w 2 ones"]', 'weights = ["00"]'], r"model\.weights"),
         (['tensors = "other.json"'], r"cannot read .*other\.json"),

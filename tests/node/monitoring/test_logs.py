@@ -33,7 +33,7 @@ def loggers() -> Iterator[None]:
 
 def log_sample_lines() -> None:
     logging.getLogger("node.daemon.lifecycle").info("round %d", 3)
-    logging.getLogger("protocol.transport.libp2p.p2pd").debug("too much")
+    logging.getLogger("protocol.transport.p2pd").debug("too much")
     logging.getLogger("uvicorn.error").info("a library line below WARNING")
     logging.getLogger("uvicorn.error").warning("a library warning")
 

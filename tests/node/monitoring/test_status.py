@@ -167,8 +167,8 @@ def test_status_page_explains_exactly_the_reasons_that_the_code_reports() -> Non
     counted_reasons = find_reasons(
         r'refusals\["([a-z ]+)"\]',
         "protocol/transport/connection_supervisor.py",
-        "protocol/transport/libp2p/grpc_bridge.py",
-        "protocol/transport/guarded_dials.py",
+        "protocol/transport/grpc_bridge.py",
+        "protocol/transport/dial_policy.py",
         "protocol/blobs/download.py",
     )
     assert {"stream lost", "wrong blob"} < counted_reasons

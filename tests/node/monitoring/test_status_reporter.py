@@ -20,10 +20,10 @@ from node.trainer.ipc.channel import (
     TrainerWarning,
 )
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit
 from protocol.errors import ForgedError, MalformedError
-from protocol.membership.records.source_losses import encode_source_losses
+from protocol.membership.record_fields import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from tests.node.small_run import PEERS, commit_of
 

@@ -8,7 +8,7 @@ import pytest
 from node.loop.peers.catch_up import best_head
 from node.simulation.virtual.gossip import VirtualGossip
 from node.simulation.virtual.network import LinkDirection, VirtualClock, VirtualNetwork
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 
 
 def test_actions_run_in_order_of_time_then_of_scheduling() -> None:

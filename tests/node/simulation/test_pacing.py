@@ -8,8 +8,8 @@ import pytest
 from node.model import shape_table
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from node.simulation.virtual.peer import VirtualPeer
+from protocol.consensus.leader import Leader
 from protocol.consensus.pacing import Pacing
-from protocol.consensus.views.leader import Leader
 from protocol.identity import PeerId
 from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import AdmissionSection

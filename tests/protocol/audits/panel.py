@@ -2,7 +2,7 @@
 
 from protocol.audits import Audit, Finding, SignedFinding, Verdict, draw_audits, sign_finding
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead, genesis_head
+from protocol.consensus.chain import ChainHead, genesis_head
 from protocol.consensus.messages.contributions import Commit
 from protocol.identity import Identity
 from tests.node.small_run import PEERS, RUN_ID, commit_of

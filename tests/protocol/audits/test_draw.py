@@ -3,7 +3,7 @@
 from collections import Counter
 
 from protocol.audits import PANEL, draw_audits, is_drawn
-from protocol.consensus.history.chain import genesis_head
+from protocol.consensus.chain import genesis_head
 from tests.node.small_run import PEERS, RUN_ID
 from tests.protocol.audits.panel import audits_of, commit_after
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.partial import FilePartial
+from protocol.blobs.storage import FilePartial
 from protocol.errors import MalformedError, UnreachableError
 from tests.protocol.blobs.fake_sources import (
     BLOB,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.blobs.blob import PIECE_BYTES, Blob, piece_hashes
-from protocol.blobs.partial import FilePartial, MemoryPartial, Partial
+from protocol.blobs.storage import FilePartial, MemoryPartial, Partial
 from protocol.blobs.store import MAX_IN_MEMORY_BLOB_BYTES, BlobStore
 from protocol.errors import MalformedError, StorageError
 

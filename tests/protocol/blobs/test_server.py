@@ -262,7 +262,7 @@ from pathlib import Path
 import grpc
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import BlobService, register_blob_service
-from protocol.blobs.partial import FilePartial
+from protocol.blobs.storage import FilePartial
 from protocol.blobs.store import BlobStore
 from tests.protocol.blobs.direct_channels import DirectChannels
 from tests.protocol.local_server import serve_locally

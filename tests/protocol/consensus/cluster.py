@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import (
     Action,
     BlobAvailable,
@@ -19,7 +20,6 @@ from protocol.consensus.events import (
     Send,
     Tick,
 )
-from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages.contributions import Commit, PartBlob
 from protocol.consensus.messages.signed import Digest, SignedMessage

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from protocol.consensus import handlers
 from protocol.consensus import machine as machine_module
+from protocol.consensus import view_change
 from protocol.consensus.events import MembershipChanged, MessageReceived
 from protocol.consensus.messages.contributions import Commit, Contribution, Roster
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.rules import view_change
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_knowledge import entries_of, signed_message
@@ -55,7 +54,7 @@ def test_contributors_that_nobody_knows_are_refused_and_counted() -> None:
 
 
 def test_control_without_the_check_invented_contributors_are_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "unknown_contributors", lambda state, entries: ())
+    monkeypatch.setattr(machine_module, "unknown_contributors", lambda state, entries: ())
     assert invent_contributors().included_peers() == {tuple(sorted([*NAMES[:4], *INVENTED]))}
 
 

@@ -6,8 +6,15 @@ import pytest
 
 from node.daemon.checkpoints.checkpoint import SavedChain
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS, CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
+from protocol.consensus.chain import (
+    MAX_KEPT_COMMITS,
+    CertifiedCommit,
+    Chain,
+    ChainHead,
+    ChainLog,
+    extend_head,
+    genesis_head,
+)
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.electorate import OPEN

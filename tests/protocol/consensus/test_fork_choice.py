@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import ChainLog, build_certificate
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.history.fork_choice import FOUNDING_ROUNDS, MAX_LOST_ROUNDS, ChainOffer, Witnesses, judge
-from protocol.consensus.history.trust import TrustPoint
+from protocol.consensus.chain import Chain, ChainHead, ChainLog, build_certificate
+from protocol.consensus.fork_choice import FOUNDING_ROUNDS, MAX_LOST_ROUNDS, ChainOffer, Witnesses, judge
 from protocol.electorate import Electorate
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest.sections import AdmissionSection
+from protocol.signing import TrustPoint
 from tests.node.small_run import PEERS, RUN_ID, certified, commit_of
 
 NAMES = [peer.peer_id for peer in PEERS]

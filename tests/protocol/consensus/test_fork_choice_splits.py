@@ -4,9 +4,8 @@ import json
 from dataclasses import replace
 
 from node.daemon.checkpoints.checkpoint import SavedChain
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
-from protocol.consensus.history.chain import Chain
-from protocol.consensus.history.fork_choice import Judgement, judge
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainLog
+from protocol.consensus.fork_choice import Judgement, judge
 from protocol.electorate import ABSENCES_TO_LOSE, INCLUSIONS_FOR_VOTE, OPEN, WINDOW_ROUNDS
 from tests.node.small_run import RUN_ID, TERMS
 from tests.protocol.consensus.test_fork_choice import ALL, LIARS, NAMES, VOTERS, founded, grow, offer, seen

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from protocol.consensus import knowledge as evidence_module
+from protocol.consensus import acceptance
+from protocol.consensus import knowledge as knowledge_module
 from protocol.consensus.events import Fetch, MembershipChanged, MessageReceived
 from protocol.consensus.knowledge import MAX_PROPOSALS_PER_PEER, RoundKnowledge
 from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, Roster
 from protocol.consensus.messages.kinds import Inventory, kind_of
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.rules import roster_content
 from protocol.consensus.state import MIN_HELD_BLOBS
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
@@ -35,7 +35,7 @@ def knowledge_of(table: Cluster, name: PeerId) -> RoundKnowledge:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
     """A roster holds so many contributions."""
-    for module in (evidence_module, roster_content):
+    for module in (knowledge_module, acceptance):
         monkeypatch.setattr(module, "MAX_CONTRIBUTIONS", 5)
     return 5
 
@@ -76,7 +76,7 @@ def test_a_roster_lists_no_more_than_it_may_and_members_first(small: int) -> Non
         me, MessageReceived(signed_message(liar, Inventory(0, 0, NO_ROSTER, tuple(blobs))))
     )  # so that none seems to be lost
     table.contribute(*table.names)
-    listed = [entry.sender for entry in roster_content.build_roster(state).contributions]
+    listed = [entry.sender for entry in acceptance.build_roster(state).contributions]
     assert len(listed) == small and {*table.names} <= {*listed}
 
 

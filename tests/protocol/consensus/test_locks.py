@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
+from protocol.consensus import leader as leader_module
 from protocol.consensus.events import MembershipChanged, MessageReceived
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.kinds import Acknowledgement
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.rules.locks import BoundProposal, Repetition, choose_repetition
-from protocol.consensus.views import leader as leader_module
-from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
+from protocol.consensus.quorum import BoundProposal, Election, Repetition, VoteMemory, VoterSet, choose_repetition
 from protocol.electorate import NOBODY
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster

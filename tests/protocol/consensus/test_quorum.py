@@ -6,7 +6,7 @@ import pytest
 
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages.contributions import Commit
-from protocol.consensus.views.quorum import Election, VoteMemory, VoterSet
+from protocol.consensus.quorum import Election, VoteMemory, VoterSet
 from protocol.electorate import NOBODY, Electorate
 from protocol.manifest.sections import AdmissionSection
 from tests.protocol.consensus.cluster import TRUSTED, Cluster

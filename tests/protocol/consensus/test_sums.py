@@ -7,9 +7,9 @@ import pytest
 
 from protocol.blobs.blob import Blob
 from protocol.consensus import machine as machine_module
+from protocol.consensus import reduction, view_change
 from protocol.consensus.events import Fetch, Reduce
 from protocol.consensus.messages.contributions import Commit
-from protocol.consensus.rules import audits, view_change
 from protocol.errors import ForgedError
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
@@ -98,7 +98,7 @@ def test_two_liars_that_reduce_the_same_part_are_found_by_the_draws_of_the_other
 
 
 def test_control_without_draws_two_liars_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audits, "drawn_part", lambda view, secret, me: None)
+    monkeypatch.setattr(reduction, "drawn_part", lambda view, secret, me: None)
     assert shares_found(4) == (0.0, 0.0)
 
 

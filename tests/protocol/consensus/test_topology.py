@@ -10,10 +10,9 @@ import pytest
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import MessageReceived, Send
-from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.contributions import Commit, Evidence
 from protocol.consensus.messages.kinds import ReducedPart, ReducerAssignment, kind_of
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.reduction.evidence import Evidence
 from protocol.consensus.topology import (
     TOPOLOGIES,
     AllGather,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from protocol.consensus import view_change
 from protocol.consensus.events import ContributionFaulty
-from protocol.consensus.rules import view_change
-from protocol.consensus.views.leader import Leader
+from protocol.consensus.leader import Leader
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import Cluster
 

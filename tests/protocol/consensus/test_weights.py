@@ -6,10 +6,9 @@ import random
 import pytest
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import extend_head, genesis_head
-from protocol.consensus.messages.contributions import Commit, Contribution
+from protocol.consensus.chain import extend_head, genesis_head
+from protocol.consensus.messages.contributions import MAX_MULTIPLE, Commit, Contribution, count_tokens
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.messages.weights import MAX_MULTIPLE, count_tokens
 from protocol.identity import Identity
 from protocol.signing import sign
 

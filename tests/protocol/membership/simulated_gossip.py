@@ -12,7 +12,7 @@ from protocol.errors import TransportError
 from protocol.identity import Identity
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.gossip import DirectoryOptions
 from protocol.membership.peer_table import MembershipEvent
 from protocol.murmur_pb2 import GossipReply, GossipRequest
 

@@ -16,8 +16,7 @@ from protocol.identity import Identity
 from protocol.membership.clock import SwarmClock
 from protocol.membership.contacts import load_addresses
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.exchange import MAX_RECORDS
-from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.gossip import MAX_RECORDS, DirectoryOptions
 from protocol.membership.peer_table import KIND, PeerJoined, PeerLeft, PeerUpdated
 from protocol.murmur_pb2 import GossipReply, GossipRequest, PeerRecord
 from protocol.signing import sign

@@ -8,8 +8,8 @@ import pytest
 
 from protocol.errors import KeyInUseError
 from protocol.identity import Identity
-from protocol.membership import key_conflict
-from protocol.membership.key_conflict import RECENT_SECONDS, YIELD_SECONDS, KeyConflict, make_start_id
+from protocol.membership import known_peers as key_conflict
+from protocol.membership.known_peers import RECENT_SECONDS, YIELD_SECONDS, KeyConflict, make_start_id
 from protocol.murmur_pb2 import PeerRecord
 from tests.protocol.membership.simulated_gossip import GossipSwarm, address_of, until
 

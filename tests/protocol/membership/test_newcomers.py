@@ -8,11 +8,17 @@ import pytest
 
 from protocol.errors import LimitError
 from protocol.identity import Identity
-from protocol.membership import known_peers, newcomers
+from protocol.membership import known_peers
 from protocol.membership.clock import SwarmClock
-from protocol.membership.gossip_interface import DirectoryOptions
-from protocol.membership.known_peers import KnownPeers
-from protocol.membership.newcomers import CHECK_LIMITS, KEY_BURST, KEYS_PER_MINUTE, UNLIMITED_KEYS, CheckLimits
+from protocol.membership.gossip import DirectoryOptions
+from protocol.membership.known_peers import (
+    CHECK_LIMITS,
+    KEY_BURST,
+    KEYS_PER_MINUTE,
+    UNLIMITED_KEYS,
+    CheckLimits,
+    KnownPeers,
+)
 from protocol.membership.peer_table import KIND, MembershipEvent, PeerTable
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import sign
@@ -79,9 +85,9 @@ def test_flood_of_fresh_keys_costs_little(flood: list[Signed], monkeypatch: pyte
     assert size <= UNLIMITED_KEYS + KEYS_PER_MINUTE + 1
     # The control: without the quotas the same calls make the listener look at many times as many peers, although it
     # is called once a call; as it was once called for each new peer, n keys made it look at n squared.
-    monkeypatch.setattr(newcomers, "UNLIMITED_KEYS", 10 * FLOOD)
+    monkeypatch.setattr(known_peers, "UNLIMITED_KEYS", 10 * FLOOD)
     endless = CheckLimits(10 * FLOOD, 1, 10 * FLOOD, 1)
-    monkeypatch.setattr(newcomers, "CHECK_LIMITS", {origin: endless for origin in CHECK_LIMITS})
+    monkeypatch.setattr(known_peers, "CHECK_LIMITS", {origin: endless for origin in CHECK_LIMITS})
     naive_calls, naive_visited, naive_size = visits()
     assert naive_size == FLOOD + 2
     assert naive_visited > 10 * visited, (calls, visited, naive_calls, naive_visited)
@@ -94,7 +100,7 @@ def test_many_connections_together_bring_few_keys_a_second(flood: list[Signed]) 
         for number, sender in enumerate(senders):
             share = flood[number * 35 : number * 35 + 35]
             known.merge(share[second * 3 : second * 3 + 3], sender.peer_id, started + second)
-    others = 10 * newcomers.KEYS_PER_SECOND + KEY_BURST
+    others = 10 * known_peers.KEYS_PER_SECOND + KEY_BURST
     assert len(known.table) <= UNLIMITED_KEYS + others + 1
 
 

@@ -20,8 +20,8 @@ from protocol.membership.peer_table import (
     PeerTable,
     next_sequence,
 )
-from protocol.membership.records.fields import MAX_ADDRESSES
-from protocol.membership.records.summary import Summary
+from protocol.membership.record_fields import MAX_ADDRESSES
+from protocol.membership.summary import Summary
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import sign
 

@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from protocol.errors import MalformedError
-from protocol.membership.records.fields import ANYTHING, FIELD_BOUNDS, MAX_TEXT_CHARACTERS, check_fields
-from protocol.membership.records.kept_states import MAX_KEPT_STATES, KeptState, encode_kept_states, parse_kept_states
-from protocol.membership.records.source_losses import encode_source_losses, parse_source_losses
+from protocol.membership.record_fields import (
+    ANYTHING,
+    FIELD_BOUNDS,
+    MAX_KEPT_STATES,
+    MAX_TEXT_CHARACTERS,
+    KeptState,
+    check_fields,
+    encode_kept_states,
+    encode_source_losses,
+    parse_kept_states,
+    parse_source_losses,
+)
 from protocol.murmur_pb2 import KeptStates, PeerRecord
 
 CHECKED_WITH_THE_CLOCK = {"sequence", "expires"}

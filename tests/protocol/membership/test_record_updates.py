@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.identity import Identity
 from protocol.membership.peer_table import KEPT_VERSIONS, KIND, PeerTable
-from protocol.membership.records.updates import apply_update, make_update
+from protocol.membership.record_fields import apply_update, make_update
 from protocol.murmur_pb2 import PeerRecord, RecordUpdate, Signed
 from protocol.signing import sign
 

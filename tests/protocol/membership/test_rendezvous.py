@@ -19,10 +19,9 @@ from protocol.membership.clock import SwarmClock
 from protocol.membership.dht import DhtNode
 from protocol.membership.dht_storage import EXPIRATION_OFFSET_SECONDS, KIND, LIFETIME_SECONDS, Announcement, run_topic
 from protocol.membership.directory import PeerDirectory
-from protocol.membership.gossip_interface import DirectoryOptions
+from protocol.membership.gossip import DirectoryOptions
 from protocol.membership.peer_table import PeerLeft
-from protocol.membership.rendezvous import Rendezvous
-from protocol.membership.run_registry import PUBLIC_RUNS_TOPIC, make_run_announcement, parse_public_run
+from protocol.membership.rendezvous import PUBLIC_RUNS_TOPIC, Rendezvous, make_run_announcement, parse_public_run
 from protocol.murmur_pb2 import PeerRecord, PublicRun
 from protocol.signing import sign
 from protocol.transport.transport import Transport

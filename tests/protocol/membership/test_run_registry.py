@@ -9,7 +9,7 @@ from hivemind.utils import MSGPackSerializer
 from protocol.errors import ForgedError, MalformedError, PeerFault, StaleError
 from protocol.identity import Identity
 from protocol.membership.dht_storage import EXPIRATION_OFFSET_SECONDS, AnnouncementValidator
-from protocol.membership.run_registry import (
+from protocol.membership.rendezvous import (
     KIND,
     LIFETIME_SECONDS,
     MAX_VALUE_BYTES,

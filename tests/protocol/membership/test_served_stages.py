@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.errors import MalformedError
-from protocol.membership.records.served_stages import (
+from protocol.membership.record_fields import (
     MAX_MORE_STAGES,
     ServedStage,
     encode_served_stages,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import LimitError, MalformedError
-from protocol.membership.records.summary import SALT_BYTES, Summary, tag_of
+from protocol.membership.summary import SALT_BYTES, Summary, tag_of
 
 SALT = bytes(range(SALT_BYTES))
 NOW = 1_800_000_000_000  # a sequence, in milliseconds

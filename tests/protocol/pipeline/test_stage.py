@@ -6,8 +6,7 @@ import pytest
 
 from protocol.admission import Ticket, issue_ticket
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages.adoption import Adoption
-from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
+from protocol.consensus.messages.contributions import Adoption, Commit, Contribution, ContributionLimits
 from protocol.consensus.messages.kinds import parse
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ForgedError

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.recent import RecentTable
 from protocol.transport.connection_supervisor import ConnectionSupervisor
-from protocol.transport.libp2p.client import Stream
+from protocol.transport.p2pd import Stream
 from protocol.transport.tunnel import ByteCount, BytePump, ConnectionLimits, TrafficCounter, TransferProgress, Tunnel
 
 pytestmark = pytest.mark.slow

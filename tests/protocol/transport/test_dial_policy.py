@@ -9,9 +9,15 @@ import pytest
 
 from protocol.errors import UnreachableError
 from protocol.identity import Identity
-from protocol.transport.dial_policy import HOST_FAILURES, DialPolicy, Endpoint, endpoint_of, parse_ip
-from protocol.transport.guarded_dials import GuardedDials
-from protocol.transport.tls.resolver import Resolver
+from protocol.transport.dial_policy import (
+    HOST_FAILURES,
+    DialPolicy,
+    Endpoint,
+    GuardedDials,
+    Resolver,
+    endpoint_of,
+    parse_ip,
+)
 
 PEER, OTHER, RELAY = (Identity.create().peer_id for _ in range(3))
 HOME = ("/ip4/127.0.0.1/tcp/4001", "/ip4/192.168.1.5/tcp/4001")

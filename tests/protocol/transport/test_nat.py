@@ -6,7 +6,6 @@ import socket
 import pytest
 
 from protocol.transport import nat
-from protocol.transport.libp2p.client import _encode_address
 from protocol.transport.nat import (
     MAX_RELAYS,
     choose_relays,
@@ -18,6 +17,7 @@ from protocol.transport.nat import (
     listen_on_all_interfaces,
     relays_of,
 )
+from protocol.transport.p2pd import _encode_address
 
 PEER = "12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQdTT3rVHo"
 CONTACT = f"/ip4/8.8.8.8/tcp/4001/p2p/{PEER}"

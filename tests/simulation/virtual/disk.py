@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from protocol.blobs.blob import Blob
 from protocol.conduct import Proof
+from protocol.consensus.chain import ChainHead, ChainLog
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import ChainHead
 from protocol.consensus.messages.contributions import PartBlob
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from node.loop.events import SwarmChanged
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.identity import PeerId
 from tests.simulation.virtual.disk import state_of
 

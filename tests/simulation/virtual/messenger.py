@@ -4,8 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.messages.briefs.codec import Abridger, restore
-from protocol.consensus.messages.briefs.seen import SeenMessages
+from protocol.consensus.messages.briefs import Abridger, SeenMessages, restore
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault
 from protocol.identity import PeerId

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from node.loop.steering import Steering
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.manifest.sections import RoundSection

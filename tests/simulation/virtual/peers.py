@@ -34,9 +34,9 @@ from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.events import Finish, LocalContribution, PartReduced, Rejected, Send, VoteRecord
-from protocol.consensus.history.chain import Chain, ChainHead
-from protocol.consensus.history.fork_choice import ChainOffer
+from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution, PartBlob
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.pacing import Pacing

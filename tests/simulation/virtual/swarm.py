@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Set
 
 from node.loop.actions import ApplyCommit, FetchBlob, LoopAction
 from protocol.blobs.blob import Blob
+from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import Send
-from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.messages.contributions import (
     AppliedContributions,
     Commit,
@@ -14,8 +14,8 @@ from protocol.consensus.messages.contributions import (
     part_blobs_of,
 )
 from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.quorum import Election
 from protocol.consensus.topology import Groups
-from protocol.consensus.views.quorum import Election
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
 from tests.simulation.liars import DoubleDecisions

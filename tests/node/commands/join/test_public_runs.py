@@ -19,7 +19,7 @@ from node.commands.join.public_runs import (
 from protocol.errors import UnreachableError, UsageError
 from protocol.identity import Identity
 from protocol.membership.contacts import save_addresses
-from protocol.membership.run_registry import LIFETIME_SECONDS, make_run_announcement
+from protocol.membership.rendezvous import LIFETIME_SECONDS, make_run_announcement
 from protocol.signing import fingerprint
 from tests.protocol.membership.test_run_registry import HOSTILE, NOW, ORGANISER, RUN, run_of, sign_unchecked
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from node.daemon.checkpoints.vote_log import VoteLog
+from protocol.consensus.chain import genesis_head
 from protocol.consensus.events import VoteRecord
-from protocol.consensus.history.chain import genesis_head
 from protocol.consensus.messages.contributions import Commit
 from protocol.errors import StorageError
 from tests.node.small_run import PEERS, RUN_ID, contribution_of, payload, stated, store_in, terms_of

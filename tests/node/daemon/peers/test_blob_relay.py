@@ -16,7 +16,7 @@ from node.daemon.peers.blob_relay import BlobRelay
 from node.daemon.peers.peer_rpc import request_relay
 from node.daemon.services import CarriersService
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import Roster
 from protocol.consensus.messages.kinds import ReducedPart
 from protocol.errors import LimitError, UnreachableError

@@ -12,8 +12,7 @@ from node.daemon.peers.chain_sync import ChainReader, ChainSyncClient
 from node.loop.peers.catch_up import SyncOffer, best_head
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import MAX_KEPT_COMMITS, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog
 from protocol.electorate import OPEN
 from protocol.errors import ForgedError, LimitError, MalformedError, PeerFault, UnreachableError
 from protocol.murmur_pb2 import ChainLog as WireLog

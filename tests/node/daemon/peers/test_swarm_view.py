@@ -11,9 +11,8 @@ from node.daemon.peers import swarm_view
 from node.daemon.peers.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
 from protocol.admission import AdmissionPolicy
+from protocol.consensus.chain import Chain, ChainHead, ChainLog, genesis_head
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
 from protocol.electorate import OPEN, Electorate
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord

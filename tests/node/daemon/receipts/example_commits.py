@@ -14,8 +14,7 @@ from node.daemon.receipts.commit_file import (
 from node.daemon.receipts.commit_log import CommitLog
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.certified import CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import Chain, ChainHead, extend_head, genesis_head
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead, ChainLog, extend_head, genesis_head
 from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity

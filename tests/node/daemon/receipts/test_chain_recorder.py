@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from node.daemon.receipts.commit_log import append_new_commits
-from protocol.consensus.history.certified import ChainLog
-from protocol.consensus.history.chain import Chain
+from protocol.consensus.chain import Chain, ChainLog
 from tests.node.daemon.receipts.example_commits import THREE_PEERS, chain, chain_to, head_after, log_in, log_of
 from tests.node.small_run import RUN_ID
 

@@ -11,9 +11,8 @@ from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.ledger import commit_reader, read_ledger
 from node.daemon.receipts.receipt import Receipt, ReceiptContent, issue_receipt, sign_content, verify_receipts
 from protocol import murmur_pb2 as wire
-from protocol.consensus.history.certified import CertifiedCommit, ChainLog
-from protocol.consensus.history.chain import Chain, extend_head
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainLog, extend_head
+from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ReceiptError
 from protocol.identity import Identity

@@ -7,7 +7,7 @@ from node.daemon.stages.stage_peers import lowest_round, stage_peers
 from node.daemon.stages.stage_record import StageRecords
 from protocol.blobs.blob import hash_of
 from protocol.membership.peer_table import FieldValue
-from protocol.membership.records.served_stages import record_of_stage
+from protocol.membership.record_fields import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.owner_events import Told
 from protocol.pipeline.server_events import ReleasedBy

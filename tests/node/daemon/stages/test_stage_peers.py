@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from node.daemon.stages.stage_peers import list_seats, stage_peers
-from protocol.membership.records.served_stages import ServedStage, encode_served_stages
+from protocol.membership.record_fields import ServedStage, encode_served_stages
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.balance import MOVABLE, PINNED, StageAssignment
 from protocol.pipeline.routing import Router, StagePeer

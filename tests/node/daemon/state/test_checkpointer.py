@@ -14,7 +14,7 @@ from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, Contribution
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.trainer.ipc.channel import ContributionHeader
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.electorate import OPEN
 from protocol.errors import StorageError
 from tests.node.daemon.state.checkpointer_setup import CheckpointerSetup

@@ -17,7 +17,7 @@ from node.loop.contributions import (
 from node.trainer.ipc.channel import ContributionHeader
 from node.trainer.ipc.shared_memory import RESIDUAL, SharedLayout, SharedMemory
 from optim.compose import compose
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 from protocol.errors import CheckpointError, StorageError
 from tests.node.daemon.recorded_errors import RecordedErrors
 from tests.node.daemon.state.checkpointer_setup import OUTBOX, CheckpointerSetup

@@ -16,7 +16,7 @@ from optim.method import REFERENCE_WEIGHT, STEPS_MADE, USUAL_NORM
 from optim.options import Scalar
 from optim.recipes import RECIPES
 from protocol.blobs.blob import Blob
-from protocol.consensus.history.chain import extend_head, genesis_head
+from protocol.consensus.chain import extend_head, genesis_head
 from protocol.consensus.messages.contributions import Contribution
 from protocol.errors import MalformedError, MissingFileError, StaleError
 from tests.node.small_run import (

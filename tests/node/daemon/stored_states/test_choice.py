@@ -6,7 +6,7 @@ import pytest
 
 from node.daemon.stored_states.choice import ChoiceRules, StateOffer, choose_state
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.consensus.history.chain import ChainHead
+from protocol.consensus.chain import ChainHead
 
 HEAD, NEXT, LAST = (ChainHead(number, bytes([number]) * 32, 100 * number) for number in (7, 8, 9))
 GOOD, BAD = b"g" * 32, b"b" * 32

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from node.daemon.stored_states.choice import RoundFilter, choose_kept_stage
-from protocol.membership.records.kept_states import KeptState, encode_kept_states
+from protocol.membership.record_fields import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
 
 STAGES = 4

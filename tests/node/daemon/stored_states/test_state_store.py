@@ -22,7 +22,7 @@ from node.from_manifest import build_program
 from node.model.weight_files import block_digests
 from node.run_dir import RunDir
 from protocol.blobs.blob import PIECE_BYTES, Blob
-from protocol.consensus.history.chain import Chain, ChainHead, genesis_head
+from protocol.consensus.chain import Chain, ChainHead, genesis_head
 from protocol.errors import CheckpointError, MalformedError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.reading import parse_manifest

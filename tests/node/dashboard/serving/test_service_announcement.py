@@ -8,7 +8,7 @@ import pytest
 from node.dashboard.service import DashboardAddress, build_announcement, join_link
 from protocol.errors import MalformedError
 from protocol.identity import Identity
-from protocol.membership.run_registry import parse_public_run
+from protocol.membership.rendezvous import parse_public_run
 from tests.node.dashboard.example_events import apply_all, committed, opening_events
 from tests.node.small_run import MANIFEST, RUN_ID
 

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages.adoption import Adoption
-from protocol.consensus.messages.briefs import seen as seen_module
-from protocol.consensus.messages.briefs.codec import Abridger, abridge, restore
-from protocol.consensus.messages.briefs.seen import SeenMessages, reference_to
-from protocol.consensus.messages.contributions import Commit, Roster
+from protocol.consensus.messages import briefs as seen_module
+from protocol.consensus.messages.briefs import Abridger, SeenMessages, abridge, reference_to, restore
+from protocol.consensus.messages.contributions import Adoption, Commit, Roster
 from protocol.consensus.messages.kinds import Inventory, ReducedPart, kind_of
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import LimitError, MalformedError
@@ -128,7 +126,7 @@ def test_malformed_briefs_are_refused(brief: wire.Brief, fault: type[Exception])
 
 
 def test_brief_cannot_grow_beyond_the_largest_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.consensus.messages.briefs.codec.MAX_MESSAGE_BYTES", 10_000)
+    monkeypatch.setattr("protocol.consensus.messages.briefs.MAX_MESSAGE_BYTES", 10_000)
     brief = wire.Brief(kind="roster", references=reference_to(CONTRIBUTIONS[0].signed) * 100)
     with pytest.raises(LimitError):
         restore(brief, everything_seen())

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.leader import Leader
 from protocol.consensus.messages.contributions import Commit
-from protocol.consensus.views.leader import Leader
-from protocol.consensus.views.quorum import Election
+from protocol.consensus.quorum import Election
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages.adoption import Adoption
+from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId

@@ -6,16 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.consensus import retransmit
+from protocol.consensus import machine, view_change
 from protocol.consensus.events import MembershipChanged, MessageReceived, RejectReason
+from protocol.consensus.leader import Leader
 from protocol.consensus.messages.contributions import Roster
 from protocol.consensus.messages.kinds import Inventory, kind_of
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.rules import view_change
+from protocol.consensus.quorum import Election
 from protocol.consensus.state import RoundState
-from protocol.consensus.views.leader import Leader
-from protocol.consensus.views.quorum import Election
-from protocol.consensus.views.view import View
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.virtual.network import make_contribution, make_signer
@@ -46,12 +45,10 @@ def test_a_leader_that_hears_nobody_is_given_up_as_soon_as_a_silent_one() -> Non
 
 
 def test_if_it_gave_signs_of_life_to_those_it_does_not_hear_all_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def to_everybody(
-        state: RoundState, view: View, holding: SignedMessage[Inventory]
-    ) -> list[retransmit.OutgoingMessage]:
+    def to_everybody(state: RoundState, view: View, holding: SignedMessage[Inventory]) -> list[machine.OutgoingMessage]:
         return [(state.others, view.roster), (state.others, holding)]
 
-    monkeypatch.setattr(retransmit, "_leader_messages", to_everybody)
+    monkeypatch.setattr(machine, "_leader_messages", to_everybody)
     monkeypatch.setattr(view_change, "JOIN_TIMEOUTS", math.inf)
     table = _with_a_deaf_leader()
     assert seconds_until(table, lambda: bool(table.included_peers())) > table.scenario.settings().exchange_timeout

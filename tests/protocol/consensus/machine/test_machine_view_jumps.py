@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from protocol.consensus import view_change
 from protocol.consensus.events import MessageReceived
 from protocol.consensus.messages.contributions import NO_ROSTER, Roster
 from protocol.consensus.messages.kinds import Body, Inventory, kind_of
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.rules import view_change
-from protocol.consensus.rules.view_change import MAX_VIEW_JUMP
+from protocol.consensus.quorum import Election
 from protocol.consensus.state import MAX_VIEW, RoundState
-from protocol.consensus.views.quorum import Election
+from protocol.consensus.view_change import MAX_VIEW_JUMP
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.simulation.virtual.network import make_contribution, make_signer

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import MalformedError, TransportError, UnreachableError
 from protocol.identity import Identity
-from protocol.transport.libp2p.client import P2pdClient, split_address, summarize_error
+from protocol.transport.p2pd import P2pdClient, split_address, summarize_error
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,9 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from protocol.errors import TransportError
 from protocol.identity import Identity
-from protocol.transport import local_sockets
-from protocol.transport.libp2p import p2pd
-from protocol.transport.libp2p.p2pd import LAUNCHER, P2pd, P2pdOptions, command_line, with_bound_ports
+from protocol.transport import local_sockets, p2pd
 from protocol.transport.local_sockets import SocketFolder
+from protocol.transport.p2pd import LAUNCHER, P2pd, P2pdOptions, command_line, with_bound_ports
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ import pytest
 
 from protocol.errors import ForgedError, TransportError, UnreachableError
 from protocol.identity import Identity, PeerId
+from protocol.transport.dial_policy import MAX_LOOKUPS, MAX_QUEUED_LOOKUPS, Resolver
 from protocol.transport.tls import listener
 from protocol.transport.tls.connection import TlsConnection
 from protocol.transport.tls.handshake import NONCE_BYTES, PROOF_BYTES, make_client_context, make_proof
 from protocol.transport.tls.listener import ACCEPTED, Endpoint, TlsDialer, TlsLimits, TlsListener
-from protocol.transport.tls.resolver import MAX_LOOKUPS, MAX_QUEUED_LOOKUPS, Resolver
 
 pytestmark = pytest.mark.slow
 

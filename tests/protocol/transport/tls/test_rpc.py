@@ -14,7 +14,7 @@ from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import Chunk, FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
 from protocol.transport.connection_supervisor import ConnectionSupervisor
-from protocol.transport.libp2p.grpc_bridge import caller
+from protocol.transport.grpc_bridge import caller
 from protocol.transport.tls.connection import TlsConnection
 from protocol.transport.tls.handshake import ServerHandshake, make_client_context
 from protocol.transport.tls.rpc import (
@@ -26,8 +26,8 @@ from protocol.transport.tls.rpc import (
     REPLY,
     FramedConnection,
     RpcChannel,
+    RpcServer,
 )
-from protocol.transport.tls.rpc_server import RpcServer
 from protocol.transport.tunnel import ConnectionLimits, TrafficCounter
 from tests.protocol.garbled_server import GARBLED
 

@@ -1,4 +1,4 @@
-"""The leader of each view, and the quorums that decide a round.
+"""The leader of each view, the quorums that decide a round, and the older proposal that a leader repeats.
 
     rank(view, peer) = SHA-256(digest of the chain, view, peer) as a number; the live voter with the lowest rank leads.
 
@@ -6,15 +6,21 @@ Nobody knows the digest before the round before is decided, so nobody can choose
 
 Members may disagree for a while on the set of live members, so a view can have two leaders. As in Paxos this is
 harmless: ballots are totally ordered, by view and then by rank, and each has exactly one proposer.
+
+Honest voters acknowledge one proposal of a view, and a liar may acknowledge all of them. So at most one of them was
+decided, but while some voters are silent, the new leader may be unable to tell which one. It waits for them: a voter
+that knows the decision answers with the certificate. The wait is limited, because a liar may be silent as well.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.messages.signed import Digest
+from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.electorate import Electorate
 from protocol.identity import PeerId
 
@@ -218,3 +224,40 @@ class VoterSet:
         """Return the time at which the next member, or the vote of one, will be forgotten."""
         times = [*self._vanished.values(), *(() if self._electorate.rule.trusted else self._forgotten.values())]
         return min((time + self._memory.vote_memory for time in times), default=None)
+
+
+class BoundProposal(NamedTuple):
+    """An older proposal, and the voters of this view that are known to have acknowledged it."""
+
+    ballot: Ballot
+    proposal: SignedMessage[Commit]
+    voters: Set[PeerId]
+
+
+class Repetition(NamedTuple):
+    """The proposal to repeat; `is_doubtful`: whether voters that are still silent may know of another decision."""
+
+    proposal: SignedMessage[Commit]
+    is_doubtful: bool
+
+
+def choose_repetition(
+    bound: Sequence[BoundProposal], voter_set: VoterSet, joined: Set[PeerId], liars: Set[PeerId]
+) -> Repetition | None:
+    """Return the newest proposal that may have been decided; of several, the one that more voters acknowledged.
+
+    Args:
+        bound: the older proposals that some of the voters that joined this view acknowledged.
+        voter_set: the voters of the round.
+        joined: the voters that joined this view.
+        liars: the keys whose misdeeds are proved.
+    """
+    newest = max((entry.ballot for entry in bound), default=None)
+    rivals = [entry for entry in bound if entry.ballot == newest]
+    silent = voter_set.voters - joined
+    possible = [entry for entry in rivals if voter_set.may_have_decided(entry.voters | silent, liars)]
+    chosen = max(possible or rivals, key=lambda entry: len(entry.voters), default=None)
+    if chosen is None:
+        return None
+    contents = {entry.proposal.body.content_digest for entry in possible}
+    return Repetition(chosen.proposal, bool(silent) and len(contents) > 1)

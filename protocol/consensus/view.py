@@ -3,11 +3,10 @@
 from collections.abc import Collection, Iterable, Set
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.messages.contributions import PartBlob, Roster
+from protocol.consensus.messages.contributions import Evidence, PartBlob, Roster, digest_inputs
 from protocol.consensus.messages.kinds import ReducedPart, ReducerAssignment
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.reduction.evidence import Evidence, digest_inputs
-from protocol.consensus.views.quorum import Ballot
+from protocol.consensus.quorum import Ballot
 from protocol.identity import PeerId
 
 # Reduced parts may arrive before the assignment that they belong to; parts of later attempts are rejected.

@@ -24,17 +24,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.consensus.history.certified import CertifiedCommit, ChainLog, count_weakest
-from protocol.consensus.history.chain import Chain, ChainHead, extend_head
-from protocol.consensus.history.trust import TrustPoint
+from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead, ChainLog, count_weakest, extend_head
 from protocol.consensus.messages.signed import Digest
 from protocol.electorate import ABSENCES_TO_LOSE, Electorate
 from protocol.errors import MalformedError, StaleError
 from protocol.identity import PeerId
+from protocol.signing import TrustPoint
 
 FOUNDING_ROUNDS = 4  # a younger chain without a voter in common with another one counts all votes
 MAX_LOST_ROUNDS = 64  # of our chain, without a person
-
 Relation = Literal["ahead", "behind", "other", "refused"]
 
 

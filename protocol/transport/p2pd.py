@@ -1,36 +1,54 @@
-"""p2pd, hivemind's libp2p daemon, as a supervised child process.
+"""p2pd, hivemind's libp2p daemon, as a supervised child process, and the requests to it.
 
-We start p2pd ourselves instead of letting hivemind do so, for these reasons: it must die with us even on SIGKILL; it
-must start without seeds, because a dead seed would prevent its start; it must neither open router ports nor relay much
-for strangers; and it must be restarted when it dies. hivemind's `P2P` is attached to the running process afterwards.
+We start p2pd ourselves instead of letting hivemind do so, for these reasons: it must stop with us even on SIGKILL; it
+must start without seeds, because a seed that is gone would prevent its start; it must neither open router ports nor
+relay much for strangers; and it must be restarted when it stops. hivemind's `P2P` is attached to the running process
+afterwards.
+
+The messages on its control socket are hivemind's `p2pd_pb2`, each preceded by its length as a varint. hivemind's own
+client has no deadlines, and a cancelled request leaves its socket half open; here each request has a deadline and
+closes its socket.
 """
 
 import asyncio
 import logging
+import math
 import os
 import re
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Self
 
+import base58
 import hivemind.hivemind_cli
 from hivemind.p2p import P2P
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from protocol.errors import PortTakenError, TransportError, UnreachableError
-from protocol.identity import PeerId
-from protocol.transport.libp2p.client import P2pdClient
+from protocol.errors import MalformedError, PortTakenError, TransportError, UnreachableError
+from protocol.identity import PeerId, public_key
 from protocol.transport.local_sockets import retry_while_port_taken
 
 logger = logging.getLogger(__name__)
-use_hivemind_log_handler("nowhere")  # its records propagate to our handlers
 
+BUFFER_BYTES = 256 * 1024  # a reader holds at most twice this
+REPLY_SECONDS = 10.0  # p2pd answers requests that need no network at once
+MAX_ERROR_CHARACTERS = 300
+OWN_ADDRESS_ERROR = "dial to self attempted"  # omitted next to other errors: peers behind routers often share addresses
+KNOWN_ERRORS: Final = MappingProxyType(
+    {"dial backoff": "nothing answered there a moment ago", OWN_ADDRESS_ERROR: "its address is one of ours"}
+)
+MAX_ADDRESS_LENGTH = 512
+P2P_CODE = b"\xa5\x03"  # multicodec of the /p2p/ part of a multiaddress
+HOST_PROTOCOLS = ("ip4", "ip6", "dns", "dns4", "dns6")
+use_hivemind_log_handler("nowhere")  # its records propagate to our handlers
 BINARY = Path(hivemind.hivemind_cli.__file__).with_name("p2pd")
 START_SECONDS = 120.0  # a busy machine may need most of it; a p2pd that exits is noticed at once
 SLOW_START_SECONDS = 10.0
@@ -38,12 +56,10 @@ STOP_SECONDS = 3.0
 MIN_RESTART_DELAY_SECONDS = 0.1  # doubles with each restart up to the maximum
 MAX_RESTART_DELAY_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # after this uptime the next death counts as the first
-
 # By default p2pd dials from the port on which it listens. Two peers that dial each other at the same moment, as all do
 # when they learn of a decision together over a long link, would then share one connection in which both want to be the
 # dialler. It fails, and for seconds neither tries again (go-libp2p, issue 2925).
 ENVIRONMENT: Final = {"GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"}
-
 # Runs between fork and p2pd in its own interpreter, because our code between fork and exec could deadlock on a lock
 # that a gRPC thread held. PR_SET_PDEATHSIG is 1. The check catches a parent that died before the call.
 LAUNCHER = """
@@ -52,6 +68,164 @@ if ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)) or os.getppid() != int(sys.ar
     sys.exit("cannot tie p2pd to its parent")
 os.execv(sys.argv[2], sys.argv[2:])
 """
+
+
+class Stream(NamedTuple):
+    """A bidirectional byte stream."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class P2pdClient:
+    """Client of the p2pd at a Unix socket.
+
+    Raises TransportError if p2pd does not answer, and UnreachableError if it refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
+        """Return our peer id and our addresses, without /p2p/."""
+        answer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), REPLY_SECONDS)
+        addresses = tuple(str(Multiaddr(address)) for address in answer.identify.addrs)
+        return base58.b58encode(answer.identify.id).decode(), addresses
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], timeout: float) -> None:
+        """Connect to a peer within `timeout` seconds.
+
+        Returns at once if a connection exists.
+        """
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.CONNECT,
+            connect=p2pd_pb2.ConnectRequest(
+                peer=base58.b58decode(peer),
+                addrs=list(map(_encode_address, addresses)),
+                timeout=math.ceil(timeout),
+            ),
+        )
+        await self._request(request, timeout)
+
+    async def disconnect(self, peer: PeerId) -> None:
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.DISCONNECT,
+            disconnect=p2pd_pb2.DisconnectRequest(peer=base58.b58decode(peer)),
+        )
+        await self._request(request, REPLY_SECONDS)
+
+    async def remote_addresses(self, peer: PeerId) -> tuple[str, ...]:
+        """Return the remote ends of our present connections with a peer."""
+        answer = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), REPLY_SECONDS)
+        raw_id = base58.b58decode(peer)
+        return tuple(str(Multiaddr(raw)) for found in answer.peers if found.id == raw_id for raw in found.addrs)
+
+    async def register_stream_handler(self, protocol: str, listener: Path) -> None:
+        """Ask p2pd to connect to `listener` for each incoming stream.
+
+        See `read_stream_peer`.
+        """
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_HANDLER,
+            streamHandler=p2pd_pb2.StreamHandlerRequest(
+                addr=Multiaddr(f"/unix{listener}").to_bytes(), proto=[protocol], balanced=False
+            ),
+        )
+        await self._request(request, REPLY_SECONDS)
+
+    async def open_stream(self, peer: PeerId, protocol: str, timeout: float) -> Stream:
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=p2pd_pb2.StreamOpenRequest(
+                peer=base58.b58decode(peer), proto=[protocol], timeout=math.ceil(timeout)
+            ),
+        )
+        stream, _ = await self._connect_and_request(request, timeout)
+        return stream
+
+    async def _request(self, request: Any, timeout: float) -> Any:
+        stream, answer = await self._connect_and_request(request, timeout)
+        stream.writer.transport.abort()
+        return answer
+
+    async def _connect_and_request(self, request: Any, timeout: float) -> tuple[Stream, Any]:
+        """Return the answer and its open socket; on failure close the socket."""
+        answer = p2pd_pb2.Response()
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                stream = Stream(*await asyncio.open_unix_connection(str(self._path), limit=BUFFER_BYTES))
+                await write_pbmsg(stream.writer, request)
+                await read_pbmsg_safe(stream.reader, answer)
+            if answer.type == p2pd_pb2.Response.ERROR:
+                raise UnreachableError(summarize_error(answer.error.msg))
+        except BaseException as error:
+            if stream:
+                stream.writer.transport.abort()
+            if isinstance(error, TimeoutError):
+                raise UnreachableError(f"no answer within {timeout:g} s") from error
+            if isinstance(error, OSError | EOFError):
+                raise TransportError("p2pd does not answer; it is being restarted") from error
+            raise
+        return stream, answer
+
+
+async def read_stream_peer(stream: Stream) -> PeerId:
+    """Read the peer that opened a stream from p2pd.
+
+    Raises MalformedError if it has no Ed25519 key.
+    """
+    information = p2pd_pb2.StreamInfo()
+    async with asyncio.timeout(REPLY_SECONDS):
+        await read_pbmsg_safe(stream.reader, information)
+    peer = base58.b58encode(information.peer).decode()
+    public_key(peer)
+    return peer
+
+
+def summarize_error(message: str) -> str:
+    """Summarize p2pd's error on one line.
+
+    Failed dials are reduced to their distinct reasons.
+    """
+    line = " ".join(message.split())
+    if "all dials failed" not in line:
+        return line[:MAX_ERROR_CHARACTERS]
+    reasons = dict.fromkeys(entry.rpartition(": ")[2].split(" * ")[0].strip() for entry in line.split("] ")[1:])
+    reasons.pop("", None)
+    known = [KNOWN_ERRORS.get(reason, reason) for reason in reasons if reason != OWN_ADDRESS_ERROR or len(reasons) == 1]
+    return (", ".join(known) or line)[:MAX_ERROR_CHARACTERS]
+
+
+def _encode_address(address: str) -> bytes:
+    """Encode an address for p2pd.
+
+    hivemind encodes a peer id in the middle of an address as a CID, which p2pd's Go cannot read.
+    """
+    route, *relays = address.split("/p2p/")
+    encoded: bytes = Multiaddr(route).to_bytes()
+    for relay in relays:
+        peer, _, rest = relay.partition("/")
+        identity = base58.b58decode(peer)
+        encoded += P2P_CODE + bytes([len(identity)]) + identity
+        encoded += Multiaddr(f"/{rest}").to_bytes() if rest else b""
+    return encoded
+
+
+def split_address(address: str) -> tuple[PeerId, str]:
+    """Split a multiaddress that ends in /p2p/<peer id> into peer id and route.
+
+    Raises:
+        MalformedError: The address is invalid, or p2pd could not encode it.
+    """
+    route, separator, peer = address.rpartition("/p2p/")
+    if not separator or len(address) > MAX_ADDRESS_LENGTH:
+        raise MalformedError(f"{address[:100]!r} is not a peer's address: it must end in /p2p/<peer id>")
+    public_key(peer)
+    with suppress(ValueError, LookupError):
+        if Multiaddr(route).protocols()[0].name in HOST_PROTOCOLS and _encode_address(route):
+            return peer, route
+    raise MalformedError(f"{address[:100]!r} does not begin with a host and port, like /ip4/192.0.2.1/tcp/4001")
 
 
 @dataclass(frozen=True)

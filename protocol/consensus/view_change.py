@@ -1,9 +1,9 @@
 """View changes: who may lead a view, when a peer gives up its leader, and which view it changes to."""
 
+from protocol.consensus.acceptance import proposal_fault
 from protocol.consensus.events import RejectReason
-from protocol.consensus.rules.acceptance import proposal_fault
 from protocol.consensus.state import FORGIVING_VIEW, MAX_VIEW, RoundState
-from protocol.consensus.views.view import View
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 MAX_TIMEOUT_FACTOR = 8

@@ -1,7 +1,7 @@
 """Bridges between gRPC and the tunnels: one inbound bridge for all callers, and an outbound bridge per called peer.
 
 gRPC's server listens on a Unix socket in a private folder. For each incoming stream whose peer is authenticated, the
-inbound bridge connects to it once, from a socket bound to the abstract name `\\0murmur/<peer id>/<random>`. gRPC shows
+inbound bridge connects to it once, from a socket bound to the abstract name `\0murmur/<peer id>/<random>`. gRPC shows
 that name to the servicer as its peer, so the servicer learns the caller's authenticated identity. The permissions of
 the folder keep other users out.
 """
@@ -18,7 +18,7 @@ import grpc
 from protocol.errors import MalformedError, TransportError, UnreachableError, describe_error
 from protocol.identity import PeerId, public_key
 from protocol.transport.connection_supervisor import ConnectionSupervisor
-from protocol.transport.libp2p.client import BUFFER_BYTES, Stream, read_stream_peer
+from protocol.transport.p2pd import BUFFER_BYTES, Stream, read_stream_peer
 
 logger = logging.getLogger(__name__)
 

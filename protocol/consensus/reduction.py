@@ -1,7 +1,9 @@
-"""Which sums a peer checks: it computes them again from their inputs, without being their reducer.
+"""The reduction of a round at one peer: the sums that it announces, checks, and assigns as a leader.
 
-Sums are exact to the bit, so another result proves that an announcement is wrong. A peer checks one part that it draws
-at random in each round: nobody else knows the draw, and the peer fetches the inputs only after the reducers have
+Nothing here sends a message: the round machine signs and sends the bodies that these functions return.
+
+Sums are exact to the bit, so another result proves that an announcement is wrong. A peer also checks one part that it
+draws at random in each round: nobody else knows the draw, and the peer fetches the inputs only after the reducers have
 announced their sum. If the sum is wrong, the peer announces its own. Every peer checks the parts of which different
 sums are announced, so all find the liar by themselves.
 
@@ -11,12 +13,14 @@ with the probability (1 - 1/parts)^others, and otherwise they are found, though 
 """
 
 import hashlib
+from collections.abc import Iterator
 
+from protocol.consensus.events import Reduce
 from protocol.consensus.messages.contributions import Commit, PartBlob
-from protocol.consensus.messages.kinds import ReducedPart
+from protocol.consensus.messages.kinds import ReducedPart, ReducerAssignment
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.state import MissingPart, RoundState
-from protocol.consensus.views.view import View
+from protocol.consensus.state import MissingPart, Rejection, RoundState
+from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 
@@ -81,3 +85,40 @@ def audit_deadline(state: RoundState) -> float:
     """Return the time from which this peer does not wait for its check."""
     view = state.current_view
     return (view.proposed_at if view and view.proposed_at is not None else float("inf")) + state.settings.grace
+
+
+def reduce_parts(state: RoundState) -> Iterator[Reduce | ReducedPart]:
+    """Yield a request for each sum that this peer owes or checks, and an announcement of each one that it owes.
+
+    It also announces the true sum where another peer announced a wrong one, so that all others check that part.
+    """
+    view, sums = state.current_view, state.sums
+    if view is None:
+        return
+    own, false = view.parts_reduced_by(state.me), {message.body.part for message in false_announcements(state)}
+    for part in sorted({*own, *false}):
+        blob = sums.result(part, view.inputs)
+        if blob is not None and (view.attempt, part, state.me) not in view.announcements:
+            yield ReducedPart(state.number, state.view, view.roster.digest, view.attempt, part, blob, view.inputs)
+    for part in (*own, *audited_parts(state)):
+        if (request := sums.request(part, view.included, state.knowledge)) is not None:
+            yield request
+
+
+def next_assignment(state: RoundState, now: float) -> tuple[ReducerAssignment, list[Rejection]] | None:
+    """Return the next assignment of reducers if this peer leads and one is due, and the peers that it drops."""
+    view, leader_role = state.current_view, state.leader_role
+    if view is None or leader_role is None or state.proposal() is not None:
+        return None
+    assignment = leader_role.next_assignment(now)
+    if assignment is None:
+        return None
+    included, reducers = assignment
+    senders = tuple(entry.sender for entry in included)
+    dropped: list[Rejection] = [
+        (reducer, "reducer silent" if reducer in leader_role.silent_reducers else "reducer left")
+        for reducer in sorted(set(view.reducers) - set(reducers) - state.false_reducers)
+    ]
+    dropped += [(entry.sender, "not fetched") for entry in view.included if entry.sender not in senders]
+    body = ReducerAssignment(state.number, state.view, view.roster.digest, view.attempt + 1, senders, reducers)
+    return body, dropped

@@ -1,1 +1,0 @@
-"""The decided commits: the chain, its certificates, and the choice between two chains."""

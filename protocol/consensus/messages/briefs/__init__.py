@@ -1,1 +1,0 @@
-"""Briefs: signed messages without the parts that their receiver has seen in earlier messages."""

@@ -1,1 +1,0 @@
-"""The fields of a peer's record: their bounds, updates and summaries."""

@@ -1,1 +1,0 @@
-"""Reach peers through p2pd: streams, relays and the gRPC bridges over them."""
