@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from node.model import ModelFamily, model_family, shapes_of
 from node.model.shapes import ShapeTable
+from node.trainer.live import FlatModel
 from protocol.errors import UsageError
 from protocol.manifest.run import Manifest
 
 MAX_NAMED: Final = 5  # parameters in an error
 
 
-class OwnModel:
+class OwnModel(FlatModel):
     """The parameters of a module, in the order of the run's shape table.
 
     Their values move into one flat vector; the module and its optimizer keep the parameter objects that they have.

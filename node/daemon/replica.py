@@ -83,7 +83,7 @@ class Replica:
             self.peers.swarm_view.announce_head(self.state.replicated.chain, self.state.replicated.blob.digest)
         self._node.directory.subscribe(self)
         self.work.open()
-        self.state.revisions.subscribe(self)
+        self.state.revisions.subscribe(self.on_revisions_changed)
         self.inbox.post(SwarmChanged(self.peers.swarm_view.snapshot()))
 
     async def run(self) -> None:

@@ -70,7 +70,7 @@ class ReplicaWork:
             state.shared_memory,
             state.contribution_file,
             state.workers.compute,
-            self.auditor.work_keeper if self.auditor else None,
+            self.auditor.work_log if self.auditor else None,
         )
         pacing = self._session.pacing
         self.trainer = TrainerLink(self._process, state.anchors, intake, pacing.steps_for, self._on_message, status)

@@ -22,8 +22,7 @@ from starlette.routing import Route
 
 from node.data.skipped_rows import SkipReason
 from node.monitoring.http_server import open_listener, serve
-from node.monitoring.status import CatchUpKind, NodeStatus, RecoveredErrorKind, RoundOutcome, StatusSource
-from node.trainer.ipc.channel import DeviceUse
+from node.monitoring.status import CatchUpKind, DeviceUse, NodeStatus, RecoveredErrorKind, RoundOutcome, StatusSource
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.consensus.messages.contributions import AppliedContributions
 

@@ -7,7 +7,6 @@ from typing import Final, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from node.monitoring.stage_table import StageEntry, describe_empty_stages, stage_lines, sum_microbatches
-from node.trainer.ipc.channel import DeviceUse
 from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
@@ -67,6 +66,16 @@ MAX_SHOWN_REVISIONS = 3
 MAX_SHOWN_CONDUCT = 8
 COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # inner steps, and the validation of an anchor
 MAX_ROUNDS_BEHIND = 2  # a contribution counts as current while at most this many rounds have been committed since
+
+
+class DeviceUse(BaseModel):
+    """The use of an accelerator by all programs; memory in bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float | None = Field(default=None, ge=0, le=1, description="of the time; None: the driver does not say")
+    memory: int = Field(ge=0)
+    memory_total: int = Field(ge=0)
 
 
 class ErrorRecorder(Protocol):

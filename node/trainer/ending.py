@@ -1,4 +1,4 @@
-"""Say why a trainer's process ends, in one line for the daemon."""
+"""Describe why a trainer's process ends, in one line for the daemon."""
 
 import logging
 import traceback

@@ -1,12 +1,12 @@
-"""Change a trainer's vectors in shared memory so that a kill at any instant leaves a state that can be finished.
+"""Change a trainer's vectors in shared memory so that a kill at any instant leaves a change that can be finished.
 
 Each change has two parts. The first computes a result into the scratch and changes nothing else. Then the new counters
 are published together with the change that is pending, and the second part stores the result. Every step of the second
 part gives the same result however often it runs, because it reads nothing that it writes. So the next trainer (or the
-daemon, if there is none any more) finishes a change that was begun, and nothing counts twice.
+daemon, if none follows) finishes a change that was begun, and nothing counts twice.
 
-Two changes have no second part: an inner step, and a copy from an accelerator. A trainer that is killed in the middle
-of one leaves torn weights. They are replaced by the reference, so the inner steps since then are lost and not counted.
+Two changes have no second part: an inner step, and a copy from an accelerator. A trainer that is killed in one leaves
+partly written weights. They are replaced by the reference, so the inner steps since then are lost and not counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class TrainerVectors:
         self._shared_memory.publish(counters.model_dump(mode="json"), pending)
 
     def read(self) -> Counters | None:
-        """Finish the change that was begun, if any; return the counters of these vectors, None if they have none."""
+        """Finish a change that was begun, and return the counters of these vectors; `None` if they have none."""
         snapshot = self._shared_memory.read_snapshot()
         if snapshot is None:
             return None
@@ -105,7 +105,7 @@ class TrainerVectors:
         return counters
 
     def _drop_progress(self, counters: Counters) -> Counters:
-        """Replace torn weights by the reference; moments that are torn stay."""
+        """Replace partly written weights by the reference; partly written moments stay."""
         for piece in self._pieces():
             self.by_name[piece.name][piece.own] = self.reference[piece.whole]
         lost = {"since_message": StepTotals(), "ledger": "", "obstacle": "killed in the middle of a step"}

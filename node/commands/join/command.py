@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from node.commands.join.data_consent import require_data_consent
 from node.commands.join.finished_run import describe_end
@@ -21,6 +23,9 @@ from node.units import format_count
 from protocol.errors import DataError, MissingFileError
 from protocol.manifest.reading import load_manifest
 from protocol.signing import fingerprint
+
+if TYPE_CHECKING:
+    from node.daemon.node import Node
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +61,6 @@ def _join_run(
         from node.commands.join.run_end import find_end
         from node.commands.plan.command import warn_if_poor
         from node.daemon.lifecycle import run_node
-        from node.daemon.receipts.commit_log import record_chain
         from node.data.check import check_and_log_text
         from node.from_manifest import require_program
         from node.trainer.devices.device import require_usable_device
@@ -80,11 +84,18 @@ def _join_run(
         if finished is None:
             raise
     else:
-        finished = asyncio.run(run_node(settings, display, record_chain))
+        finished = asyncio.run(run_node(settings, display, _record_commits))
     display.close()
     if finished is not None:
         for line in describe_end(finished, run, node_dir):
             print(line, flush=True)
+
+
+def _record_commits(node: "Node") -> AbstractAsyncContextManager[None]:
+    from node.daemon.receipts.commit_log import record_chain
+
+    replica = next(iter(node.replicas.values()))
+    return record_chain(replica.state.replicated.chain, replica.manifest, node.run_dir.path)
 
 
 def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:

@@ -1,6 +1,6 @@
 """Repeat an audited job: `python -m node.daemon.audits FOLDER` prints the result as JSON.
 
-It opens no socket, has a low priority, and dies with the daemon that started it.
+It opens no socket, has a low priority, and ends with the daemon that started it.
 """
 
 import os
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     planner = build_program(manifest)
 
     def settings_at(number: int) -> StepSettings:
-        return job.settings[number]  # KeyError: a state of long ago
+        return job.settings[number]  # KeyError: an old state
 
     corpus = open_corpus(manifest.data, Path(job.base))
     repeater = Repeater(manifest, planner, corpus, settings_at, lambda: build_model(manifest.model, device))

@@ -1,7 +1,7 @@
 """Audit other peers: repeat the contributions that are drawn for us, and exchange findings with the other auditors.
 
-One repetition runs at a time, in a process of its own at a low priority, so that neither a round nor the trainer
-waits for it. If more are drawn than this machine can repeat, the newest are skipped.
+One audit computes at a time, in a separate process at a low priority, so that neither a round nor the trainer waits for
+it. If more contributions are drawn than this machine can repeat, the newest are skipped.
 """
 
 import asyncio
@@ -55,15 +55,15 @@ MAX_DISPUTES = 16
 MIN_FETCH_SECONDS = 30.0
 MIN_BYTES_PER_SECOND = 100_000
 REPEAT_SECONDS = 1800.0
-TRAINED_ROUNDS = 16  # before that of a contribution, in which the last contribution of its peer may have been made
+TRAINED_ROUNDS = 16  # the peer's previous contribution is at most this many rounds older
 UNSERVED = (PeerFault, UnreachableError, MissingFileError)
 
 
 @dataclass
-class _Held:
-    """The records of one audit: the anchors of its round, and the blobs that it has fetched.
+class _Evidence:
+    """The anchors of the round of an audit, and the blobs that it has fetched.
 
-    An auditor that found a difference keeps them for the other auditors, because a liar serves them no longer.
+    An auditor that found a difference keeps the blobs for the other auditors, because a liar stops serving them.
     """
 
     anchors: Mapping[int, Tensor]
@@ -71,9 +71,9 @@ class _Held:
 
 
 class Auditor:
-    """Carries out the audits of one replica.
+    """Performs the audits of one replica.
 
-    `counts` has the audits by verdict, `refusals` what peers were found to have done.
+    `counts` counts the audits by verdict, `refusals` the offences of peers.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Auditor:
         self._peers = peers
         self._conduct = conduct
         self._tracker = AuditTracker(node.peer_id)
-        self.work_keeper = WorkLog(state.store, state.shared_memory)
+        self.work_log = WorkLog(state.store.put, state.shared_memory)
         self._tasks = BackgroundTasks(faults)
         self._one_at_a_time = asyncio.Semaphore(1)
-        self._held: dict[AuditKey, _Held] = {}
-        self._running: list[_Held] = []
+        self._evidence: dict[AuditKey, _Evidence] = {}
+        self._running: list[_Evidence] = []
         self._anchors: deque[tuple[int, Tensor]] = deque(maxlen=KEPT_ANCHORS)
         self.conditions: Conditions | None = None  # of our own trainer
         self.counts: Counter[str] = Counter()
@@ -96,9 +96,9 @@ class Auditor:
 
     @property
     def held_digests(self) -> Collection[Digest]:
-        """Return the blobs that an audit needs, ours or one of our work."""
-        fetched = (digest for held in (*self._held.values(), *self._running) for digest in held.blobs)
-        return [*fetched, *self.work_keeper.kept_digests]
+        """Return the blobs that our audits need, and those that an audit of our work needs."""
+        fetched = (digest for evidence in (*self._evidence.values(), *self._running) for digest in evidence.blobs)
+        return [*fetched, *self.work_log.kept_digests]
 
     def remember_anchor(self, round_number: int, shared: Sequence[Tensor]) -> None:
         """Keep the anchor of a round for the audits of its contributions."""
@@ -106,15 +106,15 @@ class Auditor:
             self._anchors.append((round_number, torch.cat(list(shared))))
 
     def on_commit(self, chain: Chain) -> None:
-        """Draw the audits of the newest commit, and repeat what is ours."""
+        """Draw the audits of the newest commit, and start ours."""
         consequences = self._tracker.open_round(chain, self._state.manifest.audits.share)
         ours = self._tracker.our_audits
         anchors = {number: anchor for number, anchor in self._anchors if number < chain.round}
-        self._held = {key: self._held.get(key) or _Held(anchors) for key in ours}
+        self._evidence = {key: self._evidence.get(key) or _Evidence(anchors) for key in ours}
         self._follow(consequences)
 
     def receive(self, signed: Signed) -> None:
-        """Take the finding of another auditor. Raises PeerFault."""
+        """Handle the finding of another auditor. Raises PeerFault."""
         self._follow(self._tracker.learn(open_finding(signed, self._state.run_id)))
 
     def stop(self) -> None:
@@ -138,27 +138,27 @@ class Auditor:
         if order.audit.contribution.sender in self._conduct.excluded:
             return
         is_busy = len(self._tasks) >= (MAX_DISPUTES if order.is_disputed else MAX_WAITING)
-        if is_busy or order.audit.key not in self._held:
+        if is_busy or order.audit.key not in self._evidence:
             self.counts["skipped"] += 1
         else:
-            self._tasks.spawn(self._audit(order, self._held[order.audit.key]))
+            self._tasks.spawn(self._audit(order, self._evidence[order.audit.key]))
 
-    async def _audit(self, order: RepeatWork, held: "_Held") -> None:
+    async def _audit(self, order: RepeatWork, evidence: _Evidence) -> None:
         audit, entry = order.audit, order.audit.contribution
-        self._running.append(held)
+        self._running.append(evidence)
         try:
-            judgement = await self._judge(order, held)
+            outcome = await self._compare(order, evidence)
         except (OSError, MissingFileError, StorageError, TimeoutError) as error:
-            judgement = AuditResult("skipped", str(error))
+            outcome = AuditResult("skipped", str(error))
         finally:
-            self._running.remove(held)
-        reason = f" ({judgement.reason})" if judgement.reason else ""
-        logger.debug("audited %s in round %d: %s%s", entry.sender, entry.body.round, judgement.verdict, reason)
-        self.counts[judgement.verdict] += 1
-        if judgement.verdict != "different":
-            held.blobs.clear()
-        if judgement.verdict != "skipped":
-            self._report(audit, judgement.verdict)
+            self._running.remove(evidence)
+        reason = f" ({outcome.reason})" if outcome.reason else ""
+        logger.debug("audited %s in round %d: %s%s", entry.sender, entry.body.round, outcome.verdict, reason)
+        self.counts[outcome.verdict] += 1
+        if outcome.verdict != "different":
+            evidence.blobs.clear()
+        if outcome.verdict != "skipped":
+            self._report(audit, outcome.verdict)
 
     def _report(self, audit: Audit, verdict: Verdict) -> None:
         entry = audit.contribution
@@ -175,8 +175,8 @@ class Auditor:
         except PeerFault as fault:
             logger.debug("the round of our finding is over: %s", fault)
 
-    async def _judge(self, order: RepeatWork, held: "_Held") -> AuditResult:
-        """Fetch what the repetition needs at once, because the peer keeps it for a few rounds, and then repeat."""
+    async def _compare(self, order: RepeatWork, evidence: _Evidence) -> AuditResult:
+        """Fetch the records at once, because the peer keeps them for a few rounds only, then repeat the work."""
         contribution, own = order.audit.contribution.body, self.conditions
         if own is None:
             return AuditResult("skipped", "our trainer has not started")
@@ -184,43 +184,43 @@ class Auditor:
             return AuditResult("not auditable", "it names no work record")
         holders = [order.audit.contribution.sender, *(order.audit.auditors if order.is_disputed else ())]
         try:
-            records = [await self._read_record(contribution.work, holders, held)]
+            records = [await self._read_record(contribution.work, holders, evidence)]
             screening = RecordCheck(self._state.planner, own, max_state_bytes(self._state.shared_memory.layout))
-            if judgement := screening.check(records[0], contribution, held.anchors):
-                return judgement
+            if outcome := screening.check(records[0], contribution, evidence.anchors):
+                return outcome
             while link := next_link(records, order.last_work):
-                records.append(await self._read_record(link, holders, held))
+                records.append(await self._read_record(link, holders, evidence))
             if obstacle := find_broken_link(records, order.last_work):
                 return AuditResult("not auditable", obstacle)
             before = records[0].before
             if before is not None:
-                await self._fetch(before.blob, holders, held)
+                await self._fetch(before.blob, holders, evidence)
         except UNSERVED as error:
             return AuditResult("not served", str(error))
         async with self._one_at_a_time:
-            result = await self._repeat(order.audit.contribution.sender, records[0], held.anchors)
+            result = await self._repeat(order.audit.contribution.sender, records[0], evidence.anchors)
         if result.repetition is None:
             return AuditResult("not auditable" if result.obstacle else "different", result.obstacle or result.malformed)
         difference = result.repetition.find_difference(contribution, records[0])
         return AuditResult("different" if difference else "equal", difference)
 
     def _settings_at(self, number: int) -> StepSettings | None:
-        """Return the settings of the steps of a round; `None` for one of long ago."""
+        """Return the settings of a round's inner steps; `None` for an old round."""
         steering = self._state.steering
         tokens = steering.tokens_at(number)
         return None if tokens is None else step_settings(steering.manifest_at(number), number, tokens)
 
-    async def _read_record(self, blob: Blob, holders: Sequence[PeerId], held: "_Held") -> WorkRecord:
-        await self._fetch(blob, holders, held)
+    async def _read_record(self, blob: Blob, holders: Sequence[PeerId], evidence: _Evidence) -> WorkRecord:
+        await self._fetch(blob, holders, evidence)
         return WorkRecord.from_bytes(await asyncio.to_thread(self._state.store.read, blob.digest))
 
-    async def _fetch(self, blob: Blob, holders: Sequence[PeerId], held: "_Held") -> None:
-        held.blobs.add(blob.digest)
+    async def _fetch(self, blob: Blob, holders: Sequence[PeerId], evidence: _Evidence) -> None:
+        evidence.blobs.add(blob.digest)
         seconds = MIN_FETCH_SECONDS + blob.size / MIN_BYTES_PER_SECOND
         await self._peers.downloads.download_from_holders(blob, seconds, holders)
 
     async def _repeat(self, peer: PeerId, record: WorkRecord, anchors: Mapping[int, Tensor]) -> JobResult:
-        """Repeat work in a process of its own. Raises OSError or TimeoutError if it does not end well."""
+        """Repeat work in a separate process. Raises OSError or TimeoutError if that fails."""
         steering = self._state.steering
         rounds = {*range(max(0, record.round - TRAINED_ROUNDS), record.round + 1), *record.anchor_rounds}
         job = RepeatJob(

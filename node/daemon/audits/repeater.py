@@ -29,7 +29,7 @@ from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 
-Anchors = Mapping[int, Tensor]  # the shared vectors of rounds, one after another, weights first
+Anchors = Mapping[int, Tensor]  # the concatenated shared vectors by round, weights first
 JOB_FILE = "job.json"
 STATE_FILE = "state"
 
@@ -74,7 +74,7 @@ class Repeater:
         self._build_model = build_model
 
     def repeat(self, peer: PeerId, record: WorkRecord, before: InnerState | None, anchors: Anchors) -> RepeatedWork:
-        """Repeat the work of a peer; `before` is the state before it, None for the first contribution.
+        """Repeat the work of a peer; `before` is the state before it, `None` for the first contribution.
 
         Raises:
             MalformedError: the record and the state do not fit together.
@@ -141,7 +141,6 @@ class RepeatJob(BaseModel):
     settings: dict[int, StepSettings]
 
     def write(self, folder: Path, state: bytes | bytearray | None, anchors: Mapping[int, Tensor]) -> None:
-        """Write the files of the job."""
         (folder / JOB_FILE).write_text(self.model_dump_json(), encoding="utf-8")
         if state is not None:
             (folder / STATE_FILE).write_bytes(state)

@@ -1,4 +1,4 @@
-"""Check a work record before any work is repeated: is it of its contribution, and can it be repeated here? PURE."""
+"""Check a work record before its work is repeated: does it belong to its contribution, and can we repeat it? PURE."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -10,20 +10,20 @@ from protocol.audits import BlobName, Conditions, Verdict, WorkRecord
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
 
-MAX_PLANS = 4  # an audit repeats at most this many times the planned steps of a round
-MAX_LINKS = 4  # records from a contribution to the last one that the chain includes
+MAX_PLANS = 4  # maximal steps of an audit, in planned rounds
+MAX_LINKS = 4  # maximal number of records back to the last contribution that the chain includes
 
 
 @dataclass(frozen=True)
 class AuditResult:
-    """The finding of an auditor and its reason; "skipped" if it could not repeat the work."""
+    """The verdict of an audit and its reason; "skipped" if this auditor could not repeat the work."""
 
     verdict: Verdict | Literal["skipped"]
     reason: str = ""
 
 
 class RecordCheck:
-    """Screens the work records of other peers by the anchors and blobs that this auditor has."""
+    """Checks the work records of other peers against the limits and the conditions of this auditor."""
 
     def __init__(self, planner: RoundPlanner, own: Conditions, max_state_bytes: int) -> None:
         self._planner = planner
@@ -31,9 +31,9 @@ class RecordCheck:
         self._max_state_bytes = max_state_bytes
 
     def check(self, record: WorkRecord, contribution: Contribution, rounds: Collection[int]) -> AuditResult | None:
-        """Return the judgement if it needs no repetition; None if the work can be repeated.
+        """Return the result if it is clear from the record; `None` if the work can be repeated.
 
-        `rounds` are those whose anchors this auditor has.
+        `rounds` are the rounds whose anchors this auditor has.
         """
         if record.round != contribution.round - contribution.age:
             return AuditResult("different", "its record is of another round")
@@ -50,7 +50,7 @@ class RecordCheck:
         return ""
 
     def _find_lack(self, record: WorkRecord, rounds: Collection[int]) -> str:
-        """Return what this auditor lacks to repeat the work, for which the audited peer is not to blame."""
+        """Return what this auditor lacks to repeat the work, through no fault of the audited peer."""
         if record.conditions.text != self._own.text:
             return "other text"
         if record.conditions.device != self._own.device:
@@ -59,11 +59,11 @@ class RecordCheck:
 
 
 def next_link(records: Sequence[WorkRecord], last_work: Blob | None) -> Blob | None:
-    """Return the next earlier record to read, None if there is no need for one.
+    """Return the next earlier record to read; `None` if no other is needed.
 
     Args:
-        records: that of the work, and the ones before it, newest first.
-        last_work: the record of the last contribution that the chain includes, None if none is known.
+        records: the record of the work and its predecessors, newest first.
+        last_work: the record of the last contribution that the chain includes; `None` if it is unknown.
     """
     if last_work is None or records[-1].previous is None or len(records) > MAX_LINKS or _reaches(records, last_work):
         return None
@@ -71,7 +71,7 @@ def next_link(records: Sequence[WorkRecord], last_work: Blob | None) -> Blob | N
 
 
 def find_broken_link(records: Sequence[WorkRecord], last_work: Blob | None) -> str:
-    """Return why the state before some work is of unknown origin; empty if it follows from included work."""
+    """Return why the state before the work does not follow from included work; empty if it does."""
     if last_work is None:
         return ""
     if records[0].before is None:

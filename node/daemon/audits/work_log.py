@@ -10,10 +10,9 @@ outbox     the parts of the outstanding contribution
 
 import json
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from pydantic import ValidationError
@@ -100,15 +99,14 @@ def _parse_counters(header: bytes) -> Counters:
     return counters
 
 
-class BlobSink(Protocol):
-    def put(self, *data: Bytes) -> Blob: ...
-
-
 class WorkLog:
-    """Writes a work record and the inner state for each contribution of one trainer, and keeps the newest."""
+    """Writes a work record and the inner state for each contribution of one trainer, and keeps the newest.
 
-    def __init__(self, store: BlobSink, memory: SharedMemory) -> None:
-        self._store = store
+    `put` stores the bytes of a blob.
+    """
+
+    def __init__(self, put: Callable[..., Blob], memory: SharedMemory) -> None:
+        self._put = put
         self._memory = memory
         self._before: BlobName | None = None
         self._position = 0
@@ -126,7 +124,7 @@ class WorkLog:
         if header.trace.start is not None:
             self._before, self._previous, self._position = None, None, 0
         state = InnerState.copy_of(self._memory, header.serial)
-        after = None if state is None else self._store.put(*state.to_bytes())
+        after = None if state is None else self._put(*state.to_bytes())
         record = WorkRecord(
             round=header.round,
             position=self._position,
@@ -136,7 +134,7 @@ class WorkLog:
             trace=header.trace,
             conditions=header.conditions,
         )
-        blob = self._store.put(record.to_bytes())
+        blob = self._put(record.to_bytes())
         self._previous, self._before = BlobName.of(blob), record.after
         self._position = 0 if state is None else state.counters.position
         self._records.append(blob.digest)

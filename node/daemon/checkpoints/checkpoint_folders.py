@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.paths import KEEP_MARK
-from node.run_dir import write_atomically
+from protocol.files import write_atomically
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"(\d{10,})\.round-(\d+)")

@@ -9,7 +9,6 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from node.run_dir import write_atomically
 from protocol import murmur_pb2 as wire
 from protocol.conduct import Proof
 from protocol.consensus.events import VoteRecord
@@ -17,6 +16,7 @@ from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.kinds import parse
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault, StorageError
+from protocol.files import write_atomically
 from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import Signed
 

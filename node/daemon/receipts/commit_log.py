@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from node.daemon.node import Node
 from node.daemon.receipts.commit_file import (
     COMMIT_FILE_NAME,
     CommitFileHeader,
@@ -42,7 +41,7 @@ RECORD_SECONDS = 2.0  # the chain keeps the last 64 commits
 
 
 class CommitLog:
-    """The commits on disk and their account, `ledger`. Methods raise StorageError if the disk refuses."""
+    """The commits on disk, and their sums in `ledger`. Methods raise StorageError if the disk refuses."""
 
     def __init__(self, path: Path, header: CommitFileHeader) -> None:
         self.path = path
@@ -56,7 +55,7 @@ class CommitLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.touch()
-            if path.stat().st_size < len(header.to_line()):  # it is new, or its writer was killed in the first line
+            if path.stat().st_size < len(header.to_line()):  # new, or its writer was killed in the first line
                 path.write_bytes(header.to_line())
             self._load()
         except OSError as error:
@@ -65,7 +64,7 @@ class CommitLog:
 
     @property
     def head(self) -> ChainHead:
-        """Return the head of the chain up to which the log reaches."""
+        """Return the head of the chain after the last commit of the log."""
         return self.ledger.head
 
     def extend(self, start: ChainHead, log: ChainLog) -> None:
@@ -118,7 +117,7 @@ class CommitLog:
                 yield record.end, self.ledger.head
 
     def _load(self) -> None:
-        """Read the file, and cut it off where the records end that can be read."""
+        """Read the file, and truncate it after the last readable record."""
         end = len(self._header.to_line())
         try:
             for position, _ in self._scan():
@@ -147,11 +146,9 @@ def receipt_name(manifest: Manifest) -> str:
 
 
 @asynccontextmanager
-async def record_chain(node: Node) -> AsyncIterator[None]:
-    """Keep the commits of the node's run in its folder while the context is open."""
-    replica = next(iter(node.replicas.values()))
-    chain = replica.state.replicated.chain
-    log = CommitLog.open(node.run_dir.path / COMMIT_FILE_NAME, commit_file_header(replica.manifest))
+async def record_chain(chain: Chain, manifest: Manifest, folder: Path) -> AsyncIterator[None]:
+    """Write the commits of a run's chain to a file in `folder` while the context is open."""
+    log = CommitLog.open(folder / COMMIT_FILE_NAME, commit_file_header(manifest))
     task = asyncio.create_task(_record_forever(log, chain), name="chain recorder")
     try:
         yield
@@ -163,7 +160,7 @@ async def record_chain(node: Node) -> AsyncIterator[None]:
 
 
 async def _record_forever(log: CommitLog, chain: Chain) -> None:
-    """Record until cancelled, or until the disk refuses: training goes on without the commits."""
+    """Record until cancelled, or until the disk refuses; then training continues without a record."""
     while _record(log, chain):
         await asyncio.sleep(RECORD_SECONDS)
 
@@ -172,18 +169,18 @@ def _record(log: CommitLog, chain: Chain) -> bool:
     try:
         append_new_commits(log, chain)
     except StorageError as error:
-        logger.warning("the commits of the run are no longer kept for receipts: %s", error)
+        logger.warning("the commits of the run are no longer recorded for receipts: %s", error)
         return False
     return True
 
 
 def append_new_commits(log: CommitLog, chain: Chain) -> None:
-    """Bring the log to the head of the chain, as far as the chain still holds the commits."""
+    """Extend the log to the head of the chain, with the commits that the chain still holds."""
     if log.head == chain.head:
         return
     found = chain.log_since(log.head.round)
     if found is None or not found.commits or found.commits[0].body.base != log.head.digest:  # another chain, or a gap
         found = chain.log
-    if found.commits:  # else the state was downloaded, and the first commit after it is still to come
+    if found.commits:  # without any, the state was downloaded, and no commit has followed it yet
         first, tokens = found.commits[0].body, found.commits[0].certificate.basis.tokens
         log.extend(ChainHead(first.round, first.base, tokens), found)

@@ -1,9 +1,9 @@
-"""The account of a run: the work of each peer that its chain of commits counts, and the rounds that nobody can show.
+"""Add up the commits of a run: the counted work of each peer, and the rounds whose commits are missing.
 
-A ledger takes in the commits in order. It refuses a commit that does not continue the chain, so the tokens of all peers
+A ledger reads the commits in order. It refuses a commit that does not continue the chain, so the tokens of all peers
 and those of the gaps always add up to the tokens of the head. It refuses a certificate that names other voters or
 tokens than the commits before. It counts the rounds in which fewer than a quorum of all voters acknowledged the commit:
-voters that were gone for long do not count in a round, but the commits alone do not show who was gone.
+voters that were absent for long do not count in a round, but the commits alone do not show who was absent.
 """
 
 from collections.abc import Callable, Set
@@ -31,7 +31,7 @@ from protocol.identity import PeerId
 
 @dataclass(frozen=True)
 class CountedWork:
-    """One included contribution, the tokens that it counts for, and the chain digest after its commit."""
+    """One included contribution, its counted tokens, and the chain digest after its commit."""
 
     round: int
     tokens: int
@@ -73,28 +73,25 @@ class RunLedger:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of all peers in the known rounds."""
         return sum(account.tokens for account in self.accounts.values())
 
     @property
     def missing_tokens(self) -> int:
-        """Return the tokens of the rounds that are not known."""
         return self.head.tokens - self.tokens
 
     @property
     def missing_rounds(self) -> int:
-        """Return the number of the rounds that are not known."""
         return self.head.round - sum(segment.end.round - segment.start.round for segment in self.segments)
 
     def take(self, content: Start | wire.ChainLog, open_commit: "OpenCommit") -> None:
-        """Take in the content of a record. Raises ReceiptError, and the PeerFault of a commit that is not valid."""
+        """Handle the content of a record. Raises ReceiptError, and the PeerFault of an invalid commit."""
         if isinstance(content, Start):
             self.start(content)
         else:
             self.add(open_commit(content))
 
     def start(self, start: Start) -> None:
-        """Continue at a head. Raises ReceiptError unless it is the genesis, or lies after a gap."""
+        """Continue at a head. Raises ReceiptError unless the head is the genesis, or follows a gap."""
         rounds, tokens = start.head.round - self.head.round, start.head.tokens - self.head.tokens
         is_genesis = not self.segments and start == Start(self.head, self.electorate)
         if not (is_genesis or 0 < rounds <= tokens):
@@ -105,7 +102,7 @@ class RunLedger:
         self.head, self.electorate = start.head, start.electorate
 
     def add(self, entry: CertifiedCommit) -> None:
-        """Count a commit. Raises ReceiptError if it does not continue the chain, or its certificate is of another."""
+        """Count a commit. Raises ReceiptError if the commit or its certificate does not continue the chain."""
         try:
             after = extend_head(self.head, entry.body)
         except PeerFault as fault:
@@ -125,7 +122,7 @@ class RunLedger:
             self._count(CountedWork(entry.body.round, tokens, contribution, after.digest))
 
     def _is_certified(self, entry: CertifiedCommit) -> bool:
-        """Return whether a quorum of all voters acknowledged a commit; before the first one nobody has a vote."""
+        """Return whether a quorum of all voters acknowledged a commit; the first commit has no voters."""
         return self.electorate.is_certified_by(entry.signers) or not self.electorate.voters
 
     def _count(self, work: CountedWork) -> None:

@@ -10,7 +10,6 @@ which contribution, in which round it counts, and with how many tokens.
 import asyncio
 import base64
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from node.daemon.receipts.ledger import CountedWork, PeerAccount, RunLedger, com
 from protocol.errors import MissingFileError, PeerFault, ReceiptError
 from protocol.fault_words import describe_faults
 from protocol.identity import Identity, PeerId, verify
+from protocol.recent import RecentTable
 from protocol.signing import DOMAIN, fingerprint
 
 MAX_RECEIPT_BYTES = 256 << 20
@@ -41,16 +41,16 @@ class ReceiptEntry(ReceiptModel):
     """One counted contribution."""
 
     round: int = Field(description="the round that counts it; the first is 0")
-    age: int = Field(description="by how many rounds it was late")
+    age: int = Field(description="rounds from its own round to the one that counts it")
     tokens: int
     steps: int
     message: Hex32 = Field(description="digest of the contribution message")
-    signature: str = Field(description="of the volunteer below the contribution, base64")
-    chain_digest: Hex32 = Field(description="of the chain after the round")
+    signature: str = Field(description="signature of the volunteer, base64")
+    chain_digest: Hex32 = Field(description="digest of the chain after the round")
 
 
 class ReceiptSegment(ReceiptModel):
-    """Consecutive rounds whose commits the host holds; between two segments some are missing."""
+    """Consecutive rounds whose commits the host has; between two segments some are missing."""
 
     first_round: int
     last_round: int
@@ -118,7 +118,7 @@ def sign_content(content: ReceiptContent, issuer: Identity) -> Receipt:
 
 
 def build_content(ledger: RunLedger, run: str, peer: PeerId, name: str, issuer: PeerId) -> ReceiptContent:
-    """Return what a receipt for `peer` says if these commits are the run."""
+    """Build the content of a receipt for `peer` from these commits."""
     account = ledger.accounts.get(peer, PeerAccount())
     return ReceiptContent(
         run=run,
@@ -211,15 +211,15 @@ def verify_issuer(receipt: Receipt) -> None:
 
 
 def compare(receipt: Receipt, ledger: RunLedger) -> None:
-    """Raise ReceiptError unless the receipt says exactly what the commits say."""
+    """Raise ReceiptError unless the receipt agrees with the commits in every field."""
     expected = build_content(ledger, receipt.run, receipt.peer, receipt.name, receipt.issuer)
     if receipt.run_id != expected.run_id:
         raise ReceiptError(f"the receipt is for run {receipt.run_id[:12]}, the commits are of {expected.run_id[:12]}")
     _compare_entries(receipt, {entry.round: entry for entry in expected.contributions})
     for field in COMPARED_FIELDS:
-        said, found = getattr(receipt, field), getattr(expected, field)
-        if said != found:
-            raise ReceiptError(f"the receipt and the commits differ in {field}: {_shorten(said)}, {_shorten(found)}")
+        shown, found = getattr(receipt, field), getattr(expected, field)
+        if shown != found:
+            raise ReceiptError(f"the receipt and the commits differ in {field}: {_shorten(shown)}, {_shorten(found)}")
 
 
 def _compare_entries(receipt: Receipt, expected: dict[int, ReceiptEntry]) -> None:
@@ -251,11 +251,11 @@ class ReceiptIssuer:
         self._identity = identity
         self._name_of = name_of
         self._lock = asyncio.Lock()
-        self._kept: OrderedDict[tuple[PeerId, bytes], Receipt] = OrderedDict()
+        self._kept = RecentTable[tuple[PeerId, bytes], Receipt](MAX_KEPT_RECEIPTS)
 
     @property
     def path(self) -> Path:
-        """Return the file of the commits that the receipts are checked against."""
+        """Return the file of commits against which receipts are checked."""
         return self._commit_log.path
 
     def overview(self) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class ReceiptIssuer:
         }
 
     async def issue(self, peer: PeerId) -> Receipt | None:
-        """Return the receipt of a peer at the newest round; `None` if no commit counts work of it."""
+        """Return the receipt of a peer at the newest round; `None` if no commit counts its work."""
         if peer not in self._commit_log.ledger.accounts:
             return None
         async with self._lock:
@@ -287,8 +287,6 @@ class ReceiptIssuer:
             if kept is None:
                 kept = await asyncio.to_thread(self._build, peer, head.round)
                 self._kept[peer, head.digest] = kept
-                while len(self._kept) > MAX_KEPT_RECEIPTS:
-                    self._kept.popitem(last=False)
             return kept
 
     def _build(self, peer: PeerId, round_number: int) -> Receipt:

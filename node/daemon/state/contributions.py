@@ -99,12 +99,12 @@ class ContributionIntake:
         memory: where the trainer writes a contribution.
         file: the file of the last one.
         run_in_thread: runs the work on the disk.
-        work_keeper: keeps how contributions were made, in a run with audits.
+        work_log: keeps how contributions were made, in a run with audits.
     """
 
     def __init__(
         self, tracker: ContributionTracker, store: BlobStore, memory: SharedMemory, file: ContributionFile,
-        run_in_thread: RunInThread, work_keeper: WorkLog | None = None,
+        run_in_thread: RunInThread, work_log: WorkLog | None = None,
     ) -> None:  # fmt: skip
         self.tracker = tracker
         self.lock = asyncio.Lock()  # held while the store has blobs that no contribution names yet
@@ -112,7 +112,7 @@ class ContributionIntake:
         self._memory = memory
         self._file = file
         self._run_in_thread = run_in_thread
-        self._work_keeper = work_keeper
+        self._work_log = work_log
 
     async def store(
         self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None
@@ -123,7 +123,7 @@ class ContributionIntake:
 
     def _write(self, header: ContributionHeader, settled: tuple[SettledContribution, ...] | None) -> StoredContribution:
         parts = store_parts(self._store, self._memory, header)
-        work = None if self._work_keeper is None else self._work_keeper.record(header)
+        work = None if self._work_log is None else self._work_log.record(header)
         contribution = StoredContribution(header, parts, work)
         if settled is not None:
             # On disk before a peer sees the contribution: a restarted node must not send its work a second time.

@@ -1,4 +1,4 @@
-"""Ask peers of a run for the organiser's revisions, and hand them new ones, with a temporary key of its own."""
+"""Exchange the organiser's revisions with peers of a run, under a temporary key."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunContact:
-    """The reached peers of a run, and all that they know of its revisions and rounds."""
+    """The reached peers of a run, and their revisions and rounds."""
 
     manifest: Manifest
     transport: Transport
@@ -33,7 +33,7 @@ class RunContact:
     peers: list[PeerId] = field(default_factory=list)
 
     async def reach(self, addresses: Sequence[str]) -> None:
-        """Connect to peers, learn of others from them, and ask all for their revisions. Raises UnreachableError."""
+        """Connect to peers, then to others that they know, and fetch all revisions. Raises UnreachableError."""
         found = await connect_to_peers(self.transport, addresses[:MAX_PEERS_ASKED])
         if not found:
             raise UnreachableError("no peer of the run answers; start one, or name the run by the URL of its host")
@@ -48,11 +48,11 @@ class RunContact:
 
     @property
     def revisions(self) -> tuple[SignedRevision, ...]:
-        """Return the list of revisions that the run follows, oldest first."""
+        """Return the revisions that the run follows, oldest first."""
         return self.log.list_to(self.log.newest(self.adopted)) or ()
 
     async def publish(self, revisions: Sequence[SignedRevision]) -> int:
-        """Hand revisions to all reached peers; return how many answered."""
+        """Send revisions to all reached peers; return how many replied."""
         return sum(await asyncio.gather(*(self._exchange(peer, revisions) for peer in self.peers)))
 
     async def _exchange(self, peer: PeerId, revisions: Sequence[SignedRevision]) -> bool:

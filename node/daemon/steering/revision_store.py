@@ -1,7 +1,7 @@
-"""Keep the organiser's revisions of a node's run: on disk, in step with the peers, and open to those that ask.
+"""Store the organiser's revisions of a node's run on disk, and exchange them with the peers.
 
-A peer's record names the newest revision that it knows. A node that sees one it does not know asks that peer for its
-list. So a revision reaches all peers from any one, as heads do, and a peer that was away gets it when it is back.
+A peer's record names the newest revision that it knows. A node that does not know this revision asks the peer for its
+list. So a revision spreads from any peer to all others, and a peer that was away gets it when it returns.
 """
 
 import asyncio
@@ -9,16 +9,17 @@ import base64
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from node.daemon.peers.peer_rpc import ChannelTo, await_reply
-from node.run_dir import read_json_if_whole, write_atomically
+from node.run_dir import read_json_if_whole
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import ForgedError, LimitError, PeerFault, StaleError, StorageError, UnreachableError
+from protocol.files import write_atomically
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest, RunId
 from protocol.membership.directory import PeerDirectory
@@ -26,6 +27,7 @@ from protocol.membership.gossip import abort_call
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import PeerRecord, RevisionsReply, RevisionsRequest, Signed
 from protocol.murmur_pb2_grpc import SteeringServicer, SteeringStub, add_SteeringServicer_to_server
+from protocol.recent import RecentTable
 from protocol.steering import (
     MAX_STORED,
     NO_REVISION,
@@ -42,8 +44,8 @@ logger = logging.getLogger(__name__)
 CALL_SECONDS = 5.0
 RETRY_SECONDS = 5.0  # before the same peer is asked again
 MAX_ASKED = 4096  # peers
-MAX_FETCHES = 8  # at once
-CALL_BURST, CALLS_PER_SECOND = 16, 2.0  # of each caller
+MAX_FETCHES = 8  # at the same time
+CALL_BURST, CALLS_PER_SECOND = 16, 2.0  # per caller
 SMOOTHING = 0.3
 
 
@@ -65,15 +67,10 @@ class RoundClock:
         self.round, self._since = round_number, now
 
 
-class RevisionListener(Protocol):
-    def on_revisions_changed(self) -> None:
-        """Handle that the log has revisions that were not known before."""
-
-
 async def exchange_revisions(
     run_id: RunId, channel: ChannelTo, peer: PeerId, revisions: Sequence[Signed]
 ) -> RevisionsReply:
-    """Hand revisions to a peer, and return its reply with all that it knows.
+    """Send revisions to a peer, and return its reply with all revisions that it knows.
 
     Raises UnreachableError, or PeerFault for a refusal or too long a reply.
     """
@@ -87,7 +84,7 @@ async def exchange_revisions(
 
 
 class RevisionStore(SteeringServicer):
-    """Keeps the revisions of one run; the node owns it, and its replicas read `log`.
+    """Stores the revisions of one run; the node owns it, and its replicas read `log`.
 
     Args:
         manifest: the manifest of the run as it began.
@@ -105,15 +102,15 @@ class RevisionStore(SteeringServicer):
         self._path = path
         self._directory = directory
         self._channel = channel
-        self._listeners: list[RevisionListener] = []
-        self._asked_at: dict[PeerId, float] = {}  # oldest first
+        self._listeners: list[Callable[[], None]] = []
+        self._asked_at = RecentTable[PeerId, float](MAX_ASKED)
         self._fetches: set[asyncio.Task[None]] = set()
         self._buckets = TokenBuckets(CALL_BURST, CALLS_PER_SECOND)
         self._load()
         self._saved_count = len(self.log.revisions)
 
     def _load(self) -> None:
-        """Load the revisions of the last start; peers send those again that are damaged."""
+        """Load the revisions of the last start; peers send damaged ones again."""
         texts = read_json_if_whole(self._path).get("revisions")
         for text in texts if isinstance(texts, list) else ():
             try:
@@ -124,11 +121,12 @@ class RevisionStore(SteeringServicer):
     def register(self, server: grpc.aio.Server) -> None:
         add_SteeringServicer_to_server(self, server)
 
-    def subscribe(self, listener: RevisionListener) -> None:
-        self._listeners.append(listener)
+    def subscribe(self, on_revisions_changed: Callable[[], None]) -> None:
+        """Call a function whenever the log has new revisions."""
+        self._listeners.append(on_revisions_changed)
 
     def describe(self) -> tuple[str, ...]:
-        """Return the known revisions, a line each."""
+        """Describe each known revision in a line."""
         return tuple(describe_revision(entry.body) for entry in self.log.revisions)
 
     def announce(self) -> None:
@@ -141,7 +139,7 @@ class RevisionStore(SteeringServicer):
             self._directory.publish(urgent=True, revision=self.log.newest(self.adopted))
 
     def adopt(self, revision: Digest) -> None:
-        """Take note of the newest revision that our chain has adopted, and save those that it brought."""
+        """Record the newest revision that our chain has adopted, and save the revisions that came with it."""
         self.adopted = revision
         self._save_new()
 
@@ -158,7 +156,7 @@ class RevisionStore(SteeringServicer):
         self._publish()
 
     def add(self, envelopes: Iterable[Signed]) -> None:
-        """Add revisions that a peer sent, each after the one that it continues. Raises PeerFault."""
+        """Add revisions from a peer, oldest first. Raises PeerFault."""
         learned: list[SignedRevision] = []
         try:
             for signed in envelopes:
@@ -174,7 +172,7 @@ class RevisionStore(SteeringServicer):
                     logger.info("the organiser's revision %s", describe_revision(revision.body))
                 self._save_new()
                 for listener in self._listeners:
-                    listener.on_revisions_changed()
+                    listener()
 
     def _open(self, signed: Signed) -> SignedRevision:
         if not self._organiser:
@@ -223,14 +221,10 @@ class RevisionStore(SteeringServicer):
             return False
         if now < self._asked_at.get(peer, float("-inf")) + RETRY_SECONDS:
             return False
-        self._asked_at.pop(peer, None)
         self._asked_at[peer] = now
-        if len(self._asked_at) > MAX_ASKED:
-            del self._asked_at[next(iter(self._asked_at))]
         return True
 
     async def _fetch_from(self, peer: PeerId) -> None:
-        """Fetch the list of a peer that knows more."""
         try:
             self.add((await exchange_revisions(self._run_id, self._channel, peer, ())).revisions)
         except UnreachableError as error:

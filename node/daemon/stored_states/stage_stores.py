@@ -27,7 +27,7 @@ from node.run_dir import RunDir
 from protocol.blobs.storage import disk_errors
 from protocol.errors import MurmurError
 from protocol.pipeline.stage import StageManifest
-from protocol.tasks import cancel_and_wait, run_until_one_ends
+from protocol.tasks import cancel_and_wait, run_periodically, run_until_one_ends
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +97,9 @@ class StageStores:
 
     async def run(self) -> None:
         """Fetch newer states of the added stages until cancelled."""
-        await run_until_one_ends(self._refresh_forever(), *(store.run() for store in self._stores.values()))
-
-    async def _refresh_forever(self) -> None:
-        while True:
-            self._stage_list.refresh()
-            await asyncio.sleep(LIST_SECONDS)
+        await run_until_one_ends(
+            run_periodically(LIST_SECONDS, self._stage_list.refresh), *(store.run() for store in self._stores.values())
+        )
 
     def describe(self) -> str:
         """Describe the stored states, or why some are missing, in one line."""

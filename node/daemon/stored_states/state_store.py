@@ -11,10 +11,10 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from node.daemon.node import Node
 from node.daemon.peers.chain_sync import ChainReader, ServedChain, ask_for_word, needs_word
@@ -64,28 +64,32 @@ class UncertifiedError(StaleError):
     """A chain whose certificates do not suffice to follow it."""
 
 
-class RecentRequests(Protocol):
-    def recently_requested(self) -> Collection[bytes]:
-        """Return the blobs that peers are downloading from us."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class KeeperParts:
-    """The parts of the node that the store uses.
+class StateSources:
+    """The peers from which a store fetches, and the means to reach them.
 
-    `reader` requests the commits that lead to a state; `contacts` are the peers that the user named. `round_filter`
-    chooses the rounds, None means any; `room` limits the disk, None means no limit.
+    `reader` requests the commits that lead to a state; `contacts` are the peers that the user named;
+    `recently_requested` returns the blobs that peers are downloading from us.
     """
 
     directory: PeerDirectory
     downloader: Downloader
     reader: ChainReader
-    requests: RecentRequests
     contacts: tuple[PeerId, ...]
-    revisions: RevisionLog
+    recently_requested: Callable[[], Collection[bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorePlan:
+    """How a store announces and paces its downloads; the defaults suit the only store of a host.
+
+    `round_filter` chooses the rounds, None means any; `room` limits the disk, None means no limit.
+    """
+
     announcer: StateAnnouncer
     round_filter: RoundFilter | None = None
     room: DiskRoom | None = None
+    max_requests: int = MAX_REQUESTS
 
 
 class FetchedState(NamedTuple):
@@ -101,30 +105,39 @@ class StateStore:
     `error` is the reason why the newest state is not stored, empty if it is.
     """
 
-    def __init__(self, manifest: Manifest, folder: StateFolder, parts: KeeperParts, has_one_state: bool) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        folder: StateFolder,
+        sources: StateSources,
+        plan: StorePlan,
+        revisions: RevisionLog,
+        has_one_state: bool,
+    ) -> None:
         self.run_id = manifest.run_id
         self.chain = Chain.from_genesis(manifest.run_id, manifest.admission)
-        self.steering = Steering(manifest, self.chain, parts.revisions)
+        self.steering = Steering(manifest, self.chain, revisions)
         self.blob: Blob | None = None
         self.error = ""
         self.blobs = folder.store
         self.folder = folder
-        self._parts = parts
+        self._sources = sources
+        self._plan = plan
         self._stage = stage_of(manifest)
         self._name = "state" if self._stage is None else f"state of stage {self._stage}"
-        self._rules = ChoiceRules(parts.directory.peer_id, has_one_state, self.steering.is_final)
+        self._rules = ChoiceRules(sources.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
         self._avoided: dict[Digest, float] = {}  # heads that no peer could prove, and until when
         self._validation = ReportedLoss()
 
     @property
     def refusals(self) -> Counter[str]:
-        return self._parts.downloader.refusals
+        return self._sources.downloader.refusals
 
     @property
     def bytes_received(self) -> int:
         """Return the bytes of states received by this process."""
-        return self._parts.downloader.bytes_received
+        return self._sources.downloader.bytes_received
 
     @property
     def is_complete(self) -> bool:
@@ -164,7 +177,7 @@ class StateStore:
 
     def _due_offer(self, now: float) -> StateOffer | None:
         """Return the state to fetch now: the final one at once, another one after the pause."""
-        offer, round_filter = self._choose(), self._parts.round_filter
+        offer, round_filter = self._choose(), self._plan.round_filter
         if offer is None or self.steering.is_final(offer.head):
             return offer
         if round_filter is None:
@@ -173,7 +186,7 @@ class StateStore:
         return offer if self.blob is None or round_filter.is_chosen(offer.head.round) else None
 
     def _states(self) -> dict[PeerId, PeerState]:
-        return states_at(self._parts.directory.live(), self._stage)
+        return states_at(self._sources.directory.live(), self._stage)
 
     def _choose(self) -> StateOffer | None:
         snapshot = SwarmSnapshot(self._states())
@@ -186,13 +199,13 @@ class StateStore:
         """Repeat the newest validation loss in our record, for observers that come when no trainer is left."""
         if self._stage is not None:  # a stage alone has no loss
             return
-        newest = find_newest_validation(self._parts.directory.live().values())
+        newest = find_newest_validation(self._sources.directory.live().values())
         if newest is not None and newest.validation_round > self._validation.round:
             self._validation = ReportedLoss(newest.validation_round, newest.validation_loss)
             self._publish_validation()
 
     def _publish_validation(self) -> None:
-        self._parts.directory.publish(validation_round=self._validation.round, validation_loss=self._validation.loss)
+        self._sources.directory.publish(validation_round=self._validation.round, validation_loss=self._validation.loss)
 
     async def fetch_newest(self, find_seconds: float) -> FetchedState:
         """Fetch the newest state once, without storing it as a host does.
@@ -231,8 +244,8 @@ class StateStore:
         else:
             self._adopt(kept)
             seconds = time.monotonic() - began
-            if self._parts.round_filter is not None:
-                self._parts.round_filter.record_fetch(self.run_id, seconds)
+            if self._plan.round_filter is not None:
+                self._plan.round_filter.record_fetch(self.run_id, seconds)
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
 
     async def _fetch_both(self, offer: StateOffer) -> tuple[ChainOffer, Blob]:
@@ -242,8 +255,8 @@ class StateStore:
 
         Raises StorageError if the disk has no room, and the errors of the downloads.
         """
-        if self._parts.room is not None:
-            await self._parts.room.require(STATES_ON_DISK * self.folder.state_bytes)
+        if self._plan.room is not None:
+            await self._plan.room.require(STATES_ON_DISK * self.folder.state_bytes)
         fetch = asyncio.create_task(self._fetch(offer), name="fetch state")
         try:
             return await self._fetch_chain(offer), await fetch
@@ -257,10 +270,10 @@ class StateStore:
         self._retain(blob)
 
         def holders() -> list[PeerId]:
-            live = self._parts.directory.live()
+            live = self._sources.directory.live()
             return [peer for peer in offer.holders if peer in live]
 
-        await self._parts.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
+        await self._sources.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
         return blob
 
     async def _fetch_chain(self, offer: StateOffer) -> ChainOffer:
@@ -268,7 +281,7 @@ class StateStore:
 
         Raises UnreachableError if no holder shows it, UncertifiedError if its certificates do not suffice.
         """
-        live = self._parts.directory.live()
+        live = self._sources.directory.live()
         for peer in [peer for peer in offer.holders if peer in live][:MAX_CHAIN_SOURCES]:
             try:
                 return await self._read_chain(peer, offer)
@@ -281,7 +294,7 @@ class StateStore:
     async def _read_chain(self, peer: PeerId, offer: StateOffer) -> ChainOffer:
         """Read and verify the last commits of a peer's chain. Raises PeerFault unless they lead to the state."""
         start = max(0, offer.head.round - MAX_KEPT_COMMITS)
-        shown = await self._parts.reader.read(peer, start)
+        shown = await self._sources.reader.read(peer, start)
         commits = tuple(entry for entry in shown.log.commits if entry.body.round < offer.head.round)
         state = offer.state if self._rules.has_one_state else b""
         chain = ChainOffer(ChainLog(shown.log.electorate, commits), offer.head, state)
@@ -296,7 +309,7 @@ class StateStore:
         word = None
         if needs_word(self.chain, chain):
             witnesses = stage_witnesses(self._states(), self._rules.peer_id) if self._stage is not None else []
-            word = await ask_for_word(self._parts.reader, self._parts.contacts, witnesses, chain)
+            word = await ask_for_word(self._sources.reader, self._sources.contacts, witnesses, chain)
         states = self._states()
         live = SwarmSnapshot(states).trainers - {self._rules.peer_id}
         judgement = judge(self.chain, chain, Witnesses(self._rules.peer_id, live or frozenset(states), None, word))
@@ -315,7 +328,7 @@ class StateStore:
 
     def _retain(self, wanted: Blob) -> None:
         """Keep the blobs of our state, of the wanted one, and of those that peers are downloading."""
-        requested = self.folder.requested(self._parts.requests.recently_requested())
+        requested = self.folder.requested(self._sources.recently_requested())
         held = {self.blob.digest} if self.blob else set()
         self.folder.retain(*requested, *held, wanted.digest)
 
@@ -329,17 +342,7 @@ class StateStore:
         head, state = self.chain.head, self.blob.digest if self.blob else b""
         if self.error:
             head, state = ChainHead(0, b"", 0), b""
-        self._parts.announcer.announce(head, state, self.chain.electorate.voters)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StorePlan:
-    """How a store announces and paces its downloads; the defaults suit the only store of a host."""
-
-    announcer: StateAnnouncer
-    round_filter: RoundFilter | None = None
-    room: DiskRoom | None = None
-    max_requests: int = MAX_REQUESTS
+        self._plan.announcer.announce(head, state, self.chain.electorate.voters)
 
 
 def build_state_store(node: Node, manifest: Manifest, run_dir: RunDir, plan: StorePlan) -> StateStore:
@@ -351,20 +354,16 @@ def build_state_store(node: Node, manifest: Manifest, run_dir: RunDir, plan: Sto
     folder = StateFolder(run_dir, manifest, planner)
     limits = contribution_limits(manifest, planner)
     rng = random.Random(os.urandom(16))
-    parts = KeeperParts(
+    sources = StateSources(
         directory=node.directory,
         downloader=Downloader(folder.store, node.transport.bulk, rng, max_requests=plan.max_requests),
         reader=ChainReader(manifest.run_id, limits, node.transport.channel, manifest.admission),
-        requests=node.blob_service,
         contacts=node.options.contact_ids,
-        revisions=node.revisions.log,
-        announcer=plan.announcer,
-        round_filter=plan.round_filter,
-        room=plan.room,
+        recently_requested=node.blob_service.recently_requested,
     )
     has_one_state = topology_class(planner.method).has_shared_state
-    keeper = StateStore(manifest, folder, parts, has_one_state)
-    keeper.restore(node.options.base)
-    served = ServedChain(keeper.chain, lambda: keeper.blob, keeper.steering, has_one_state)
+    store = StateStore(manifest, folder, sources, plan, node.revisions.log, has_one_state)
+    store.restore(node.options.base)
+    served = ServedChain(store.chain, lambda: store.blob, store.steering, has_one_state)
     node.add_chain(manifest.run_id, served, folder.store)
-    return keeper
+    return store

@@ -78,7 +78,7 @@ class SwarmAudits:
         return SharedLayout.of(self._swarm.planner)
 
     def new_keeper(self, trainer: VirtualTrainer) -> WorkLog:
-        return WorkLog(self._swarm.compute, trainer.shared_memory)
+        return WorkLog(self._swarm.compute.put, trainer.shared_memory)
 
     def remember_anchor(self, round_number: int, tokens: int, state: OuterState) -> None:
         """Keep the anchor of a round and the tokens of the run, once."""

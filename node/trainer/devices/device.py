@@ -14,9 +14,9 @@ from node.from_manifest import build_node_program, in_memory_mode
 from node.model import smallest_cut
 from node.model.memory_estimate import fit_microbatch
 from node.model.products import has_bf16, has_fp8, require_fp8_sizes
+from node.monitoring.status import DeviceUse
 from node.options import Device, NodeOptions, TrainerOptions
 from node.trainer.devices.pause_when_busy import usage_meter_for
-from node.trainer.ipc.channel import DeviceUse
 from node.trainer.ipc.shared_memory import SharedLayout
 from node.units import format_bytes, format_count
 from optim.round_plan import RoundPlanner

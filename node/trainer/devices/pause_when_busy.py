@@ -1,17 +1,17 @@
-"""Pausing while other programs use the device.
+"""Pause a trainer while other programs use its device.
 
 The policy is pure. It has two thresholds and two delays, so that the trainer neither pauses for a short burst of work
 nor alternates quickly. The meters read the use of processors from /proc, of an accelerator's memory from its driver.
 
-Peers that share a machine must not pause for one another. So all trainers on this machine, their daemons and the
-processes that these started do not count. All other processes count, including those in other containers.
+Peers that share a machine must not pause for one another, so trainers on this machine, their daemons and the processes
+that these started do not count. All other processes count, including processes in other containers.
 """
 
 import math
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -31,11 +31,11 @@ class PausePolicy:
     def __init__(self, pause_share: float, resume_share: float) -> None:
         self._pause_share = pause_share
         self._resume_share = resume_share
-        self._contrary_since: float | None = None  # since when the share contradicts `paused`
+        self._contrary_since: float | None = None  # start of the time in which the share contradicts `paused`
         self.paused = False
 
     def update(self, share: float, now: float) -> bool:
-        """Take a measured share into account; returns whether `paused` changed."""
+        """Apply a measured share; return whether `paused` changed."""
         is_contrary = share < self._resume_share if self.paused else share >= self._pause_share
         if not is_contrary:
             self._contrary_since = None
@@ -55,15 +55,16 @@ PARENT, USER_TICKS, SYSTEM_TICKS, START_TIME = 1, 11, 12, 19  # in /proc/PID/sta
 CONTEXT_BYTES = 1 << 30  # of an accelerator's memory that our process uses in addition to its tensors
 
 
-class UsageMeter(Protocol):
-    """Measures how much of a device other programs use; `description` names the device for people."""
+class UsageMeter(ABC):
+    """Measures how much of a device other programs use; `description` completes "others use 30% ..."."""
 
     description: str
     pause_share: float
     resume_share: float
 
+    @abstractmethod
     def measure_share(self) -> float | None:
-        """Return the share (0 to 1) used by others since the last call; `None` means not yet known."""
+        """Return the share (0 to 1) that others have used since the last call; `None` if it is not yet known."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Process:
     started: int
 
 
-class CpuMeter:
+class CpuMeter(UsageMeter):
     """Measures processor time, by /proc."""
 
     description = "of the processors"
@@ -141,7 +142,7 @@ class CpuMeter:
             return False
 
 
-class AcceleratorMeter:
+class AcceleratorMeter(UsageMeter):
     """Measures memory, because the driver shows no more of other processes without privileges."""
 
     description = "of the accelerator's memory"
@@ -175,7 +176,7 @@ class DevicePause:
         return self._policy is not None and self._policy.paused
 
     def update(self, now: float) -> str | None:
-        """Measure the use from time to time; return why the trainer pauses from now on, or "" if it goes on again."""
+        """Measure the use if it is time; return why the trainer pauses from now on, or "" if it resumes."""
         if self._meter is None or self._policy is None or now - self._measured_at < USAGE_SECONDS:
             return None
         self._measured_at, share = now, self._meter.measure_share()

@@ -17,6 +17,7 @@ from typing import Annotated, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 
 from node.data.skipped_rows import SkipReason
+from node.monitoring.status import DeviceUse
 from node.options import SiteShard, TrainerOptions
 from node.step_settings import StepSettings
 from node.trainer.ipc.activation_memory import SlotSizes
@@ -128,16 +129,6 @@ def parse_message(adapter: TypeAdapter[M], body: bytes) -> M:
         raise MalformedError(f"not a message of the channel: {describe_faults(error)}") from error
 
 
-class DeviceUse(BaseModel):
-    """The use of an accelerator by all programs; memory in bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    share: float | None = Field(default=None, ge=0, le=1, description="of the time; None: the driver does not say")
-    memory: int = Field(ge=0)
-    memory_total: int = Field(ge=0)
-
-
 class _IpcMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -156,7 +147,7 @@ class SiteConfig(_IpcMessage):
     port: int = Field(ge=1, le=65535)
     key: str = Field(description="file of the site's key")
     shard: SiteShard = "machine"
-    gather_seconds: float = Field(default=5.0, ge=0, description="a start waits so long for machines that come back")
+    gather_seconds: float = Field(default=5.0, ge=0, description="time that a start waits for machines that come back")
 
 
 class TrainerConfig(_IpcMessage):
@@ -164,18 +155,18 @@ class TrainerConfig(_IpcMessage):
 
     kind: Literal["config"] = "config"
     manifest: str = Field(description="TOML")
-    base: str = Field(description="folder against which the manifest's data paths are resolved")
-    blobs: str = Field(default="", description="folder of the blob store, which holds earlier contributions")
+    base: str = Field(description="folder to which the manifest's data paths are relative")
+    blobs: str = Field(default="", description="folder of the blob store with earlier contributions")
     peer_id: str
     options: TrainerOptions = TrainerOptions()
-    round: int = Field(ge=0, description="round whose anchor a trainer without a snapshot starts from")
-    settings: StepSettings | None = Field(default=None, description="of the steps in that round")
+    round: int = Field(ge=0, description="round from whose anchor a trainer without a snapshot starts")
+    settings: StepSettings | None = Field(default=None, description="settings of the steps in that round")
     validation_tokens: int = Field(default=65_536, ge=1, description="most tokens that one evaluation reads")
     stage: StageConfig | None = Field(default=None, description="None: the trainer has the whole model")
-    exact_step: int = Field(default=0, ge=0, description="of that round, where steps are exact")
+    exact_step: int = Field(default=0, ge=0, description="step of that round, where steps are exact")
     site: SiteConfig | None = Field(default=None, description="None: all ranks are on this machine")
-    halvings: int = Field(default=0, ge=0, le=64, description="of the microbatch, because memory ran out")
-    start: int = Field(default=0, ge=0, description="number of this start of a trainer, in the daemon's process")
+    halvings: int = Field(default=0, ge=0, le=64, description="of the microbatch, after memory ran out")
+    start: int = Field(default=0, ge=0, description="number of the trainer's starts under this daemon")
 
 
 class ContributionHeader(_IpcMessage):
@@ -219,11 +210,11 @@ class ApplyAnchor(_IpcMessage):
     revised: tuple[RevisedOutcome, ...] = Field(default=(), description="repeated with every anchor; applied once")
     settings: StepSettings | None = Field(default=None, description="from this anchor on; None: as before")
     exact_step: int = Field(default=0, ge=0, description="that the round makes, where steps are exact")
-    is_other_chain: bool = Field(default=False, description="the round may be that of the trainer's, on another chain")
+    is_other_chain: bool = Field(default=False, description="the anchor is of another chain")
 
 
 class SetResting(_IpcMessage):
-    """Make no steps until further notice, or go on: the organiser has paused the run, or resumed it."""
+    """Stop making steps, or continue: the organiser has paused or resumed the run."""
 
     kind: Literal["rest"] = "rest"
     is_resting: bool
@@ -301,7 +292,7 @@ class PauseChanged(_IpcMessage):
 
 
 class TrainerWarning(_IpcMessage):
-    """An error from which the trainer recovered; the daemon counts it and logs the line."""
+    """An error from which the trainer recovered; the daemon counts it and logs `line`."""
 
     kind: Literal["mishap"] = "mishap"
     reason: Literal[
@@ -329,7 +320,7 @@ class AnchorApplied(_IpcMessage):
     kind: Literal["adopted"] = "adopted"
     round: int
     exact_step: int = 0
-    evaluation_share: FiniteFloat = Field(default=0.0, description="of all the time, that validations have taken")
+    evaluation_share: FiniteFloat = Field(default=0.0, description="share of the time that validations have taken")
 
 
 class Evaluated(_IpcMessage):
@@ -337,7 +328,7 @@ class Evaluated(_IpcMessage):
     round: int
     loss: FiniteFloat
     tokens: int
-    by_source: dict[str, FiniteFloat] = Field(default={}, description="of a mixture, by name of the source")
+    by_source: dict[str, FiniteFloat] = Field(default={}, description="losses of a mixture by source")
 
 
 class Snapshotted(_IpcMessage):
@@ -362,12 +353,12 @@ class Crashed(_IpcMessage):
 
     kind: Literal["crashed"] = "crashed"
     reason: str = Field(description="one line: error, file and line")
-    exit_code: int = Field(description="code of the error that ends the node if the trainer crashes so again")
+    exit_code: int = Field(description="exit code of the node if this crash repeats")
     halve: bool = Field(default=False, description="start again with microbatches of half the size")
 
 
 class Regrouping(_IpcMessage):
-    """The trainer ends, with its state in the shared memory, to start again with other ranks; it is not a crash."""
+    """The trainer ends without a crash, to start again with other ranks; its state is in the shared memory."""
 
     kind: Literal["regrouping"] = "regrouping"
     reason: str

@@ -1,10 +1,10 @@
 """The messages between a daemon and a trainer that serves one stage of a pipeline.
 
-The daemon says what to compute, in the order of its messages; inputs and outputs are in slots of the activation memory.
-A trainer that dies loses the gradients of its open step, so the daemon starts a new life of the stage with each Ready.
+The trainer executes the daemon's commands in order; inputs and outputs are in slots of the activation memory. A trainer
+that dies loses the gradients of its open step, so the daemon starts a new life of the stage with each Ready.
 
-Each command names the start of the trainer whose Ready the daemon has heard. The next trainer finds those to a dead one
-in its channel, and ignores them: the daemon has given their slots to other microbatches, and counts nothing of them.
+Each command names the start of the trainer whose Ready the daemon has received. A restarted trainer ignores commands
+meant for its predecessor: the daemon has reused their slots.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class _StageMessage(BaseModel):
 
 
 class _Command(_StageMessage):
-    start: NonNegativeInt = Field(default=0, description="of the trainer that the command is for")
+    start: NonNegativeInt = Field(default=0, description="number of the trainer's start for which the command is meant")
 
 
 class DrawMicrobatch(_Command):
@@ -33,7 +33,7 @@ class DrawMicrobatch(_Command):
     kind: Literal["draw"] = "draw"
     serial: NonNegativeInt
     slot: Slot
-    window: NonNegativeInt | None = Field(default=None, description="of the run's text, where steps are exact")
+    window: NonNegativeInt | None = Field(default=None, description="position in the run's text, for exact steps")
 
 
 class MicrobatchDrawn(_StageMessage):
@@ -53,17 +53,17 @@ class ComputeStage(_Command):
     kind: Literal["compute stage"] = "compute stage"
     task: NonNegativeInt
     is_backward: bool
-    adds: bool = Field(description="count the gradient in the open step; a repeated computation only needs its result")
+    adds: bool = Field(description="count the gradient in the open step; a repeated computation does not")
     activation: Slot | None = None
     tokens: Slot | None = None
     gradient: Slot | None = None
     output: Slot | None = None
-    owner: str = Field(default="", description="of the microbatch; with its serial, for the ledger")
+    owner: str = Field(default="", description="owner of the microbatch; with the serial, its key in the ledger")
     serial: NonNegativeInt = 0
-    loss: NonNegativeFloat | None = Field(default=None, description="of the microbatch, where the owner knows it")
-    number: NonNegativeInt | None = Field(default=None, description="of the microbatch in its exact step")
-    round: NonNegativeInt = Field(default=0, description="in which an exact step counts the gradient")
-    takes_away: bool = Field(default=False, description="subtract the gradient, which another peer counts too")
+    loss: NonNegativeFloat | None = Field(default=None, description="loss of the microbatch, where the owner knows it")
+    number: NonNegativeInt | None = Field(default=None, description="number of the microbatch in its exact step")
+    round: NonNegativeInt = Field(default=0, description="round whose exact step includes this gradient")
+    takes_away: bool = Field(default=False, description="subtract the gradient, because another peer counts it too")
 
     @classmethod
     def of(cls, order: Compute, inputs: Mapping[Input, int], output: int | None, round_number: int) -> Self:
@@ -97,21 +97,21 @@ class StageComputed(_StageMessage):
 
 
 class TakeStageStep(_Command):
-    """Make an inner step with the gradients that were added since the last one; an exact step is a contribution."""
+    """Make an inner step with the gradients since the last step; an exact step is a contribution."""
 
     kind: Literal["stage step"] = "stage step"
     round: NonNegativeInt = 0
 
 
 class DropStageSum(_Command):
-    """Begin the sum of the exact step again."""
+    """Restart the sum of the exact step."""
 
     kind: Literal["drop sum"] = "drop sum"
     round: NonNegativeInt
 
 
 class StageStepped(_StageMessage):
-    """The step is made next, or as soon as the round allows; gradients that come in until then join it."""
+    """The step will be made as soon as the round allows; gradients that arrive before then join it."""
 
     kind: Literal["stage stepped"] = "stage stepped"
 

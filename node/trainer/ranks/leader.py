@@ -1,7 +1,7 @@
-"""Rank 0 of a node: it starts the other ranks, gives them their commands, and does the same work itself.
+"""Rank 0 of a node: it starts the other ranks, sends them commands, and executes the same commands itself.
 
-If another rank ends, this process ends too, and its own end kills the rest. So the daemon sees one trainer that died.
-Ranks on other machines of a site are started there (node.trainer.site), and get the same commands.
+If another rank dies, this process exits too, which kills the rest. So the daemon sees one trainer that died. Ranks on
+other machines of a site are started there (node.trainer.site), and get the same commands.
 """
 
 import logging
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from node.model import LanguageModel
+from node.monitoring.status import DeviceUse
 from node.processes.process import python_environment
 from node.trainer.devices.device import measure_device_use
 from node.trainer.ending import OtherRanksNeeded
-from node.trainer.ipc.channel import DeviceUse, FrameSocket, TrainerConfig
+from node.trainer.ipc.channel import FrameSocket, TrainerConfig
 from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.live import LiveVectors
 from node.trainer.ranks.messages import (
@@ -55,20 +56,20 @@ if TYPE_CHECKING:
 RANK_MODULE: Final = "node.trainer.ranks"
 DONE_SECONDS: Final = 600.0  # for copies of a rank's parts
 END_SECONDS: Final = 10.0
-GRACE_SECONDS: Final = 2.0  # in which the death of another rank, if it is the cause of an error, ends this process
+GRACE_SECONDS: Final = 2.0  # if the death of another rank caused an error, it ends this process within this time
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class OtherRank:
-    """A rank that runs in another process; `None` is a process on another machine."""
+    """A rank in another process; `process` is `None` on another machine."""
 
     process: subprocess.Popen[bytes] | None
     channel: FrameSocket
 
 
 class RankLeader(LiveVectors):
-    """All ranks of a node as rank 0 commands them; their parts together are the vectors in training."""
+    """Commands all ranks of a node; their parts together are the vectors in training."""
 
     def __init__(self, rank: "Rank", others: Sequence[OtherRank], site: SiteHead | None = None) -> None:
         self._rank = rank
@@ -83,7 +84,7 @@ class RankLeader(LiveVectors):
 
     @property
     def compile_fault(self) -> str:
-        """Return why the model is not compiled although it should be; empty if there is no reason."""
+        """Return why the model is not compiled although it should be; empty otherwise."""
         return self._rank.compile_fault
 
     @property
@@ -142,7 +143,7 @@ class RankLeader(LiveVectors):
         return tuple(use for use in uses if use is not None)
 
     def close(self) -> None:
-        """Let the other ranks leave and exit; kill those that do not."""
+        """Let the other ranks exit; kill the ones that do not."""
         for other in self._others:
             other.channel.send(EndRank())
         self._rank.group.leave()
@@ -155,7 +156,7 @@ class RankLeader(LiveVectors):
 
     @contextmanager
     def grace(self) -> Iterator[None]:
-        """Hold back an error, so that this process ends by the death of another rank if that is the cause."""
+        """Delay an error, so that the death of another rank, if it is the cause, ends this process first."""
         try:
             yield
         except OtherRanksNeeded:
@@ -166,7 +167,7 @@ class RankLeader(LiveVectors):
 
     @contextmanager
     def _together(self, command: RankCommand) -> Iterator[None]:
-        """Give all ranks a command, which the caller carries out for rank 0."""
+        """Send all other ranks a command, which the caller executes for rank 0."""
         with self.grace():
             for other in self._others:
                 other.channel.send(command)
@@ -293,7 +294,7 @@ def _start_process(fds: Sequence[int], threads: int) -> OtherRank:
 
 
 def _end_with(number: int, process: subprocess.Popen[bytes]) -> None:
-    """End this process when another rank does, unless that was told to."""
+    """Exit when another rank dies."""
     code = process.wait()
     if code != 0:
         logger.error("rank %d died (%s); all ranks of this node start again", number, _describe_exit(code))

@@ -1,11 +1,12 @@
-"""The messages of rank 0 to another rank, and the answer."""
+"""The messages between rank 0 and another rank."""
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from node.monitoring.status import DeviceUse
 from node.options import SiteShard
-from node.trainer.ipc.channel import DeviceUse, TrainerConfig
+from node.trainer.ipc.channel import TrainerConfig
 from protocol.manifest.sections import TrainSection
 
 
@@ -14,7 +15,7 @@ class _RankMessage(BaseModel):
 
 
 class SiteGroup(_RankMessage):
-    """The ranks of several machines, and the addresses at which they meet (node.trainer.site)."""
+    """The ranks of several machines, and their addresses (node.trainer.site)."""
 
     machines: tuple[int, ...] = Field(description="number of ranks by machine")
     shard: SiteShard
@@ -38,7 +39,7 @@ class SiteGroup(_RankMessage):
 
 
 class RankConfig(_RankMessage):
-    """The first message: the trainer's config, and this rank among those of the node."""
+    """The first message: the trainer's config, and this rank's place in the node."""
 
     kind: Literal["rank"] = "rank"
     trainer: TrainerConfig
@@ -74,7 +75,7 @@ class ClearVectors(_RankMessage):
 
 
 class MeasureLoss(_RankMessage):
-    """Measure the loss of the anchor of a round on batches of so many sequences, which rank 0 broadcasts."""
+    """Measure the loss of a round's anchor on batches of `rows` sequences, which rank 0 broadcasts."""
 
     kind: Literal["measure"] = "measure"
     round: int = Field(ge=0)
@@ -100,7 +101,7 @@ class EndRank(_RankMessage):
 
 
 class Done(_RankMessage):
-    """All commands so far are carried out; `use` is what the last one measured."""
+    """All earlier commands are done; `use` is the result of MeasureDevice."""
 
     kind: Literal["done"] = "done"
     use: DeviceUse | None = None

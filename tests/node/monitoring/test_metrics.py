@@ -8,8 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.monitoring.metrics import Metrics, serve_metrics
-from node.monitoring.status import NodeStatus, fetch_status
-from node.trainer.ipc.channel import DeviceUse
+from node.monitoring.status import DeviceUse, NodeStatus, fetch_status
 from protocol.errors import UsageError
 from tests.node.monitoring.fixed_status import FixedStatus
 

@@ -7,11 +7,10 @@ import pytest
 
 from node.loop.contributions import SettledContribution, StoredContribution
 from node.monitoring.metrics import Metrics
-from node.monitoring.status import NodeStatus, Phase
+from node.monitoring.status import DeviceUse, NodeStatus, Phase
 from node.monitoring.status_reporter import StatusReporter
 from node.trainer.ipc.channel import (
     ContributionHeader,
-    DeviceUse,
     Evaluated,
     PauseChanged,
     Ready,

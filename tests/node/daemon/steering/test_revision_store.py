@@ -1,4 +1,4 @@
-"""A node's keeper of revisions: what it takes, from whom, what it counts, and how revisions reach all."""
+"""A node's store of revisions: what it accepts, from which peers, what it counts, and how revisions spread."""
 
 import asyncio
 import contextlib
@@ -46,23 +46,23 @@ class FakeDirectory:
         self.refusals[fault.metric_label] += 1
 
 
-class KeeperSetup:
-    """A keeper in a folder; `heard` counts the changes that it reported."""
+class StoreSetup:
+    """A store in a folder; `heard` counts the changes that it reported."""
 
     def __init__(self, folder: Path, manifest: Manifest = STEERED) -> None:
         self.directory = FakeDirectory()
         self.channels: dict[PeerId, grpc.aio.Channel] = {}
         self.path = folder / "revisions.json"
-        self.keeper = RevisionStore(manifest, self.path, self.directory, self.channels.__getitem__)  # type: ignore[arg-type]
+        self.store = RevisionStore(manifest, self.path, self.directory, self.channels.__getitem__)  # type: ignore[arg-type]
         self.heard = 0
-        self.keeper.subscribe(self)
+        self.store.subscribe(self.on_revisions_changed)
 
     def on_revisions_changed(self) -> None:
         self.heard += 1
 
     @contextlib.asynccontextmanager
     async def served(self, folder: Path) -> AsyncIterator[grpc.aio.Channel]:
-        async with serve_locally(folder / "socket", self.keeper.register) as channel:
+        async with serve_locally(folder / "socket", self.store.register) as channel:
             yield channel
 
 
@@ -93,22 +93,22 @@ async def hand_over(channel: grpc.aio.Channel, *messages: SignedRevision) -> lis
 
 
 async def test_a_revision_is_saved_announced_reported_and_served(tmp_path: Path) -> None:
-    world, (first, second) = KeeperSetup(tmp_path), revisions(2)
+    world, (first, second) = StoreSetup(tmp_path), revisions(2)
     async with world.served(tmp_path) as channel:
         assert await hand_over(channel) == []
         assert await hand_over(channel, first) == [first.signed.body]
         assert world.heard == 1 and world.directory.record["revision"] == first.digest
         assert await hand_over(channel, first, second) == [first.signed.body, second.signed.body]
         assert world.heard == 2 and world.directory.refusals == {}
-    again = KeeperSetup(tmp_path)
-    assert [entry.digest for entry in again.keeper.log.revisions] == [first.digest, second.digest]
-    again.keeper.announce()
+    again = StoreSetup(tmp_path)
+    assert [entry.digest for entry in again.store.log.revisions] == [first.digest, second.digest]
+    again.store.announce()
     assert again.directory.record["revision"] == second.digest
 
 
 @pytest.mark.parametrize("forger", ["stranger", "relabelled", "other run", "no key"])
 async def test_a_forged_revision_is_refused_counted_and_goes_nowhere(tmp_path: Path, forger: str) -> None:
-    world = KeeperSetup(tmp_path, MANIFEST if forger == "no key" else STEERED)
+    world = StoreSetup(tmp_path, MANIFEST if forger == "no key" else STEERED)
     forged = revision([], STRANGER if forger in ("stranger", "relabelled") else ORGANISER)
     if forger == "relabelled":
         forged.signed.peer = ORGANISER.peer_id
@@ -125,7 +125,7 @@ async def test_a_forged_revision_is_refused_counted_and_goes_nowhere(tmp_path: P
 
 
 async def test_calls_are_bounded_and_about_this_run(tmp_path: Path) -> None:
-    world, (first, second) = KeeperSetup(tmp_path), revisions(2)
+    world, (first, second) = StoreSetup(tmp_path), revisions(2)
     async with world.served(tmp_path) as channel:
         for messages, run_id in (
             ([second], STEERED.run_id),
@@ -143,31 +143,31 @@ async def test_calls_are_bounded_and_about_this_run(tmp_path: Path) -> None:
 async def test_a_keeper_fetches_the_list_of_a_peer_that_announces_more_and_asks_it_once(tmp_path: Path) -> None:
     first, second = revisions(2)
     (tmp_path / "informed").mkdir()
-    informed, ignorant = KeeperSetup(tmp_path / "informed"), KeeperSetup(tmp_path)
-    informed.keeper.add([first.signed, second.signed])
+    informed, ignorant = StoreSetup(tmp_path / "informed"), StoreSetup(tmp_path)
+    informed.store.add([first.signed, second.signed])
     async with informed.served(tmp_path) as channel:
         ignorant.channels["them"] = channel
         record = PeerRecord(revision=second.digest, round=7)
-        ignorant.keeper.on_membership_changed([PeerJoined("them", record)])
-        assert len(ignorant.keeper._fetches) == 1
-        ignorant.keeper.on_membership_changed([PeerUpdated("them", record)])
-        assert len(ignorant.keeper._fetches) == 1, "it is asked again after a while only"
+        ignorant.store.on_membership_changed([PeerJoined("them", record)])
+        assert len(ignorant.store._fetches) == 1
+        ignorant.store.on_membership_changed([PeerUpdated("them", record)])
+        assert len(ignorant.store._fetches) == 1, "it is asked again after a while only"
         async with asyncio.timeout(10):
-            await asyncio.gather(*ignorant.keeper._fetches)
-    assert ignorant.keeper.log.newest() == second.digest and ignorant.heard == 1 and ignorant.keeper.clock.round == 7
-    ignorant.keeper.on_membership_changed([PeerUpdated("them", record)])
-    assert not ignorant.keeper._fetches, "there is nothing more to fetch"
+            await asyncio.gather(*ignorant.store._fetches)
+    assert ignorant.store.log.newest() == second.digest and ignorant.heard == 1 and ignorant.store.clock.round == 7
+    ignorant.store.on_membership_changed([PeerUpdated("them", record)])
+    assert not ignorant.store._fetches, "there is nothing more to fetch"
 
 
 async def test_revisions_of_a_commit_are_saved_with_its_state(tmp_path: Path) -> None:
-    world, (first,) = KeeperSetup(tmp_path), revisions(1)
-    world.keeper.log.add(first)
+    world, (first,) = StoreSetup(tmp_path), revisions(1)
+    world.store.log.add(first)
     assert not world.path.exists()
-    world.keeper.adopt(first.digest)
-    assert world.path.exists() and world.keeper.adopted == first.digest and world.heard == 0
+    world.store.adopt(first.digest)
+    assert world.path.exists() and world.store.adopted == first.digest and world.heard == 0
 
 
 def test_damaged_revisions_on_disk_are_skipped(tmp_path: Path) -> None:
     for text in ("", "{", '{"revisions": ["!!", 5, ""]}', '{"revisions": 3}', "[]"):
         (tmp_path / "revisions.json").write_text(text)
-        assert KeeperSetup(tmp_path).keeper.log.revisions == ()
+        assert StoreSetup(tmp_path).store.log.revisions == ()

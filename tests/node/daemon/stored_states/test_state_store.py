@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +16,7 @@ from node.daemon.state.outer_state import OuterState, state_bytes
 from node.daemon.stored_states import state_store
 from node.daemon.stored_states.announcing import WholeRunAnnouncer
 from node.daemon.stored_states.state_folder import StateFolder, StoredState
-from node.daemon.stored_states.state_store import KeeperParts, StateStore
+from node.daemon.stored_states.state_store import StateSources, StateStore, StorePlan
 from node.from_manifest import build_program
 from node.model.weight_files import block_digests
 from node.run_dir import RunDir
@@ -87,16 +86,15 @@ class KeptRun:
         """Return the store of a new process."""
         state_folder = StateFolder(RunDir(self.folder), self.manifest, self.planner)
         self.pool.store = state_folder.store
-        parts = KeeperParts(
+        sources = StateSources(
             directory=cast(Any, self.directory),
             downloader=self.pool.new_fetcher(),
             reader=cast(Any, FakeReader(self.chain)),
-            requests=SimpleNamespace(recently_requested=set),
             contacts=("a",),
-            revisions=RevisionLog(),
-            announcer=WholeRunAnnouncer(cast(Any, self.directory)),
+            recently_requested=set,
         )
-        store = StateStore(self.manifest, state_folder, parts, has_one_state=True)
+        plan = StorePlan(announcer=WholeRunAnnouncer(cast(Any, self.directory)))
+        store = StateStore(self.manifest, state_folder, sources, plan, RevisionLog(), has_one_state=True)
         store.restore(self.folder)
         return store
 
@@ -283,7 +281,7 @@ async def test_state_is_not_kept_while_no_peer_shows_the_chain_to_it(run: KeptRu
     run.make_round()
     state = run.make_round()
     reader = Endless(run.chain)
-    object.__setattr__(run.store._parts, "reader", reader)
+    object.__setattr__(run.store._sources, "reader", reader)
     await run.pool.add_honest("a", state)
     run.announce(Blob.of(state), "a")
     offer = run.store._choose()
