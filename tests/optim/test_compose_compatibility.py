@@ -2,15 +2,8 @@ import pytest
 
 from optim.compose import compose
 from optim.errors import UnknownOption
-from optim.recipes import RECIPES, OptionTables
+from optim.recipes import OptionTables
 from tests.optim.fake_peers import constant
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_components_of_every_recipe_are_compatible(recipe: str) -> None:
-    method = compose(recipe)
-    assert method.name == recipe and method.paper.startswith("arXiv ")
-
 
 REFUSED: list[tuple[str, OptionTables, str]] = [
     ("noloco", {"signal": {"kind": "pseudo-gradient"}}, "'gossip' does not accept signal 'pseudo-gradient'"),

@@ -114,6 +114,7 @@ def test_that_does_not_hang_on_how_its_rank_falls(
     assert len(table.included_peers()) == 1 and table.now < SECONDS / 4
 
 
+@pytest.mark.slow
 @ALL
 @HASTES
 @AWAY
