@@ -15,7 +15,7 @@ commits decide which one the run adopts, and until then every peer prefers the o
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, Self
@@ -237,11 +237,6 @@ class RevisionLog:
         """Return all revisions, each after the one that it continues."""
         return tuple(self._revisions.values())
 
-    @property
-    def conflicts(self) -> int:
-        """Return how many revisions contradict another one."""
-        return sum(len(entries) - 1 for entries in self._successors.values())
-
     def add(self, revision: SignedRevision) -> Literal["known", "new", "conflict"]:
         """Add a revision whose signature is verified; "conflict" means that it contradicts one that is known.
 
@@ -285,8 +280,3 @@ class RevisionLog:
         """Return the digest of the last revision of the list that goes on after an adopted one."""
         after = self.list_after(adopted)
         return after[-1].digest if after else adopted
-
-
-def add_all(log: RevisionLog, revisions: Sequence[SignedRevision]) -> tuple[SignedRevision, ...]:
-    """Add revisions, and return those that were not known. Raises StaleError or LimitError."""
-    return tuple(revision for revision in revisions if log.add(revision) != "known")

@@ -28,7 +28,7 @@ from protocol.consensus.events import (
     Tick,
 )
 from protocol.consensus.machine import RoundMachine
-from protocol.consensus.messages.briefs import Abridger, SeenMessages
+from protocol.consensus.messages.briefs import BriefCache, SeenMessages
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits, Roster
 from protocol.consensus.messages.kinds import Body
 from protocol.consensus.messages.signed import SignedMessage
@@ -77,7 +77,7 @@ class VirtualRound:
         self._clock = VirtualClock()
         self._limits = ContributionLimits(CODEC, SHAPES, max(1, parts), 1 << 40, 1 << 30)
         self._signer = FakeSigner(self._limits)
-        self._abridger = Abridger(SeenMessages()) if uses_briefs else None  # as if all had seen the same
+        self._brief_cache = BriefCache(SeenMessages()) if uses_briefs else None  # as if all had seen the same
         topology = make_topology("butterfly", RUN, parts) if parts else make_topology("gather", RUN)
         self._parts = topology.parts
         settings = RoundSettings(topology, GRACE, LEADER_TIMEOUT, EXCHANGE_TIMEOUT)
@@ -142,10 +142,10 @@ class VirtualRound:
         self._clock.schedule(LATENCY, partial(self._arrive, sender, receiver, messages, abridged))
 
     def _brief_of(self, signed: Signed) -> Brief | None:
-        if self._abridger is None:
+        if self._brief_cache is None:
             return None
-        self._abridger.seen.record(signed)
-        return self._abridger.brief_of(signed)
+        self._brief_cache.seen.record(signed)
+        return self._brief_cache.brief_of(signed)
 
     def _arrive(self, sender: PeerId, receiver: PeerId, messages: list[Signed], abridged: list[Signed]) -> None:
         lacking = [signed for signed in abridged if not self._can_restore(receiver, self._signer.open(signed))]

@@ -62,7 +62,7 @@ from protocol.blobs.server import BlobService, register_blob_service
 from protocol.blobs.store import DEFAULT_MEMORY_BYTES, BlobStore
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import Rejected
-from protocol.consensus.messages.briefs import Abridger, SeenMessages
+from protocol.consensus.messages.briefs import BriefCache, SeenMessages
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
@@ -124,7 +124,7 @@ class Peer:
         self.loop = RoundLoop(LoopOptions(options, unsteered()), self._replica.chain, b"", self._contributions, session)
         seen = SeenMessages()
         self._receiver = MessageReceiver(RUN_ID, self._terms, seen, self.inbox, status)
-        rpc = PeerRpc(RUN_ID, self.transport, Abridger(seen))
+        rpc = PeerRpc(RUN_ID, self.transport, BriefCache(seen))
         outbox = Outbox(rpc, self._receiver.receive, self.suspect, self.inbox, status)
         votes = VoteEffects(self._store, vote_log, self._proof_file, self.inbox)
         round_effects = RoundEffects(self._wishes, self._workshop, self._work, votes, self.inbox, status)

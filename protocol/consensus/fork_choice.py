@@ -37,7 +37,7 @@ Relation = Literal["ahead", "behind", "other", "refused"]
 
 
 @dataclass(frozen=True)
-class Witnesses:
+class LocalEvidence:
     """The peers and points by which a chain is judged.
 
     Args:
@@ -106,7 +106,7 @@ def _heads_of(log: ChainLog, claimed: ChainHead) -> tuple[ChainHead, ...]:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ChainComparison:
     """The relation of another chain to ours.
 
     "ahead": follow it; "behind": it is part of ours; "other": ours is preferred; "refused": it is not certified.
@@ -133,31 +133,31 @@ class Judgement:
         return self.relation == "ahead" and self.lost > MAX_LOST_ROUNDS and not self.is_backed
 
 
-def judge(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
+def judge(own: Chain, offer: ChainOffer, evidence: LocalEvidence) -> ChainComparison:
     """Return the relation of an offered chain to ours."""
-    trust = witnesses.trust
-    is_too_old = trust is not None and offer.heads[0].round > trust.round and not witnesses.requires_trust
+    trust = evidence.trust
+    is_too_old = trust is not None and offer.heads[0].round > trust.round and not evidence.requires_trust
     if trust is not None and own.round < trust.round and not is_too_old and not offer.is_passed_by(trust):
-        return Judgement("refused", _describe_missed(trust, offer))
+        return ChainComparison("refused", _describe_missed(trust, offer))
     place = _last_common(own, offer)
     if place is None:
-        return _judge_unconnected(own, offer, witnesses)
+        return _judge_unconnected(own, offer, evidence)
     common, theirs = offer.heads[place], offer.log.commits[place:]
     if own.electorate_at(common.digest).digest != offer.log.electorates[place].digest:
-        return Judgement("refused", f"it names other voters after round {common.round} than our chain", common)
+        return ChainComparison("refused", f"it names other voters after round {common.round} than our chain", common)
     ours = own.commits_since(common.round) or ()
     if not theirs:
-        return Judgement("behind", common=common)
-    fault = _find_fault(offer, place, witnesses)
+        return ChainComparison("behind", common=common)
+    fault = _find_fault(offer, place, evidence)
     if not ours:
-        return Judgement("refused", fault, common) if fault else Judgement("ahead", common=common)
+        return ChainComparison("refused", fault, common) if fault else ChainComparison("ahead", common=common)
     voters = _votes_at_fork(own, common, ours, theirs)
     weakest = count_weakest(ours, voters), count_weakest(theirs, voters)
     if fault and weakest[1] < weakest[0]:
-        return Judgement("refused", fault, common)
+        return ChainComparison("refused", fault, common)
     if _rank(weakest[1], offer.head) > _rank(weakest[0], own.head):
-        return Judgement("ahead", common=common, lost=len(ours))
-    return Judgement("other", common=common)
+        return ChainComparison("ahead", common=common, lost=len(ours))
+    return ChainComparison("other", common=common)
 
 
 def _rank(weakest: int, head: ChainHead) -> tuple[int, int, int]:
@@ -170,41 +170,41 @@ def _last_common(own: Chain, offer: ChainOffer) -> int | None:
     return known[-1] if known else None
 
 
-def _find_fault(offer: ChainOffer, first: int, witnesses: Witnesses) -> str:
+def _find_fault(offer: ChainOffer, first: int, evidence: LocalEvidence) -> str:
     """Return why not to follow the commits of an offer from the index `first` on; empty if there is no reason.
 
     A trust point vouches for all commits before it. A newcomer knows the voters from the offered chain alone: so the
     word of its contacts decides, also about a commit that few voters acknowledged because the others had died, and
     whose voters have died since.
     """
-    commits, electorates, trust = offer.log.commits, offer.log.electorates, witnesses.trust
+    commits, electorates, trust = offer.log.commits, offer.log.electorates, evidence.trust
     if trust is not None and offer.is_passed_by(trust):
         first = max(first, trust.round - offer.heads[0].round)
-    elif not electorates[first].voters and witnesses.word is not None:
-        return "" if witnesses.word else "most of our contacts are on another chain"
-    return _uncertified(commits[first:], electorates[first:], witnesses)
+    elif not electorates[first].voters and evidence.word is not None:
+        return "" if evidence.word else "most of our contacts are on another chain"
+    return _uncertified(commits[first:], electorates[first:], evidence)
 
 
-def _uncertified(commits: Sequence[CertifiedCommit], electorates: Sequence[Electorate], witnesses: Witnesses) -> str:
+def _uncertified(commits: Sequence[CertifiedCommit], electorates: Sequence[Electorate], evidence: LocalEvidence) -> str:
     """Return the fault of the first commit that is not certified; empty if all are."""
     for entry, electorate in zip(commits, electorates, strict=False):
-        if not is_certified(entry.signers, electorate, witnesses):
+        if not is_certified(entry.signers, electorate, evidence):
             count, voters = len(entry.signers & electorate.voters), len(electorate.voters)
             return f"round {entry.body.round} is not certified: {count} of {voters} voters acknowledged it"
     return ""
 
 
-def is_certified(signers: frozenset[PeerId], electorate: Electorate, witnesses: Witnesses) -> bool:
+def is_certified(signers: frozenset[PeerId], electorate: Electorate, evidence: LocalEvidence) -> bool:
     """Return whether these acknowledgements certify a commit after an electorate, strongly or weakly."""
     if electorate.is_certified_by(signers) or 3 * len(signers & electorate.voters) > len(electorate.voters) > 0:
         return True
-    if not electorate.voters and witnesses.word is not None:
-        return witnesses.word
-    seen = electorate.voters & witnesses.live
-    if not seen and witnesses.peer_id not in electorate.voters:
-        seen = witnesses.live
-    elif electorate.voters == {witnesses.peer_id}:  # the others went on without their only voter (`counted`)
-        seen = electorate.counted(witnesses.live, witnesses.live)
+    if not electorate.voters and evidence.word is not None:
+        return evidence.word
+    seen = electorate.voters & evidence.live
+    if not seen and evidence.peer_id not in electorate.voters:
+        seen = evidence.live
+    elif electorate.voters == {evidence.peer_id}:  # the others went on without their only voter (`counted`)
+        seen = electorate.counted(evidence.live, evidence.live)
     return 2 * len(signers & seen) > len(seen)
 
 
@@ -230,17 +230,17 @@ def _describe_missed(trust: TrustPoint, offer: ChainOffer) -> str:
     return f"its chain does not pass through the trust point of round {trust.round}"
 
 
-def _judge_unconnected(own: Chain, offer: ChainOffer, witnesses: Witnesses) -> Judgement:
+def _judge_unconnected(own: Chain, offer: ChainOffer, evidence: LocalEvidence) -> ChainComparison:
     """Judge a chain that shares no kept commit with ours: we were away for long, are new, or the fork is old."""
     first, is_split = offer.heads[0], _is_split(own, offer)
     if is_split and own.is_weak and (judgement := _judge_by_former_voters(own, offer)):
         return judgement
     if offer.head.round < own.round:
-        return Judgement("other", is_split=is_split)
-    if not _is_vouched(own.electorate, offer, witnesses):
+        return ChainComparison("other", is_split=is_split)
+    if not _is_vouched(own.electorate, offer, evidence):
         reason = f"nobody that we know vouches for its chain from round {first.round} on"
-        return Judgement("refused", reason, is_split=is_split)
-    return Judgement("ahead", lost=MAX_LOST_ROUNDS + 1 if own.round and first.round <= own.round else 0)
+        return ChainComparison("refused", reason, is_split=is_split)
+    return ChainComparison("ahead", lost=MAX_LOST_ROUNDS + 1 if own.round and first.round <= own.round else 0)
 
 
 def _is_split(own: Chain, offer: ChainOffer) -> bool:
@@ -255,7 +255,7 @@ def _is_split(own: Chain, offer: ChainOffer) -> bool:
     return all(ours[-1].signers.isdisjoint(entry.signers | entry.body.by_sender.keys()) for entry in recent)
 
 
-def _judge_by_former_voters(own: Chain, offer: ChainOffer) -> Judgement | None:
+def _judge_by_former_voters(own: Chain, offer: ChainOffer) -> ChainComparison | None:
     """Judge by the voters of our last head that was certified strongly; None if those of the other chain may all lie.
 
     Both sides of a split remember the same voters, so that only one of the chains outranks the other. Newest commits
@@ -266,15 +266,15 @@ def _judge_by_former_voters(own: Chain, offer: ChainOffer) -> Judgement | None:
     if offer.head.round <= strong.round or theirs <= strong.tolerated_liars(len(strong.voters)):
         return None
     if _rank(theirs, offer.head) > _rank(ours, own.head):
-        return Judgement("ahead", lost=own.round - strong.round, is_backed=True)
-    return Judgement("other", is_split=True)
+        return ChainComparison("ahead", lost=own.round - strong.round, is_backed=True)
+    return ChainComparison("other", is_split=True)
 
 
-def _is_vouched(known: Electorate, offer: ChainOffer, witnesses: Witnesses) -> bool:
+def _is_vouched(known: Electorate, offer: ChainOffer, evidence: LocalEvidence) -> bool:
     """Return whether the newest commit of a chain, which names all before it, is vouched for."""
-    commits, trust = offer.log.commits, witnesses.trust
+    commits, trust = offer.log.commits, evidence.trust
     if trust is not None and offer.is_passed_by(trust):
-        return not _find_fault(offer, 0, witnesses)
-    if not known.voters or known.voters.isdisjoint(witnesses.live) or not commits:
-        return bool(witnesses.word)
-    return is_certified(commits[-1].signers, known, witnesses)
+        return not _find_fault(offer, 0, evidence)
+    if not known.voters or known.voters.isdisjoint(evidence.live) or not commits:
+        return bool(evidence.word)
+    return is_certified(commits[-1].signers, known, evidence)

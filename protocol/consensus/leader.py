@@ -3,8 +3,8 @@
 The rule that keeps two leaders from committing different things is that of Paxos. A leader proposes only after a
 majority has joined its view: an inventory of its roster is the promise to acknowledge nothing older, and names the
 proposal that its sender acknowledged last. If a member that joined acknowledged an older proposal, the leader proposes
-the same again, the one with the highest ballot (see `choose_repetition`): so nothing that may have been decided is
-replaced.
+the same again, the one with the highest ballot (see `choose_repeated_proposal`): so nothing that may have been
+decided is replaced.
 
 A proposal is decided when a majority acknowledges it. A peer acknowledges it only when it holds everything that it
 needs to apply it: so a decided commit outlives any minority. Acknowledgements go to the leader, which shows those of a
@@ -22,7 +22,14 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages.contributions import Adoption, Commit, Evidence, blobs_of
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.quorum import Ballot, BoundProposal, Election, Repetition, VoterSet, choose_repetition
+from protocol.consensus.quorum import (
+    Ballot,
+    BoundProposal,
+    Election,
+    RepeatedProposal,
+    VoterSet,
+    choose_repeated_proposal,
+)
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Contributions, ExchangeStatus, GatherTopology, draw_reducers
 from protocol.consensus.view import View
@@ -95,20 +102,20 @@ class Leader(ABC):
 
     def locked_proposal(self) -> SignedMessage[Commit] | None:
         """Return the highest older proposal that any voter of this view acknowledged."""
-        return found.proposal if (found := self._repetition()) else None
+        return found.proposal if (found := self._repeated_proposal()) else None
 
     def _is_doubtful(self) -> bool:
         """Return whether silent voters may know of a decision for another proposal of the same view."""
-        return (found := self._repetition()) is not None and found.is_doubtful
+        return (found := self._repeated_proposal()) is not None and found.is_doubtful
 
-    def _repetition(self) -> Repetition | None:
+    def _repeated_proposal(self) -> RepeatedProposal | None:
         knowledge, joined = self._knowledge, self.joined_peers() & self._voter_set.voters
         bound = [
             BoundProposal(self._ballot(entry), entry, joined & knowledge.acknowledgers(entry.digest))
             for entry in knowledge.proposals.values()
             if self._ballot(entry) < self._view.ballot and self._binds(entry, joined)
         ]
-        return choose_repetition(bound, self._voter_set, joined, self.excluded)
+        return choose_repeated_proposal(bound, self._voter_set, joined, self.excluded)
 
     def _binds(self, proposal: SignedMessage[Commit], joined: Set[PeerId]) -> bool:
         """Return whether this leader has to repeat a proposal that some of these voters may have acknowledged.

@@ -234,16 +234,16 @@ class BoundProposal(NamedTuple):
     voters: Set[PeerId]
 
 
-class Repetition(NamedTuple):
+class RepeatedProposal(NamedTuple):
     """The proposal to repeat; `is_doubtful`: whether voters that are still silent may know of another decision."""
 
     proposal: SignedMessage[Commit]
     is_doubtful: bool
 
 
-def choose_repetition(
+def choose_repeated_proposal(
     bound: Sequence[BoundProposal], voter_set: VoterSet, joined: Set[PeerId], liars: Set[PeerId]
-) -> Repetition | None:
+) -> RepeatedProposal | None:
     """Return the newest proposal that may have been decided; of several, the one that more voters acknowledged.
 
     Args:
@@ -260,4 +260,4 @@ def choose_repetition(
     if chosen is None:
         return None
     contents = {entry.proposal.body.content_digest for entry in possible}
-    return Repetition(chosen.proposal, bool(silent) and len(contents) > 1)
+    return RepeatedProposal(chosen.proposal, bool(silent) and len(contents) > 1)

@@ -25,7 +25,7 @@ from protocol.tasks import run_periodically
 from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.multipath_policy import BulkPath, ConnectionCountController, PathSelector, TransferTotals
 from protocol.transport.tls.connection import TcpReceiveStats, TlsConnection, count_link_losses, read_tcp_receive_stats
-from protocol.transport.tls.listener import Endpoint, TlsDialer
+from protocol.transport.tls.listener import DirectEndpoint, TlsDialer
 from protocol.transport.tls.rpc import IDLE_SECONDS, SPARE_IDLE_SECONDS, RpcChannel
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class PeerConnections:
     `last_host` is the host at which the peer answered last.
     """
 
-    endpoint: Endpoint | None = None
+    endpoint: DirectEndpoint | None = None
     last_host: str = ""
     path_selector: PathSelector = field(default_factory=PathSelector)
     count_controller: ConnectionCountController = field(default_factory=ConnectionCountController)
@@ -145,12 +145,12 @@ class BulkTransport:
         self._dialer = dialer
         self._supervisor = supervisor
         self._libp2p_channel = libp2p_channel
-        self._endpoints = RecentTable[PeerId, Endpoint](MAX_ENDPOINTS)
+        self._endpoints = RecentTable[PeerId, DirectEndpoint](MAX_ENDPOINTS)
         self._peers: OrderedDict[PeerId, PeerConnections] = OrderedDict()
         self._open_connections: set[PooledConnection] = set()
         supervisor.spawn(run_periodically(OBSERVE_INTERVAL_SECONDS, self._observe))
 
-    def set_endpoint(self, peer: PeerId, endpoint: Endpoint | None) -> None:
+    def set_endpoint(self, peer: PeerId, endpoint: DirectEndpoint | None) -> None:
         """Set where `peer` takes direct connections now; `None` means nowhere."""
         if endpoint is None:
             self._endpoints.pop(peer, None)
@@ -160,7 +160,7 @@ class BulkTransport:
         if connections and connections.endpoint != endpoint:
             self._change_endpoint(connections, endpoint)
 
-    def _change_endpoint(self, connections: PeerConnections, endpoint: Endpoint | None) -> None:
+    def _change_endpoint(self, connections: PeerConnections, endpoint: DirectEndpoint | None) -> None:
         connections.endpoint = endpoint
         connections.path_selector.reset_direct()
         self._drain(connections, 0)
@@ -303,11 +303,13 @@ class BulkTransport:
     async def _dial_direct(self, connections: PeerConnections, pooled: PooledConnection, peer: PeerId) -> TlsConnection:
         if not connections.endpoint:
             raise UnreachableError("it takes no direct connections any more")
-        connection, _ = await self._dialer.dial(peer, Endpoint((connections.last_host,), connections.endpoint.port))
+        connection, _ = await self._dialer.dial(
+            peer, DirectEndpoint((connections.last_host,), connections.endpoint.port)
+        )
         pooled.tcp_socket = connection.socket
         return connection
 
-    async def _probe_direct(self, peer: PeerId, connections: PeerConnections, endpoint: Endpoint) -> None:
+    async def _probe_direct(self, peer: PeerId, connections: PeerConnections, endpoint: DirectEndpoint) -> None:
         try:
             connection, host = await self._dialer.dial(peer, endpoint)
         except UnreachableError as error:

@@ -25,9 +25,9 @@ from protocol.transport.local_sockets import SocketFolder, retry_while_port_take
 from protocol.transport.multipath import BulkTransport
 from protocol.transport.nat import CIRCUIT_MARKER
 from protocol.transport.p2pd import P2pd, P2pdOptions, Stream, split_address
-from protocol.transport.tls.listener import Endpoint, TlsDialer, TlsLimits, TlsListener
+from protocol.transport.tls.listener import DirectEndpoint, TlsDialer, TlsLimits, TlsListener
 from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES, RpcChannel, RpcServer
-from protocol.transport.tunnel import ByteCount, ConnectionLimits, TrafficCounter
+from protocol.transport.tunnel import ConnectionLimits, TrafficCounter
 
 __all__ = ["UNKNOWN_CALLER", "Transport", "caller"]
 
@@ -195,10 +195,6 @@ class Transport:
         """
         return self._p2pd.p2p
 
-    @property
-    def p2pd_pid(self) -> int:
-        return self._p2pd.pid
-
     def on_restart(self, callback: Callable[[], None]) -> None:
         """Call `callback` after each restart of p2pd.
 
@@ -213,10 +209,6 @@ class Transport:
     @property
     def bytes_received(self) -> int:
         return self.traffic.total.received
-
-    @property
-    def bytes_by_peer(self) -> Mapping[PeerId, ByteCount]:
-        return self.traffic.by_peer
 
     @property
     def direct_port(self) -> int:
@@ -269,7 +261,7 @@ class Transport:
         if any(owner != peer for owner, _ in split):
             raise MalformedError(f"an address of {peer} belongs to another peer")
         routes = self._addresses[peer] = tuple(route for _, route in split)
-        self.bulk.set_endpoint(peer, Endpoint(_hosts_of(routes), direct_port) if direct_port else None)
+        self.bulk.set_endpoint(peer, DirectEndpoint(_hosts_of(routes), direct_port) if direct_port else None)
         for key in [(peer, use) for use in get_args(ChannelUse)]:
             if key in self._outbound_bridges and self._outbound_bridges[key].has_failed:
                 self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))

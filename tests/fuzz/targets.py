@@ -18,7 +18,7 @@ from protocol import murmur_pb2 as wire
 from protocol.audits import FINDING_KIND, BlobName, Conditions, Finding, WorkRecord, WorkTrace, open_finding
 from protocol.blobs.blob import Blob
 from protocol.blobs.wire_format import Chunk, compress_piece, decompress_piece, parse_chunk
-from protocol.consensus.messages.briefs import SeenMessages, abridge, restore
+from protocol.consensus.messages.briefs import SeenMessages, make_brief, restore
 from protocol.consensus.messages.kinds import parse
 from protocol.electorate import OPEN, Electorate
 from protocol.errors import PeerFault
@@ -47,7 +47,7 @@ def consensus_targets() -> list[Target]:
     envelopes = [sign(IDENTITIES[0], kind, RUN_ID, body) for kind, body in bodies]
     for signed in envelopes:
         seen.record(signed)
-    briefs = [brief for signed in envelopes if (brief := abridge(signed, seen)) is not None]
+    briefs = [brief for signed in envelopes if (brief := make_brief(signed, seen)) is not None]
 
     def make_brief(draw: random.Random) -> bytes:
         brief = wire.Brief()

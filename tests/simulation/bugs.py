@@ -227,7 +227,7 @@ def never_sends_what_a_receiver_cannot_restore(patch: pytest.MonkeyPatch) -> Non
     send_whole = SimulatedPeer.send_whole
 
     def sent(self: SimulatedPeer, receiver: SimulatedPeer, signed: Signed) -> None:
-        if self.abridger.brief_of(signed) is None:
+        if self.brief_cache.brief_of(signed) is None:
             send_whole(self, receiver, signed)
 
     patch.setattr(SimulatedPeer, "send_whole", sent)
@@ -238,9 +238,11 @@ def follows_a_chain_that_nobody_certified(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefers_a_chain_by_the_tokens_that_it_claims(patch: pytest.MonkeyPatch) -> None:
-    def judged(own: Chain, offer: fork_choice.ChainOffer, witnesses: fork_choice.Witnesses) -> fork_choice.Judgement:
+    def judged(
+        own: Chain, offer: fork_choice.ChainOffer, witnesses: fork_choice.LocalEvidence
+    ) -> fork_choice.ChainComparison:
         common = next((head for head in reversed(offer.heads) if own.has_head(head.digest)), None)
-        return fork_choice.Judgement("ahead" if offer.head.tokens > own.tokens else "other", common=common)
+        return fork_choice.ChainComparison("ahead" if offer.head.tokens > own.tokens else "other", common=common)
 
     patch.setattr(syncing, "judge", judged)
 

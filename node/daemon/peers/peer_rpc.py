@@ -21,7 +21,7 @@ import grpc
 
 from node.monitoring.status import ErrorRecorder
 from node.processes.workers import FaultSink
-from protocol.consensus.messages.briefs import Abridger
+from protocol.consensus.messages.briefs import BriefCache
 from protocol.errors import LimitError, PeerFault, Reply, UnreachableError, require_reply
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
@@ -76,7 +76,7 @@ async def deliver(
     peer: PeerId,
     messages: Sequence[Signed],
     seconds: float,
-    abridger: Abridger | None = None,
+    brief_cache: BriefCache | None = None,
     traffic: ControlTraffic | None = None,
 ) -> Iterable[Signed]:
     """Deliver messages to a peer within `seconds`; return the messages that it thinks we lack.
@@ -86,7 +86,7 @@ async def deliver(
     clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
     traffic = traffic or ControlTraffic()
-    briefs = [(signed, brief) for signed in messages if abridger and (brief := abridger.brief_of(signed))]
+    briefs = [(signed, brief) for signed in messages if brief_cache and (brief := brief_cache.brief_of(signed))]
     abridged = {signed.signature for signed, _ in briefs}
 
     async def send(request: DeliverRequest) -> DeliverReply:
@@ -160,23 +160,23 @@ async def request_relay(
 class PeerRpc:
     """The calls of one run over the channels of the node.
 
-    `abridger` makes the briefs of messages (`None`: all go in full); `traffic` counts the bytes of deliveries.
+    `brief_cache` makes the briefs of messages (`None`: all go in full); `traffic` counts the bytes of deliveries.
     """
 
     def __init__(
         self,
         run_id: RunId,
         channels: PeerChannels,
-        abridger: Abridger | None = None,
+        brief_cache: BriefCache | None = None,
         traffic: ControlTraffic | None = None,
     ) -> None:
         self._run_id = run_id
         self._channels = channels
-        self._abridger = abridger
+        self._brief_cache = brief_cache
         self._traffic = traffic
 
     async def deliver(self, peer: PeerId, messages: Sequence[Signed], seconds: float) -> Iterable[Signed]:
-        return await deliver(self._run_id, self._channels, peer, messages, seconds, self._abridger, self._traffic)
+        return await deliver(self._run_id, self._channels, peer, messages, seconds, self._brief_cache, self._traffic)
 
     async def request_relay(self, relay: PeerId, message: Signed, digest: bytes, seconds: float) -> None:
         await request_relay(self._run_id, self._channels.channel, relay, message, digest, seconds)

@@ -11,7 +11,7 @@ from node.daemon.state.replica_state import ReplicaState
 from node.monitoring.status_reporter import StatusReporter
 from protocol.admission import AdmissionPolicy
 from protocol.blobs.download import Downloader
-from protocol.consensus.messages.briefs import Abridger, SeenMessages
+from protocol.consensus.messages.briefs import BriefCache, SeenMessages
 from protocol.pipeline.stage import StageManifest
 from protocol.traffic import ControlTraffic
 
@@ -29,7 +29,7 @@ class ReplicaPeers:
         seen = SeenMessages()
         self.receiver = MessageReceiver(state.run_id, state.limits, seen, inbox, status)
         self.traffic = ControlTraffic()
-        rpc = PeerRpc(state.run_id, node.transport, Abridger(seen), self.traffic)
+        rpc = PeerRpc(state.run_id, node.transport, BriefCache(seen), self.traffic)
         self.outbox = Outbox(rpc, self.receiver.receive, node.directory.suspect, inbox, status)
         self.downloader = Downloader(state.store, node.transport.bulk, node.rng)
         self.downloads = Downloads(self.downloader, self.swarm_view, rpc, status)

@@ -33,7 +33,7 @@ from node.units import format_bytes
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog
-from protocol.consensus.fork_choice import ChainOffer, Witnesses, judge
+from protocol.consensus.fork_choice import ChainOffer, LocalEvidence, judge
 from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
@@ -312,7 +312,7 @@ class StateStore:
             word = await ask_for_word(self._sources.reader, self._sources.contacts, witnesses, chain)
         states = self._states()
         live = SwarmSnapshot(states).trainers - {self._rules.peer_id}
-        judgement = judge(self.chain, chain, Witnesses(self._rules.peer_id, live or frozenset(states), None, word))
+        judgement = judge(self.chain, chain, LocalEvidence(self._rules.peer_id, live or frozenset(states), None, word))
         if judgement.relation != "ahead":
             raise UncertifiedError(judgement.reason or "the chain of the state that we hold is preferred")
 

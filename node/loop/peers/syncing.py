@@ -12,7 +12,7 @@ from node.loop.options import SyncOptions
 from node.loop.peers.catch_up import CatchUp, Sync, SyncOffer
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.chain import CertifiedCommit, Chain
-from protocol.consensus.fork_choice import Judgement, Witnesses, judge
+from protocol.consensus.fork_choice import ChainComparison, LocalEvidence, judge
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.recent import RecentTable
@@ -160,11 +160,11 @@ class Syncing:
         sync.offer, sync.is_following, sync.leaves_branch = offer, True, judgement.lost > 0
         return self._replay(sync, offer) if self._may_replay(sync, offer, judgement, state) else []
 
-    def _judge(self, offer: SyncOffer, live: frozenset[PeerId]) -> Judgement:
+    def _judge(self, offer: SyncOffer, live: frozenset[PeerId]) -> ChainComparison:
         strict = self._options.requires_trust
-        return judge(self._chain, offer.chain, Witnesses(self._peer_id, live, self._trust, offer.word, strict))
+        return judge(self._chain, offer.chain, LocalEvidence(self._peer_id, live, self._trust, offer.word, strict))
 
-    def _decline(self, judgement: Judgement, now: float) -> list[LoopAction]:
+    def _decline(self, judgement: ChainComparison, now: float) -> list[LoopAction]:
         """Leave our round as it is, and the peer alone for a while."""
         sync, self._sync = self._sync, None
         assert sync is not None
@@ -174,7 +174,7 @@ class Syncing:
         is_news = judgement.is_split and self._catch_up.is_news_of_split(sync.target.peers[0])
         return [*refusal, reports.split(sync.target)] if is_news else [*refusal]
 
-    def _may_replay(self, sync: Sync, offer: SyncOffer, judgement: Judgement, state: Digest) -> bool:
+    def _may_replay(self, sync: Sync, offer: SyncOffer, judgement: ChainComparison, state: Digest) -> bool:
         rounds = offer.chain.head.round - self._chain.round
         if judgement.common is None or judgement.common.digest != self._chain.digest or rounds < 1:
             return False

@@ -110,7 +110,7 @@ def reference_to(signed: wire.Signed) -> Reference:
     return hashlib.blake2b(content, digest_size=REFERENCE_BYTES).digest()
 
 
-def abridge(signed: wire.Signed, seen: SeenMessages) -> wire.Brief | None:
+def make_brief(signed: wire.Signed, seen: SeenMessages) -> wire.Brief | None:
     """Return the brief of a message of our own or one that was verified; None if it would not be shorter."""
     if signed.kind not in BODY_TYPES:
         return None
@@ -132,7 +132,7 @@ def abridge(signed: wire.Signed, seen: SeenMessages) -> wire.Brief | None:
     return brief if brief.ByteSize() < signed.ByteSize() else None
 
 
-class Abridger:
+class BriefCache:
     """Makes the briefs of the messages that one peer sends, each once for all receivers."""
 
     def __init__(self, seen: SeenMessages) -> None:
@@ -144,7 +144,7 @@ class Abridger:
         brief = self._briefs.get(signed.signature)
         if brief is None:
             self.seen.record(signed)
-            brief = abridge(signed, self.seen) or "none"
+            brief = make_brief(signed, self.seen) or "none"
             self._briefs[signed.signature] = brief
         return None if brief == "none" else brief
 

@@ -54,7 +54,7 @@ class TlsLimits:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class DirectEndpoint:
     """Where a peer listens for direct connections.
 
     It listens at any of `hosts` (names or addresses), all on one port.
@@ -194,7 +194,7 @@ class TlsDialer:
         self._context = make_client_context()
         self.policy: DialPolicy | None = None  # None: every address is dialled
 
-    async def dial(self, peer: PeerId, endpoint: Endpoint) -> tuple[TlsConnection, str]:
+    async def dial(self, peer: PeerId, endpoint: DirectEndpoint) -> tuple[TlsConnection, str]:
         """Dial all hosts of a peer, and return the first connection and its host.
 
         Raises UnreachableError.

@@ -20,7 +20,7 @@ from node.daemon.state.replica_state import MAX_OFFERS, OFFER_SECONDS, OfferedSt
 from node.loop.peers.catch_up import RETAINED_ROUNDS
 from node.loop.steering import unsteered
 from protocol.consensus.chain import Chain
-from protocol.consensus.messages.briefs import Abridger, SeenMessages, restore
+from protocol.consensus.messages.briefs import BriefCache, SeenMessages, restore
 from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Brief, Contribution, Roster, Signed
@@ -106,15 +106,15 @@ async def test_roster_goes_as_a_brief_and_in_full_to_a_peer_that_lacks_a_contrib
     contributions = [Signed(kind="contribution", peer=peer.peer_id, body=said) for peer in PEERS]
     body = Roster(round=1, contributions=contributions).SerializeToString()
     roster = Signed(kind="roster", peer=CALLER, body=body, signature=bytes(64))
-    abridger, sent = Abridger(SeenMessages()), []
+    brief_cache, sent = BriefCache(SeenMessages()), []
     for _ in range(2):
         traffic = ControlTraffic()
-        await deliver(RUN_ID, FixedChannels(world.channel), THEM, [roster], 5.0, abridger, traffic)
+        await deliver(RUN_ID, FixedChannels(world.channel), THEM, [roster], 5.0, brief_cache, traffic)
         sent.append(traffic.sent["roster"])
         for contribution in contributions:
             world.driver.seen.record(contribution)
     assert world.driver.taken == [(CALLER, 0), (CALLER, 1), (CALLER, 1)]  # first the brief, and then the roster
-    brief = abridger.brief_of(roster)
+    brief = brief_cache.brief_of(roster)
     assert brief is not None
     assert sent == [brief.ByteSize() + roster.ByteSize() + 6, brief.ByteSize() + 3]
 

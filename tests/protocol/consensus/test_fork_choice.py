@@ -7,7 +7,7 @@ import pytest
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain, ChainHead, ChainLog, build_certificate
-from protocol.consensus.fork_choice import FOUNDING_ROUNDS, MAX_LOST_ROUNDS, ChainOffer, Witnesses, judge
+from protocol.consensus.fork_choice import FOUNDING_ROUNDS, MAX_LOST_ROUNDS, ChainOffer, LocalEvidence, judge
 from protocol.electorate import Electorate
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
@@ -39,8 +39,8 @@ def offer(chain: Chain, last: int = 64, state: bytes = STATE) -> ChainOffer:
     return ChainOffer(log, chain.head, state)
 
 
-def seen(*numbers: int, me: int = 0, word: bool | None = None, trust: TrustPoint | None = None) -> Witnesses:
-    return Witnesses(NAMES[me], frozenset(NAMES[number] for number in numbers if number != me), trust, word)
+def seen(*numbers: int, me: int = 0, word: bool | None = None, trust: TrustPoint | None = None) -> LocalEvidence:
+    return LocalEvidence(NAMES[me], frozenset(NAMES[number] for number in numbers if number != me), trust, word)
 
 
 ALL = seen(1, 2, 3, *LIARS)

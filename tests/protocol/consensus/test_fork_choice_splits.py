@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from node.daemon.checkpoints.checkpoint import SavedChain
 from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainLog
-from protocol.consensus.fork_choice import Judgement, judge
+from protocol.consensus.fork_choice import ChainComparison, judge
 from protocol.electorate import ABSENCES_TO_LOSE, INCLUSIONS_FOR_VOTE, OPEN, WINDOW_ROUNDS
 from tests.node.small_run import RUN_ID, TERMS
 from tests.protocol.consensus.test_fork_choice import ALL, LIARS, NAMES, VOTERS, founded, grow, offer, seen
@@ -20,7 +20,7 @@ def forgetful(chain: Chain) -> Chain:
     return Chain(chain.head, ChainLog(chain.log.electorate, chain.log.commits))
 
 
-def judged(own: Chain, other: Chain) -> Judgement:
+def judged(own: Chain, other: Chain) -> ChainComparison:
     assert not any(own.has_head(head.digest) for head in offer(other).heads)
     return judge(own, offer(other), ALL)
 
@@ -32,7 +32,7 @@ def test_minority_follows_the_quorum_of_its_former_voters_however_long_its_own_c
     judgement = judged(ALONE, quorum)
     assert judgement.relation == "ahead" and not judgement.needs_person
     assert judgement.lost == 2 * LONG
-    assert judged(forgetful(ALONE), quorum) == Judgement("other", is_split=True)
+    assert judged(forgetful(ALONE), quorum) == ChainComparison("other", is_split=True)
     assert judged(quorum, ALONE).relation == "refused" and judged(quorum, ALONE).is_split
 
 
@@ -57,8 +57,8 @@ def test_peer_that_comes_back_at_an_earlier_head_of_our_chain_is_not_followed() 
     """Control: eight rounds without those that carry ours, and it is another chain."""
     for earlier in (FORK, grow(FORK, 3, (0, 1), "weak")):
         later = grow(earlier, LONG, (0,), "alone")
-        assert judged(later, earlier) == Judgement("other")
-        assert judged(later, grow(earlier, ABSENCES_TO_LOSE - 1, (1, 2, 3), "back")) == Judgement("other")
+        assert judged(later, earlier) == ChainComparison("other")
+        assert judged(later, grow(earlier, ABSENCES_TO_LOSE - 1, (1, 2, 3), "back")) == ChainComparison("other")
         assert judged(later, grow(earlier, ABSENCES_TO_LOSE, (1, 2, 3), "back")).relation == "ahead"
 
 
@@ -66,7 +66,7 @@ def test_acknowledgements_from_before_the_last_strong_head_do_not_count() -> Non
     """Voters of a chain that was left vouch for it no more. Control: a chain that is as long as that head."""
     left = grow(FORK, ABSENCES_TO_LOSE + 2, (2, 3), "left")
     healed = grow(grow(FORK, LONG, (0, 1, 2, 3), "healed"), 2 * LONG, (0,), "alone")
-    assert judged(healed, left) == Judgement("other", is_split=True)
+    assert judged(healed, left) == ChainComparison("other", is_split=True)
     assert judged(healed, grow(left, LONG, (2, 3), "left")).relation == "ahead"
 
 

@@ -10,7 +10,14 @@ from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.kinds import Acknowledgement
 from protocol.consensus.messages.signed import SignedMessage
-from protocol.consensus.quorum import BoundProposal, Election, Repetition, VoteMemory, VoterSet, choose_repetition
+from protocol.consensus.quorum import (
+    BoundProposal,
+    Election,
+    RepeatedProposal,
+    VoteMemory,
+    VoterSet,
+    choose_repeated_proposal,
+)
 from protocol.electorate import NOBODY
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
@@ -38,7 +45,7 @@ def choose(joined: str, votes: dict[int, str], names: list[PeerId], liars: int =
     voter_set.update(MembershipChanged(frozenset(names[liars:])), 0.0)
     ballot = Election(BASE).ballot(0, LIAR)
     bound = [BoundProposal(ballot, commit_of(size), {names[int(at)] for at in by}) for size, by in votes.items()]
-    found = choose_repetition(bound, voter_set, {names[int(at)] for at in joined}, set(names[:liars]))
+    found = choose_repeated_proposal(bound, voter_set, {names[int(at)] for at in joined}, set(names[:liars]))
     assert found is not None
     return len(found.proposal.body.contributions), found.is_doubtful
 
@@ -118,11 +125,11 @@ def test_leader_does_not_wait_for_ever() -> None:
 
 
 def test_control_without_the_wait_the_round_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hastily(*given: Any) -> Repetition | None:
-        found = choose_repetition(*given)
+    def hastily(*given: Any) -> RepeatedProposal | None:
+        found = choose_repeated_proposal(*given)
         return found._replace(is_doubtful=False) if found else None
 
-    monkeypatch.setattr(leader_module, "choose_repetition", hastily)
+    monkeypatch.setattr(leader_module, "choose_repeated_proposal", hastily)
     table, decided, waiting = two_proposals()
     table.elapse(5.0)
     commit = table.commit(waiting[0])

@@ -43,7 +43,7 @@ async def serve(folder: Path) -> None:
         "peer": transport.peer_id,
         "addresses": await transport.addresses(),
         "direct": transport.direct_port,
-        "p2pd": transport.p2pd_pid,
+        "p2pd": transport._p2pd.pid,
         "sockets": str((folder / "sockets").readlink()),
     }
     print(json.dumps(about), flush=True)

@@ -176,8 +176,8 @@ async def test_blob_is_fetched_directly_and_every_byte_is_counted(blobs: BlobTra
     assert by_path.total() == blobs.fetcher.bytes_received >= len(DATA)
     assert by_path[BulkPath.DIRECT] > 0.5 * len(DATA)
     assert len(DATA) < taker.bytes_received < 1.05 * len(DATA)
-    await until(lambda: source.bytes_by_peer[taker.peer_id].sent == source.bytes_sent >= taker.bytes_received)
-    assert taker.bytes_by_peer[source.peer_id].received == taker.bytes_received
+    await until(lambda: source.traffic.by_peer[taker.peer_id].sent == source.bytes_sent >= taker.bytes_received)
+    assert taker.traffic.by_peer[source.peer_id].received == taker.bytes_received
     assert blobs.service.bytes_served == {taker.peer_id: blobs.fetcher.bytes_received}
 
 

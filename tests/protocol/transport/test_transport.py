@@ -171,7 +171,7 @@ async def test_calls_recover_after_p2pd_dies(start_transport: StartTransport) ->
     for victim in (callee, client):
         restarted = asyncio.Event()
         victim.on_restart(restarted.set)
-        os.kill(victim.p2pd_pid, signal.SIGKILL)
+        os.kill(victim._p2pd.pid, signal.SIGKILL)
         await asyncio.wait_for(restarted.wait(), 10)
         async with asyncio.timeout(10):
             while not await _answers(client, callee.peer_id):
@@ -244,11 +244,11 @@ async def test_long_stream_is_counted_and_needs_little_memory(start_transport: S
     assert received == 64 * MEBIBYTE
     assert most - before < 48 * MEBIBYTE, "both ends run in this process"
     assert received < receiver.bytes_received < 1.02 * received
-    assert receiver.bytes_by_peer[sender.peer_id].received == receiver.bytes_received
+    assert receiver.traffic.by_peer[sender.peer_id].received == receiver.bytes_received
     async with asyncio.timeout(5):  # the last few bytes are in flight
         while (sender.bytes_sent, sender.bytes_received) != (receiver.bytes_received, receiver.bytes_sent):
             await asyncio.sleep(0.01)
-    assert sender.bytes_by_peer[receiver.peer_id].sent == sender.bytes_sent
+    assert sender.traffic.by_peer[receiver.peer_id].sent == sender.bytes_sent
 
 
 async def test_paused_reader_pauses_the_sender(start_transport: StartTransport) -> None:
@@ -339,7 +339,7 @@ async def test_stop_leaves_no_process_task_or_socket(start_transport: StartTrans
     callee, client = await start_transport("callee", [SampleBlobs().add]), await start_transport("caller")
     await introduce_peers(client, callee)
     folders = [(tmp_path / name / "sockets").readlink() for name in ("callee", "caller")]
-    pids = [callee.p2pd_pid, client.p2pd_pid]
+    pids = [callee._p2pd.pid, client._p2pd.pid]
     await call_peer(client, callee.peer_id)
     for transport in (callee, client):
         await asyncio.wait_for(transport.stop(), 5)

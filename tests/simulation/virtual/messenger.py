@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from protocol import murmur_pb2 as wire
-from protocol.consensus.messages.briefs import Abridger, SeenMessages, restore
+from protocol.consensus.messages.briefs import BriefCache, SeenMessages, restore
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault
 from protocol.identity import PeerId
@@ -26,7 +26,7 @@ class Messenger(LoopDriver):
     def forget_messages(self) -> None:
         """Forget all messages, as a new process has."""
         self.seen = SeenMessages()
-        self.abridger = Abridger(self.seen)
+        self.brief_cache = BriefCache(self.seen)
 
     def hear(self, message: SignedMessage[Any]) -> None:
         """Take a message that has been opened."""
@@ -34,7 +34,7 @@ class Messenger(LoopDriver):
 
     def send(self, peer: PeerId, signed: wire.Signed) -> None:
         """Send a message, as a brief where the receiver can restore it."""
-        receiver, brief = self.swarm.peers[peer], self.abridger.brief_of(signed)
+        receiver, brief = self.swarm.peers[peer], self.brief_cache.brief_of(signed)
         if brief is None:
             self.send_whole(receiver, signed)
         else:

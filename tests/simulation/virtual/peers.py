@@ -42,7 +42,7 @@ from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.identity import PeerId
-from protocol.steering import RevisionLog, SignedRevision, add_all
+from protocol.steering import RevisionLog, SignedRevision
 from tests.simulation.virtual.disk import BlobTransfers, Disk, state_of
 from tests.simulation.virtual.gossip import Gossip
 from tests.simulation.virtual.messenger import Messenger
@@ -107,7 +107,7 @@ class SimulatedPeer(Messenger):
 
     def learn(self, revisions: Iterable[SignedRevision]) -> None:
         """Take over revisions from the organiser or another peer."""
-        if add_all(self.log, tuple(revisions)):
+        if [revision for revision in revisions if self.log.add(revision) != "known"]:
             self._save_revisions()
             self.feed(events.RevisionsChanged())
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.consensus.messages import briefs as seen_module
-from protocol.consensus.messages.briefs import Abridger, SeenMessages, abridge, reference_to, restore
+from protocol.consensus.messages.briefs import BriefCache, SeenMessages, make_brief, reference_to, restore
 from protocol.consensus.messages.contributions import Adoption, Commit, Roster
 from protocol.consensus.messages.kinds import Inventory, ReducedPart, kind_of
 from protocol.consensus.messages.signed import SignedMessage
@@ -56,7 +56,7 @@ def everything_seen() -> SeenMessages:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_receiver_that_has_seen_the_parts_restores_the_message(message: wire.Signed) -> None:
-    brief = abridge(message, everything_seen())
+    brief = make_brief(message, everything_seen())
     assert brief is not None
     copied = wire.Brief.FromString(brief.SerializeToString())
     assert restore(copied, everything_seen()) == message
@@ -65,7 +65,7 @@ def test_receiver_that_has_seen_the_parts_restores_the_message(message: wire.Sig
 
 @pytest.mark.parametrize("message", MESSAGES[:2], ids=lambda message: message.kind)
 def test_receiver_that_lacks_one_part_asks_for_the_whole(message: wire.Signed) -> None:
-    brief, lacking = abridge(message, everything_seen()), SeenMessages()
+    brief, lacking = make_brief(message, everything_seen()), SeenMessages()
     for entry in CONTRIBUTIONS[:-1]:
         lacking.record(entry.signed)
     assert brief is not None and restore(brief, lacking) is None
@@ -75,18 +75,18 @@ def test_receiver_that_lacks_one_part_asks_for_the_whole(message: wire.Signed) -
 
 @pytest.mark.parametrize("message", MESSAGES[2:], ids=lambda message: message.kind)
 def test_bits_over_an_unknown_list_ask_for_the_whole(message: wire.Signed) -> None:
-    brief = abridge(message, everything_seen())
+    brief = make_brief(message, everything_seen())
     assert brief is not None and restore(brief, SeenMessages()) is None
 
 
 def test_sender_that_has_not_seen_a_list_names_all() -> None:
     for message in MESSAGES[2:]:
-        brief = abridge(message, SeenMessages())
+        brief = make_brief(message, SeenMessages())
         assert brief is None or restore(brief, SeenMessages()) == message
 
 
 def test_other_kinds_have_no_brief() -> None:
-    assert abridge(CONTRIBUTIONS[0].signed, everything_seen()) is None
+    assert make_brief(CONTRIBUTIONS[0].signed, everything_seen()) is None
 
 
 def test_second_contribution_of_a_peer_is_not_taken_for_the_first() -> None:
@@ -96,19 +96,19 @@ def test_second_contribution_of_a_peer_is_not_taken_for_the_first() -> None:
     seen = SeenMessages()
     for entry in (other, *CONTRIBUTIONS[1:]):
         seen.record(entry.signed)
-    brief = abridge(ROSTER.signed, everything_seen())
+    brief = make_brief(ROSTER.signed, everything_seen())
     assert brief is not None and restore(brief, seen) is None
 
 
 def test_message_is_abridged_once_for_all_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    abridger, record, calls = Abridger(SeenMessages()), SeenMessages.record, list[wire.Signed]()
+    brief_cache, record, calls = BriefCache(SeenMessages()), SeenMessages.record, list[wire.Signed]()
 
     def count(self: SeenMessages, message: wire.Signed) -> None:
         calls.append(message)
         record(self, message)
 
     monkeypatch.setattr(SeenMessages, "record", count)
-    briefs = [abridger.brief_of(ROSTER.signed) for _ in range(5)]
+    briefs = [brief_cache.brief_of(ROSTER.signed) for _ in range(5)]
     assert briefs[0] is not None and all(brief is briefs[0] for brief in briefs) and len(calls) == 1
 
 
@@ -135,7 +135,7 @@ def test_brief_cannot_grow_beyond_the_largest_message(monkeypatch: pytest.Monkey
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(MESSAGES), st.integers(0, 10**6), st.integers(0, 255))
 def test_altered_briefs_never_crash(message: wire.Signed, place: int, value: int) -> None:
-    brief = abridge(message, everything_seen())
+    brief = make_brief(message, everything_seen())
     assert brief is not None
     content = bytearray(brief.SerializeToString())
     content[place % len(content)] = value

@@ -18,7 +18,7 @@ from protocol.transport.dial_policy import MAX_LOOKUPS, MAX_QUEUED_LOOKUPS, Reso
 from protocol.transport.tls import listener
 from protocol.transport.tls.connection import TlsConnection
 from protocol.transport.tls.handshake import NONCE_BYTES, PROOF_BYTES, make_client_context, make_proof
-from protocol.transport.tls.listener import ACCEPTED, Endpoint, TlsDialer, TlsLimits, TlsListener
+from protocol.transport.tls.listener import ACCEPTED, DirectEndpoint, TlsDialer, TlsLimits, TlsListener
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +37,8 @@ class EchoListener:
         self.listener.listen([LOOPBACK], 0)
 
     @property
-    def endpoint(self) -> Endpoint:
-        return Endpoint((LOOPBACK,), self.listener.port)
+    def endpoint(self) -> DirectEndpoint:
+        return DirectEndpoint((LOOPBACK,), self.listener.port)
 
     async def _serve_echo(self, peer: PeerId, connection: TlsConnection, greeting: bytes) -> None:
         self.accepted_peers.append(peer)
@@ -253,10 +253,10 @@ async def test_many_peers_connect_at_once(build: Build) -> None:
     close(*connections)
 
 
-async def frozen_server() -> tuple[socket.socket, Endpoint]:
+async def frozen_server() -> tuple[socket.socket, DirectEndpoint]:
     """Return a listener that accepts connections in the kernel and never answers."""
     listening = socket.create_server((LOOPBACK, 0))
-    return listening, Endpoint((LOOPBACK,), listening.getsockname()[1])
+    return listening, DirectEndpoint((LOOPBACK,), listening.getsockname()[1])
 
 
 async def test_silent_server_is_given_up_in_time() -> None:
@@ -270,7 +270,7 @@ async def test_silent_server_is_given_up_in_time() -> None:
 
 async def test_first_host_to_answer_is_used(build: Build) -> None:
     server = build()
-    endpoint = Endpoint(("192.0.2.1", "no such host", "x" * 300, "::1", LOOPBACK), server.listener.port)
+    endpoint = DirectEndpoint(("192.0.2.1", "no such host", "x" * 300, "::1", LOOPBACK), server.listener.port)
     began = asyncio.get_running_loop().time()
     connection, host = await TlsDialer(Identity.create(), TlsLimits()).dial(server.peer_id, endpoint)
     assert host == LOOPBACK and await echoes(connection)
@@ -278,7 +278,7 @@ async def test_first_host_to_answer_is_used(build: Build) -> None:
     close(connection)
     for hosts in ((), ("x" * 300,)):
         with pytest.raises(UnreachableError, match="no direct connection: "):
-            await TlsDialer(Identity.create(), QUICK).dial(server.peer_id, Endpoint(hosts, server.listener.port))
+            await TlsDialer(Identity.create(), QUICK).dial(server.peer_id, DirectEndpoint(hosts, server.listener.port))
 
 
 @pytest.mark.parametrize("found", [[LOOPBACK], ["127.0.0.77", LOOPBACK]], ids=["one address", "the second answers"])
@@ -289,7 +289,7 @@ async def test_host_name_is_resolved(build: Build, found: list[str]) -> None:
         asked.append((host, port))
         return [(None, None, 0, "", (address, port)) for address in found]
 
-    endpoint = Endpoint(("house.example",), server.listener.port)
+    endpoint = DirectEndpoint(("house.example",), server.listener.port)
     connection, host = await TlsDialer(Identity.create(), QUICK, Resolver(lookup)).dial(server.peer_id, endpoint)
     assert host == "house.example" and asked == [(host, server.listener.port)]
     assert await echoes(connection)
@@ -302,7 +302,7 @@ async def test_unknown_host_name_is_unreachable() -> None:
 
     dialer = TlsDialer(Identity.create(), QUICK, Resolver(lookup))
     with pytest.raises(UnreachableError, match="nowhere.example port 1: cut"):
-        await dialer.dial("peer", Endpoint(("nowhere.example",), 1))
+        await dialer.dial("peer", DirectEndpoint(("nowhere.example",), 1))
 
 
 async def test_hanging_lookups_do_not_delay_anything_else(build: Build) -> None:
@@ -319,9 +319,9 @@ async def test_hanging_lookups_do_not_delay_anything_else(build: Build) -> None:
     hosts = tuple(f"host {index}.example" for index in range(2 * MAX_QUEUED_LOOKUPS))
     try:
         with pytest.raises(UnreachableError, match="too slow"):
-            await dialer.dial(peer, Endpoint(hosts[:10], 1))
+            await dialer.dial(peer, DirectEndpoint(hosts[:10], 1))
         with pytest.raises(UnreachableError, match="too many names"):
-            await dialer.dial(peer, Endpoint(hosts[::-1], 1))
+            await dialer.dial(peer, DirectEndpoint(hosts[::-1], 1))
         assert len(looking) == MAX_LOOKUPS
         assert await asyncio.wait_for(asyncio.to_thread(len, "vow"), 5) == 3
         connection, _ = await dialer.dial(peer, server.endpoint)  # an address needs no lookup
@@ -329,7 +329,7 @@ async def test_hanging_lookups_do_not_delay_anything_else(build: Build) -> None:
     finally:
         over.set()
     with pytest.raises(UnreachableError, match="cut"):  # the slots are free again
-        await dialer.dial(peer, Endpoint(("another.example",), 1))
+        await dialer.dial(peer, DirectEndpoint(("another.example",), 1))
     assert looking[-1] == "another.example"
 
 
