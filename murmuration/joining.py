@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from murmuration.daemon import Daemon
 from murmuration.own_model import OwnModel
 from murmuration.swarm import Evaluation, OwnLoop, Swarm, UnknownOptimizer
-from node.commands.join.joined_folder import open_or_recall
+from node.commands.join.invitation import open_or_recall
 from node.from_manifest import build_node_program, build_own_loop_program
 from node.model import model_family
 from node.paths import join_dir

@@ -12,10 +12,19 @@ from typing import Annotated, Literal
 
 import typer
 
-from node.commands import evaluation, models, sites, tickets
-from node.commands.guard import PlainGroup, run_guarded
-from node.commands.options import MAX_COUNT, MAX_SEED, JsonOption
-from node.commands.waiting import loading
+from node.commands import models
+from node.commands.console import (
+    MAX_COUNT,
+    MAX_SEED,
+    InsecureOption,
+    JsonOption,
+    ModelArgument,
+    PeerOption,
+    PlainGroup,
+    loading,
+    run_guarded,
+    say_when_interrupted,
+)
 from node.flags import MachineFlags, NodeFlags, expand_flags
 from node.processes.process import prepare_standard_streams, rare_garbage_collection
 
@@ -234,8 +243,8 @@ def steer(
     as_json: JsonOption = False,
 ) -> None:
     """Change a running manifest as its organiser, or list the changes so far."""
-    from node.daemon.steering.command import SteerOptions
-    from node.daemon.steering.command import steer as steer_run
+    from node.commands.steer import SteerOptions
+    from node.commands.steer import steer as steer_run
 
     steer_run(
         SteerOptions(
@@ -321,7 +330,7 @@ def receipt(
     out: Annotated[Path | None, typer.Option(help="file of the receipt (default: DIR/receipts/NAME-ID.json)")] = None,
 ) -> None:
     """Write receipts: how many tokens each volunteer gave to the run, provable by the signed commits."""
-    from node.daemon.receipts.command import write_receipts
+    from node.commands.receipts import write_receipts
 
     for line in write_receipts(folder, peer, out):
         typer.echo(line)
@@ -334,7 +343,7 @@ def verify(
     issuer: Annotated[str | None, typer.Option(metavar="PEER_ID", help="require receipts that this key signed")] = None,
 ) -> None:
     """Check receipts offline against the signed commits of the run."""
-    from node.daemon.receipts.command import verify_files
+    from node.commands.receipts import verify_files
 
     for line in verify_files(receipts, commits, issuer):
         typer.echo(line)
@@ -364,9 +373,109 @@ def key(
     typer.echo(key_line(folder))
 
 
-for command, example in (*models.COMMANDS, *sites.COMMANDS, *tickets.COMMANDS):
+@app.command(epilog="Example: murmur rank 10.0.0.1:29400 --token TOKEN --device all")
+def rank(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="the --site of the first machine")],
+    token: Annotated[
+        str, typer.Option(envvar="MURMUR_SITE_TOKEN", help="the token that the first machine prints (required)")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="device to train on: auto, cpu, cuda, cuda:1, or all (cards)")
+    ] = "auto",
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="train on these cards together, such as 0,1")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of all ranks here together (default: all cores)")
+    ] = None,
+) -> None:
+    """Train on this machine as a part of another machine's node, which runs with --site."""
+    with loading():
+        from node.trainer.site.agent import RankOptions, serve_site
+
+    serve_site(RankOptions(address=address, token=token, device=device, devices=devices, threads=threads))
+
+
+@app.command(epilog="Example: murmur ticket run.toml 12D3KooW... --until 30d --note mary")
+def ticket(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="as for `murmur join`, or the directory of one of its nodes")
+    ],
+    holder: Annotated[
+        str, typer.Argument(metavar="[KEY]", help="the peer id that `murmur key` or `murmur join` shows")
+    ] = "",
+    until: Annotated[str, typer.Option(help="end of the ticket: a span such as 30d or 12h, or a date")] = "30d",
+    note: Annotated[str, typer.Option(help="a word for yourself, such as the holder's name")] = "",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the ticket to a file")] = None,
+    revoke: Annotated[bool, typer.Option("--revoke", help="take the key out of the run")] = False,
+    key: Annotated[
+        Path | None, typer.Option(help="the organiser's key (default: ~/.local/state/murmur/organiser.key)")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+) -> None:
+    """Let a key take part in a run of tickets as its organiser; without a KEY, list the tickets so far."""
+    from node.commands.tickets import TicketOptions, run_tickets
+
+    run_tickets(
+        TicketOptions(
+            run=run, holder=holder, until=until, note=note, out=out, revoke=revoke, key=key, insecure=insecure
+        )
+    )
+
+
+@app.command("eval", epilog="Example: murmur eval runs/demo-1, or murmur eval runs/demo-1 --tasks tasks/quiz.yaml")
+def evaluate_model(
+    source: ModelArgument,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tasks", metavar="TASK", help="lm-eval tasks: names, YAML files, folders (default: held-out text)"
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.toml", help="manifest with the held-out text (default: the run's)"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=MAX_COUNT, help="most windows of text, or examples of each task")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="sequences at a time (default: 8, or train.microbatch if less)")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="device to compute on: auto, cpu, cuda or cuda:1")
+    ] = "auto",
+    peer: PeerOption = None,
+    insecure: InsecureOption = False,
+    allow_data: Annotated[
+        bool, typer.Option("--allow-data", help="let a downloaded manifest stream its data set from the internet")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a model on held-out text, or on tasks of lm-eval, and note the results in its folder."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the progress bars of lm-eval
+    with say_when_interrupted("no result was noted"):
+        with loading():
+            from node.commands.eval.command import EvalOptions, print_results
+            from node.commands.eval.command import evaluate as run_evaluation
+        options = EvalOptions(
+            source=source,
+            tasks=tuple(tasks or ()),
+            data=data,
+            limit=limit,
+            batch=batch,
+            device=device,
+            peers=tuple(peer or ()),
+            insecure=insecure,
+            allow_data=allow_data,
+        )
+        results = run_evaluation(options)
+    print_results(results, as_json)
+
+
+for command, example in models.COMMANDS:
     app.command(epilog=example)(command)
-app.command("eval", epilog=evaluation.EXAMPLE)(evaluation.evaluate)
 
 
 def main() -> None:

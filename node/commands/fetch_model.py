@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from node.commands.join.invitation import Invitation, open_invitation
-from node.commands.join.joined_folder import check_pin
+from node.commands.join.invitation import Invitation, check_pin, open_invitation
 from node.daemon.checkpoints.new_folder import require_free
 from node.daemon.checkpoints.trained_weights import TrainedWeights, load_trained_weights
 from node.daemon.stored_states.stage_stores import StageStores, gather_stages
@@ -25,7 +24,7 @@ from node.dashboard.observer_node import gossiping, open_node, open_observer_nod
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags
 from node.model.export import write_export
-from node.monitoring.logs import configure_logs
+from node.monitoring.display import configure_logs
 from node.monitoring.progress import ByteProgress
 from node.options import NodeOptions, parse_node_options
 from node.paths import join_dir, newest_checkpoints

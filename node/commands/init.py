@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from node.commands.join.room import needed_room
+from node.commands.capacity import estimate_needs
 from node.daemon.checkpoints.tensor_file import write_file
 from node.data.token_shards import HEADER_FILE
 from node.data.tokenizer import FileTokenizer
@@ -315,7 +315,7 @@ tokens = {tokens}  # of all peers together; the run ends there
 def next_steps(target: Path, manifest: Manifest, key: Path) -> list[str]:
     """Return the lines that follow a new manifest: the size of the run, and the commands to go on with."""
     cpu, cuda = (
-        needed_room(manifest, "cpu").memory,
+        estimate_needs(manifest, "cpu").memory,
         fixed_bytes(manifest, "cuda") + microbatch_bytes(manifest, 1, "cuda"),
     )
     return [

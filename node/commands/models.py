@@ -7,16 +7,17 @@ from typing import Annotated
 
 import typer
 
-from node.commands.options import (
+from node.commands.console import (
     MAX_COUNT,
     MAX_SEED,
     InsecureOption,
     JsonOption,
     ModelArgument,
     PeerOption,
+    loading,
     names_run,
+    say_when_interrupted,
 )
-from node.commands.waiting import loading, say_when_interrupted
 
 NOTHING_WRITTEN = "nothing was written; run it again"
 
@@ -62,7 +63,7 @@ def generate(
 ) -> None:
     """Continue a text with the newest checkpoint of a node, an exported model, or the newest model of a run."""
     with loading():
-        from node.commands.opening import open_model
+        from node.commands.console import open_model
         from node.model.generate import continue_text, require_sampling
     from node.monitoring.logs import sanitize
 

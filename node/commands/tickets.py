@@ -1,35 +1,146 @@
-"""The command `murmur ticket`. Heavy modules are imported inside."""
+"""`murmur ticket`: issue, list and revoke the tickets of a run as its organiser.
 
+A list of the issued tickets is kept beside the organiser's key. Tickets need no connection: they are verified offline.
+A revocation is a revision of the manifest (`admission.revoked`), which the next commit adopts.
+"""
+
+import asyncio
+import json
+import math
+import re
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from node.commands.steer import (
+    SteerOptions,
+    choose_round,
+    load_organiser_key,
+    open_run,
+    require_organiser_key,
+    sign_revision,
+    state_of,
+)
+from node.daemon.steering.client import contact_run
+from node.paths import state_home
+from node.run_dir import read_json_if_whole, write_atomically
+from protocol.admission import MAX_NOTE_CHARACTERS, Ticket, issue_ticket, ticket_to_text
+from protocol.electorate import REVOKED_KEY
+from protocol.errors import MalformedError, StorageError, UnreachableError, UsageError
+from protocol.identity import Identity, public_key
+from protocol.manifest.run import Manifest
 
-
-def ticket(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="as for `murmur join`, or the directory of one of its nodes")
-    ],
-    holder: Annotated[
-        str, typer.Argument(metavar="[KEY]", help="the peer id that `murmur key` or `murmur join` shows")
-    ] = "",
-    until: Annotated[str, typer.Option(help="end of the ticket: a span such as 30d or 12h, or a date")] = "30d",
-    note: Annotated[str, typer.Option(help="a word for yourself, such as the holder's name")] = "",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the ticket to a file")] = None,
-    revoke: Annotated[bool, typer.Option("--revoke", help="take the key out of the run")] = False,
-    key: Annotated[
-        Path | None, typer.Option(help="the organiser's key (default: ~/.local/state/murmur/organiser.key)")
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
-) -> None:
-    """Let a key take part in a run of tickets as its organiser; without a KEY, list the tickets so far."""
-    from node.daemon.steering.tickets import TicketOptions, run_tickets
-
-    run_tickets(
-        TicketOptions(
-            run=run, holder=holder, until=until, note=note, out=out, revoke=revoke, key=key, insecure=insecure
-        )
-    )
+DEFAULT_END = "30d"
+SPAN = re.compile(r"^([0-9]{1,5})([hd])\Z")
+SECONDS = {"h": 3600.0, "d": 86400.0}
 
 
-COMMANDS = ((ticket, "Example: murmur ticket run.toml 12D3KooW... --until 30d --note mary"),)
+@dataclass(frozen=True, kw_only=True)
+class TicketOptions:
+    """The command line of `murmur ticket`. Without a key it lists the tickets."""
+
+    run: str
+    holder: str = ""
+    until: str = DEFAULT_END
+    note: str = ""
+    out: Path | None = None
+    revoke: bool = False
+    key: Path | None = None
+    insecure: bool = False
+
+
+def run_tickets(options: TicketOptions) -> None:
+    """Issue or revoke a ticket, or list those that were issued. Raises MurmurError."""
+    manifest, addresses = open_run(options.run, options.insecure)
+    require_organiser_key(manifest)
+    if not options.holder:
+        _print_issued(manifest)
+        return
+    try:
+        public_key(options.holder)
+    except MalformedError as error:
+        raise UsageError(f"{error}; `murmur key DIR` shows the key of a node") from error
+    identity = load_organiser_key(options.key, manifest)
+    if options.revoke:
+        asyncio.run(_revoke(manifest, addresses, identity, options))
+    else:
+        _issue(manifest, identity, options)
+
+
+def parse_end(text: str, now: float) -> float:
+    """Return the end of a ticket: a span such as 30d or 12h, or a date. Raises UsageError."""
+    if match := SPAN.match(text):
+        return now + int(match[1]) * SECONDS[match[2]]
+    try:
+        until = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise UsageError(f"--until {text!r}: write a span such as 30d or 12h, or a date such as 2027-01-31") from error
+    end = (until if until.tzinfo else until.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(end) or end <= now:
+        raise UsageError(f"--until {text} is over; name a later date")
+    return end
+
+
+def _issue(manifest: Manifest, identity: Identity, options: TicketOptions) -> None:
+    if manifest.admission.mode != "tickets":
+        raise UsageError('the run admits keys without tickets; its manifest needs [admission] mode = "tickets"')
+    if len(options.note) > MAX_NOTE_CHARACTERS or not options.note.isprintable():
+        raise UsageError(f"--note is one line of at most {MAX_NOTE_CHARACTERS} characters")
+    ticket = Ticket(options.holder, parse_end(options.until, time.time()), options.note)
+    text = ticket_to_text(issue_ticket(identity, manifest.run_id, ticket))
+    _record(manifest, ticket, is_revoked=False)
+    if options.out is None:
+        print(text)
+        return
+    _write(options.out, text + "\n")
+    print(f"{options.out}: a ticket for {ticket.key} until {_day(ticket.until)}; its holder joins with --ticket FILE")
+
+
+async def _revoke(manifest: Manifest, addresses: tuple[str, ...], identity: Identity, options: TicketOptions) -> None:
+    async with contact_run(manifest, addresses) as contact:
+        state = state_of(contact, contact.round)
+        keys = sorted({*state.manifest.admission.revoked, options.holder})
+        from_round = choose_round(SteerOptions(run=options.run), contact, state)
+        revision = sign_revision(contact, identity, from_round, {REVOKED_KEY: keys})
+        reached = await contact.publish([*contact.revisions, revision])
+    if not reached:
+        raise UnreachableError("no peer took the revocation; try again")
+    _record(manifest, Ticket(options.holder, 1.0), is_revoked=True)
+    print(f"revoked {options.holder}; the next commit of the run adopts it")
+
+
+def _ledger_path(manifest: Manifest) -> Path:
+    return state_home() / "tickets" / f"{manifest.run_id}.json"
+
+
+def _issued(manifest: Manifest) -> dict[str, Any]:
+    return dict(read_json_if_whole(_ledger_path(manifest)))
+
+
+def _record(manifest: Manifest, ticket: Ticket, *, is_revoked: bool) -> None:
+    issued = _issued(manifest)
+    known = issued.get(ticket.key, {"until": ticket.until, "note": ticket.note})
+    entry = known if is_revoked else {"until": ticket.until, "note": ticket.note}
+    _write(_ledger_path(manifest), json.dumps(issued | {ticket.key: entry | {"revoked": is_revoked}}, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; free some space or name another file") from error
+    write_atomically(path, text.encode())
+
+
+def _print_issued(manifest: Manifest) -> None:
+    issued, now = _issued(manifest), time.time()
+    for key, entry in sorted(issued.items(), key=lambda item: str(item[1]["until"])):
+        words = "revoked" if entry["revoked"] else "expired" if entry["until"] < now else "valid"
+        print(f"{key} until {_day(entry['until'])}, {words}{', ' + entry['note'] if entry['note'] else ''}")
+    print(f"{len(issued)} tickets of the run {manifest.run.name}")
+
+
+def _day(until: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(until))

@@ -8,8 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.commands.join.invitation import Invitation
-from node.commands.join.joined_folder import MANIFEST_FILE, save_invitation
+from node.commands.join.invitation import MANIFEST_FILE, Invitation, save_invitation
 from node.commands.join.public_runs import packaged_peers
 from node.commands.plan.command import warn_if_poor
 from node.daemon.lifecycle import locked_run_dir, run_node
@@ -32,9 +31,8 @@ from node.dashboard.state import RunState
 from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program
-from node.monitoring.display import Display
+from node.monitoring.display import Display, configure_logs
 from node.monitoring.http_server import open_listener, serve
-from node.monitoring.logs import configure_logs
 from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
 from node.monitoring.training_log.recorder import recorded_metrics

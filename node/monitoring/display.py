@@ -5,6 +5,7 @@ Without a terminal the status is a log line from time to time, and so is an acti
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,8 @@ from typing import NamedTuple, Self, TextIO
 
 from rich.cells import cell_len
 
-from node.monitoring.peer_lines import PeerNames
+from node.monitoring.logs import JsonFormatter, PlainFormatter
+from node.monitoring.peer_lines import LineLimit, PeerNames
 from node.monitoring.status import NodeStatus, StatusSource
 from node.monitoring.status_line import REDRAW_SECONDS, StatusLine, is_capable_terminal, ticking
 from node.units import format_bytes, format_clock, format_count, format_plural
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 SEPARATOR = " · "
 WAITING_PHASES = ("starting", "joining", "waiting for peers", "catching up", "leaving")
 MIN_PHASE_SECONDS = 3.0  # shorter waits need no clock
+OUR_PACKAGES = ("node", "protocol", "optim")
+SILENCED_LOGGERS = ("grpc._common",)  # logs a traceback for each malformed message; our own line is enough
 LOG_STATUS_SECONDS = 60.0  # without a terminal
 SLOW_SECONDS = 5.0  # an activity that takes longer is logged where there is no terminal
 
@@ -194,3 +198,40 @@ class Display:
                 logged_at = now
                 logger.info("%s", SEPARATOR.join(part.text for part in parts))
             await asyncio.sleep(REDRAW_SECONDS)
+
+
+class _LogHandler(logging.Handler):
+    """Write the lines to standard error, above the status line if one is shown, within the limits for peers."""
+
+    def __init__(self, display: Display, limit: LineLimit) -> None:
+        super().__init__()
+        self._display = display
+        self._limit = limit
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            for text in self._limit.summaries(record.created):
+                summary = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None)
+                self._display.write_line(self.format(summary))
+            if self._limit.admits(record):
+                self._display.write_line(self.format(record))
+        except Exception:  # as every handler of the standard library does
+            self.handleError(record)
+
+
+def configure_logs(as_json: bool = False, verbose: bool = False) -> Display:
+    """Log our own packages from INFO (DEBUG if `verbose`), libraries from WARNING.
+
+    Returns the display of standard error, which also shows the status line.
+    """
+    display = Display(sys.stderr, has_line=not as_json)
+    handler = _LogHandler(display, LineLimit())
+    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter(None if verbose else display.names))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in OUR_PACKAGES:
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+    for name in SILENCED_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return display

@@ -9,13 +9,11 @@ time and the message, with the peers' names in place of their ids; a warning or 
 
 import json
 import logging
-import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Optional
 
 if TYPE_CHECKING:  # `murmur --help` imports this module and must be fast
-    from node.monitoring.display import Display
-    from node.monitoring.peer_lines import LineLimit, PeerNames
+    from node.monitoring.peer_lines import PeerNames
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -25,8 +23,6 @@ def sanitize(text: str, allowed: str = "") -> str:
     return "".join(char if char.isprintable() or char in allowed else REPLACEMENT for char in text)
 
 
-OUR_PACKAGES = ("node", "protocol", "optim")
-SILENCED_LOGGERS = ("grpc._common",)  # logs a traceback for each malformed message; our own line is enough
 INFO_FORMAT = "%(asctime)s %(message)s"
 LEVEL_WORDS = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
 WARNING_FORMAT = "%(asctime)s {}: %(message)s"
@@ -75,43 +71,3 @@ class PlainFormatter(LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
         formatter = self._warning_formatters.get(record.levelno)
         return formatter.format(record) if formatter else super().format(record)
-
-
-class _LogHandler(logging.Handler):
-    """Write the lines to standard error, above the status line if one is shown, within the limits for peers."""
-
-    def __init__(self, display: "Display", limit: "LineLimit") -> None:
-        super().__init__()
-        self._display = display
-        self._limit = limit
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            for text in self._limit.summaries(record.created):
-                summary = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (), None)
-                self._display.write_line(self.format(summary))
-            if self._limit.admits(record):
-                self._display.write_line(self.format(record))
-        except Exception:  # as every handler of the standard library does
-            self.handleError(record)
-
-
-def configure_logs(as_json: bool = False, verbose: bool = False) -> "Display":
-    """Log our own packages from INFO (DEBUG if `verbose`), libraries from WARNING.
-
-    Returns the display of standard error, which also shows the status line.
-    """
-    from node.monitoring.display import Display
-    from node.monitoring.peer_lines import LineLimit
-
-    display = Display(sys.stderr, has_line=not as_json)
-    handler = _LogHandler(display, LineLimit())
-    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter(None if verbose else display.names))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    for name in OUR_PACKAGES:
-        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
-    for name in SILENCED_LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    return display

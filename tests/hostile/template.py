@@ -113,7 +113,7 @@ def main() -> None:
 
 def _import_all() -> None:
     for module in ("node.daemon.lifecycle", "node.commands.join.command", "node.cli", "node.trainer.loop",
-                   "node.data.check", "node.commands.join.run_end", "node.daemon.receipts.commit_log",
+                   "node.data.check", "node.commands.join.finished_run", "node.daemon.receipts.commit_log",
                    "tests.hostile.peers"):  # fmt: skip
         importlib.import_module(module)
     from optim.compose import compose

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon.steering.tickets import TicketOptions, parse_end, run_tickets
+from node.commands.tickets import TicketOptions, parse_end, run_tickets
 from node.own_ticket import load_own_ticket, require_admission
 from node.run_dir import RunDir
 from protocol.admission import Ticket, issue_ticket, ticket_from_text, ticket_to_text

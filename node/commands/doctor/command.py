@@ -15,14 +15,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.commands.doctor import machine
-from node.commands.doctor.findings import Finding, finding_of_error, judge_clock
+from node.commands.capacity import estimate_peer, measure_flops, small_memory, smaller_mode
+from node.commands.doctor.checks import (
+    Check,
+    check_device,
+    check_key,
+    check_memory_and_disk,
+    finding_of_error,
+    free_memory,
+    judge_clock,
+)
 from node.commands.doctor.network import probe_network
-from node.commands.doctor.prediction import measure_flops, predict
 from node.commands.join.http_download import fetch_server_time
-from node.commands.join.invitation import Invitation
-from node.commands.join.joined_folder import open_or_recall
-from node.commands.join.room import small_memory, smaller_mode
+from node.commands.join.invitation import Invitation, open_or_recall
 from node.data.check import TextReport, check_text
 from node.from_manifest import require_program
 from node.model import shape_table
@@ -48,10 +53,10 @@ def doctor(run: str | None, folder: Path | None, listen: Sequence[str], insecure
     return 1 if any(finding.level == "fail" for finding in findings) else 0
 
 
-def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], insecure: bool) -> list[Finding]:
+def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], insecure: bool) -> list[Check]:
     """Check the machine, and with a run also the run, its memory and disk needs and its peers."""
-    findings = [Finding("version", "ok", f"murmur {version('murmuration')}, torch {torch.__version__}")]
-    findings.append(machine.check_device())
+    findings = [Check("version", "ok", f"murmur {version('murmuration')}, torch {torch.__version__}")]
+    findings.append(check_device())
     invitation: Invitation | None = None
     if run is not None:
         try:
@@ -62,11 +67,11 @@ def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], inse
         findings.append(_run_finding(invitation))
     home = folder or (invitation.folder or join_dir(invitation.manifest) if invitation else None)
     if home is not None:
-        findings.append(machine.check_key(home / "key"))
+        findings.append(check_key(home / "key"))
     if invitation is not None and home is not None:
         small = small_memory(invitation.manifest, choose_device("auto").type)
-        smaller = smaller_mode(small, machine.free_memory())
-        findings += machine.check_memory_and_disk(invitation.manifest, home, smaller)
+        smaller = smaller_mode(small, free_memory())
+        findings += check_memory_and_disk(invitation.manifest, home, smaller)
     if invitation is not None and home is not None and not invitation.manifest.model.is_custom:
         findings.append(_predict_speed(invitation.manifest))
     if invitation is not None and home is not None:
@@ -77,48 +82,48 @@ def run_checks(run: str | None, folder: Path | None, listen: Sequence[str], inse
     return findings + found
 
 
-def _run_finding(invitation: Invitation) -> Finding:
+def _run_finding(invitation: Invitation) -> Check:
     manifest = invitation.manifest
     signed = "signed" if invitation.organiser else "not signed"
     count = format_count(shape_table(manifest.model).numel)
-    return Finding("run", "ok", f"{manifest.run.name}, {count} parameters, {manifest.method.recipe}, {signed}")
+    return Check("run", "ok", f"{manifest.run.name}, {count} parameters, {manifest.method.recipe}, {signed}")
 
 
-def _predict_speed(manifest: Manifest) -> Finding:
+def _predict_speed(manifest: Manifest) -> Check:
     """Predict the speed of a trainer from that of matrix products on this machine."""
     device = choose_device("auto")
-    speed = predict(manifest, device.type, machine.free_memory(), measure_flops(device)).tokens_per_second
-    return Finding("speed", "ok", f"at most {format_count(int(speed))} tokens a second")
+    speed = estimate_peer(manifest, device.type, free_memory(), measure_flops(device)).tokens_per_second
+    return Check("speed", "ok", f"at most {format_count(int(speed))} tokens a second")
 
 
-def _check_text(manifest: Manifest, base: Path) -> list[Finding]:
+def _check_text(manifest: Manifest, base: Path) -> list[Check]:
     """Open the text of the run and read the beginning of each source."""
     if manifest.data.source == "own":
-        return [Finding("data", "ok", "each training loop brings its own")]
+        return [Check("data", "ok", "each training loop brings its own")]
     try:
         return [_text_finding(report) for report in check_text(manifest, base)]
     except MurmurError as error:
         return [finding_of_error("data", error)]
 
 
-def _text_finding(report: TextReport) -> Finding:
+def _text_finding(report: TextReport) -> Check:
     if report.unchecked or report.skipped:
         found = "; ".join((report.describe(), *report.skipped[:1]))
-        return Finding("data", "warn", found, "repair the row, if it should count" if report.skipped else "")
-    return Finding("data", "ok", report.describe())
+        return Check("data", "warn", found, "repair the row, if it should count" if report.skipped else "")
+    return Check("data", "ok", report.describe())
 
 
-def _compare_host_clock(source: str | None) -> Finding:
+def _compare_host_clock(source: str | None) -> Check:
     """Compare the clock with the web server of the manifest, for a run whose peers do not report the time."""
     if source is None or not source.startswith("http"):
         return judge_clock([], "")
     served = fetch_server_time(source, HOST_TIME_SECONDS)
     if served is None:
-        return Finding("clock", "warn", "the host does not send its time", "nothing, if your clock is right")
+        return Check("clock", "warn", "the host does not send its time", "nothing, if your clock is right")
     return judge_clock([time.time() - served], "the host")
 
 
-def _build_table(findings: Sequence[Finding]) -> Table:
+def _build_table(findings: Sequence[Check]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("check", "", "found", "what to do"):
         table.add_column(name, overflow="fold")

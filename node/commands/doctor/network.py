@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc
 
-from node.commands.doctor.findings import (
-    Finding,
+from node.commands.doctor.checks import (
+    Check,
     judge_addresses,
     judge_bandwidth,
     judge_clock,
@@ -71,7 +71,7 @@ class RunProbe:
     def _run(self) -> bytes:
         return bytes.fromhex(self.invitation.manifest.run_id)
 
-    async def collect_findings(self) -> list[Finding]:
+    async def collect_findings(self) -> list[Check]:
         """Run all checks that the reachable peers allow."""
         contacts = (*self.invitation.peers, *self.invitation.manifest.run.bootstrap)[:MAX_DIALLED]
         attempts = await dial_all(self.transport.connect, contacts)
@@ -117,7 +117,7 @@ class RunProbe:
                 logger.info("refused a record from %s: %s", peer, fault)
         self.records.update(table.live(reply.time))
 
-    async def _check_reachability(self) -> list[Finding]:
+    async def _check_reachability(self) -> list[Check]:
         """Ask a few peers, public ones first, how they see this machine."""
         own = await self.transport.addresses()
         port = listening_tcp_port(own)
@@ -139,7 +139,7 @@ class RunProbe:
             return None
         return reply
 
-    async def _measure_bandwidth(self) -> Finding | None:
+    async def _measure_bandwidth(self) -> Check | None:
         """Download the beginning of the state that a new peer needs; `None` if no reachable trainer has it."""
         trainers = [peer for peer, record in self.records.items() if record.role == "trainer" and peer in self.reached]
         finding = None
@@ -173,13 +173,13 @@ class RunProbe:
         return count, time.monotonic() - started
 
 
-async def probe_network(invitation: Invitation | None, listen: Sequence[str]) -> list[Finding]:
+async def probe_network(invitation: Invitation | None, listen: Sequence[str]) -> list[Check]:
     """Start a transport and probe the run's peers, or without a run only this machine's addresses."""
     with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
         try:
             transport = await Transport.start(Path(folder) / "key", Path(folder), [], listen=listen)
         except MurmurError as error:
-            return [Finding("network", "fail", str(error), "check for a firewall or a full disk")]
+            return [Check("network", "fail", str(error), "check for a firewall or a full disk")]
         try:
             if invitation is None:
                 return [judge_addresses(await transport.addresses())]

@@ -9,7 +9,6 @@ import sys
 import torch
 
 from node.commands.eval.command import EvalOptions, evaluate
-from node.commands.evaluation import PROGRESS_BARS
 from node.processes.workers import give_way
 from protocol.errors import MurmurError
 
@@ -18,7 +17,7 @@ def main(arguments: list[str]) -> int:
     """Evaluate, and note the results; returns the exit code of an error, after one line on standard error."""
     give_way()
     torch.set_num_threads(1)
-    os.environ[PROGRESS_BARS] = "1"
+    os.environ["TQDM_DISABLE"] = "1"  # the progress bars of lm-eval
     try:
         evaluate(EvalOptions(source=arguments[0], tasks=tuple(arguments[1:]), device="cpu"))
     except MurmurError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from node.commands.console import open_model
 from node.commands.eval.results import (
     RESULT_HEADINGS,
     Result,
@@ -17,12 +18,9 @@ from node.commands.eval.results import (
     read_results,
     result_rows,
 )
-from node.commands.eval.scoring import Scorer
-from node.commands.eval.tasks import Score, evaluate_tasks
-from node.commands.eval.validation import evaluate_validation
-from node.commands.join.data_consent import require_data_consent
-from node.commands.join.joined_folder import DATA, text_base
-from node.commands.opening import open_model
+from node.commands.eval.scoring import Score, Scorer, evaluate_validation
+from node.commands.join.consent import require_data_consent
+from node.commands.join.invitation import DATA, text_base
 from node.daemon.checkpoints.checkpoint_folders import is_checkpoint
 from node.dashboard.report.saved_report import update_report
 from node.flags import MachineFlags
@@ -33,11 +31,29 @@ from node.options import TrainerOptions, parse_options
 from node.paths import join_dir
 from node.run_file import load_run_file
 from node.trainer.devices.device import choose_devices
-from protocol.errors import UsageError
+from protocol.errors import DataError, UsageError
 from protocol.manifest.run import Manifest
 
 DEFAULT_BATCH = 8
+
 TASK_SEPARATOR = ","
+
+
+def evaluate_tasks(opened: OpenedModel, scorer: Scorer, tasks: Sequence[str], limit: int | None) -> list[Score]:
+    """Return the scores of a model on tasks: names of lm-eval, or YAML files and folders of them.
+
+    Args:
+        limit: the most examples of each task; `None` means all.
+
+    Raises:
+        DataError: the package is missing, or the data of a task cannot be read.
+        UsageError: there is no such task.
+    """
+    try:
+        from node.commands.eval.harness import run_harness
+    except ImportError as error:
+        raise DataError("--tasks needs the package lm-eval; install it: pip install 'murmuration[eval]'") from error
+    return run_harness(opened, scorer, tasks, limit)
 
 
 @dataclass(frozen=True, kw_only=True)

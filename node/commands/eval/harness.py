@@ -20,8 +20,7 @@ from lm_eval.evaluator import evaluate as harness_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from node.commands.eval.scoring import Scorer
-from node.commands.eval.tasks import Score
+from node.commands.eval.scoring import Score, Scorer
 from node.model.generate import sample_tokens, usable_tokens
 from node.model.opened_model import OpenedModel
 from protocol.errors import DataError, MissingFileError, MurmurError, UsageError, describe_error

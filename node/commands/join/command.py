@@ -6,13 +6,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from node.commands.join.data_consent import require_data_consent
-from node.commands.join.finished_run import describe_end
-from node.commands.join.invitation import Invitation
-from node.commands.join.joined_folder import DATA, check_pin, open_or_recall, save_invitation
+from node.commands.join.consent import require_data_consent
+from node.commands.join.invitation import DATA, Invitation, check_pin, open_or_recall, save_invitation
 from node.flags import NodeFlags
-from node.monitoring.display import Display
-from node.monitoring.logs import configure_logs
+from node.monitoring.display import Display, configure_logs
 from node.options import parse_node_options
 from node.own_loops import require_our_loop
 from node.own_ticket import require_admission
@@ -57,8 +54,8 @@ def _join_run(
     if settings.trust is None and invitation.trust is not None:
         settings = settings.model_copy(update={"trust": invitation.trust, "requires_trust": False})
     with display.activity("loading PyTorch"), rare_garbage_collection():
-        from node.commands.join.room import require_room
-        from node.commands.join.run_end import find_end
+        from node.commands.capacity import require_capacity
+        from node.commands.join.finished_run import describe_end, find_end
         from node.commands.plan.command import warn_if_poor
         from node.daemon.lifecycle import run_node
         from node.data.check import check_and_log_text
@@ -71,7 +68,7 @@ def _join_run(
         require_usable_device(settings)
     if invitation.is_downloaded and not settings.own_loop:
         require_data_consent(manifest.data, settings.base, allow_data)
-    require_room(settings, invitation.is_downloaded)
+    require_capacity(settings, invitation.is_downloaded)
     _verify_organiser(node_dir, invitation)
     warn_if_poor(manifest, settings.listen)
     try:

@@ -1,24 +1,38 @@
-"""Tell the user of `murmur join` that the run is over, where its model is, and what this node gave."""
+"""Find out whether a run is over, and report its end to the user of `murmur join`.
 
+A temporary node with its own key and folder asks the peers. `murmur join` starts it when the text for training is
+missing, because somebody who comes too late should not have to look for it.
+"""
+
+import asyncio
 import shlex
+import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from node.commands.join.http_download import is_served
+from node.daemon.lifecycle import FinishedRun
+from node.daemon.node import Node
+from node.daemon.peers.swarm_view import find_newest_validation, states_at
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.ledger import commit_reader, read_ledger
+from node.dashboard.observer_node import gossiping, open_observer_node
+from node.loop.peers.swarm_snapshot import SwarmSnapshot
+from node.loop.steering import Steering
+from node.options import NodeOptions
 from node.paths import find_newest_model, read_peer_id
+from node.run_dir import RunDir
 from node.units import format_plural
+from protocol.consensus.chain import Chain
 from protocol.errors import ReceiptError
-
-if TYPE_CHECKING:
-    from node.daemon.lifecycle import FinishedRun
 
 PAGE_SECONDS = 5.0
 MANIFEST_PATH = "/run.toml"
+LOOK_SECONDS = 15.0
+POLL_SECONDS = 0.2
 
 
-def describe_end(finished: "FinishedRun", run: str, node_dir: Path) -> list[str]:
+def describe_end(finished: FinishedRun, run: str, node_dir: Path) -> list[str]:
     """Return the last lines of `murmur join RUN` for a run that has reached its target."""
     validation = finished.validation_loss
     loss = "" if validation is None else f", validation loss {validation:.3f}"
@@ -59,3 +73,32 @@ def find_on_host(run: str, path: str) -> str | None:
         return None
     url = f"{run.removesuffix(MANIFEST_PATH)}{path}"
     return url if is_served(url, PAGE_SECONDS) else None
+
+
+async def find_end(settings: NodeOptions) -> FinishedRun | None:
+    """Return the end of the run if most of its peers report it; None if it goes on, or nobody answers."""
+    if not settings.contacts:
+        return None
+    with tempfile.TemporaryDirectory(prefix="murmur-") as folder:
+        options = settings.model_copy(update={"folder": Path(folder)})
+        async with open_observer_node(options, RunDir(options.folder), keeps=False) as (node, _), gossiping(node):
+            return await _look(node)
+
+
+async def _look(node: Node) -> FinishedRun | None:
+    manifest = node.options.manifest
+    stage = 0 if manifest.pipeline.is_cut else None  # the stages of a pipeline end together
+    steering = Steering(manifest, Chain.from_genesis(manifest.run_id), node.revisions.log)
+    began = time.monotonic()
+    while time.monotonic() - began < LOOK_SECONDS:
+        records = node.directory.live()
+        snapshot = SwarmSnapshot(states_at(records, stage))
+        final = steering.final_head(snapshot, node.peer_id)
+        if final is not None:
+            newest = find_newest_validation(records.values())
+            loss = newest.validation_loss if newest else None
+            return FinishedRun(final.round, final.tokens, loss, is_ours=False)
+        if snapshot.trainers and steering.knows_all(snapshot):
+            return None
+        await asyncio.sleep(POLL_SECONDS)
+    return None

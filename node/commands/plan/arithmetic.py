@@ -18,16 +18,30 @@ The bytes of a round: every peer sends its message to each of n - 1 others (gath
 one part of the sums to all (butterfly), or to its group (groups).
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from node.commands.plan.peers import PeerKind
-from node.commands.plan.workload import StageWork, Workload
+from node.daemon.run_limits import peer_bytes
+from node.from_manifest import build_program
+from node.model import Cut, all_cuts, shape_table
+from node.model.families import model_family
+from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
+from node.model.shapes import deal_blocks
+from optim.method import Method
+from optim.round_plan import RoundPlanner
 from protocol.consensus.topology import Butterfly
+from protocol.manifest.run import Manifest
 from protocol.manifest.sections import INT8_BLOCK, INT8_SCALE_BYTES
+from protocol.pipeline.microbatch_table import RESERVED_SHARE
 
+PASSES_OF_STAGE = 4  # forward, the same again in the backward pass, and a backward pass of twice a forward
+PASSES_OF_WHOLE = 3  # without the recomputation
+FORWARD_SHARE = 1 - RESERVED_SHARE
+MAX_PLANNED_ROUNDS = 64
 WINDOW_POINTS = ((1.0, 0.65), (2.0, 0.87), (4.0, 0.97), (8.0, 1.0))
 TOO_LARGE_POINTS = ((8.0, 1.0), (32.0, 0.55))
 GOOD_WINDOW = 4.0
@@ -39,9 +53,126 @@ FORMATS = {  # bytes of a value on its way
     "int8": 1.0 + INT8_SCALE_BYTES / INT8_BLOCK,
 }
 SUBSPACE_PART = 8  # width / model.subspace, for comparison
-SUBSPACE_FORMATS = {f"{name}, subspace of width/{SUBSPACE_PART}": name for name in ("bf16", "int8")}
-
 Placement = tuple[Counter[int], ...]  # by stage: how many peers of each kind, by its number
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage. A microbatch of a run with one stage is one sequence.
+
+    Args:
+        flops: operations of a microbatch, both passes.
+        sent_bytes: activations and gradients that its peers upload for a microbatch; as many as they download.
+        message_bytes: mean size of a contribution.
+        held: microbatches between their two passes that fit into `pipeline.memory` of a peer; 0 without a pipeline.
+        memory: bytes that a machine needs, by kind of device.
+    """
+
+    stage: int
+    layers: int
+    parameters: int
+    flops: float
+    sent_bytes: float
+    message_bytes: float
+    held: int
+    memory: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run. `step_microbatches` make up an inner step of a peer, `steps` inner steps a round."""
+
+    manifest: Manifest
+    method: Method
+    stages: tuple[StageCost, ...]
+    step_microbatches: int
+    steps: float
+    activation_bytes: float
+
+    @property
+    def is_cut(self) -> bool:
+        return len(self.stages) > 1
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """Compute the work of a run. Raises ManifestError if its method does not fit the model."""
+    table, context = manifest.pipeline, manifest.model.context
+    sequences = table.microbatch if table.is_cut else 1
+    planner = build_program(manifest, cut=all_cuts(table.stages)[0])
+    rounds = _settled_rounds(planner)
+    return Workload(
+        manifest,
+        planner.method.at_round(rounds[0]),
+        tuple(_stages_of(manifest)),
+        manifest.train.batch_tokens // (sequences * context),
+        sum(planner.plan(number).steps for number in rounds) / len(rounds),
+        _activation_bytes(manifest),
+    )
+
+
+def _activation_bytes(manifest: Manifest) -> float:
+    if not manifest.pipeline.is_cut:
+        return 0.0
+    return float(manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.stream_width))
+
+
+def _stages_of(manifest: Manifest) -> Iterator[StageCost]:
+    """Yield the work of all stages; those with equal blocks are computed once, as there may be many of them."""
+    stages = manifest.pipeline.stages
+    known: dict[tuple[int, bool, bool], StageCost] = {}
+    ranges = deal_blocks(model_family(manifest.model).block_work(manifest.model), stages)
+    for cut, numbers in zip(all_cuts(stages), ranges, strict=True):
+        kind = (len(numbers), cut.has_embedding, cut.has_head)
+        if kind not in known:
+            known[kind] = _stage_work(manifest, cut)
+        yield replace(known[kind], stage=cut.stage)
+
+
+def _stage_work(manifest: Manifest, cut: Cut) -> StageCost:
+    planner, activation = build_program(manifest, cut=cut), _activation_bytes(manifest)
+    sequences = manifest.pipeline.microbatch if cut.stages > 1 else 1
+    neighbours = (not cut.has_embedding) + (not cut.has_head)
+    passes = PASSES_OF_STAGE if cut.stages > 1 else PASSES_OF_WHOLE
+    numbers = model_family(manifest.model).block_range(manifest.model, cut)
+    rounds = _settled_rounds(planner)
+    return StageCost(
+        stage=cut.stage,
+        layers=len(numbers) - cut.has_embedding - cut.has_head,
+        parameters=shape_table(manifest.model, cut).numel,
+        flops=passes * sequences * forward_flops(manifest, cut),
+        sent_bytes=neighbours * activation,
+        message_bytes=sum(sum(planner.plan(number).max_sizes) for number in rounds) / len(rounds),
+        held=int(FORWARD_SHARE * manifest.pipeline.memory / (neighbours * activation)) if activation else 0,
+        memory=dict(_memory_by_device(manifest, cut)),
+    )
+
+
+def forward_flops(manifest: Manifest, cut: Cut) -> float:
+    """Return the operations of a forward pass of one sequence of T tokens through a stage.
+
+    A matrix takes 2 T operations an element, the attention of a layer 4 T^2 times the width of its heads (scores and
+    values, as if without a mask). Looking up an embedding, norms and gates are left out.
+    """
+    model = manifest.model
+    family = model_family(model)
+    numbers, work = family.block_range(model, cut), family.block_work(model)
+    elements = math.fsum(work[number] for number in numbers)
+    layers = len(numbers) - cut.has_embedding - cut.has_head
+    return 2.0 * model.context * elements + 4.0 * model.context**2 * model.head_width * model.heads * layers
+
+
+def _memory_by_device(manifest: Manifest, cut: Cut) -> Iterator[tuple[str, float]]:
+    """Yield what training needs of the device; on a CPU the daemon and the activations share its memory."""
+    sequences = run_microbatch(manifest)[1]
+    yield "cuda", float(fixed_bytes(manifest, "cuda", cut) + microbatch_bytes(manifest, sequences, "cuda", cut))
+    yield "cpu", float(PROCESS_BYTES + peer_bytes(manifest, build_program(manifest, cut=cut), "cpu", cut))
+
+
+def _settled_rounds(planner: RoundPlanner) -> list[int]:
+    return list(itertools.islice(planner.cycle, MAX_PLANNED_ROUNDS))
+
+
+SUBSPACE_FORMATS = {f"{name}, subspace of width/{SUBSPACE_PART}": name for name in ("bf16", "int8")}
 
 
 @dataclass(frozen=True)
@@ -109,17 +240,17 @@ def predict(work: Workload, kinds: Sequence[PeerKind]) -> Prediction:
     )  # fmt: skip
 
 
-def zip_stages(work: Workload, placement: Placement) -> list[tuple[StageWork, Counter[int]]]:
+def zip_stages(work: Workload, placement: Placement) -> list[tuple[StageCost, Counter[int]]]:
     """Return each stage with its peers."""
     return list(zip(work.stages, placement, strict=True))
 
 
-def fits(stage: StageWork, kind: PeerKind) -> bool:
+def fits(stage: StageCost, kind: PeerKind) -> bool:
     """Return whether the memory of a peer holds the stage."""
     return stage.memory[kind.device] <= kind.memory
 
 
-def peer_rate(stage: StageWork, kind: PeerKind, with_links: bool = True) -> float:
+def peer_rate(stage: StageCost, kind: PeerKind, with_links: bool = True) -> float:
     """Return the microbatches a second of one peer: what its device computes, or what its link carries."""
     rate = kind.flops / stage.flops
     if with_links and stage.sent_bytes:
@@ -127,7 +258,7 @@ def peer_rate(stage: StageWork, kind: PeerKind, with_links: bool = True) -> floa
     return rate
 
 
-def stage_rate(stage: StageWork, kinds: Sequence[PeerKind], placed: Counter[int], with_links: bool = True) -> float:
+def stage_rate(stage: StageCost, kinds: Sequence[PeerKind], placed: Counter[int], with_links: bool = True) -> float:
     """Return the microbatches a second of all peers of a stage."""
     return sum(count * peer_rate(stage, kinds[number], with_links) for number, count in placed.items())
 
@@ -207,7 +338,7 @@ def _interpolate(points: Sequence[tuple[float, float]], place: float) -> float:
     return low + (high - low) * math.log(place / left) / math.log(right / left)
 
 
-def _are_unequal(stage: StageWork, kinds: Sequence[PeerKind], placed: Counter[int]) -> bool:
+def _are_unequal(stage: StageCost, kinds: Sequence[PeerKind], placed: Counter[int]) -> bool:
     rates = [peer_rate(stage, kinds[number]) for number, count in placed.items() if count]
     return bool(rates) and max(rates) >= UNEQUAL * min(rates)
 
@@ -218,7 +349,7 @@ def _mean_over_peers(kinds: Sequence[PeerKind], placement: Placement) -> Callabl
 
 
 def _stage_prediction(
-    work: Workload, kinds: Sequence[PeerKind], stage: StageWork, placed: Counter[int],
+    work: Workload, kinds: Sequence[PeerKind], stage: StageCost, placed: Counter[int],
     rates: tuple[float, float, float],
 ) -> StagePrediction:  # fmt: skip
     """Predict a stage; `rates` are those by compute, with links, and of the whole run."""
@@ -235,7 +366,7 @@ def _stage_prediction(
     return StagePrediction(count, compute, linked, seconds, fractions / linked)
 
 
-def round_fraction(work: Workload, stage: StageWork, kind: PeerKind, count: int, pace: tuple[float, float]) -> float:
+def round_fraction(work: Workload, stage: StageCost, kind: PeerKind, count: int, pace: tuple[float, float]) -> float:
     """Return the share of a round for which a peer trains.
 
     Args:
@@ -253,7 +384,7 @@ def round_fraction(work: Workload, stage: StageWork, kind: PeerKind, count: int,
     return seconds / max(seconds + max(0.0, exchange - hidden), carried)
 
 
-def round_bytes(work: Workload, stage: StageWork, count: int) -> float:
+def round_bytes(work: Workload, stage: StageCost, count: int) -> float:
     """Return the bytes that a peer uploads in a round of `count` peers, and about as many that it downloads."""
     topology = work.method.topology
     if topology.reduces_parts:

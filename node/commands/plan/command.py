@@ -6,12 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.commands.join.joined_folder import open_or_recall
-from node.commands.plan.advice import POOR, factors
-from node.commands.plan.arithmetic import predict
+from node.commands.join.invitation import open_or_recall
+from node.commands.plan.arithmetic import predict, workload_of
 from node.commands.plan.peers import load_peers, typical_peers
-from node.commands.plan.report import plan_values, print_plan
-from node.commands.plan.workload import workload_of
+from node.commands.plan.report import POOR, factors, plan_values, print_plan
 from node.from_manifest import require_program
 from node.monitoring.tables import table_console
 from node.own_loops import NO_CODE

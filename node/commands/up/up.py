@@ -1,7 +1,10 @@
 """`murmur up`: run a whole swarm on this machine, from a manifest to an exported model."""
 
 import asyncio
+import contextlib
+import logging
 import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +13,34 @@ import torch
 from rich.console import Console
 
 from node import paths
-from node.commands.doctor.machine import free_memory
-from node.commands.doctor.prediction import measure_flops, predict
-from node.commands.up.kill_test import KillTest
-from node.commands.up.local_swarm import Interrupted, LocalSwarm
+from node.commands.capacity import estimate_peer, measure_flops
+from node.commands.doctor.checks import free_memory
+from node.commands.up.local_swarm import Interrupted, KillTest, LocalSwarm
 from node.commands.up.peer_process import PeerProcess
 from node.commands.up.report import SwarmResult, build_report, count_contributors, evaluate_model, validation_losses
-from node.commands.up.swarm_page import serve_swarm_page
-from node.commands.up.swarm_table import SwarmDisplay
+from node.commands.up.swarm_summary import SwarmDisplay
+from node.dashboard.command import ObserverStatus
 from node.dashboard.event_log import EVENT_FILE_NAME
+from node.dashboard.observer_node import gossiping, node_handle, open_observer_node
 from node.dashboard.report.run_report import write_report
-from node.dashboard.service import DashboardAddress
+from node.dashboard.service import DashboardAddress, RunningDashboard, serve_dashboard
 from node.data.check import check_text
-from node.flags import MachineFlags, to_arguments
+from node.flags import MachineFlags, NodeFlags, to_arguments
 from node.from_manifest import build_node_program, build_program, in_memory_mode, require_program
 from node.model.weight_files import HUB_SCHEME, start_weights
-from node.options import LISTEN_ON_LOOPBACK, MachineOptions, parse_options, threads_per_process
+from node.monitoring.logs import PlainFormatter
+from node.monitoring.metrics import serve_metrics
+from node.options import (
+    LISTEN_ON_LOOPBACK,
+    MachineOptions,
+    NodeOptions,
+    parse_node_options,
+    parse_options,
+    threads_per_process,
+)
 from node.own_loops import require_our_loop
+from node.paths import registered
+from node.processes.process import raise_fd_limit
 from node.run_dir import RunDir
 from node.run_file import load_run_file
 from node.trainer.devices.device import choose_devices
@@ -34,8 +48,59 @@ from protocol.errors import UsageError
 from protocol.manifest.reading import manifest_of_values
 from protocol.manifest.run import Manifest
 
+LOG_FILE = "log"
 DEFAULT_PEERS = 3
 PAGE_FOLDER = "page"
+
+
+@dataclass(frozen=True)
+class SwarmPage:
+    """The dashboard, and the addresses at which the peers find its node."""
+
+    dashboard: RunningDashboard
+    entry_points: tuple[str, ...]
+
+
+@contextlib.asynccontextmanager
+async def serve_swarm_page(
+    manifest: Manifest, folder: Path, address: DashboardAddress, model_folders: Sequence[Path]
+) -> AsyncIterator[SwarmPage]:
+    """Serve the page inside the context; samples are of the newest model in the peers' folders, or in that above them.
+
+    `folder` keeps the node's key and the event log. Raises MurmurError.
+    """
+    raise_fd_limit()
+    settings = observer_options(manifest, folder)
+    with RunDir(folder).lock(manifest) as run_dir, _logging_to(folder / LOG_FILE):
+        async with open_observer_node(settings, run_dir, keeps=False) as (observer, _):
+            handle = node_handle(observer)
+            async with serve_dashboard(handle, run_dir, address, model_folders) as dashboard, gossiping(observer):
+                status = ObserverStatus(handle, dashboard, observer.metrics)
+                async with serve_metrics(settings.metrics, observer.metrics, status) as port:
+                    addresses = tuple(await handle.transport.addresses())
+                    run_dir.write_node_info(handle.peer_id, addresses, port)
+                    with registered(folder):
+                        yield SwarmPage(dashboard, addresses[:1])
+                run_dir.write_final_status(status.status().model_dump_json())
+
+
+def observer_options(manifest: Manifest, folder: Path) -> NodeOptions:
+    """Return the options of the observing node: only peers on this machine can reach it."""
+    flags = NodeFlags(name="page", listen=[LISTEN_ON_LOOPBACK], direct="off")
+    return parse_node_options(flags, manifest=manifest, base=folder.parent.resolve(), folder=folder.resolve())
+
+
+@contextlib.contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Write log lines of this process to a file, because the terminal shows the table of the swarm."""
+    handler, root = logging.FileHandler(path), logging.getLogger()
+    handler.setFormatter(PlainFormatter())
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +152,9 @@ def _predict_needs(config: SwarmConfig) -> int:
     device, ranks, free = devices[0], len(devices), free_memory()
     free_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free / config.peers / ranks
     flops = measure_flops(device) / (1 if device.type == "cuda" else ranks)  # ranks on a CPU share its cores
-    prediction = predict(manifest, device.type, free_device, flops, options.recompute, ranks)
+    prediction = estimate_peer(manifest, device.type, free_device, flops, options.recompute, ranks)
     sys.stdout.write("".join(f"{line}\n" for line in prediction.lines(config.peers, free)))
-    prediction.require_room(config.peers, free)
+    prediction.require_memory(config.peers, free)
     return 0
 
 

@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from node.daemon.receipts.command import receipt_file_name
+from node.commands.receipts import receipt_file_name
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.receipt import ReceiptIssuer
 from node.dashboard.ending.host_report import CurrentReport

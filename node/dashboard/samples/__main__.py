@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from node.commands.doctor.machine import free_memory
+from node.commands.doctor.checks import free_memory
 from node.daemon.checkpoints.checkpoint import ANCHOR
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS
 from node.dashboard.samples.prompt import choose_prompt

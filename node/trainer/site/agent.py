@@ -19,7 +19,8 @@ import torch
 from pydantic import TypeAdapter
 
 from node.flags import MachineFlags
-from node.monitoring.logs import configure_logs, sanitize
+from node.monitoring.display import configure_logs
+from node.monitoring.logs import sanitize
 from node.options import TrainerOptions, parse_options
 from node.processes.process import handle_stop_signals, python_environment, raise_fd_limit
 from node.trainer.devices.device import choose_devices, device_name

@@ -29,7 +29,7 @@ async def oversized_manifest(stranger: Stranger) -> None:
 
 def _prepare(stranger: Stranger, manifest: Manifest) -> None:
     """Do what `murmur join` does before it trains: check the room, then create the shared memory."""
-    from node.commands.join import room
+    from node.commands import capacity
     from node.from_manifest import build_program
     from node.options import NodeOptions
     from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
@@ -41,7 +41,7 @@ def _prepare(stranger: Stranger, manifest: Manifest) -> None:
     os.posix_fallocate = note_allocation
     options = NodeOptions(manifest=manifest, base=stranger.home, folder=stranger.home / "joined")
     if "room" not in stranger.options["rules_off"]:
-        room.require_room(options, is_downloaded=True)
+        capacity.require_capacity(options, is_downloaded=True)
     SharedMemory.create(SharedLayout.of(build_program(manifest)))
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import node.cli
-from node.commands.guard import run_guarded
+from node.commands.console import run_guarded
 from node.flags import NodeFlags
 from protocol import errors
 
@@ -20,10 +20,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 COMMANDS = ("up", "join", "export", "generate", "tokenize", "status", "key", "host", "replay", "doctor")
 LIGHT = {
-    *("node", "node.cli", "node.commands", "node.commands.guard", "node.flags"),
+    *("node", "node.cli", "node.commands", "node.commands.console", "node.flags"),
     *("node.processes", "node.processes.process"),
-    *("node.commands.evaluation", "node.commands.models", "node.commands.options", "node.commands.tickets"),
-    *("node.commands.sites", "node.commands.waiting"),
+    "node.commands.models",
     *("protocol", "protocol.errors"),
 }
 
@@ -191,7 +190,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]
 
     monkeypatch.setitem(sys.modules, "node.model.export", module(export=note))
     monkeypatch.setitem(sys.modules, "node.model.generate", module(continue_text=note, require_sampling=note))
-    monkeypatch.setitem(sys.modules, "node.commands.opening", module(open_model=lambda source, *_: source))
+    monkeypatch.setitem(sys.modules, "node.commands.console", module(open_model=lambda source, *_: source))
     evaluation = module(EvalOptions=dict, evaluate=lambda options: note(**options), print_results=note)
     monkeypatch.setitem(sys.modules, "node.commands.eval.command", evaluation)
     monkeypatch.setitem(sys.modules, "node.commands.join.command", module(join_run=note))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.commands.guard import run_guarded
+from node.commands.console import run_guarded
 from node.commands.up.up import UpOptions, up
 from node.model import weight_files
 from protocol import errors

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.monitoring.logs import OUR_PACKAGES, SILENCED_LOGGERS, configure_logs
+from node.monitoring.display import OUR_PACKAGES, SILENCED_LOGGERS, configure_logs
 from protocol.identity import Identity
 from protocol.murmur_pb2 import PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from node.monitoring.display import Display
-from node.monitoring.logs import OUR_PACKAGES, SILENCED_LOGGERS, configure_logs
+from node.monitoring.display import OUR_PACKAGES, SILENCED_LOGGERS, Display, configure_logs
 from node.monitoring.status_line import StatusLine, fit_to_width, is_capable_terminal
 
 COLUMNS = 40

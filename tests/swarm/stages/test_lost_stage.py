@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from node.daemon.steering.command import SteerOptions, steer
+from node.commands.steer import SteerOptions, steer
 from node.model import shape_table
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest

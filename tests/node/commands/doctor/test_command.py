@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.commands.doctor import command, machine
+from node.commands.doctor import checks, command
+from node.commands.doctor.checks import Check
 from node.commands.doctor.command import doctor, run_checks
-from node.commands.doctor.findings import Finding
 from protocol.identity import Identity
 from tests.node.small_run import MANIFEST
 
@@ -20,8 +20,8 @@ NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsKQ
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the probe of the real network."""
 
-    async def network(*_: object) -> list[Finding]:
-        return [Finding("ports", "ok", "open")]
+    async def network(*_: object) -> list[Check]:
+        return [Check("ports", "ok", "open")]
 
     monkeypatch.setattr(command, "probe_network", network)
 
@@ -32,15 +32,15 @@ def written(folder: Path) -> str:
 
 
 def test_free_memory_is_positive() -> None:
-    assert machine.free_memory() > 1e6
+    assert checks.free_memory() > 1e6
 
 
 def test_container_limits_reduce_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = machine.free_memory()
-    monkeypatch.setattr(machine, "cgroup_memory_left", lambda: 7)
-    monkeypatch.setattr(machine, "cgroup_cores", lambda: 0.5)
-    monkeypatch.setattr(machine, "choose_device", lambda _: torch.device("cpu"))
-    assert machine.free_memory() == 7 < free and "0.5 cores" in machine.check_device().found
+    free = checks.free_memory()
+    monkeypatch.setattr(checks, "cgroup_memory_left", lambda: 7)
+    monkeypatch.setattr(checks, "cgroup_cores", lambda: 0.5)
+    monkeypatch.setattr(checks, "choose_device", lambda _: torch.device("cpu"))
+    assert checks.free_memory() == 7 < free and "0.5 cores" in checks.check_device().found
 
 
 def test_run_is_checked_and_exit_code_shows_the_result(
@@ -59,15 +59,15 @@ def test_run_is_checked_and_exit_code_shows_the_result(
 def test_text_is_read_and_a_missing_one_is_a_failure(quick: None, tmp_path: Path) -> None:
     run = written(tmp_path)
 
-    def data_finding() -> Finding:
+    def data_finding() -> Check:
         return next(found for found in run_checks(run, tmp_path / "node", (), False) if found.check == "data")
 
-    assert data_finding() == Finding(
+    assert data_finding() == Check(
         "data", "fail", f"no file matches data.path '*.txt' in {tmp_path}", "name existing text files"
     )
     for index in range(40):
         (tmp_path / f"{index}.txt").write_text("words to train on\n" * 10)
-    assert data_finding() == Finding(
+    assert data_finding() == Check(
         "data", "ok", f'40 documents, 7.2k tokens; sample: "{("words to train on " * 4)[:57]}..."'
     )
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -80,8 +80,8 @@ def test_text_from_peers_does_not_control_the_terminal(
 ) -> None:
     """Control: the JSON has it, escaped."""
 
-    async def network(*_: object) -> list[Finding]:
-        return [Finding("ports", "warn", "no\x1b[2Jway")]
+    async def network(*_: object) -> list[Check]:
+        return [Check("ports", "warn", "no\x1b[2Jway")]
 
     monkeypatch.setattr(command, "probe_network", network)
     doctor(None, tmp_path, (), False, False)
@@ -114,7 +114,7 @@ def test_key_that_other_users_can_read_is_a_finding(quick: None, tmp_path: Path)
     """Control: with the right mode, the same key is ok."""
     identity = Identity.load_or_create(tmp_path / "key")
 
-    def key() -> Finding:
+    def key() -> Check:
         return next(found for found in run_checks(None, tmp_path, (), False) if found.check == "key")
 
     assert (key().level, key().found) == ("ok", identity.peer_id)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from node.commands.doctor.findings import (
-    Finding,
+from node.commands.doctor.checks import (
+    Check,
     judge_addresses,
     judge_bandwidth,
     judge_clock,
@@ -56,7 +56,7 @@ RELAYED = "/ip4/8.8.4.4/tcp/4001/p2p/12D3KooWEVEvub4rCrm7Kqwv1Z4yXVKWi7Vmd7b4dsK
         (judge_versions("1.0", {"0.9", ""}), "warn"),
     ],
 )
-def test_findings_that_are_not_ok_say_what_to_fix(finding: Finding | None, level: str) -> None:
+def test_findings_that_are_not_ok_say_what_to_fix(finding: Check | None, level: str) -> None:
     assert finding and finding.level == level and finding.found and bool(finding.mend) == (level != "ok")
 
 

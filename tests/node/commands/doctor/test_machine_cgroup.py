@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.commands.doctor.machine import cgroup_cores, cgroup_memory_left
+from node.commands.doctor.checks import cgroup_cores, cgroup_memory_left
 
 GB = 1_000_000_000
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.commands.join import command
-from node.commands.join.invitation import Invitation
-from node.commands.join.joined_folder import save_invitation
+from node.commands.join.invitation import Invitation, save_invitation
 from node.daemon import lifecycle
 from node.flags import NodeFlags
 from node.monitoring.display import Display

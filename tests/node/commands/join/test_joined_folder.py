@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from node.commands.join import invitation
-from node.commands.join.invitation import Invitation
-from node.commands.join.joined_folder import (
+from node.commands.join.invitation import (
     INVITATION_FILE,
+    Invitation,
     check_pin,
     open_or_recall,
     recall_invitation,
     save_invitation,
 )
-from node.commands.join.joined_folder import MANIFEST_FILE as KEPT
+from node.commands.join.invitation import MANIFEST_FILE as KEPT
 from node.paths import state_home
 from protocol.errors import ManifestError, MissingFileError, OrganiserError, UnreachableError
 from protocol.identity import Identity

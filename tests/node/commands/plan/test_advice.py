@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from node.commands.plan.advice import warnings_of
-from node.commands.plan.arithmetic import predict
+from node.commands.plan.arithmetic import predict, workload_of
 from node.commands.plan.peers import PeerKind
-from node.commands.plan.workload import workload_of
+from node.commands.plan.report import warnings_of
 from tests.node.commands.plan.plans import peer, peers, run_of
 
 FAST = {"up": "1000mbit", "down": "1000mbit"}

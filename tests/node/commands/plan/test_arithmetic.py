@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from node.commands.plan.advice import warnings_of
 from node.commands.plan.arithmetic import (
     place_peers,
     predict,
@@ -12,9 +11,10 @@ from node.commands.plan.arithmetic import (
     step_fraction,
     window_fraction,
     window_of,
+    workload_of,
 )
 from node.commands.plan.peers import typical_peers
-from node.commands.plan.workload import workload_of
+from node.commands.plan.report import warnings_of
 from node.model import all_cuts, shape_table
 from protocol.manifest.sections import MethodSection
 from tests.node.commands.plan.plans import peer, peers, run_of

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.commands.plan.arithmetic import predict
+from node.commands.plan.arithmetic import predict, workload_of
 from node.commands.plan.command import describe_if_poor, plan, warn_if_poor
 from node.commands.plan.peers import typical_peers
 from node.commands.plan.report import print_plan
-from node.commands.plan.workload import workload_of
 from protocol.errors import ManifestError, MissingFileError
 from protocol.manifest.run import Manifest
 from tests.node.commands.plan.plans import peer, run_of

@@ -1,4 +1,4 @@
-from node.commands.up.kill_test import RESTART_AFTER_SECONDS, KillTest, KillTestAction
+from node.commands.up.local_swarm import RESTART_AFTER_SECONDS, KillTest, KillTestAction
 from node.commands.up.swarm_summary import PeerProcessState, PeerSummary, SwarmSummary
 from node.monitoring.status import NodeStatus
 

@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 import node.commands.up.local_swarm
-from node.commands.up.kill_test import KillTest
-from node.commands.up.local_swarm import Interrupted, LocalSwarm
+from node.commands.up.local_swarm import Interrupted, KillTest, LocalSwarm
 from node.commands.up.peer_process import PeerProcess
-from node.commands.up.swarm_table import SwarmDisplay
+from node.commands.up.swarm_summary import SwarmDisplay
 from protocol.errors import MurmurError, StorageError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest

@@ -2,10 +2,11 @@ import io
 
 from rich.console import Console
 
-from node.commands.up.swarm_summary import PeerSummary, SwarmSummary
-from node.commands.up.swarm_table import (
+from node.commands.up.swarm_summary import (
     COLUMNS,
+    PeerSummary,
     SwarmDisplay,
+    SwarmSummary,
     build_table,
     format_cells,
     format_header,

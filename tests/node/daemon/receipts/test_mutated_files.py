@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon.receipts.command import verify_files
+from node.commands.receipts import verify_files
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.ledger import commit_reader, read_ledger
 from node.daemon.receipts.receipt import issue_receipt

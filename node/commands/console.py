@@ -1,24 +1,87 @@
-"""Run a command so that every failure of a person or of the environment is one line and an exit code.
+"""What commands share at the terminal: options, the notice that modules are loaded, failures as one line.
 
-A traceback is left for faults of our own. This module imports nothing heavy, because `murmur --help` imports it.
+A traceback is left for faults of our own. `murmur --help` imports this module, so heavy ones are imported inside.
 """
 
 import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from node.processes.process import INTERRUPTED, discard_output
+from node.processes.process import INTERRUPTED, discard_output, rare_garbage_collection
 from protocol.errors import MissingFileError, MurmurError, StorageError
 
+if TYPE_CHECKING:
+    from node.model.opened_model import OpenedModel
+
+MAX_SEED = 2**63 - 1  # torch takes no larger one
+MAX_COUNT = 2**24
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")]
+PeerOption = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="MULTIADDR", help="of a RUN: connect to it first (repeatable)"),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|RUN",
+        help="folder of a node or a swarm, a checkpoint, an export; or a RUN of `murmur join`",
+    ),
+]
 MAX_SHOWN_PATH = 200
 BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EROFS)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def names_run(source: str) -> bool:
+    """Return whether a user names a run, whose peers have the model, and not a folder."""
+    return "://" in source or Path(source).is_file()
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Show on a terminal that modules are imported, which may take many seconds on a busy machine."""
+    from node.monitoring.status_line import activity
+
+    with activity("loading PyTorch"), rare_garbage_collection():
+        yield
+
+
+@contextmanager
+def say_when_interrupted(state: str) -> Iterator[None]:
+    """Say after Ctrl-C in which state a command leaves what it worked on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"murmur: stopped; {state}", err=True)
+        raise
+
+
+def open_model(source: str, peers: Sequence[str], insecure: bool) -> "OpenedModel":
+    """Open the model in a folder, or fetch the newest one of a run.
+
+    Args:
+        peers: of a run: multiaddresses to connect to first.
+        insecure: also accept plain http:// over the internet.
+
+    Raises MurmurError, one line that says what to do.
+    """
+    from node.model.opened_model import OpenedModel, open_folder  # loads torch
+
+    if not names_run(source):
+        return open_folder(Path(source))
+    from node.commands.fetch_model import fetch_weights
+
+    trained, _, invitation = fetch_weights(source, peers=peers, insecure=insecure)
+    return OpenedModel.of(trained, invitation.base or Path())
 
 
 class PlainGroup(TyperGroup):

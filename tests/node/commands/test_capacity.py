@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from node.commands.join.data_consent import require_data_consent
-from node.commands.join.room import Room, check_room, needed_room
+from node.commands.capacity import Needs, check_capacity, estimate_needs
+from node.commands.join.consent import require_data_consent
 from node.flags import NodeFlags
 from node.options import NodeOptions, parse_node_options
 from protocol.errors import DeviceError, OrganiserError, StorageError, UsageError
@@ -14,9 +14,9 @@ from protocol.manifest.run import Manifest
 from protocol.manifest.sections import DataSection
 from tests.node.small_run import MANIFEST
 
-NEEDED = Room(memory=4_000_000_000, disk=8_000_000_000)
-PLENTY = Room(memory=64_000_000_000, disk=640_000_000_000)
-TIGHT = Room(memory=6_000_000_000, disk=10_000_000_000)
+NEEDED = Needs(memory=4_000_000_000, disk=8_000_000_000)
+PLENTY = Needs(memory=64_000_000_000, disk=640_000_000_000)
+TIGHT = Needs(memory=6_000_000_000, disk=10_000_000_000)
 
 
 def options(folder: Path, **flags: Any) -> NodeOptions:
@@ -24,36 +24,36 @@ def options(folder: Path, **flags: Any) -> NodeOptions:
 
 
 def test_run_that_fits_is_not_asked_about(tmp_path: Path) -> None:
-    check_room(NEEDED, PLENTY, options(tmp_path), is_downloaded=True)
+    check_capacity(NEEDED, PLENTY, options(tmp_path), is_downloaded=True)
 
 
 @pytest.mark.parametrize("is_downloaded", [True, False])
 def test_run_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, is_downloaded: bool) -> None:
     with pytest.raises(DeviceError, match=r"4.0 GB of memory, but 3.0 GB"):
-        check_room(NEEDED, Room(3_000_000_000, PLENTY.disk), options(tmp_path, memory="1GB"), is_downloaded)
+        check_capacity(NEEDED, Needs(3_000_000_000, PLENTY.disk), options(tmp_path, memory="1GB"), is_downloaded)
     with pytest.raises(StorageError, match=r"8.0 GB of disk space, but may take 7.0 GB"):
-        check_room(NEEDED, PLENTY, options(tmp_path, disk="7GB"), is_downloaded)
+        check_capacity(NEEDED, PLENTY, options(tmp_path, disk="7GB"), is_downloaded)
 
 
 @pytest.mark.parametrize(
     ("available", "option"),
-    [(Room(TIGHT.memory, PLENTY.disk), "--memory"), (Room(PLENTY.memory, TIGHT.disk), "--disk")],
+    [(Needs(TIGHT.memory, PLENTY.disk), "--memory"), (Needs(PLENTY.memory, TIGHT.disk), "--disk")],
 )
 def test_downloaded_run_that_takes_most_of_a_machine_needs_consent(
-    tmp_path: Path, available: Room, option: str
+    tmp_path: Path, available: Needs, option: str
 ) -> None:
     with pytest.raises(UsageError, match=option):
-        check_room(NEEDED, available, options(tmp_path), is_downloaded=True)
-    check_room(NEEDED, available, options(tmp_path, memory="5GB", disk="9GB"), is_downloaded=True)
-    check_room(NEEDED, available, options(tmp_path), is_downloaded=False)  # one's own manifest
+        check_capacity(NEEDED, available, options(tmp_path), is_downloaded=True)
+    check_capacity(NEEDED, available, options(tmp_path, memory="5GB", disk="9GB"), is_downloaded=True)
+    check_capacity(NEEDED, available, options(tmp_path), is_downloaded=False)  # one's own manifest
 
 
 def test_large_model_needs_more_than_any_machine_before_anything_is_allocated() -> None:
     """The manifest that took 24 GB: the arena of shared memory alone."""
     model = MANIFEST.model.model_copy(update={"width": 2**16, "hidden": 2**18, "layers": 1024, "heads": 1024})
     huge: Manifest = MANIFEST.model_copy(update={"model": model})
-    assert needed_room(huge, "cpu").memory > 10**15
-    assert needed_room(MANIFEST, "cpu").memory < 10**9
+    assert estimate_needs(huge, "cpu").memory > 10**15
+    assert estimate_needs(MANIFEST, "cpu").memory < 10**9
 
 
 def data(**values: str) -> DataSection:

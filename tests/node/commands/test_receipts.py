@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.daemon.receipts.command import find_peer, verify_files, write_receipts
+from node.commands.receipts import find_peer, verify_files, write_receipts
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from protocol.errors import MissingFileError, ReceiptError, UsageError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from node.daemon.steering.command import (
+from node.commands.steer import (
     SteerOptions,
     changes_of,
     choose_round,
