@@ -10,20 +10,24 @@ from protocol.signing import peer_id_of
 
 ADDRESS = re.compile(r"^(?:(?P<host>[A-Za-z0-9.\-]*|\[[0-9A-Fa-f:.]+\]):)?(?P<port>\d{1,5})$")
 ALL_INTERFACES = ("0.0.0.0", "::")
-
 MULTIADDRESS = re.compile(r"^/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/\s]{1,253}(/[^/\s]{1,64})*\Z")
 PORTS = re.compile(r"/(?:tcp|udp)/([^/]{0,6})")
 IpKind = type[ipaddress.IPv4Address | ipaddress.IPv6Address]
 IP_KINDS: Final[dict[str, IpKind]] = {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}
-
 SIZE = re.compile(r"^\s*(?P<number>\d{1,9}(\.\d{1,6})?)\s*(?P<unit>B|[kKMGT]B|[KMGT]iB|[kKMGT])?\s*$")
 POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
-COUNT_FACTORS = {letter: 1000 ** POWERS[letter] for letter in "kMGT"} | {"B": 1000**3}  # B: a billion
 # Bits are spelled out and bytes have a capital B: `20mb` has cost many people a factor of eight.
 RATE = re.compile(
     r"^\s*(?P<number>\d{1,9}(\.\d{1,6})?)\s*((?P<bits>[kKmMgG])[bB]it|(?P<bytes>[kKMG]B|[KMG]iB))(/s)?\s*$", re.ASCII
 )
 MIN_RATE = 32_000.0  # bytes per second; below this, even the messages of a round arrive too late
+SI_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+DURATION_UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+ROUNDS_UP_FROM = 0.9995  # of a unit: rounds to 1.00 with three digits
+UNKNOWN_TEXT = "-"  # shown for an unknown value
+SMALLEST_DECIMAL = 1e-3  # smaller numbers are written with an exponent
+
+COUNT_FACTORS = {letter: 1000 ** POWERS[letter] for letter in "kMGT"} | {"B": 1000**3}  # B: a billion
 
 
 def parse_size(text: str, option: str) -> int:
@@ -126,3 +130,51 @@ def format_clock(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_si(value: float) -> str:
+    """Format with three digits and an SI prefix: 1840000 gives `1.84 M`."""
+    for size, letter in SI_UNITS:
+        if value >= ROUNDS_UP_FROM * size:
+            return f"{value / size:.3g} {letter}" if value < 1e15 else f"{value / size:.0f} {letter}"
+    return f"{value:.3g}"
+
+
+def choose_unit(largest: float) -> tuple[float, str]:
+    """Return the size and letter of the unit for numbers up to `largest`; never below a thousand."""
+    return next(((size, letter) for size, letter in SI_UNITS if largest >= size), SI_UNITS[-1])
+
+
+def format_number(value: float | None, digits: int) -> str:
+    return UNKNOWN_TEXT if value is None else f"{value:,.{digits}f}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format with the largest unit and, below ten of it, the next smaller one: `2 d 14 h`, `38 min`, `3.4 s`, `120 ms`.
+
+    `duration` in `static/format.js` writes the same.
+    """
+    if 0 < seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f}".removesuffix(".0") + " s"
+    whole = round(seconds)
+    for size, letter, below, small in DURATION_UNITS:
+        if whole >= size:
+            rest = whole % size // below
+            return f"{whole // size} {letter}" + (f" {rest} {small}" if rest and whole < 10 * size else "")
+    return f"{whole} s"
+
+
+def format_short(value: float | None) -> str:
+    """Format with three digits, small numbers with an exponent: 0.002, 3.5e-4."""
+    if value is None:
+        return UNKNOWN_TEXT
+    if value == 0 or abs(value) >= SMALLEST_DECIMAL:
+        return f"{value:.3g}" if abs(value) < 1000 else format_si(value)
+    digits, _, exponent = f"{value:.2e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def format_share(value: float | None) -> str:
+    return UNKNOWN_TEXT if value is None else f"{100 * value:.1f}%"

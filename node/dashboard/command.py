@@ -17,7 +17,6 @@ from node.daemon.stored_states.stage_stores import StageStores
 from node.dashboard.evaluations import EvaluationPlan
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.observer_node import Keeper, NodeHandle, gossiping, node_handle, open_observer_node
-from node.dashboard.run_state.steering import revision_values
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.service import (
     MAX_CONNECTIONS,
@@ -28,6 +27,7 @@ from node.dashboard.service import (
     serve_dashboard,
 )
 from node.dashboard.state import RunState
+from node.dashboard.steering import revision_values
 from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program

@@ -10,21 +10,27 @@ from functools import cache
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Final
 
-from node.dashboard.ending.end_section import EMPTY_SECTION
 from node.dashboard.log_text import short_id
-from node.dashboard.page.evaluations import render_evaluations
-from node.dashboard.page.formats import UNKNOWN_TEXT, choose_unit, format_duration, format_number, format_si
-from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
-from node.dashboard.page.stages import render_stages
-from node.dashboard.page.steering import render_revisions
+from node.dashboard.peer_columns import PEER_COLUMNS, render_head, render_row
+from node.dashboard.run_report import EMPTY_SECTION
+from node.units import UNKNOWN_TEXT, choose_unit, format_duration, format_number, format_plural, format_si
 
 ASSETS_DIR = Path(__file__).parent / "assets"
 STATIC_DIR = ASSETS_DIR / "static"
 MAX_BROAD_LANES = 8  # lanes that have room for broad bars
 WEB_ADDRESS_PREFIXES = ("https://", "http://")
 Values = Mapping[str, Any]
+RESULT_COLUMNS: Final = {
+    "Task": "",
+    "Metric": "",
+    "Value": "n",
+    "\u00b1": "n",
+    "First": "n",
+    "Over tokens": "",
+    "Round": "n",
+}
 
 
 @cache
@@ -78,7 +84,7 @@ def _header_texts(values: Values) -> dict[str, object]:
         "parameters": format_si(values.get("parameters", 0)),
         "recipe": values.get("recipe", UNKNOWN_TEXT),
         "round": values["round"],
-        "age": format_duration(values["at"] - values["opened"]),
+        "age": format_duration(int(values["at"] - values["opened"])),
         "organiser": f"Organiser {values.get('organiser', UNKNOWN_TEXT)}, "
         f"fingerprint {values.get('fingerprint', UNKNOWN_TEXT)}",
     }
@@ -208,3 +214,72 @@ def _render_peers(values: Values, join_line: str | None) -> str:
         return "".join(present)
     line = f"No peers visible. Run: {join_line}" if join_line else "No peers."
     return f'<tr><td class="empty" colspan="{len(PEER_COLUMNS)}">{escape(line)}</td></tr>'
+
+
+def render_revisions(revisions: Sequence[Values]) -> str:
+    """Return the section with the revisions, the newest first; hidden while there is none."""
+    lines = "".join(_render_revision(revision) for revision in reversed(revisions))
+    return (
+        f'<section id="steering"{"" if revisions else " hidden"}><h2>Changes by the organiser</h2>'
+        f'<ol id="revisions" class="log revisions">{lines}</ol></section>'
+    )
+
+
+def _render_revision(revision: Values) -> str:
+    written = time.strftime("%Y-%m-%d %H:%M", time.gmtime(revision["time"]))
+    return f"<li><time>{written}</time><span>{escape(revision['text'])}</span></li>"
+
+
+def render_stages(stages: Sequence[Values], microbatches: Mapping[str, int]) -> str:
+    """Return the section with a row for each stage; hidden for a model that is not cut."""
+    rows = "".join(_render_stage(stage) for stage in stages)
+    return (
+        f'<section id="stages"{"" if stages else " hidden"}><h2>Stages of the model</h2>'
+        f'<div id="stage-rows" class="lanes few stages">{rows}</div>'
+        f'<p id="microbatches" class="legend">{escape(describe_microbatches(microbatches))}</p></section>'
+    )
+
+
+def _render_stage(stage: Values) -> str:
+    bar = f'<rect class="compute" x="0%" width="{100 * stage["share"]:.2f}%" height="100%"/>'
+    return (
+        f'<div class="lane{"" if stage["peers"] else " late"}"><span class="id">stage {stage["stage"]}</span>'
+        f'<svg aria-hidden="true">{bar}</svg><span class="n">{escape(describe_stage(stage))}</span></div>'
+    )
+
+
+def describe_microbatches(counts: Mapping[str, int]) -> str:
+    """Return the owners' microbatches by result, the most frequent first; the script writes the same."""
+    ordered = sorted(counts.items(), key=lambda entry: -entry[1])
+    return "Microbatches: " + (", ".join(f"{word} {count:,}" for word, count in ordered if count) or "none yet")
+
+
+def describe_stage(stage: Values) -> str:
+    """Return the figures of a stage; the script writes the same."""
+    if not stage["peers"]:
+        return "nobody serves it"
+    rate = f"{format_number(stage['rate'], 1)} microbatches/s"
+    return f"{format_plural(stage['peers'], 'peer')} · {rate} · round {stage['round']:,}"
+
+
+def render_evaluations(rows: Sequence[Values]) -> str:
+    """Return the section; hidden while there is no result."""
+    head = "".join(f'<th scope="col" class="{kind}">{heading}</th>' for heading, kind in RESULT_COLUMNS.items())
+    return (
+        f'<section id="evaluations"{"" if rows else " hidden"}><h2>Evaluations</h2>'
+        '<div class="wide" tabindex="0" role="region" aria-label="Evaluations"><table>'
+        f"<thead><tr>{head}</tr></thead>"
+        f'<tbody id="results">{"".join(map(_render_result, rows))}</tbody></table></div></section>'
+    )
+
+
+def _render_result(row: Values) -> str:
+    error = "" if row["standard_error"] is None else f"{row['standard_error']:.4f}"
+    before = "" if row["first"] == row["value"] else f"{row['first']:.4f}"
+    number = "" if row["round"] is None else f"{row['round']}"
+    line = f'<polyline points="{escape(row["points"])}"/>' if row["points"] else ""
+    course = f'<svg class="course" viewBox="-2 -2 104 24" aria-hidden="true">{line}</svg>'
+    return (
+        f'<tr><td>{escape(row["task"])}</td><td>{escape(row["metric"])}</td><td class="n">{row["value"]:.4f}</td>'
+        f'<td class="n">{error}</td><td class="n">{before}</td><td>{course}</td><td class="n">{number}</td></tr>'
+    )

@@ -2,24 +2,54 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from node.commands.eval.results import Result
 from node.dashboard.events import PeerReport, RunFacts
-from node.dashboard.log_text import Tone, short_id
-from node.dashboard.run_state.evaluations import evaluation_values
-from node.dashboard.run_state.log_groups import LogLine
-from node.dashboard.run_state.loss_trend import find_warnings
-from node.dashboard.run_state.round_history import RoundSummary
-from node.dashboard.run_state.stages import lowest_sum
-from node.dashboard.run_state.steering import revision_values
-from node.dashboard.state import UNSEEN_SINCE_RESTART, PeerHistory, RunState, timings_of_round
+from node.dashboard.log_text import LogLine, Tone, short_id
+from node.dashboard.rounds import RoundSummary, find_warnings
+from node.dashboard.state import UNSEEN_SINCE_RESTART, PeerHistory, RunState, lowest_sum, timings_of_round
+from node.dashboard.steering import revision_values
 from node.monitoring.stage_table import bar_share, describe_empty_stages
 from node.units import format_bytes
 from protocol.signing import fingerprint
 
+COURSE_WIDTH: Final = 100.0  # of the course, whose height is COURSE_HEIGHT
+COURSE_HEIGHT: Final = 20.0
+MAX_RESULT_POINTS: Final = 100
+MAX_SHOWN_METRICS: Final = 60  # metrics
 DAY_SECONDS = 86_400.0
 RECENT_ROUNDS = 8  # rounds over which the pace is averaged
 MAX_POINTS = 5000
+Values = dict[str, Any]
+T = TypeVar("T")
+
+
+def evaluation_values(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return a row for each metric of each task, those that were measured first at the top."""
+    courses: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        courses.setdefault((result.task, result.metric), []).append(result)
+    return [
+        {**course[-1].model_dump(), "first": course[0].value, "points": course_points(course)}
+        for course in list(courses.values())[:MAX_SHOWN_METRICS]
+    ]
+
+
+def course_points(course: Sequence[Result]) -> str:
+    """Return the points of an SVG line over the tokens of the run; empty for less than two."""
+    known = [(one.tokens, one.value) for one in course if one.tokens is not None][-MAX_RESULT_POINTS:]
+    if len({tokens for tokens, _ in known}) < 2:
+        return ""
+    lows, highs = (tuple(choose(column) for column in zip(*known, strict=True)) for choose in (min, max))
+    spread = highs[1] - lows[1] or 1.0
+    places = (
+        (COURSE_WIDTH * (tokens - lows[0]) / (highs[0] - lows[0]), COURSE_HEIGHT * (highs[1] - value) / spread)
+        for tokens, value in sorted(known)
+    )
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
 SERIES: dict[str, Callable[[RoundSummary], float | None]] = {
     "round": lambda row: row.round,
     "at": lambda row: row.at,
@@ -33,8 +63,6 @@ SERIES: dict[str, Callable[[RoundSummary], float | None]] = {
     "raw": lambda row: round(row.all_reduce_bytes),
     "seconds": lambda row: None if row.seconds is None else round(row.seconds, 3),
 }
-Values = dict[str, Any]
-T = TypeVar("T")
 
 
 def snapshot(state: RunState, now: float) -> Values:

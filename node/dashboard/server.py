@@ -32,12 +32,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from node.daemon.receipts.receipt import ReceiptIssuer
 from node.daemon.stored_states.model_archive import ModelArchive, model_route, model_values
-from node.dashboard.ending.end_section import render_end
-from node.dashboard.ending.host_report import CurrentReport
-from node.dashboard.ending.routes import receipt_routes, report_routes
 from node.dashboard.event_log import EventLog, encode_message, stream_messages
+from node.dashboard.host_report import CurrentReport, receipt_routes, report_routes
 from node.dashboard.html_page import STATIC_DIR, render_page
 from node.dashboard.json_views import MAX_POINTS, SERIES, history, run_status, series_points, snapshot
+from node.dashboard.run_report import render_end
 from node.dashboard.state import timings_of_round
 from node.own_loops import join_line
 from protocol.errors import LimitError

@@ -8,10 +8,11 @@ gradient at every step:
     2 (n - 1) / n * 4 bytes * parameters * steps,   n contributors, steps = their mean
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from node.commands.eval.results import Result
+from node.dashboard.contributors import Contributors, mean_seconds
 from node.dashboard.events import (
     ChainForked,
     CommittedContribution,
@@ -35,14 +36,9 @@ from node.dashboard.events import (
     SwarmLost,
     ValidationMeasured,
 )
-from node.dashboard.log_text import LEFT_POLITELY, LogText, describe_event
-from node.dashboard.run_state.contributors import Contributors, mean_seconds
-from node.dashboard.run_state.log_groups import LogLine, append_line
-from node.dashboard.run_state.loss_trend import LossTrend, trend_of
-from node.dashboard.run_state.outcome import progress_to_target, was_stopped
-from node.dashboard.run_state.round_history import RoundHistory, RoundSummary
-from node.dashboard.run_state.stages import served_stages
-from node.monitoring.stage_table import StageEntry
+from node.dashboard.log_text import LEFT_POLITELY, LogLine, LogText, append_line, describe_event
+from node.dashboard.rounds import LossTrend, RoundHistory, RoundSummary, progress_to_target, trend_of, was_stopped
+from node.monitoring.stage_table import ServedStage, StageEntry, build_stage_table
 from protocol.identity import PeerId
 
 MAX_TIMELINES = 50
@@ -52,6 +48,31 @@ MAX_EVALUATIONS = 1000  # results of `murmur eval`
 PACE_ROUNDS = 8  # over which the duration of an undated round is estimated
 FLOAT_BYTES = 4
 UNSEEN_SINCE_RESTART = "not seen since the host restarted"
+
+
+def served_stages(facts: RunFacts | None, reports: Iterable[PeerReport]) -> tuple[StageEntry, ...]:
+    """Return the stages of a run that is cut; empty for another run."""
+    if facts is None or facts.stages == 1:
+        return ()
+    served = [(report, report.stage) for report in reports if report.role == "trainer"]
+    peers = [
+        ServedStage(stage, report.stage_rate, report.round)
+        for report, stage in served
+        if stage is not None and stage < facts.stages
+    ]
+    return build_stage_table(peers, [0] * facts.stages)
+
+
+def lowest_sum(stages: int, figures: Iterable[tuple[int | None, float]]) -> float:
+    """Return the lowest sum of a stage, for example of tokens, because each token passes all stages.
+
+    `figures` has the stage and the figure of each peer.
+    """
+    sums = [0.0] * stages
+    for stage, figure in figures:
+        if stage is not None and stage < stages:
+            sums[stage] += figure
+    return min(sums)
 
 
 @dataclass(frozen=True, slots=True)

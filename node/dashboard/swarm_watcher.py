@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from node.daemon.receipts.commit_log import CommitLog, commit_file_header
 from node.daemon.stages.stage_peers import served_stage
@@ -24,6 +25,8 @@ from node.dashboard.events import (
     PeersUpdated,
     Reach,
     RoundTimed,
+    RunAbout,
+    RunFacts,
     RunSteered,
     SwarmFound,
     SwarmLost,
@@ -32,8 +35,7 @@ from node.dashboard.events import (
 from node.dashboard.json_views import peer_values, summary
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.round_timeline import RoundTimeline
-from node.dashboard.run_state.facts import run_facts
-from node.dashboard.run_state.steering import (
+from node.dashboard.steering import (
     AdoptionRecord,
     build_reports,
     describe_news,
@@ -41,10 +43,12 @@ from node.dashboard.run_state.steering import (
     manifest_at_head,
 )
 from node.from_manifest import build_method, topology_class
+from node.model import shape_table
 from node.monitoring.stage_table import MICROBATCH_WORDS
 from protocol.consensus.chain import ChainLog
 from protocol.identity import PeerId
-from protocol.manifest.sections import MAX_STAGES
+from protocol.manifest.run import Manifest
+from protocol.manifest.sections import MAX_STAGES, DataSection, SourceSection
 from protocol.membership import peer_table
 from protocol.membership.record_fields import parse_source_losses, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
@@ -54,7 +58,6 @@ from protocol.transport.nat import is_relay_only, relays_of
 from protocol.transport.rate_limit import TokenBuckets
 
 logger = logging.getLogger(__name__)
-
 TICK_SECONDS = 0.5
 RATE_WINDOW_SECONDS = 2.0  # over which a peer's send rate is measured
 MAX_KEPT_DIVERGED = 256
@@ -342,3 +345,39 @@ def _reach(record: PeerRecord) -> Reach:
 def _clamp_count(count: int) -> int:
     """Clamp a peer's 64-bit claim to the 53 bits that JSON represents exactly."""
     return min(count, 2**53)
+
+
+def run_facts(base: Manifest, organiser: PeerId, revised: Manifest | None = None) -> RunFacts:
+    """Return the facts of a run, whose manifest at its beginning is `base`, with the organiser's revisions."""
+    manifest = revised or base
+    return RunFacts(
+        run=manifest.run.name,
+        run_id=base.run_id,
+        recipe=manifest.method.recipe,
+        parameters=shape_table(manifest.model).numel,
+        batch_tokens=manifest.train.batch_tokens,
+        min_peers=manifest.run.min_peers,
+        stages=manifest.pipeline.stages,
+        target_rounds=manifest.target.rounds,
+        target_tokens=manifest.target.tokens,
+        organiser=organiser,
+        expiry=manifest.membership.expiry,
+        about=RunAbout(**manifest.about.model_dump(), source=describe_sources(manifest.data)),
+    )
+
+
+def describe_sources(data: DataSection) -> str:
+    """Return the sources of the text with their shares at the beginning of the run."""
+    if data.source == "own":
+        return data.source
+    if len(data.mixture) == 1:
+        return _describe_source(data.mixture[0])
+    total = sum(data.first_weights)
+    shares = ((source, f"{source.weight / total:.0%}") for source in data.mixture)
+    return ", ".join(f"{source.name} {share} ({_describe_source(source)})" for source, share in shares)
+
+
+def _describe_source(source: SourceSection) -> str:
+    """Return the data set's name; of a path on some machine, only the end."""
+    name = Path(source.path).name if source.source != "hf" else source.path
+    return f"{source.source}: {name}" if name else source.source

@@ -21,8 +21,8 @@ from node.commands.eval.results import (
 from node.commands.eval.scoring import Score, Scorer, evaluate_validation
 from node.commands.join.consent import require_data_consent
 from node.commands.join.invitation import DATA, text_base
+from node.commands.up.report import update_report
 from node.daemon.checkpoints.checkpoint_folders import is_checkpoint
-from node.dashboard.report.saved_report import update_report
 from node.flags import MachineFlags
 from node.model.opened_model import OpenedModel
 from node.monitoring.logs import sanitize

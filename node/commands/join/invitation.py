@@ -47,6 +47,7 @@ from protocol.murmur_pb2_grpc import RunsStub
 from protocol.signing import (
     MAX_SIGNED_MANIFEST_BYTES,
     SignedManifest,
+    TrustPoint,
     fingerprint,
     load_signed_manifest,
     open_signed_manifest,

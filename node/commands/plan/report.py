@@ -26,7 +26,7 @@ from node.commands.plan.arithmetic import (
 from node.commands.plan.peers import PeerKind
 from node.model import shape_table
 from node.monitoring.logs import sanitize
-from node.units import format_bytes, format_count, format_plural
+from node.units import format_bytes, format_count, format_duration, format_plural
 
 POOR = 0.5  # below this, a limit is worth a warning, and `murmur host` and `murmur join` warn of the whole
 GOOD_WINDOW_FRACTION, GOOD_STEP_FRACTION, GOOD_BALANCE = 0.9, 0.8, 0.7
@@ -107,8 +107,8 @@ def _about_slow_peers(work: Workload, kinds: Sequence[PeerKind], found: Predicti
         slow |= {number: (each, step_seconds) for number, each in seconds.items() if each > step_seconds}
     for number, (each, step_seconds) in slow.items():
         yield (
-            f"{kinds[number].name}: a microbatch takes {format_seconds(each)}, and a step of the fastest peer of the "
-            f"stage {format_seconds(step_seconds)}: its step waits for every microbatch that goes this way; larger "
+            f"{kinds[number].name}: a microbatch takes {format_duration(each)}, and a step of the fastest peer of the "
+            f"stage {format_duration(step_seconds)}: its step waits for every microbatch that goes this way; larger "
             "steps, or run these peers elsewhere"
         )
 
@@ -159,18 +159,10 @@ def _about_round(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -
     sent = format_bytes(round_bytes(work, stage, placed.total()))
     slowest = min((kinds[number] for number in placed), key=lambda kind: min(kind.up, kind.down))
     return (
-        f"a round trains for {format_seconds(predicted.round_seconds)} and sends {sent}, which {slowest.name} uploads "
+        f"a round trains for {format_duration(predicted.round_seconds)} and sends {sent}, which {slowest.name} uploads "
         f"at {format_bytes(slowest.up)}/s; raise method.schedule.inner_steps or train.batch_tokens, or choose a recipe "
         "with smaller messages (`murmur recipes`)"
     )
-
-
-def format_seconds(seconds: float) -> str:
-    """Return seconds with a unit: 0.1234 gives `123 ms`."""
-    for size, unit in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{1000 * seconds:.3g} ms"
 
 
 def format_stages(stages: Sequence[int]) -> str:
@@ -243,7 +235,7 @@ def _reason(name: str, work: Workload, found: Prediction) -> str:
         "window": f"{window.total:.0f} microbatches under way; {window.needed:.0f} peers and transfers",
         "step": f"{work.step_microbatches} microbatches fill and drain {len(work.stages)} stages",
         "round": f"message of {format_bytes(max(stage.message_bytes for stage in work.stages))} in "
-        f"{format_seconds(max(stage.round_seconds for stage in rounds))} of training",
+        f"{format_duration(max(stage.round_seconds for stage in rounds))} of training",
     }
     return texts[name]
 
@@ -269,7 +261,7 @@ def _format_flops(flops: float) -> str:
 def _seconds_each(predicted: StagePrediction) -> tuple[str, str]:
     """Return the seconds in which a stage finishes a microbatch, by compute alone and with its links."""
     rates = (predicted.compute_rate, predicted.rate)
-    compute, linked = (format_seconds(1 / rate) if rate else "-" for rate in rates)
+    compute, linked = (format_duration(1 / rate) if rate else "-" for rate in rates)
     return compute, linked
 
 
@@ -285,7 +277,7 @@ def _peers_table(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -
         table.add_row(
             sanitize(kind.name), str(kind.count), format_stages(fields["stages"]),
             *(
-                format_seconds(fields[name]) if fields[name] else "-"
+                format_duration(fields[name]) if fields[name] else "-"
                 for name in ("compute_seconds", "upload_seconds", "round_upload_seconds")
             ),
             format_bytes(kind.memory), format_bytes(fields["needed_memory"]),

@@ -11,22 +11,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
 from torch import Tensor
 
+from node.commands.eval.results import Result
 from node.commands.up.swarm_summary import PeerTotals, compute_share
 from node.daemon.checkpoints.trained_weights import load_trained_weights
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.ledger import commit_reader, read_ledger
-from node.dashboard.report.run_report import ContributorReport, RunReport
+from node.dashboard.run_report import REPORT_JSON, ContributorReport, Figure, RunReport, write_report
 from node.data import open_corpus, validation_sets
 from node.model import build_model
 from node.model.export import export
 from node.model.generate import generate
 from node.model.weight_files import start_weights
 from node.paths import find_newest_checkpoint, find_trained_dir
+from node.run_dir import read_json_if_whole
 from node.trainer.inner_step import validate
 from node.units import format_bytes
 from protocol.manifest.run import Manifest
+
+VALIDATION_TOKENS = 65_536
+SAMPLE_TOKENS = 200
+SAMPLE_CHARACTERS = 240
+PROMPTS = {"python-stdlib": "def "}
+DEFAULT_PROMPT = "The "
 
 
 class FinalReport(RunReport):
@@ -46,17 +55,17 @@ class FinalReport(RunReport):
     checkpoint: str
     export: str
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Return label and text of each figure."""
+    def figures(self) -> list[Figure]:
+        """Return the figures that are known."""
         share = "-" if self.compute_share is None else f"{self.compute_share:.0%}"
         return [
-            *super().facts(),
-            ("sent per peer", self._sent_line()),
-            ("computing", f"{share} of the time"),
-            ("peers", f"{self.peers}, lost {self.peers_lost}, rejoined {self.peers_rejoined}"),
-            ("digests", self._digest_line()),
-            ("checkpoint", self.checkpoint),
-            ("export", self.export),
+            *super().figures(),
+            Figure("sent per peer", self._sent_line()),
+            Figure("computing", f"{share} of the time"),
+            Figure("peers", f"{self.peers}, lost {self.peers_lost}, rejoined {self.peers_rejoined}"),
+            Figure("digests", self._digest_line()),
+            Figure("checkpoint", self.checkpoint),
+            Figure("export", self.export),
         ]
 
     def _sent_line(self) -> str:
@@ -186,13 +195,6 @@ def build_report(
     )
 
 
-VALIDATION_TOKENS = 65_536
-SAMPLE_TOKENS = 200
-SAMPLE_CHARACTERS = 240
-PROMPTS = {"python-stdlib": "def "}
-DEFAULT_PROMPT = "The "
-
-
 def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
     """Evaluate the newest checkpoint in `swarm_dir` and replace its folder `export`. Raises MurmurError."""
     node = find_trained_dir(swarm_dir)
@@ -226,3 +228,20 @@ def sample_text(manifest: Manifest, node_dir: Path) -> str:
     prompt = PROMPTS.get(manifest.data.mixture[0].source, DEFAULT_PROMPT)
     pieces = generate(node_dir, prompt, tokens=SAMPLE_TOKENS, temperature=0.7, top_k=40, seed=manifest.run.seed)
     return "".join(itertools.chain((prompt,), pieces))[:SAMPLE_CHARACTERS]
+
+
+def update_report(folder: Path, evaluations: Sequence[Result]) -> None:
+    """Write the report of a finished run again, with these results; a folder without one is left as it is."""
+    values = read_json_if_whole(folder / REPORT_JSON)
+    report = _parse(values | {"evaluations": [result.model_dump() for result in evaluations]}) if values else None
+    if report is not None:
+        write_report(folder, report)
+
+
+def _parse(values: dict[str, object]) -> RunReport | None:
+    for kind in (FinalReport, RunReport):  # of `murmur up`, and of a host
+        try:
+            return kind.model_validate(values)
+        except ValidationError:
+            continue
+    return None  # of another version

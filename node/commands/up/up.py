@@ -22,7 +22,7 @@ from node.commands.up.swarm_summary import SwarmDisplay
 from node.dashboard.command import ObserverStatus
 from node.dashboard.event_log import EVENT_FILE_NAME
 from node.dashboard.observer_node import gossiping, node_handle, open_observer_node
-from node.dashboard.report.run_report import write_report
+from node.dashboard.run_report import write_report
 from node.dashboard.service import DashboardAddress, RunningDashboard, serve_dashboard
 from node.data.check import check_text
 from node.flags import MachineFlags, NodeFlags, to_arguments

@@ -2,10 +2,10 @@
 
 import pytest
 
+from node.dashboard import contributors as module
+from node.dashboard.contributors import Contributed, Contributors
 from node.dashboard.events import ChainForked, PeerDeparted
 from node.dashboard.json_views import snapshot
-from node.dashboard.run_state import contributors as module
-from node.dashboard.run_state.contributors import Contributed, Contributors
 from tests.node.dashboard.example_events import NAMES, apply_all, committed, opening_events
 
 RUN = [*opening_events(), *map(committed, range(3)), committed(3, NAMES[:1])]

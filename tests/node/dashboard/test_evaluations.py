@@ -8,13 +8,12 @@ import pytest
 
 from node.commands.eval.results import Result, append_results, read_results
 from node.dashboard import evaluations as module
-from node.dashboard.ending.host_report import build_host_report
 from node.dashboard.evaluations import EvaluationKeeper, EvaluationPlan, is_evaluation_due, plan_of
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.events import ChainForked, LogOpened, ModelEvaluated
+from node.dashboard.host_report import build_host_report
 from node.dashboard.html_page import render_page
-from node.dashboard.json_views import snapshot
-from node.dashboard.run_state.evaluations import MAX_POINTS, course_points
+from node.dashboard.json_views import MAX_POINTS, course_points, snapshot
 from node.dashboard.state import MAX_EVALUATIONS
 from protocol.errors import MurmurError, UsageError
 from protocol.tasks import cancel_and_wait

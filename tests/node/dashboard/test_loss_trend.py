@@ -6,7 +6,7 @@ import pytest
 
 from node.dashboard.events import ChainForked, ValidationMeasured
 from node.dashboard.json_views import summary
-from node.dashboard.run_state.loss_trend import RISING_MEASUREMENTS, LossTrend, find_warnings
+from node.dashboard.rounds import RISING_MEASUREMENTS, LossTrend, find_warnings
 from tests.node.dashboard.example_events import NAMES, apply_all, committed, opening_events
 
 

@@ -13,7 +13,7 @@ from node.dashboard.events import LogOpened, SampleGenerated
 from node.dashboard.json_views import snapshot
 from node.dashboard.samples import __main__ as process
 from node.dashboard.samples import sampler as module
-from node.dashboard.samples.prompt import FIXED_PROMPT, choose_prompt, first_words
+from node.dashboard.samples.__main__ import FIXED_PROMPT, choose_prompt, first_words
 from node.dashboard.samples.sampler import (
     LAST_SAMPLE_SECONDS,
     SAMPLE_SECONDS,

@@ -15,8 +15,8 @@ from node.dashboard.events import (
     SwarmLost,
     ValidationMeasured,
 )
-from node.dashboard.run_state.log_groups import MAX_LOG_LINES
-from node.dashboard.run_state.round_history import CHUNK_ROWS, RoundHistory
+from node.dashboard.log_text import MAX_LOG_LINES
+from node.dashboard.rounds import CHUNK_ROWS, RoundHistory
 from node.dashboard.state import (
     MAX_GONE_PEERS,
     MAX_SPEEDS,

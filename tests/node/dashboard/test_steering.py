@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from node.dashboard.events import LogOpened, RevisionReport, RunSteered
+from node.dashboard.html_page import render_revisions
 from node.dashboard.json_views import run_status, snapshot
-from node.dashboard.page.steering import render_revisions
-from node.dashboard.run_state.steering import AdoptionRecord, revision_values
+from node.dashboard.steering import AdoptionRecord, revision_values
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages.contributions import Adoption

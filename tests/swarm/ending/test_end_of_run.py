@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.dashboard.report.run_report import RunReport
+from node.dashboard.run_report import RunReport
 from tests.swarm.process_swarm import manifest_with, running_swarm
 from tests.swarm.test_dashboard import DashboardProcess, browser_page, screenshots
 

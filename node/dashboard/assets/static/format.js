@@ -1,5 +1,5 @@
 "use strict";
-// Numbers for people, as node/dashboard/page/formats.py writes them.
+// Numbers for people, as node/units.py writes them.
 
 const NONE = "-";
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
@@ -22,7 +22,9 @@ function short(value) {
   return `${+mantissa}e${+exponent}`;
 }
 function duration(seconds) {
-  const whole = Math.max(0, Math.floor(seconds));
+  if (seconds > 0 && seconds < 0.9995) return `${+(1000 * seconds).toPrecision(3)} ms`;
+  if (seconds < 9.95) return `${+Math.max(0, seconds).toFixed(1)} s`;
+  const whole = Math.round(seconds);
   for (const [size, letter, below, small] of [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]]) {
     if (whole < size) continue;
     const rest = Math.floor((whole % size) / below);

@@ -8,7 +8,7 @@ function showSummary() {
   put("notice", s.reason);
   $("notice").className = `notice ${s.tone}`;
   put("round", s.round);
-  put("age", duration(s.at - s.opened));
+  put("age", duration(Math.floor(s.at - s.opened)));
   put("parameters", si(s.parameters || 0));
   put("tokens", si(s.tokens));
   $("progress").hidden = s.progress == null;

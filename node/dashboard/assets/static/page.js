@@ -96,7 +96,7 @@ function watchHost() {
     put("status", "host unreachable");
     $("status").className = "chip bad";
     $("notice").className = "notice bad";
-    put("notice", `The host has not answered for ${duration(silent / 1000)}. The page shows the last known figures; training continues without the host.`);
+    put("notice", `The host has not answered for ${duration(Math.floor(silent / 1000))}. The page shows the last known figures; training continues without the host.`);
   }
 }
 

@@ -1,5 +1,5 @@
 "use strict";
-// The table of peers. The server describes the columns in the header's attributes (node/dashboard/page/peer_columns.py).
+// The table of peers. The server describes the columns in the header's attributes (node/dashboard/peer_columns.py).
 
 const GONE_SECONDS = 600;  // that a departed peer stays in the table
 const mine = new URLSearchParams(location.search).get("peer");
@@ -14,7 +14,7 @@ const FORMATS = {
   short,
   share,
   decimal: (value, column) => value == null ? NONE : digits(value / column.unit, column.digits),
-  age: (value) => duration(now() - value),
+  age: (value) => duration(Math.floor(now() - value)),
 };
 function readColumns() {
   columns = [...document.querySelectorAll("#peers-head th")].map((head) => ({ ...head.dataset, head, css: head.className,

@@ -14,7 +14,7 @@ import torch
 from node.commands.eval.command import EvalOptions, evaluate, print_results
 from node.commands.eval.results import read_results
 from node.commands.eval.scoring import Scorer
-from node.dashboard.report.run_report import RunReport, write_report
+from node.dashboard.run_report import RunReport, write_report
 from node.data import open_corpus, validation_batches
 from node.data.batches import VALIDATION_TOKENS
 from node.data.tokenizer import ByteTokenizer

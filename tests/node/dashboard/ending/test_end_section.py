@@ -2,9 +2,9 @@
 
 import re
 
-from node.dashboard.ending.end_section import MAX_SHOWN_CONTRIBUTORS, render_end, version_of
-from node.dashboard.ending.host_report import build_host_report
+from node.dashboard.host_report import build_host_report
 from node.dashboard.json_views import snapshot
+from node.dashboard.run_report import MAX_SHOWN_CONTRIBUTORS, render_end, version_of
 from tests.node.daemon.receipts.example_commits import MARY
 from tests.node.dashboard.ending.example_end import finished_run
 from tests.node.dashboard.example_events import apply_all

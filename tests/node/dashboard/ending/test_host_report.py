@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from node.dashboard.ending import host_report as module
-from node.dashboard.ending.end_section import render_end
-from node.dashboard.ending.host_report import ReportWriter, build_host_report
+from node.dashboard import host_report as module
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import ChainForked, PeerDeparted, RevisionReport, RunSteered
+from node.dashboard.host_report import ReportWriter, build_host_report
 from node.dashboard.json_views import run_status, snapshot
-from node.dashboard.report.run_report import RunReport
+from node.dashboard.run_report import RunReport, render_end
 from node.dashboard.state import MAX_GONE_PEERS
 from protocol.identity import Identity
 from tests.node.daemon.receipts.example_commits import MARY, THREE_PEERS, chain, extend, log_in

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from node.dashboard.report.run_report import ContributorReport, RunReport, describe_change, format_seconds, write_report
+from node.dashboard.run_report import ContributorReport, RunReport, write_report
 from tests.node.daemon.receipts.example_commits import MARY, TOM
 
 HOSTILE = "[x](http://evil)|<b>\x1b[31m\n# head"
@@ -32,11 +32,12 @@ def report(**fields: object) -> RunReport:
 
 def test_terminal_and_markdown_have_the_same_figures() -> None:
     lines, page = report().lines(), report().markdown()
-    assert lines[0] == "tokens           1,000 in 3 rounds, 288 s"
-    assert lines[1] == "validation loss  5.162 -> 1.250 nats per token"
-    assert "| tokens | 1,000 in 3 rounds, 288 s |" in page
+    assert lines[0] == "tokens           1,000 in 3 rounds"
+    assert lines[1] == "time in rounds   4 min 48 s"
+    assert lines[2] == "validation loss  5.162 -> 1.250 nats per token"
+    assert "| tokens | 1,000 in 3 rounds |" in page and "| time in rounds | 4 min 48 s |" in page
     assert "| validation loss | 5.162 -> 1.250 nats per token |" in page
-    assert "| mary | 750 | 75.0% | 3 | 2.0 h | 4.2 MB |" in page
+    assert "| mary | 750 | 75.0% | 3 | 2 h | 4.2 MB |" in page
 
 
 def test_text_of_others_controls_neither_terminal_nor_page() -> None:
@@ -52,8 +53,8 @@ def test_unknown_figures_are_left_out() -> None:
     empty = report(validation_loss=None, contributors=(), sample="", missing_rounds=2)
     assert not any("validation" in line for line in empty.lines())
     assert "2 of them unknown to the host" in empty.lines()[0] and "Who gave" not in empty.markdown()
-    assert describe_change(None, 2.0) == "2.000 nats per token"
-    assert [format_seconds(seconds) for seconds in (9, 700, 7200)] == ["9 s", "12 min", "2.0 h"]
+    measured_once = report(initial_validation_loss=None, validation_loss=2.0)
+    assert "validation loss  2.000 nats per token" in measured_once.lines()
 
 
 def test_files_hold_the_report(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 from node.dashboard.events import PeerDeparted, RunAbout, SampleGenerated
 from node.dashboard.html_page import ASSETS_DIR, STATIC_DIR, render_page
 from node.dashboard.json_views import snapshot
-from node.dashboard.page.formats import (
+from node.dashboard.peer_columns import PEER_COLUMNS, render_head, render_row
+from node.dashboard.state import RunState
+from node.units import (
     choose_unit,
     format_duration,
     format_number,
@@ -17,8 +19,6 @@ from node.dashboard.page.formats import (
     format_short,
     format_si,
 )
-from node.dashboard.page.peer_columns import PEER_COLUMNS, render_head, render_row
-from node.dashboard.state import RunState
 from tests.node.dashboard.example_events import (
     FACTS,
     NAMES,
@@ -144,7 +144,17 @@ def test_departed_peer_is_in_the_log_but_not_in_the_table() -> None:
 def test_numbers_are_formatted_for_people() -> None:
     sizes = {0: "0", 7: "7", 999: "999", 1_840_000: "1.84 M", 10_000: "10 k", 999_999: "1 M", 3e12: "3 T"}
     assert {value: format_si(value) for value in sizes} == sizes
-    times = {3: "3 s", 75: "1 min 15 s", 2309: "38 min", 40_000: "11 h", 222_222: "2 d 13 h"}
+    times = {
+        0: "0 s",
+        0.12345: "123 ms",
+        3: "3 s",
+        3.44: "3.4 s",
+        9.97: "10 s",
+        75: "1 min 15 s",
+        2309: "38 min",
+        40_000: "11 h",
+        222_222: "2 d 13 h",
+    }
     assert {value: format_duration(value) for value in times} == times
     assert format_number(None, 2) == "-" and format_number(1234.5, 1) == "1,234.5"
     short = {0: "0", 0.002: "0.002", 3.5e-4: "3.5e-4", 2e-5: "2e-5", 1.23456: "1.23", 12345: "12.3 k"}

@@ -10,7 +10,6 @@ import httpx2
 import pytest
 
 from node.dashboard.observer_node import NodeHandle
-from node.dashboard.run_state.facts import run_facts
 from node.dashboard.service import (
     MAX_BOOTSTRAP_ADDRESSES,
     DashboardAddress,
@@ -18,7 +17,7 @@ from node.dashboard.service import (
     serve_dashboard,
     sort_reachable_first,
 )
-from node.dashboard.swarm_watcher import SwarmWatcher
+from node.dashboard.swarm_watcher import SwarmWatcher, run_facts
 from node.run_dir import RunDir
 from protocol.errors import StorageError, TransportError, UsageError
 from protocol.signing import open_signed_manifest

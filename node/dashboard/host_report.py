@@ -1,18 +1,25 @@
-"""The report of a run as its host saw it, and the files that hold it."""
+"""The report of a run as its host saw it, the files that hold it, and the routes that serve it."""
 
 import asyncio
 import logging
 from pathlib import Path
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
 from node.commands.eval.results import newest_of_each
+from node.commands.receipts import receipt_file_name
+from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
+from node.daemon.receipts.receipt import ReceiptIssuer
+from node.dashboard.contributors import mean_seconds
 from node.dashboard.event_log import EventLog
-from node.dashboard.report.run_report import REPORT_MARKDOWN, ContributorReport, RunReport, write_report
-from node.dashboard.run_state.contributors import mean_seconds
+from node.dashboard.run_report import REPORT_JSON, REPORT_MARKDOWN, ContributorReport, RunReport, write_report
 from node.dashboard.state import RunState
-from protocol.errors import StorageError
+from protocol.errors import MissingFileError, ReceiptError, StorageError
 
 logger = logging.getLogger(__name__)
-
 WRITE_SECONDS = 2.0  # between two looks whether the report of a finished run has changed
 
 
@@ -110,3 +117,47 @@ class ReportWriter:
         if report.outcome != "running" and (self._written is None or self._written.outcome == "running"):
             logger.info("the run is over; its report is %s", self._folder / REPORT_MARKDOWN)
         self._written = report
+
+
+def receipt_routes(issuer: ReceiptIssuer) -> list[Route]:
+    """Return the routes of a host that keeps the commits of its run."""
+
+    async def overview(_: Request) -> Response:
+        return JSONResponse(issuer.overview())
+
+    async def receipt(request: Request) -> Response:
+        try:
+            found = await issuer.issue(request.path_params["peer"])
+        except (MissingFileError, ReceiptError) as error:  # the swarm switches to another chain at this moment
+            raise HTTPException(503, f"{error}; try again") from error
+        if found is None:
+            raise HTTPException(404, "no commit of this run counts work of that peer")
+        return Response(found.to_json(), media_type="application/json", headers=attachment(receipt_file_name(found)))
+
+    async def commits(_: Request) -> Response:
+        return FileResponse(issuer.path, media_type="application/octet-stream", filename=COMMIT_FILE_NAME)
+
+    return [
+        Route("/receipts.json", overview),
+        Route("/receipts/{peer}.json", receipt),
+        Route(f"/{COMMIT_FILE_NAME}", commits),
+    ]
+
+
+def report_routes(report: CurrentReport) -> list[Route]:
+    """Return the routes of the report, which is that of the run so far before its end."""
+
+    async def report_json(_: Request) -> Response:
+        return JSONResponse(report.get().model_dump(mode="json"))
+
+    async def report_markdown(_: Request) -> Response:
+        return Response(
+            report.get().markdown(), media_type="text/markdown; charset=utf-8", headers=attachment(REPORT_MARKDOWN)
+        )
+
+    return [Route(f"/{REPORT_JSON}", report_json), Route(f"/{REPORT_MARKDOWN}", report_markdown)]
+
+
+def attachment(name: str) -> dict[str, str]:
+    """Return the header that makes a browser save the answer under `name`, which has only plain characters."""
+    return {"content-disposition": f'attachment; filename="{name}"'}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from node.dashboard.page.formats import (
+from node.units import (
     UNKNOWN_TEXT,
     format_duration,
     format_number,
@@ -123,5 +123,5 @@ _FORMATTERS: dict[Format, Callable[[PeerColumn, Any, float], str]] = {
     "short": lambda column, value, now: format_short(value),
     "decimal": _format_decimal,
     "share": lambda column, value, now: format_share(value),
-    "age": lambda column, value, now: format_duration(now - value),
+    "age": lambda column, value, now: format_duration(int(now - value)),
 }

@@ -1,1 +1,0 @@
-"""The end of a run on its page: the end screen, the report and the receipts."""
