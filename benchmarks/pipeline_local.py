@@ -45,6 +45,7 @@ MODEL = ModelSection(width=64, layers=4, heads=4, hidden=172, context=128, tied=
 STAGES = 4
 BATCH_TOKENS = 1024
 MAX_RATIO = 1.01
+COUNTS = ("done", "replayed", "lost", "partly_counted")
 REPLICAS, PIPELINE = "full replicas", "pipeline"
 
 
@@ -135,18 +136,19 @@ def summarise(results: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "deviation": statistics.stdev(losses) if len(losses) > 1 else 0.0,
             "ratio": statistics.fmean(ratios) if ratios else None,
             "busy": statistics.fmean(run["busy"] for run in runs),
-            **{key: sum(run[key] for run in runs) for key in ("done", "lost", "torn", "replayed") if key in runs[0]},
+            **{key: sum(run[key] for run in runs) for key in COUNTS if key in runs[0]},
         }
     return report
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return the table of the report."""
-    head = ("setup", "loss", "compared with full replicas", "busy", "microbatches", "replayed", "lost", "torn")
+    count_words = (key.replace("_", " ") for key in COUNTS[1:])
+    head = ("setup", "loss", "compared with full replicas", "busy", "microbatches", *count_words)
     lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
     for name, row in report.items():
         ratio = "" if row["ratio"] is None else f"{row['ratio'] - 1:+.1%}"
-        counts = [str(row.get(key, "")) for key in ("done", "replayed", "lost", "torn")]
+        counts = [str(row.get(key, "")) for key in COUNTS]
         cells = [name, f"{row['loss']:.4f} +- {row['deviation']:.4f}", ratio, f"{row['busy']:.0%}", *counts]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -44,7 +44,7 @@ from node.dashboard.steering import (
 )
 from node.from_manifest import build_method, topology_class
 from node.model import shape_table
-from node.monitoring.stage_table import MICROBATCH_WORDS
+from node.monitoring.stage_table import MICROBATCH_FIELDS
 from protocol.consensus.chain import ChainLog
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
@@ -333,7 +333,7 @@ def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, floa
 
 
 def _microbatches(record: PeerRecord) -> dict[str, int]:
-    return {word: _clamp_count(getattr(record, f"microbatches_{word}")) for word in MICROBATCH_WORDS}
+    return {word: _clamp_count(getattr(record, field)) for word, field in MICROBATCH_FIELDS.items()}
 
 
 def _reach(record: PeerRecord) -> Reach:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.pipeline import owner_events, server_events
-from protocol.pipeline.exact import Statement, StepReports
+from protocol.pipeline.exact import SendStatement, Statement, StepReports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Task
 from protocol.pipeline.routing import StagePeer
@@ -129,7 +129,7 @@ StageEvent = (
     | DeadlinePassed
     | owner_events.Answered
     | owner_events.AskFailed
-    | owner_events.Told
+    | owner_events.OutcomeReceived
     | owner_events.Invited
     | owner_events.ReleaseFailed
     | server_events.InputsFetched
@@ -164,14 +164,6 @@ class AnswerTask:
     """Answer the TaskAsked that is being handled."""
 
     answer: Answer
-
-
-@dataclass(frozen=True)
-class SendStatement:
-    """Send a statement to other servers; it is repeated, so it may be lost."""
-
-    peers: frozenset[PeerId]
-    statement: Statement
 
 
 @dataclass(frozen=True)
@@ -212,7 +204,7 @@ StageAction = (
     | server_events.Compute
     | server_events.TakeStep
     | server_events.DropSum
-    | server_events.Tell
+    | server_events.SendOutcome
     | server_events.Invite
     | server_events.Drop
 )

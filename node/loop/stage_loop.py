@@ -33,7 +33,7 @@ from node.loop.stage_events import (
 from node.loop.stage_modes import ExactMode, LocalMode
 from protocol.identity import PeerId
 from protocol.pipeline import owner_events, server_events
-from protocol.pipeline.exact import Settlement, StepReports
+from protocol.pipeline.exact import StepAgreement, StepReports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, HeldBlob, Task
 from protocol.pipeline.microbatch import OwnerSettings
@@ -95,7 +95,7 @@ class StageLoop:
             case (
                 owner_events.Answered()
                 | owner_events.AskFailed()
-                | owner_events.Told()
+                | owner_events.OutcomeReceived()
                 | owner_events.Invited()
                 | owner_events.ReleaseFailed()
             ):
@@ -282,8 +282,8 @@ def build_stage_loop(manifest: StageManifest, me: PeerId, first: int, rng: rando
     )
     mode = LocalMode()
     if table.is_exact:
-        settlement = Settlement(me, runs, manifest.stage, settings.step_size)
-        mode = ExactMode(settlement, manifest.stage, table.microbatch)
+        agreement = StepAgreement(me, runs, manifest.stage, settings.step_size)
+        mode = ExactMode(agreement, manifest.stage, table.microbatch)
     return StageLoop(settings, Owner(owner_settings, runs, rng), mode, first, draws=draws)
 
 

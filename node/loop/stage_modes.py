@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from node.loop.stage_events import (
     PeersSeen,
-    SendStatement,
     StageAction,
     StageAnchorApplied,
     StageContributed,
@@ -18,7 +17,7 @@ from node.loop.stage_events import (
 )
 from protocol.identity import PeerId
 from protocol.pipeline import owner_events
-from protocol.pipeline.exact import OfferStep, SayStatement, Settlement, Statement
+from protocol.pipeline.exact import OfferStep, SendStatement, Statement, StepAgreement
 from protocol.pipeline.ledger import Ledger, StepLedger
 from protocol.pipeline.microbatch import ExactPart
 from protocol.pipeline.routing import StagePeer
@@ -92,7 +91,7 @@ class LocalMode:
 
 
 class ExactMode(LocalMode):
-    """Count each of the `settlement.count` microbatches of a step once at each stage.
+    """Count each of the `agreement.count` microbatches of a step once at each stage.
 
     Args:
         stage: the one that this peer serves.
@@ -101,8 +100,8 @@ class ExactMode(LocalMode):
 
     ends_with_round = True
 
-    def __init__(self, settlement: Settlement, stage: int, sequences: int) -> None:
-        self.settlement = settlement
+    def __init__(self, agreement: StepAgreement, stage: int, sequences: int) -> None:
+        self.agreement = agreement
         self._stage = stage
         self._sequences = sequences
         self._step = 0
@@ -110,8 +109,8 @@ class ExactMode(LocalMode):
         self._numbers: dict[int, int] = {}  # of our microbatches that are drawn or in flight, by serial
 
     def build_server(self, settings: StageSettings, life: int, round_number: int, now: float) -> StageServer:
-        self.settlement.begin(round_number, life, now)
-        return StageServer(ExactSteps(settings, self.settlement), life, round_number)
+        self.agreement.begin(round_number, life, now)
+        return StageServer(ExactSteps(settings, self.agreement), life, round_number)
 
     def on_trainer(
         self, event: TrainerReady | StageAnchorApplied | StageContributed, drawing: Collection[int], now: float
@@ -124,7 +123,7 @@ class ExactMode(LocalMode):
             case StageAnchorApplied():
                 self._step = event.exact_step
             case StageContributed():
-                self._offer = event.round, StepLedger.from_bytes(event.ledger, self.settlement.count)
+                self._offer = event.round, StepLedger.from_bytes(event.ledger, self.agreement.count)
                 self.freeze_sum(now)
 
     def leaves_chain(self, anchor_round: int, current_round: int) -> bool:
@@ -135,26 +134,26 @@ class ExactMode(LocalMode):
 
     def freeze_sum(self, now: float) -> None:
         # A restarted peer repeats its contribution, and may reach the contribution's round only later.
-        if self._offer is not None and self._offer[0] == self.settlement.round:
-            self.settlement.offered(self._offer[1], now)
+        if self._offer is not None and self._offer[0] == self.agreement.round:
+            self.agreement.offered(self._offer[1], now)
 
     def set_peers(self, seen: PeersSeen, us: StagePeer, is_resting: bool) -> None:
         lives = [{entry.peer: entry.life for entry in peers} for peers in seen.stages]
         lives[self._stage][us.peer] = us.life
         owners = {entry.peer for peers in seen.stages for entry in peers if self._owns(entry, us.round)} - {us.peer}
-        self.settlement.set_peers(lives, owners if is_resting else owners | {us.peer})
-        self.settlement.take_reports(seen.reports)
+        self.agreement.set_peers(lives, owners if is_resting else owners | {us.peer})
+        self.agreement.take_reports(seen.reports)
 
     def _owns(self, entry: StagePeer, round_number: int) -> bool:
         # A peer that is far behind cannot own microbatches of this step; its record may be a round late.
         return not entry.draining and entry.round >= round_number - 1
 
     def record(self, peer: PeerId, statement: Statement, now: float) -> None:
-        self.settlement.record(peer, statement, now)
+        self.agreement.record(peer, statement, now)
 
     def draws(self, room: int, now: float) -> list[Draw]:
-        wanted = self.settlement.wanted(set(self._numbers.values()), now)[:room]
-        first = self._step * self.settlement.count
+        wanted = self.agreement.wanted(set(self._numbers.values()), now)[:room]
+        first = self._step * self.agreement.count
         return [Draw(number, (first + number) * self._sequences) for number in wanted]
 
     def start_draw(self, serial: int, draw: Draw) -> None:
@@ -169,26 +168,26 @@ class ExactMode(LocalMode):
 
     def part_of(self, serial: int, round_number: int) -> ExactPart | None:
         number = self._numbers[serial]
-        return ExactPart(round_number, number, self.settlement.counted_at(number))
+        return ExactPart(round_number, number, self.agreement.counted_at(number))
 
     def on_finished(self, ended: owner_events.Finished, now: float) -> None:
         number = self._numbers.pop(ended.serial, None)
         if number is None:
             return
-        self.settlement.acknowledge(number, ended.added, now)
+        self.agreement.acknowledge(number, ended.added, now)
         if ended.reason is not None:
-            self.settlement.postpone(number, now)
+            self.agreement.postpone(number, now)
 
     def settle(self, server: StageServer, now: float) -> list[StageAction]:
         actions = list[StageAction]()
-        for action in self.settlement.advance(now):
+        for action in self.agreement.advance(now):
             match action:
-                case SayStatement(statement):
-                    actions.append(SendStatement(self.settlement.listeners, statement))
+                case SendStatement():
+                    actions.append(action)
                 case OfferStep(doubles) if isinstance(server.steps, ExactSteps):
                     server.steps.offer(doubles, now)
                     actions += server.advance(now)
         return actions
 
     def next_deadline(self) -> float | None:
-        return self.settlement.next_deadline()
+        return self.agreement.next_deadline()

@@ -8,13 +8,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from node.units import format_plural
 
 BAR_CELLS = 10
-MICROBATCH_WORDS: Final = ("done", "torn", "lost", "replayed", "dropped")  # `microbatches_...` in the peer record
+# Counts that other peers see, with their fields in the peer record; the wire keeps an older word for one of them.
+MICROBATCH_FIELDS: Final = {
+    "done": "microbatches_done",
+    "partly counted": "microbatches_torn",
+    "lost": "microbatches_lost",
+    "replayed": "microbatches_replayed",
+    "dropped": "microbatches_dropped",
+}
 
 
 def sum_microbatches(counts: Mapping[str, int]) -> dict[str, int]:
     """Return an owner's counts by the words that others see; `dropped` is the sum over its reasons."""
     dropped = sum(count for word, count in counts.items() if word.startswith("dropped"))
-    return {word: dropped if word == "dropped" else counts.get(word, 0) for word in MICROBATCH_WORDS}
+    return {word: dropped if word == "dropped" else counts.get(word, 0) for word in MICROBATCH_FIELDS}
 
 
 class ServedStage(NamedTuple):

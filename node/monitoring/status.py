@@ -6,7 +6,13 @@ from typing import Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from node.monitoring.stage_table import StageEntry, describe_empty_stages, stage_lines, sum_microbatches
+from node.monitoring.stage_table import (
+    MICROBATCH_FIELDS,
+    StageEntry,
+    describe_empty_stages,
+    stage_lines,
+    sum_microbatches,
+)
 from node.units import format_bytes, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
@@ -271,7 +277,7 @@ class NodeStatus(BaseModel):
         device_use = {} if self.device_use is None else {"device_use": self.device_use}
         return {
             **device_use,
-            **{f"microbatches_{word}": count for word, count in sum_microbatches(self.microbatches).items()},
+            **{MICROBATCH_FIELDS[word]: count for word, count in sum_microbatches(self.microbatches).items()},
             "stage": 0 if self.stage is None else self.stage + 1,
             "device_memory": self.device_memory or 0,
             "device_memory_total": self.device_memory_total or 0,

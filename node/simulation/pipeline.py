@@ -57,7 +57,7 @@ class PipelineCounts:
     """Microbatches by what their owners count; see `protocol.pipeline.owner_events.OwnerCounts`."""
 
     done: int = 0
-    torn: int = 0
+    partly_counted: int = 0
     lost: int = 0
     replayed: int = 0
 

@@ -60,7 +60,7 @@ def _format_pipeline(comparison: Comparison, pipeline: PipelineResults) -> str:
     return (
         f"{pipeline.row.name}: {comparison.loss_ratio(pipeline):.4f} of the loss of full replicas at equal tokens; "
         f"{counts.done:,} microbatches, {counts.replayed} passes computed again, "
-        f"{counts.lost} lost, {counts.torn} torn; "
+        f"{counts.lost} lost, {counts.partly_counted} partly counted; "
         f"stages at most {pipeline.round_spread} rounds apart"
     )
 

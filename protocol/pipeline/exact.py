@@ -1,4 +1,4 @@
-"""The settlement of exact steps: which peer owns which microbatch, when a server seals, and what it offers. No I/O.
+"""The agreement of exact steps: which peer owns which microbatch, when a server seals, and what it offers. No I/O.
 
 A round is one step of the microbatches 0 .. count - 1. Each server says to all others what its sum contains. A server
 seals once, as far as it knows, every microbatch counts at every stage; it opens again if a death has taken some away.
@@ -21,7 +21,7 @@ from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.messages import MAX_LIFE, check_bound, check_run
-from protocol.pipeline.microbatch import Place
+from protocol.pipeline.microbatch import ServerLife
 from protocol.signing import MAX_ROUND
 
 Phase = Literal[
@@ -142,9 +142,10 @@ def read_step_reports(records: Iterable[PeerRecord], stages: int) -> StepReports
 
 
 @dataclass(frozen=True)
-class SayStatement:
-    """Send a statement to all servers; it may be lost."""
+class SendStatement:
+    """Send a statement to the other servers; it is repeated, so it may be lost."""
 
+    peers: frozenset[PeerId]
     statement: Statement
 
 
@@ -155,10 +156,10 @@ class OfferStep:
     doubles: StepLedger
 
 
-Action = SayStatement | OfferStep
+Action = SendStatement | OfferStep
 
 
-class Settlement:
+class StepAgreement:
     """The open step, as one server sees it. `runs`: the ids of the stages; `stage`: its own."""
 
     def __init__(self, me: PeerId, runs: Sequence[RunId], stage: int, count: int) -> None:
@@ -176,7 +177,7 @@ class Settlement:
         self._live: tuple[Mapping[PeerId, int], ...] = tuple({} for _ in runs)  # life by peer
         self._owners: tuple[PeerId, ...] = ()
         self._statements: dict[PeerId, Statement] = {}
-        self._acknowledged: dict[tuple[int, int], tuple[Place, float]] = {}  # by stage and id; and when we heard of it
+        self._acknowledged: dict[tuple[int, int], tuple[ServerLife, float]] = {}  # by stage and id, since when
         self._retry_at: dict[int, float] = {}
         self._say_at: float | None = 0.0
         self._coverage: list[StepLedger] | None = None  # by stage, until something changes
@@ -251,22 +252,22 @@ class Settlement:
             self._coverage = None
             lacking = [
                 (stage, number)
-                for (stage, number), (place, since) in self._acknowledged.items()
-                if place.peer == peer and since < now - OVERTAKEN_SECONDS and number not in statement.ledger
+                for (stage, number), (server, since) in self._acknowledged.items()
+                if server.peer == peer and since < now - OVERTAKEN_SECONDS and number not in statement.ledger
             ]
             for key in lacking:
                 del self._acknowledged[key]
 
-    def acknowledge(self, number: int, added: Mapping[int, Place], now: float) -> None:
+    def acknowledge(self, number: int, added: Mapping[int, ServerLife], now: float) -> None:
         """Take over which lives of which servers count a microbatch of ours."""
-        self._acknowledged |= {(stage, number): (place, now) for stage, place in added.items()}
+        self._acknowledged |= {(stage, number): (server, now) for stage, server in added.items()}
 
     def postpone(self, number: int, now: float) -> None:
         """Try a microbatch that no route could bring through again after a while."""
         self._retry_at[number] = now + RETRY_SECONDS
 
     @property
-    def listeners(self) -> frozenset[PeerId]:
+    def _listeners(self) -> frozenset[PeerId]:
         """Return the peers that hear our statements: all live servers but us."""
         return frozenset(peer for stage in self._live for peer in stage) - {self._me}
 
@@ -294,9 +295,9 @@ class Settlement:
 
     def _has_acknowledgement(self, stage: int, number: int) -> bool:
         """Return whether a server that still lives said that it counts a microbatch of ours."""
-        place, _ = self._acknowledged.get((stage, number), (None, 0.0))
-        is_elsewhere = place is not None and place.peer != self._me
-        return place is not None and is_elsewhere and self._live[stage].get(place.peer) == place.life
+        server, _ = self._acknowledged.get((stage, number), (None, 0.0))
+        is_elsewhere = server is not None and server.peer != self._me
+        return server is not None and is_elsewhere and self._live[stage].get(server.peer) == server.life
 
     # Servers
 
@@ -311,7 +312,7 @@ class Settlement:
                 actions.append(OfferStep(self._doubles()))
         if self._say_at is not None and self._say_at <= now:
             self._say_at = now + REPEAT_SECONDS
-            actions.append(SayStatement(self.statement))
+            actions.append(SendStatement(self._listeners, self.statement))
         return actions
 
     @property

@@ -54,16 +54,16 @@ class OwnerSettings:
     activation_bytes: int = 0
 
 
-class Step(NamedTuple):
-    """One computation of a microbatch."""
+class StagePass(NamedTuple):
+    """The forward or backward of a microbatch at one stage."""
 
     direction: Direction
     stage: int
 
 
 @dataclass
-class Place:
-    """A server that a microbatch has used: `life` is that which accepted the work."""
+class ServerLife:
+    """A server that a microbatch has used, in the life that accepted the work."""
 
     peer: PeerId
     life: int
@@ -73,7 +73,7 @@ class Place:
 class Request:
     """The request of a microbatch that has no outcome yet."""
 
-    step: Step
+    stage_pass: StagePass
     peer: PeerId
     life: int
     attempt: int
@@ -86,7 +86,7 @@ class Request:
     @property
     def is_bound(self) -> bool:
         """Return whether no other peer may compute it while this one lives, because it may have added the gradient."""
-        return self.step.direction == "backward" and not self.replay
+        return self.stage_pass.direction == "backward" and not self.replay
 
 
 class ExactPart(NamedTuple):
@@ -118,17 +118,17 @@ class OwnedMicrobatch:
         self.request: Request | None = None
         self.attempt = 0
         self.loss: float | None = None
-        self.refused_by: set[PeerId] = set()  # those that do not compute the current step
+        self.refused_by: set[PeerId] = set()  # those that do not compute the current pass
         self.refusals = 0
-        self.added: dict[int, Place] = {}  # where the gradient of a stage counts
+        self.added: dict[int, ServerLife] = {}  # where the gradient of a stage counts
         self.lost: set[int] = set()  # stages whose gradient died with its server
         self.replays = 0
         self.visited: set[tuple[int, PeerId]] = set()
         self.left: set[tuple[int, PeerId]] = set()  # visited ones that went; if they live after all, they hold it still
-        self._servers: dict[int, Place] = {}  # where forward was
-        self._results: dict[Step, HeldBlob] = {}
-        self._makers: dict[Step, PeerId] = {}
-        self._misses = Counter[Step]()
+        self._servers: dict[int, ServerLife] = {}  # where forward was
+        self._results: dict[StagePass, HeldBlob] = {}
+        self._makers: dict[StagePass, PeerId] = {}
+        self._misses = Counter[StagePass]()
 
     @property
     def is_done(self) -> bool:
@@ -148,38 +148,40 @@ class OwnedMicrobatch:
     def is_replayed_too_often(self) -> bool:
         return self.replays > MAX_REPLAYS
 
-    def goal(self) -> Step:
+    def goal(self) -> StagePass:
         """Return the next computation: that of the microbatch, or one that makes a lost input of it again."""
-        step = self._step(self.reached)
-        while (needed := self._needed(step)) is not None:
-            step = needed
-        return step
+        stage_pass = self._pass_at(self.reached)
+        while (needed := self._needed(stage_pass)) is not None:
+            stage_pass = needed
+        return stage_pass
 
-    def is_replay(self, step: Step) -> bool:
+    def is_replay(self, stage_pass: StagePass) -> bool:
         """Return whether a computation has been made before, or its stage counts the microbatch already."""
-        return self._index(step) < self.reached or (self.exact is not None and step.stage in self.exact.counted_at)
+        return self._index(stage_pass) < self.reached or (
+            self.exact is not None and stage_pass.stage in self.exact.counted_at
+        )
 
-    def preferred(self, step: Step, live: Collection[PeerId]) -> PeerId | None:
+    def preferred(self, stage_pass: StagePass, live: Collection[PeerId]) -> PeerId | None:
         """Return the live peer that made a result before, or where the forward was; None if any peer will do."""
-        place = self._servers.get(step.stage) if step.direction == "backward" else None
-        maker = self._makers.get(step) or (place.peer if place is not None else None)
+        server = self._servers.get(stage_pass.stage) if stage_pass.direction == "backward" else None
+        maker = self._makers.get(stage_pass) or (server.peer if server is not None else None)
         return maker if maker in live else None
 
     def neighbours(self, stage: int) -> frozenset[PeerId]:
         """Return the peers with which a peer of this stage exchanges activations."""
         beside = (self._servers.get(stage - 1), self._servers.get(stage + 1))
-        sources = (Step("forward", stage - 1), Step("backward", stage + 1))
+        sources = (StagePass("forward", stage - 1), StagePass("backward", stage + 1))
         holders = (self._results[source].holder for source in sources if source in self._results)
-        return frozenset([*(place.peer for place in beside if place is not None), *holders])
+        return frozenset([*(server.peer for server in beside if server is not None), *holders])
 
-    def inputs_for(self, step: Step) -> Inputs:
+    def inputs_for(self, stage_pass: StagePass) -> Inputs:
         """Return the inputs of a computation."""
         last = self.stages - 1
-        is_middle_backward = step.direction == "backward" and step.stage < last
+        is_middle_backward = stage_pass.direction == "backward" and stage_pass.stage < last
         return Inputs(
-            activation=self._results[Step("forward", step.stage - 1)] if step.stage else None,
-            tokens=self.tokens if self.needs_tokens or step.stage in (0, last) else None,
-            gradient=self._results[Step("backward", step.stage + 1)] if is_middle_backward else None,
+            activation=self._results[StagePass("forward", stage_pass.stage - 1)] if stage_pass.stage else None,
+            tokens=self.tokens if self.needs_tokens or stage_pass.stage in (0, last) else None,
+            gradient=self._results[StagePass("backward", stage_pass.stage + 1)] if is_middle_backward else None,
         )
 
     def task(self, request: Request, run: RunId, settings: OwnerSettings, round_number: int) -> Task:
@@ -188,7 +190,7 @@ class OwnedMicrobatch:
             run=run,
             owner=settings.me,
             serial=self.serial,
-            direction=request.step.direction,
+            direction=request.stage_pass.direction,
             attempt=request.attempt,
             life=request.life,
             round=round_number if self.exact is None else self.exact.round,
@@ -199,9 +201,9 @@ class OwnedMicrobatch:
             number=None if self.exact is None else self.exact.number,
         )
 
-    def fits(self, step: Step, outcome: Outcome, size: int) -> bool:
+    def fits(self, stage_pass: StagePass, outcome: Outcome, size: int) -> bool:
         """Return whether a finished computation has a result where another stage needs it, of `size` bytes if not 0."""
-        if outcome.status != "done" or step in (Step("forward", self.stages - 1), Step("backward", 0)):
+        if outcome.status != "done" or stage_pass in (StagePass("forward", self.stages - 1), StagePass("backward", 0)):
             return True
         return outcome.result is not None and size in (0, outcome.result.size)
 
@@ -219,26 +221,26 @@ class OwnedMicrobatch:
 
     def _complete(self, request: Request, outcome: Outcome) -> None:
         """Take over the result of a finished computation."""
-        step, place = request.step, Place(request.peer, outcome.life)
+        stage_pass, server = request.stage_pass, ServerLife(request.peer, outcome.life)
         self.refused_by.clear()
-        self.replays += self._index(step) < self.reached
+        self.replays += self._index(stage_pass) < self.reached
         if outcome.loss is not None and self.loss is None:
             self.loss = outcome.loss
-        if step.direction == "forward":
-            self._servers[step.stage] = place
+        if stage_pass.direction == "forward":
+            self._servers[stage_pass.stage] = server
         elif outcome.added:
-            known = self.added.setdefault(step.stage, place)
-            known.life = max(known.life, place.life) if known.peer == place.peer else known.life
-            self.lost.discard(step.stage)
+            known = self.added.setdefault(stage_pass.stage, server)
+            known.life = max(known.life, server.life) if known.peer == server.peer else known.life
+            self.lost.discard(stage_pass.stage)
         if outcome.result is not None:
-            self._results[step] = HeldBlob(outcome.result, request.peer)
-            self._makers[step] = request.peer
-        self.reached = max(self.reached, self._index(step) + 1)
+            self._results[stage_pass] = HeldBlob(outcome.result, request.peer)
+            self._makers[stage_pass] = request.peer
+        self.reached = max(self.reached, self._index(stage_pass) + 1)
 
     def _miss(self, request: Request, name: str) -> None:
         """Record that a server could not fetch an input; after a few times it is made again by another peer."""
         self.replays += 1
-        source = self._source(request.step, name)
+        source = self._source(request.stage_pass, name)
         if source is None:
             return
         self._misses[source] += 1
@@ -246,83 +248,83 @@ class OwnedMicrobatch:
         if self._misses[source] >= MAX_MISSES:
             self._makers.pop(source, None)
 
-    def forget_place(self, step: Step, peer: PeerId) -> None:
-        """Let any peer compute a step that this one does not accept."""
-        if self._makers.get(step) == peer:
-            del self._makers[step]
-        place = self._servers.get(step.stage)
-        if place is not None and place.peer == peer:
-            del self._servers[step.stage]
+    def forget_server(self, stage_pass: StagePass, peer: PeerId) -> None:
+        """Let any peer compute a pass that this one does not accept."""
+        if self._makers.get(stage_pass) == peer:
+            del self._makers[stage_pass]
+        server = self._servers.get(stage_pass.stage)
+        if server is not None and server.peer == peer:
+            del self._servers[stage_pass.stage]
 
     def forget_peer(self, peer: PeerId) -> None:
         """Give up what a dead peer held, and count the gradients that died with it."""
-        for step in [step for step, held in self._results.items() if held.holder == peer]:
-            del self._results[step]
-        for step in [step for step, maker in self._makers.items() if maker == peer]:
-            del self._makers[step]
-        for stage in [stage for stage, place in self._servers.items() if place.peer == peer]:
+        for stage_pass in [stage_pass for stage_pass, held in self._results.items() if held.holder == peer]:
+            del self._results[stage_pass]
+        for stage_pass in [stage_pass for stage_pass, maker in self._makers.items() if maker == peer]:
+            del self._makers[stage_pass]
+        for stage in [stage for stage, server in self._servers.items() if server.peer == peer]:
             del self._servers[stage]
-        self.lost |= {stage for stage, place in self.added.items() if place.peer == peer}
+        self.lost |= {stage for stage, server in self.added.items() if server.peer == peer}
 
     def record_life(self, stage: int, peer: PeerId, life: int) -> None:
         """Count the gradient that an earlier life of the server of a stage may have lost."""
-        place = self.added.get(stage)
-        if place is not None and place.peer == peer and place.life < life:
+        server = self.added.get(stage)
+        if server is not None and server.peer == peer and server.life < life:
             self.lost.add(stage)
 
-    def _source(self, step: Step, name: str) -> Step | None:
+    def _source(self, stage_pass: StagePass, name: str) -> StagePass | None:
         if name == "activation":
-            return Step("forward", step.stage - 1)
-        return Step("backward", step.stage + 1) if name == "gradient" else None
+            return StagePass("forward", stage_pass.stage - 1)
+        return StagePass("backward", stage_pass.stage + 1) if name == "gradient" else None
 
-    def _needed(self, step: Step) -> Step | None:
+    def _needed(self, stage_pass: StagePass) -> StagePass | None:
         """Return a computation whose result this one needs and nobody holds."""
-        before, after = Step("forward", step.stage - 1), Step("backward", step.stage + 1)
-        if step.stage and before not in self._results:
+        before, after = StagePass("forward", stage_pass.stage - 1), StagePass("backward", stage_pass.stage + 1)
+        if stage_pass.stage and before not in self._results:
             return before
-        if step.direction == "backward" and step.stage < self.stages - 1 and after not in self._results:
+        if stage_pass.direction == "backward" and stage_pass.stage < self.stages - 1 and after not in self._results:
             return after
         return None
 
-    def _step(self, index: int) -> Step:
+    def _pass_at(self, index: int) -> StagePass:
         if index < self.stages:
-            return Step("forward", index)
-        return Step("backward", 2 * self.stages - 1 - index)
+            return StagePass("forward", index)
+        return StagePass("backward", 2 * self.stages - 1 - index)
 
-    def _index(self, step: Step) -> int:
-        return step.stage if step.direction == "forward" else 2 * self.stages - 1 - step.stage
+    def _index(self, stage_pass: StagePass) -> int:
+        return stage_pass.stage if stage_pass.direction == "forward" else 2 * self.stages - 1 - stage_pass.stage
 
 
 class EndedMicrobatches:
     """The ended microbatches of one owner."""
 
     def __init__(self) -> None:
-        self._added: OrderedDict[int, dict[int, Place]] = OrderedDict()
+        self._added: OrderedDict[int, dict[int, ServerLife]] = OrderedDict()
         self._unsafe: dict[tuple[int, PeerId, int], Counter[int]] = {}  # by stage, peer and life: gradients by round
         self._rounds: dict[tuple[int, PeerId], int] = {}
 
-    def add(self, serial: int, added: dict[int, Place], lost: Collection[int]) -> None:
+    def add(self, serial: int, added: dict[int, ServerLife], lost: Collection[int]) -> None:
         """Remember where gradients count, by stage; those of the `lost` stages are counted already."""
         self._added[serial] = added
         if len(self._added) > REMEMBERED:
             self._added.popitem(last=False)
-        for stage, place in added.items():
+        for stage, counted in added.items():
             if stage not in lost:
-                server = stage, place.peer, place.life
-                self._unsafe.setdefault(server, Counter())[self._rounds.get((stage, place.peer), 0)] += 1
+                life = stage, counted.peer, counted.life
+                self._unsafe.setdefault(life, Counter())[self._rounds.get((stage, counted.peer), 0)] += 1
 
-    def places(self, serial: int) -> Mapping[int, Place]:
+    def servers(self, serial: int) -> Mapping[int, ServerLife]:
         """Return where the gradients of a microbatch count, by stage."""
         return self._added.get(serial, {})
 
     def update(self, stages: Sequence[Iterable[StagePeer]]) -> int:
         """Take over the live peers of all stages; return how many gradients have been lost, at most."""
         entries = {(stage, entry.peer): entry for stage, peers in enumerate(stages) for entry in peers}
-        self._rounds = {place: entry.round for place, entry in entries.items()}
-        lives = {place: entry.life for place, entry in entries.items()}
-        gone = [server for server in self._unsafe if lives.get(server[:2], server[2] + 1) > server[2]]
-        lost = sum(self._unsafe.pop(server).total() for server in gone)
-        for server, gradients in self._unsafe.items():
-            safe = entries[server[:2]].round - UNSAFE_ROUNDS
-            self._unsafe[server] = Counter({number: count for number, count in gradients.items() if number > safe})
+        self._rounds = {server: entry.round for server, entry in entries.items()}
+        lives = {server: entry.life for server, entry in entries.items()}
+        gone = [life for life in self._unsafe if lives.get(life[:2], life[2] + 1) > life[2]]
+        lost = sum(self._unsafe.pop(life).total() for life in gone)
+        for life, gradients in self._unsafe.items():
+            safe = entries[life[:2]].round - UNSAFE_ROUNDS
+            self._unsafe[life] = Counter({number: count for number, count in gradients.items() if number > safe})
         return lost

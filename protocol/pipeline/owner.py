@@ -23,7 +23,7 @@ from protocol.pipeline.microbatch import (
     OwnedMicrobatch,
     OwnerSettings,
     Request,
-    Step,
+    StagePass,
 )
 from protocol.pipeline.owner_events import (
     Action,
@@ -33,12 +33,12 @@ from protocol.pipeline.owner_events import (
     Event,
     Finished,
     Invited,
+    OutcomeReceived,
     OwnerCounts,
     PeersChanged,
     Release,
     ReleaseFailed,
     StageEmpty,
-    Told,
     WrongResult,
 )
 from protocol.pipeline.routing import REPORT_SECONDS, Router, task_round
@@ -211,7 +211,7 @@ class Owner:
                 self._on_answer(event, now)
             case AskFailed():
                 self._on_failure(event, now)
-            case Told():
+            case OutcomeReceived():
                 self._on_outcome(event.peer, event.outcome, now)
             case Invited(peer, run) if (stage := self._stage_of.get(run)) is not None:
                 self._routers[stage].record_invitation(peer, now)
@@ -247,7 +247,7 @@ class Owner:
             self._rounds[stage] = task_round(event.round, peers)
             self._live[stage] = frozenset(entry.peer for entry in peers)
             self._draining[stage] = frozenset(entry.peer for entry in peers if entry.draining)
-        self._lives = {place: life for place, life in self._lives.items() if place[1] in self._live[place[0]]}
+        self._lives = {server: life for server, life in self._lives.items() if server[1] in self._live[server[0]]}
         self._hidden = frozenset(entry.peer for peers in event.stages for entry in peers if entry.hidden)
         for stage, entry in [(stage, entry) for stage, peers in enumerate(event.stages) for entry in peers]:
             self._record_life(stage, entry.peer, entry.life, now)
@@ -264,7 +264,7 @@ class Owner:
         if request is not None and request.peer in gone:
             self._abandon(microbatch, request)
             self._send_next(microbatch, now)
-        microbatch.left |= {place for place in microbatch.visited if place[1] in gone}
+        microbatch.left |= {server for server in microbatch.visited if server[1] in gone}
         microbatch.visited -= microbatch.left
 
     def _record_life(self, stage: int, peer: PeerId, life: int, now: float) -> None:
@@ -275,20 +275,24 @@ class Owner:
         for microbatch in list(self._microbatches.values()):
             microbatch.record_life(stage, peer, life)
             request = microbatch.request
-            if request is not None and (request.step.stage, request.peer) == (stage, peer) and request.life < life:
+            if (
+                request is not None
+                and (request.stage_pass.stage, request.peer) == (stage, peer)
+                and request.life < life
+            ):
                 self._ask(microbatch, request, now)
 
     def _send_next(self, microbatch: OwnedMicrobatch, now: float) -> None:
         """Send the next request of a microbatch, or let it wait for a peer."""
-        step = microbatch.goal()
-        live = self._live[step.stage]
-        candidates = live if step.direction == "backward" else live - self._draining[step.stage]
-        peer = microbatch.preferred(step, candidates - microbatch.refused_by)
+        stage_pass = microbatch.goal()
+        live = self._live[stage_pass.stage]
+        candidates = live if stage_pass.direction == "backward" else live - self._draining[stage_pass.stage]
+        peer = microbatch.preferred(stage_pass, candidates - microbatch.refused_by)
         if peer is not None:
-            self._open_request(microbatch, step, peer, now)
+            self._open_request(microbatch, stage_pass, peer, now)
         else:
-            self._waiting[step.stage].append(microbatch.serial)
-            self._serve(step.stage, now)
+            self._waiting[stage_pass.stage].append(microbatch.serial)
+            self._serve(stage_pass.stage, now)
 
     def _serve(self, stage: int, now: float) -> None:
         """Give waiting microbatches of a stage to peers that have room."""
@@ -310,29 +314,37 @@ class Owner:
         self._waiting[stage] = left
         self._timers.wake(stage, router.wake_time(now) if left else None)
 
-    def _open_request(self, microbatch: OwnedMicrobatch, step: Step, peer: PeerId, now: float) -> None:
+    def _open_request(self, microbatch: OwnedMicrobatch, stage_pass: StagePass, peer: PeerId, now: float) -> None:
         microbatch.attempt += 1
-        microbatch.refused_by &= self._live[step.stage]
-        microbatch.visited.add((step.stage, peer))
+        microbatch.refused_by &= self._live[stage_pass.stage]
+        microbatch.visited.add((stage_pass.stage, peer))
         request = Request(
-            step, peer, 0, microbatch.attempt, now, now, now, microbatch.inputs_for(step), microbatch.is_replay(step)
+            stage_pass,
+            peer,
+            0,
+            microbatch.attempt,
+            now,
+            now,
+            now,
+            microbatch.inputs_for(stage_pass),
+            microbatch.is_replay(stage_pass),
         )
         microbatch.request = request
-        self._routers[step.stage].begin(peer)
+        self._routers[stage_pass.stage].begin(peer)
         self._ask(microbatch, request, now)
 
     def _ask(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
         """Send the request of a microbatch, again if it has been sent."""
-        request.life, request.sent = self._lives.get((request.step.stage, request.peer), 0), now
+        request.life, request.sent = self._lives.get((request.stage_pass.stage, request.peer), 0), now
         self._schedule(microbatch, request, now + 2 * ASK_SECONDS)
-        stage = request.step.stage
+        stage = request.stage_pass.stage
         task = microbatch.task(request, self._runs[stage], self.settings, self._rounds[stage])
         self._actions.append(Ask(request.peer, task))
 
     def _abandon(self, microbatch: OwnedMicrobatch, request: Request) -> None:
         microbatch.request = None
-        self._routers[request.step.stage].end(request.peer)
-        self._changed.add(request.step.stage)
+        self._routers[request.stage_pass.stage].end(request.peer)
+        self._changed.add(request.stage_pass.stage)
 
     def _schedule(self, microbatch: OwnedMicrobatch, request: Request, due: float) -> None:
         request.due = due
@@ -363,7 +375,7 @@ class Owner:
             self._react(microbatch, request, answer, now)
 
     def _react(self, microbatch: OwnedMicrobatch, request: Request, answer: Answer, now: float) -> None:
-        router = self._routers[request.step.stage]
+        router = self._routers[request.stage_pass.stage]
         match answer.kind:
             case "accepted":
                 patience = PATIENCE * router.expected_seconds(request.peer)
@@ -382,12 +394,12 @@ class Owner:
                     router.record_busy(request.peer, request.sent, now + SEALED_SECONDS)
                 else:
                     router.remove(request.peer)
-                microbatch.forget_place(request.step, request.peer)
+                microbatch.forget_server(request.stage_pass, request.peer)
                 self._go_elsewhere(microbatch, request, now)
 
     def _on_busy(self, microbatch: OwnedMicrobatch, request: Request, until: float, now: float) -> None:
-        router = self._routers[request.step.stage]
-        if request.step.direction == "backward" and request.peer in self._live[request.step.stage]:
+        router = self._routers[request.stage_pass.stage]
+        if request.stage_pass.direction == "backward" and request.peer in self._live[request.stage_pass.stage]:
             self._schedule(microbatch, request, until)
             return
         router.record_busy(request.peer, request.sent, until)
@@ -397,7 +409,7 @@ class Owner:
     def _on_refusal(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
         microbatch.refused_by.add(request.peer)
         microbatch.refusals += 1
-        self._routers[request.step.stage].record_failure(request.peer, now)
+        self._routers[request.stage_pass.stage].record_failure(request.peer, now)
         if microbatch.is_refused:
             self._end(microbatch, "refused", now)
         else:
@@ -415,7 +427,7 @@ class Owner:
             return
         microbatch, request = found
         if event.unreachable and not request.is_bound:
-            microbatch.forget_place(request.step, request.peer)
+            microbatch.forget_server(request.stage_pass, request.peer)
             self._go_elsewhere(microbatch, request, now)
         else:
             self._schedule(microbatch, request, until if event.unreachable else now + RETRY_SECONDS)
@@ -427,13 +439,13 @@ class Owner:
         self._routers[stage].record_rate(peer, outcome.rate)
         self._record_life(stage, peer, outcome.life, now)
         if outcome.life < self._lives[stage, peer]:
-            self.counts.void += 1
+            self.counts.outdated += 1
             return
         microbatch = self._microbatches.get(outcome.serial)
         request = microbatch.request if microbatch is not None else None
-        step = Step(outcome.direction, stage)
-        if microbatch is None or request is None or (request.peer, request.step) != (peer, step):
-            self._on_late_outcome(peer, step, outcome)
+        stage_pass = StagePass(outcome.direction, stage)
+        if microbatch is None or request is None or (request.peer, request.stage_pass) != (peer, stage_pass):
+            self._on_late_outcome(peer, stage_pass, outcome)
         else:
             self._on_expected_outcome(microbatch, request, outcome, now)
 
@@ -442,7 +454,7 @@ class Owner:
             self._ask(microbatch, request, now)
         elif outcome.status == "ended":
             self._end(microbatch, "expired", now)
-        elif not microbatch.fits(request.step, outcome, self.settings.activation_bytes):
+        elif not microbatch.fits(request.stage_pass, outcome, self.settings.activation_bytes):
             self._on_wrong_result(microbatch, request, outcome, now)
         elif outcome.status == "invalid":
             self._on_refusal(microbatch, request, now)
@@ -466,12 +478,12 @@ class Owner:
         else:
             self._send_next(microbatch, now)
 
-    def _on_late_outcome(self, peer: PeerId, step: Step, outcome: Outcome) -> None:
+    def _on_late_outcome(self, peer: PeerId, stage_pass: StagePass, outcome: Outcome) -> None:
         """Count a gradient that another server of the stage counts too."""
         microbatch = self._microbatches.get(outcome.serial)
-        added = microbatch.added if microbatch is not None else self._ended.places(outcome.serial)
-        place = added.get(step.stage)
-        if outcome.added and place is not None and place.peer != peer:
+        added = microbatch.added if microbatch is not None else self._ended.servers(outcome.serial)
+        server = added.get(stage_pass.stage)
+        if outcome.added and server is not None and server.peer != peer:
             self.counts.duplicates += 1
 
     def _end(self, microbatch: OwnedMicrobatch, reason: DropReason | None, now: float) -> None:
@@ -487,7 +499,7 @@ class Owner:
             self.counts.done += 1
         else:
             self.counts.dropped[reason] += 1
-            self.counts.torn += is_partly_counted and reason != "round over"
+            self.counts.partly_counted += is_partly_counted and reason != "round over"
         self._actions.append(Finished(microbatch.serial, microbatch.loss, reason, microbatch.added))
 
     def _on_due(self, microbatch: OwnedMicrobatch, attempt: int, now: float) -> None:

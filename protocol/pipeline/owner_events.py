@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 from protocol.pipeline.messages import Answer, Outcome, Task
-from protocol.pipeline.microbatch import DropReason, Place
+from protocol.pipeline.microbatch import DropReason, ServerLife
 from protocol.pipeline.routing import StagePeer
 
 
@@ -38,7 +38,7 @@ class AskFailed:
 
 
 @dataclass(frozen=True)
-class Told:
+class OutcomeReceived:
     """An outcome that an authenticated peer sent."""
 
     peer: PeerId
@@ -62,7 +62,7 @@ class ReleaseFailed:
     serials: frozenset[int]
 
 
-Event = PeersChanged | Answered | AskFailed | Told | Invited | ReleaseFailed
+Event = PeersChanged | Answered | AskFailed | OutcomeReceived | Invited | ReleaseFailed
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Finished:
     serial: int
     loss: float | None
     reason: DropReason | None = None
-    added: Mapping[int, Place] = field(default_factory=dict)
+    added: Mapping[int, ServerLife] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,19 +118,19 @@ class OwnerCounts:
     """Counted results of the microbatches of one owner.
 
     Args:
-        torn: dropped microbatches that some stages may count and others do not; an upper bound.
+        partly_counted: dropped microbatches that some stages may count and others do not; an upper bound.
         lost: gradients whose server died, or restarted, before they were in a contribution; an upper bound.
         duplicates: gradients that two servers of a stage count.
         replayed: computations that were made again.
-        void: outcomes of an earlier life.
+        outdated: outcomes of an earlier life.
     """
 
     done: int = 0
-    torn: int = 0
+    partly_counted: int = 0
     lost: int = 0
     duplicates: int = 0
     replayed: int = 0
-    void: int = 0
+    outdated: int = 0
 
     def __post_init__(self) -> None:
         self.dropped = Counter[str]()

@@ -24,9 +24,9 @@ from protocol.pipeline.server_events import (
     OwnersChanged,
     ReleasedBy,
     RoundChanged,
+    SendOutcome,
     Stepped,
     TakeStep,
-    Tell,
     TrainerRestarted,
 )
 from protocol.pipeline.steps import StepPolicy
@@ -249,7 +249,7 @@ class StageServer:
             work.size = self.steps.size_after(work)
             self.table.entries[task.key].work.pop("forward", None)
             self.table.free_unneeded(task.key)
-        self.table.actions.append(Tell(task.owner, outcome))
+        self.table.actions.append(SendOutcome(task.owner, outcome))
 
     def _outcome(self, task: Task, status: OutcomeStatus) -> Outcome:
         return Outcome(task.run, task.serial, task.direction, task.attempt, self.life, status)
@@ -259,7 +259,7 @@ class StageServer:
         if work.task.direction == "forward":
             self.steps.open_step.withdraw(work.task.key)
         self.table.fail(work, outcome)
-        self.table.actions.append(Tell(work.task.owner, outcome))
+        self.table.actions.append(SendOutcome(work.task.owner, outcome))
 
     def _on_step(self) -> None:
         if isinstance(self.table.running, TakeStep):
@@ -274,7 +274,7 @@ class StageServer:
         kept = self.steps.keep(keys)
         for key in keys:
             if key in self.table.entries and key not in kept:
-                self.counts.struck += self.steps.open_step.withdraw(key)
+                self.counts.withdrawn += self.steps.open_step.withdraw(key)
                 self.table.end(key)
 
     def _on_owners(self, event: OwnersChanged) -> None:
@@ -282,7 +282,7 @@ class StageServer:
         self._waiting.keep_only(event.owners)
         self.table.memory.owners = max(1, len(event.owners))
         gone = [key for key in self.table.entries if key.serial < event.owners.get(key.owner, math.inf)]
-        self.counts.torn += sum(map(self.steps.has_counted, gone))
+        self.counts.partly_counted += sum(map(self.steps.has_counted, gone))
         self._withdraw(gone)
 
     def _withdraw(self, keys: Iterable[Key]) -> None:
@@ -292,7 +292,7 @@ class StageServer:
         for key in listed:
             if key in kept:
                 continue
-            self.counts.struck += self.steps.open_step.withdraw(key)
+            self.counts.withdrawn += self.steps.open_step.withdraw(key)
             if self.steps.has_counted(key):
                 self.table.end(key)
             else:

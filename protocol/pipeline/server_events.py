@@ -129,7 +129,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Tell:
+class SendOutcome:
     """Send an outcome to an owner; if it is lost, the owner asks again."""
 
     owner: PeerId
@@ -166,7 +166,7 @@ class Drop:
     kept: frozenset[Blob] = frozenset()
 
 
-Action = FetchInputs | Compute | Tell | Invite | TakeStep | DropSum | Drop
+Action = FetchInputs | Compute | SendOutcome | Invite | TakeStep | DropSum | Drop
 
 
 @dataclass
@@ -174,8 +174,8 @@ class ServerCounts:
     """Counted results of one server.
 
     Args:
-        struck: microbatches that the open step waited for in vain, because their owner is gone or too late.
-        torn: microbatches of dead owners that this stage counts and that may not have reached the first stage.
+        withdrawn: microbatches that the open step waited for in vain, because their owner is gone or too late.
+        partly_counted: microbatches of dead owners that this stage counts and the first stage may not.
         lost: acknowledged gradients that died with the trainer.
         duplicates: repeated tasks, to which nothing was added.
         subtracted: gradients taken out of an exact step, because another server counts them too.
@@ -183,8 +183,8 @@ class ServerCounts:
 
     computed: int = 0
     steps: int = 0
-    struck: int = 0
-    torn: int = 0
+    withdrawn: int = 0
+    partly_counted: int = 0
     lost: int = 0
     duplicates: int = 0
     replayed: int = 0

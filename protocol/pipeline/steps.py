@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from protocol.pipeline.exact import Settlement
+from protocol.pipeline.exact import StepAgreement
 from protocol.pipeline.ledger import Ledger, StepLedger
 from protocol.pipeline.messages import MAX_ROUND_DISTANCE, AnswerKind, Key, Task
 from protocol.pipeline.microbatch_table import MicrobatchTable, OpenStep, Work
@@ -144,11 +144,11 @@ class LocalSteps(StepPolicy):
 
 
 class ExactSteps(StepPolicy):
-    """Steps of all servers together. `settlement` is shared with the owner of the same peer."""
+    """Steps of all servers together. `agreement` is shared with the owner of the same peer."""
 
-    def __init__(self, settings: StageSettings, settlement: Settlement) -> None:
+    def __init__(self, settings: StageSettings, agreement: StepAgreement) -> None:
         super().__init__(settings)
-        self.settlement = settlement
+        self.agreement = agreement
         self._kept: dict[int, Key] = {}  # counted gradients whose inputs are here
         self._released: set[Key] = set()  # those of them that their owners need no more
         self._to_take_away: list[Work] = []
@@ -163,38 +163,38 @@ class ExactSteps(StepPolicy):
         if not self._is_offering:  # the inputs of a double are gone
             self._to_take_away = []
             self._forget_kept()
-            self.settlement.drop(now)
+            self.agreement.drop(now)
             self.table.actions.append(DropSum())
 
     def refusal(self, task: Task, life: int, round_number: int) -> AnswerKind | None:
         if task.round != round_number:
             return "other round"
-        if task.number is None or task.number >= self.settlement.count:
+        if task.number is None or task.number >= self.agreement.count:
             return "refused"
         if task.life not in (0, life):
             return "other life"
         adds = task.direction == "backward" and not task.replay
         # After it has sealed, a server computes for others, but its sum does not change any more.
-        is_late = adds and task.number not in self.settlement.ledger and self.settlement.phase != "open"
+        is_late = adds and task.number not in self.agreement.ledger and self.agreement.phase != "open"
         return "sealed" if is_late else None
 
     def has_counted(self, key: Key) -> bool:
         entry = self.table.entries.get(key)
-        return entry is not None and entry.number is not None and entry.number in self.settlement.ledger
+        return entry is not None and entry.number is not None and entry.number in self.agreement.ledger
 
     def begin(self, work: Work) -> Compute:
         task = work.task
         adds = task.direction == "backward" and not task.replay and not self.has_counted(task.key)
-        self.settlement.is_adding = adds and self.settlement.phase == "open"
-        return Compute(task, work.token, self.settlement.is_adding)
+        self.agreement.is_adding = adds and self.agreement.phase == "open"
+        return Compute(task, work.token, self.agreement.is_adding)
 
     def on_computed(self, running: Compute, is_valid: bool, now: float) -> None:
         task = running.task
         if task.direction == "backward":
             self.open_step.withdraw(task.key)
-        self.settlement.is_adding = False
-        if running.adds and is_valid and task.number is not None and task.round == self.settlement.round:
-            self.settlement.add(task.number, now)
+        self.agreement.is_adding = False
+        if running.adds and is_valid and task.number is not None and task.round == self.agreement.round:
+            self.agreement.add(task.number, now)
 
     def next_work(self) -> Compute | TakeStep | None:
         """Return the next piece of an offer, which goes before all tasks."""
@@ -213,7 +213,7 @@ class ExactSteps(StepPolicy):
     def size_after(self, work: Work) -> int:
         """Keep the inputs of a gradient that counts, so that it can be taken away again."""
         number, size = work.task.number, self.table.settings.task_bytes("backward")
-        if number is None or self._is_offering or number not in self.settlement.ledger or number in self._kept:
+        if number is None or self._is_offering or number not in self.agreement.ledger or number in self._kept:
             return super().size_after(work)
         while self._kept and (len(self._kept) + 1) * size > KEPT_SHARE * self.table.memory.forward_capacity:
             self._evict()
@@ -230,9 +230,9 @@ class ExactSteps(StepPolicy):
         return kept
 
     def restart(self, event: TrainerRestarted, now: float) -> None:
-        self.table.counts.lost += len(self.settlement.ledger)
+        self.table.counts.lost += len(self.agreement.ledger)
         self._to_take_away, self._is_offering = [], False
-        self.settlement.restart(event.life, now)
+        self.agreement.restart(event.life, now)
         self._forget_kept()
         self.open_step.take()
 
@@ -248,7 +248,7 @@ class ExactSteps(StepPolicy):
             self.table.forget(key)
         self.table.queue.clear()
         self.table.failed.clear()
-        self.settlement.begin(number, self.settlement.life, now)
+        self.agreement.begin(number, self.agreement.life, now)
 
     def _forget_kept(self) -> None:
         while self._kept:

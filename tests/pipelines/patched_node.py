@@ -24,7 +24,7 @@ from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import FetchRequest
 from protocol.pipeline import balance
 from protocol.pipeline.balance import MOVABLE, PINNED, Balancer, Move, StageAssignment, choose_move
-from protocol.pipeline.exact import Settlement
+from protocol.pipeline.exact import StepAgreement
 from protocol.pipeline.stage import StageManifest
 
 MOVE = "move"
@@ -51,13 +51,13 @@ def _die_while_a_sum_travels(manifest: Manifest) -> None:
 
 
 def _own_every_microbatch(manifest: Manifest) -> None:
-    wanted = Settlement.wanted
+    wanted = StepAgreement.wanted
 
-    def want_all(self: Settlement, started: Collection[int], now: float) -> list[int]:
+    def want_all(self: StepAgreement, started: Collection[int], now: float) -> list[int]:
         self._mine = tuple(range(self.count))
         return wanted(self, started, now)
 
-    pytest.MonkeyPatch().setattr(Settlement, "wanted", want_all)
+    pytest.MonkeyPatch().setattr(StepAgreement, "wanted", want_all)
 
 
 def _count_incomplete_steps(manifest: Manifest) -> None:

@@ -26,7 +26,6 @@ from node.loop.stage_events import (
     PublishRate,
     ReportRefused,
     RestingChanged,
-    SendStatement,
     StageAction,
     StageAnchorApplied,
     StageContributed,
@@ -59,7 +58,7 @@ from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import StepStatement
 from protocol.pipeline import owner_events, server_events
-from protocol.pipeline.exact import Statement, read_step_reports
+from protocol.pipeline.exact import SendStatement, Statement, read_step_reports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Key, Outcome, Task, first_serial
 from protocol.pipeline.owner_events import OwnerCounts
@@ -71,9 +70,9 @@ DRAIN_SECONDS = 8.0  # less than the ten seconds that a service manager waits be
 MIN_PAUSE_SECONDS = 0.001  # until a deadline, so that one in the past cannot occupy the daemon
 MORE_COMMANDS = 4  # besides those that draw: one task or step at a time
 OWN = ""  # owner in the keys of our own tokens, so that they differ from those that we serve
-OWN_COUNTS = ("done", "torn", "lost", "duplicates", "replayed", "void")
+OWN_COUNTS = ("done", "partly counted", "lost", "duplicates", "replayed", "outdated")
 SERVED_COUNTS = (
-    *("computed", "steps", "struck", "torn", "lost", "duplicates", "replayed", "invalid"),
+    *("computed", "steps", "withdrawn", "partly counted", "lost", "duplicates", "replayed", "invalid"),
     "subtracted",
 )
 
@@ -283,7 +282,7 @@ class StageEffects:
                 spawn(self._release(action))
             case server_events.FetchInputs():
                 spawn(self._fetch(action))
-            case server_events.Tell(owner, outcome):
+            case server_events.SendOutcome(owner, outcome):
                 spawn(self._tell(owner, outcome))
             case server_events.Invite(owner):
                 spawn(self._invite(owner))
@@ -438,7 +437,7 @@ class NodeStages:
 
     def take_outcome(self, peer: PeerId, outcome: Outcome) -> None:
         """Take the outcome of a task of ours."""
-        self._owner.post(owner_events.Told(peer, outcome))
+        self._owner.post(owner_events.OutcomeReceived(peer, outcome))
 
     def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
         """Forget microbatches of a peer that have ended."""
@@ -486,9 +485,9 @@ class NodeStages:
 def count_microbatches(own: OwnerCounts, served: ServerCounts | None) -> dict[str, int]:
     """Return the counts of our own microbatches and of those that we serve, by result."""
     served = served or ServerCounts()
-    counts: dict[str, int] = {name: getattr(own, name) for name in OWN_COUNTS}
+    counts: dict[str, int] = {word: getattr(own, word.replace(" ", "_")) for word in OWN_COUNTS}
     counts |= {f"dropped: {reason}": count for reason, count in own.dropped.items()}
-    return counts | {f"served: {name}": getattr(served, name) for name in SERVED_COUNTS}
+    return counts | {f"served: {word}": getattr(served, word.replace(" ", "_")) for word in SERVED_COUNTS}
 
 
 def _wall_ms() -> int:

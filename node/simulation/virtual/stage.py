@@ -17,7 +17,6 @@ from node.loop.stage_events import (
     DrawTokens,
     DropTokens,
     PublishLife,
-    SendStatement,
     StageAction,
     StageEvent,
     StatementReceived,
@@ -29,6 +28,7 @@ from node.simulation.virtual.network import VirtualClock
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.pipeline import owner_events, server_events
+from protocol.pipeline.exact import SendStatement
 from protocol.pipeline.messages import Answer, HeldBlob, Input, Key, Task
 
 OWN = ""  # owner in the keys of a peer's own tokens, so that they differ from those that it serves
@@ -153,8 +153,8 @@ class StageProcess:
             case owner_events.Release(peer, stage, serials):
                 ended = server_events.ReleasedBy(self.name, tuple(sorted(serials)))
                 world.tell(self, peer, ended, owner_events.ReleaseFailed(peer, stage, serials))
-            case server_events.Tell(owner, outcome):
-                world.tell(self, owner, owner_events.Told(self.name, outcome))
+            case server_events.SendOutcome(owner, outcome):
+                world.tell(self, owner, owner_events.OutcomeReceived(self.name, outcome))
             case server_events.Invite(owner):
                 world.tell(self, owner, owner_events.Invited(self.name, self.loop.settings.run))
             case SendStatement(peers, statement):

@@ -26,7 +26,14 @@ STATUS = NodeStatus(
     round=12,
     stages=TABLE,
     stage_rate=2.0,
-    microbatches={"done": 40, "torn": 0, "lost": 1, "replayed": 2, "dropped: stalled": 1, "served: computed": 90},
+    microbatches={
+        "done": 40,
+        "partly counted": 0,
+        "lost": 1,
+        "replayed": 2,
+        "dropped: stalled": 1,
+        "served: computed": 90,
+    },
 )
 
 
@@ -83,6 +90,6 @@ async def test_metrics_count_microbatches_by_result() -> None:
 
 
 def test_status_page_explains_each_result_of_a_microbatch() -> None:
-    own = {"done", "torn", "lost", "duplicates", "replayed", "void"}
+    own = {"done", "partly counted", "lost", "duplicates", "replayed", "outdated"}
     dropped = {f"dropped: {reason}" for reason in get_args(DropReason)}
     assert explained_reasons("Pipelines") == own | dropped | {f"served: {name}" for name in SERVED_COUNTS}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol.pipeline import ledger as ledgers
-from protocol.pipeline.exact import Settlement, StepReports
+from protocol.pipeline.exact import StepAgreement, StepReports
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.steps import ExactSteps
 from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
@@ -134,7 +134,9 @@ def each_stage_judges_alone(patch: pytest.MonkeyPatch) -> None:
 
 def dead_lives_count(patch: pytest.MonkeyPatch) -> None:
     """An acknowledgement of a process that has died since is honoured."""
-    patch.setattr(Settlement, "_has_acknowledgement", lambda self, stage, number: (stage, number) in self._acknowledged)
+    patch.setattr(
+        StepAgreement, "_has_acknowledgement", lambda self, stage, number: (stage, number) in self._acknowledged
+    )
 
 
 def repeated_tasks_add_again(patch: pytest.MonkeyPatch) -> None:
@@ -142,23 +144,25 @@ def repeated_tasks_add_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def sums_outlive_their_round(patch: pytest.MonkeyPatch) -> None:
-    begin = Settlement.begin
+    begin = StepAgreement.begin
 
-    def carry(self: Settlement, round_number: int, life: int, now: float) -> None:
+    def carry(self: StepAgreement, round_number: int, life: int, now: float) -> None:
         kept = self.ledger
         begin(self, round_number, life, now)
         self.ledger = kept
 
-    patch.setattr(Settlement, "begin", carry)
+    patch.setattr(StepAgreement, "begin", carry)
 
 
 def nothing_is_subtracted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Settlement, "_doubles", lambda self: StepLedger(self.count))
+    patch.setattr(StepAgreement, "_doubles", lambda self: StepLedger(self.count))
 
 
 def sealed_servers_never_open(patch: pytest.MonkeyPatch) -> None:
-    change = Settlement._seal_or_open
-    patch.setattr(Settlement, "_seal_or_open", lambda self, now: None if self.phase == "sealed" else change(self, now))
+    change = StepAgreement._seal_or_open
+    patch.setattr(
+        StepAgreement, "_seal_or_open", lambda self, now: None if self.phase == "sealed" else change(self, now)
+    )
 
 
 def doomed_rounds_go_on(patch: pytest.MonkeyPatch) -> None:
@@ -166,12 +170,12 @@ def doomed_rounds_go_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def owners_never_change(patch: pytest.MonkeyPatch) -> None:
-    set_peers_truly = Settlement.set_peers
+    set_peers_truly = StepAgreement.set_peers
 
-    def set_peers(self: Settlement, stages: object, owners: object) -> None:
+    def set_peers(self: StepAgreement, stages: object, owners: object) -> None:
         set_peers_truly(self, stages, self._owners or owners)  # type: ignore[arg-type]
 
-    patch.setattr(Settlement, "set_peers", set_peers)
+    patch.setattr(StepAgreement, "set_peers", set_peers)
 
 
 def decided_stages_lose_what_their_dead_had(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Ledgers of exact steps, the void rule, and the settlement of one server."""
+"""Ledgers of exact steps, the void rule, and the agreement of one server."""
 
 from itertools import combinations
 
@@ -10,16 +10,16 @@ from protocol.pipeline.exact import (
     OVERTAKEN_SECONDS,
     OfferStep,
     Phase,
-    SayStatement,
-    Settlement,
+    SendStatement,
     Statement,
+    StepAgreement,
     StepHistory,
     StepReports,
     owner_of,
     read_step_reports,
 )
 from protocol.pipeline.ledger import StepLedger, covers_step
-from protocol.pipeline.microbatch import Place
+from protocol.pipeline.microbatch import ServerLife
 
 RUNS = ("aa" * 32, "bb" * 32)
 COUNT = 4
@@ -46,8 +46,8 @@ def test_commit_covers_a_step_only_with_each_id_exactly_once() -> None:
     assert not covers_step([], COUNT)
 
 
-def settlement(count: int = COUNT) -> Settlement:
-    made = Settlement("b", RUNS, 0, count)
+def agreement(count: int = COUNT) -> StepAgreement:
+    made = StepAgreement("b", RUNS, 0, count)
     made.begin(0, 1, 0.0)
     made.set_peers([{"a": 1, "b": 1, "c": 1}, {"z": 1}], ["a", "b", "c", "z"])
     return made
@@ -57,12 +57,12 @@ def say(run: str, ids: StepLedger, phase: Phase = "open", life: int = 1, version
     return Statement(run, 0, life, version, ids, phase)
 
 
-def offers(made: Settlement, now: float = 10.0) -> list[OfferStep]:
+def offers(made: StepAgreement, now: float = 10.0) -> list[OfferStep]:
     return [action for action in made.advance(now) if isinstance(action, OfferStep)]
 
 
 def test_server_offers_once_all_have_sealed_and_leaves_doubles_to_lower_ids() -> None:
-    made = settlement()
+    made = agreement()
     for number in (1, 2, 3):
         made.add(number, 0.0)
     made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
@@ -77,7 +77,7 @@ def test_server_offers_once_all_have_sealed_and_leaves_doubles_to_lower_ids() ->
 
 
 def test_what_has_been_offered_stays_with_a_higher_id() -> None:
-    made = settlement()
+    made = agreement()
     for number in range(COUNT):
         made.add(number, 0.0)
     made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
@@ -86,7 +86,7 @@ def test_what_has_been_offered_stays_with_a_higher_id() -> None:
 
 
 def test_sealed_server_opens_again_when_a_death_takes_a_sum_away() -> None:
-    made = settlement()
+    made = agreement()
     made.add(0, 0.0)
     made.record("a", say(RUNS[0], ledger(1, 2, 3)), 1.0)
     made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
@@ -98,7 +98,7 @@ def test_sealed_server_opens_again_when_a_death_takes_a_sum_away() -> None:
 
 
 def test_stage_that_has_decided_counts_what_its_dead_had() -> None:
-    made = settlement()
+    made = agreement()
     for number in range(COUNT):
         made.add(number, 0.0)
     made.record("z", say(RUNS[1], ledger(0, 1, 2, 3)), 1.0)
@@ -111,7 +111,7 @@ def test_stage_that_has_decided_counts_what_its_dead_had() -> None:
 
 
 def test_doomed_round_ends_with_what_there_is() -> None:
-    made = settlement()
+    made = agreement()
     made.add(0, 0.0)
     assert not offers(made)
     made.take_reports(StepReports(2, {0: {1: False}}))
@@ -129,29 +129,29 @@ def test_microbatches_of_the_dead_pass_on_to_the_living() -> None:
 
 
 def test_acknowledgements_end_with_their_process_or_its_sum() -> None:
-    made, nothing = settlement(count=32), StepLedger(32)
+    made, nothing = agreement(count=32), StepLedger(32)
     mine = made.wanted((), 0.0)
     assert mine, "some microbatches are ours"
     number = mine[0]
-    made.acknowledge(number, {0: Place("a", 1), 1: Place("z", 1)}, 0.0)
+    made.acknowledge(number, {0: ServerLife("a", 1), 1: ServerLife("z", 1)}, 0.0)
     assert number not in made.wanted((), 0.0) and made.counted_at(number) == {0, 1}
     made.record("a", say(RUNS[0], nothing), 0.1)
     assert number not in made.wanted((), 0.1), "the statement may be older than the acknowledgement"
     made.record("a", say(RUNS[0], nothing, version=2), OVERTAKEN_SECONDS + 0.1)
     assert made.counted_at(number) == {1} and number in made.wanted((), 2.0), "a has begun its sum again"
-    made.acknowledge(number, {0: Place("a", 1)}, 1.2)
+    made.acknowledge(number, {0: ServerLife("a", 1)}, 1.2)
     made.record("a", say(RUNS[0], nothing, version=2), 1.3)
     assert number not in made.wanted((), 1.3), "it may be older"
     made.record("a", say(RUNS[0], nothing, version=2), 3.3)
     assert number in made.wanted((), 3.3), "a says so again"
-    made.acknowledge(number, {0: Place("a", 1)}, 2.0)
+    made.acknowledge(number, {0: ServerLife("a", 1)}, 2.0)
     made.set_peers([{"a": 2, "b": 1}, {"z": 1}], ["a", "b", "c", "z"])
     assert number in made.wanted((), 2.0), "that life of a is over"
 
 
 def test_statements_are_repeated_and_the_newest_counts() -> None:
-    made = settlement()
-    assert [type(action) for action in made.advance(1.0)] == [SayStatement] and made.advance(1.5) == []
+    made = agreement()
+    assert [type(action) for action in made.advance(1.0)] == [SendStatement] and made.advance(1.5) == []
     assert made.advance(9.0)
     made.record("a", say(RUNS[0], ledger(1), version=2), 1.0)
     made.record("a", say(RUNS[0], ledger(2), version=1), 1.0)

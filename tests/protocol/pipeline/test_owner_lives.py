@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from protocol.pipeline.messages import HeldBlob, Key, Outcome
 from protocol.pipeline.microbatch import OwnerSettings
 from protocol.pipeline.owner import Owner
-from protocol.pipeline.owner_events import Action, Ask, PeersChanged, Release, Told
+from protocol.pipeline.owner_events import Action, Ask, OutcomeReceived, PeersChanged, Release
 from protocol.pipeline.routing import StagePeer
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, TOKENS, blob_of, run_id
 
@@ -22,11 +22,13 @@ def listed(*lives: int) -> PeersChanged:
     return PeersChanged(tuple((StagePeer("both", life, 0, 1.0),) for life in lives), 0)
 
 
-def done(ask: Ask, result: str = "") -> Told:
+def done(ask: Ask, result: str = "") -> OutcomeReceived:
     task = ask.task
     blob = blob_of(KEY, result, ACTIVATION) if result else None
     added = task.direction == "backward"
-    return Told("both", Outcome(task.run, 1, task.direction, task.attempt, task.life, "done", blob, added, loss=1.0))
+    return OutcomeReceived(
+        "both", Outcome(task.run, 1, task.direction, task.attempt, task.life, "done", blob, added, loss=1.0)
+    )
 
 
 def test_each_stage_of_a_peer_is_asked_with_its_own_life() -> None:

@@ -19,9 +19,9 @@ from protocol.pipeline.server_events import (
     Invite,
     OwnersChanged,
     ReleasedBy,
+    SendOutcome,
     Stepped,
     TakeStep,
-    Tell,
     TrainerRestarted,
 )
 from protocol.pipeline.stage import StageSettings
@@ -171,26 +171,27 @@ def test_memory_is_shared_between_owners_and_a_part_is_for_backwards() -> None:
     assert server.table.memory.used == 0
 
 
-def test_microbatches_of_dead_owners_are_struck_and_torn_ones_counted() -> None:
+def test_microbatches_of_dead_owners_are_withdrawn_and_partly_counted_ones_reported() -> None:
     server = make_server(step_size=3)
     for serial in (0, 1):
         ask(server, make_task(serial, owner="other"))
     ask(server, make_task(0, "backward", owner="other"))
     server.handle(OwnersChanged({"owner": 0}), 0.0)
-    assert (server.counts.struck, server.counts.torn, server.steps.open_step.holds(Key("other", 1))) == (1, 1, False)
+    assert (server.counts.withdrawn, server.counts.partly_counted) == (1, 1)
+    assert not server.steps.open_step.holds(Key("other", 1))
     assert server.table.memory.used == 0 and len(server.steps.open_step.added) == 1
 
 
-def test_microbatches_that_an_owner_began_before_it_restarted_are_struck() -> None:
+def test_microbatches_that_an_owner_began_before_it_restarted_are_withdrawn() -> None:
     server = make_server(step_size=3)
     for serial in (0, 1):
         ask(server, make_task(serial, owner="other"))
     ask(server, make_task(0, "backward", owner="other"))
     ask(server, make_task(0))
     server.handle(OwnersChanged({"owner": 0, "other": 0}), 0.0)
-    assert server.counts.struck == 0, "the control: it has not restarted"
+    assert server.counts.withdrawn == 0, "the control: it has not restarted"
     server.handle(OwnersChanged({"owner": 0, "other": 7}), 0.0)
-    assert (server.counts.struck, server.counts.torn, server.steps.open_step.open_count) == (1, 1, 1)
+    assert (server.counts.withdrawn, server.counts.partly_counted, server.steps.open_step.open_count) == (1, 1, 1)
     assert {key.owner for key in server.table.entries} == {"owner"}
     assert ask(server, make_task(1, owner="other"))[0] == "busy", "a late copy"
     assert ask(server, make_task(7, owner="other"))[0] == "accepted"
@@ -217,7 +218,7 @@ def test_a_microbatch_past_its_deadline_is_struck() -> None:
     ask(server, make_task(0))
     assert server.next_deadline() == 60.0
     server.advance(60.0)
-    assert (server.counts.struck, server.table.memory.used, server.next_deadline()) == (1, 0, None)
+    assert (server.counts.withdrawn, server.table.memory.used, server.next_deadline()) == (1, 0, None)
     assert ask(server, make_task(0, "backward"))[0] == "accepted", "its gradient joins the open step"
 
 
@@ -227,7 +228,7 @@ def test_a_restarted_trainer_loses_what_its_snapshot_lacks() -> None:
         ask(server, make_task(serial))
     ask(server, make_task(0, "backward"))
     actions = server.handle(TrainerRestarted(8, Ledger()), 0.0)
-    assert [each.outcome.status for each in actions if isinstance(each, Tell)] == ["void"]
+    assert [each.outcome.status for each in actions if isinstance(each, SendOutcome)] == ["void"]
     assert server.counts.lost == 1 and not server.steps.open_step.added
     assert ask(server, make_task(0, "backward", life=8))[0] == "accepted"
     answer, _ = server.ask(make_task(1, life=8), 0.0)
@@ -238,7 +239,7 @@ def test_what_the_ledger_of_a_snapshot_contains_is_not_added_again() -> None:
     server = StageServer(LocalSteps(SETTINGS, Ledger([Key("owner", 0)])), 8, 0)
     server.handle(OwnersChanged({"owner": 0}), 0.0)
     _, actions = ask(server, make_task(0, "backward", life=8))
-    outcomes = [each.outcome for each in actions if isinstance(each, Tell)]
+    outcomes = [each.outcome for each in actions if isinstance(each, SendOutcome)]
     assert [(each.status, each.added) for each in outcomes] == [("done", True)]
     assert not server.steps.open_step.added
 
@@ -286,7 +287,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_not_counted() -> None:
         if isinstance(each, Compute)
     ]
     told = server.handle(Computed(fetch.key, "backward", compute.token, False, None, None, 1.0), 0.0)
-    assert [each.outcome.status for each in told if isinstance(each, Tell)] == ["invalid"]
+    assert [each.outcome.status for each in told if isinstance(each, SendOutcome)] == ["invalid"]
     assert answer.kind == "accepted" and not server.steps.open_step.added and server.table.memory.used == 0
     assert server.counts.invalid == 1
     answer, actions = server.ask(make_task(0, "backward"), 0.0)

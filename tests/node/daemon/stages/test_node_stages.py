@@ -9,7 +9,7 @@ from protocol.blobs.blob import hash_of
 from protocol.membership.peer_table import FieldValue
 from protocol.membership.record_fields import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.owner_events import Told
+from protocol.pipeline.owner_events import OutcomeReceived
 from protocol.pipeline.server_events import ReleasedBy
 from protocol.pipeline.stage import StageManifest
 from tests.node.small_run import MANIFEST
@@ -84,7 +84,7 @@ def test_calls_reach_the_stage_that_they_concern_and_outcomes_the_first() -> Non
     node.release("peer", "second", (1,))
     node.release("peer", "unknown", (2,))
     assert (one.calls, other.calls) == (
-        ["unknown", Told("peer", cast(Any, "outcome"))],
+        ["unknown", OutcomeReceived("peer", cast(Any, "outcome"))],
         ["second", ReleasedBy("peer", (1,))],
     )
     assert [first.is_first, second.is_first] == [True, False]

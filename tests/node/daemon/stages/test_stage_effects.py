@@ -24,7 +24,7 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
 from protocol.manifest.sections import PipelineSection
-from protocol.pipeline.exact import Settlement
+from protocol.pipeline.exact import StepAgreement
 from protocol.pipeline.messages import Key
 from protocol.pipeline.microbatch import OwnerSettings
 from protocol.pipeline.owner import Owner
@@ -68,8 +68,8 @@ class World:
         fetcher = ActivationFetcher(node.directory, node.blobs, cast(Any, None), self.activations)
         settings = StageSettings(RUNS[0], 0, 2, sizes.activation_bytes, sizes.token_bytes, COUNT, TABLE.memory)
         owner = Owner(OwnerSettings(ME, IN_FLIGHT), RUNS, random.Random(0))
-        self.settlement = Settlement(ME, RUNS, 0, COUNT)
-        self.loop = StageLoop(settings, owner, ExactMode(self.settlement, 0, TABLE.microbatch), 1 << 20)
+        self.agreement = StepAgreement(ME, RUNS, 0, COUNT)
+        self.loop = StageLoop(settings, owner, ExactMode(self.agreement, 0, TABLE.microbatch), 1 << 20)
         record = node.records.record_of(STAGE)
         self.stage = StageEffects(self.loop, node, record, fetcher, cast(Any, Background()), inbox)
         node.add(RUNS[0], self.stage)
@@ -146,7 +146,7 @@ async def test_trainer_that_died_after_it_applied_an_anchor_continues_with_the_s
 ) -> None:
     world.ready(start=0)
     drawn = world.ready(start=1, round_number=1, exact_step=1)
-    assert world.loop.server is not None and world.loop.server.round == world.settlement.round == 1
+    assert world.loop.server is not None and world.loop.server.round == world.agreement.round == 1
     windows = [each.window for each in drawn if isinstance(each, DrawMicrobatch)]
     assert windows and min(window for window in windows if window is not None) >= COUNT * TABLE.microbatch
 
@@ -157,13 +157,13 @@ async def test_microbatches_of_a_new_round_are_drawn_for_that_round(world: World
         world.stage.on_trainer_message(MicrobatchDrawn(serial=message.serial))
     world.take_commands()
     chosen = list[int]()
-    wanted = world.settlement.wanted
+    wanted = world.agreement.wanted
 
     def note(started: Any, now: float) -> list[int]:
-        chosen.append(world.settlement.round)
+        chosen.append(world.agreement.round)
         return wanted(started, now)
 
-    world.settlement.wanted = note  # type: ignore[method-assign]
+    world.agreement.wanted = note  # type: ignore[method-assign]
     world.stage.on_trainer_message(AnchorApplied(round=1, exact_step=1))
     assert chosen and set(chosen) == {1}
 
@@ -174,6 +174,6 @@ async def test_what_was_computed_on_another_chain_counts_no_more(world: World) -
     first = world.loop.life
     world.stage.on_trainer_message(AnchorApplied(round=1, exact_step=1))
     assert world.loop.life == first
-    world.settlement.add(2, 0.0)
+    world.agreement.add(2, 0.0)
     world.stage.on_trainer_message(AnchorApplied(round=1, exact_step=1))
-    assert world.loop.life > first and not world.settlement.ledger
+    assert world.loop.life > first and not world.agreement.ledger

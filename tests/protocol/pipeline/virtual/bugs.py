@@ -22,8 +22,8 @@ def asks_another_peer_after_a_timeout(patch: pytest.MonkeyPatch) -> None:
     def on_failure(self: Owner, event: AskFailed, now: float) -> None:
         found = self._find(event.peer, event.task)
         if found is not None:
-            found[0].forget_place(found[1].step, event.peer)
-            self._routers[found[1].step.stage].record_failure(event.peer, now)
+            found[0].forget_server(found[1].stage_pass, event.peer)
+            self._routers[found[1].stage_pass.stage].record_failure(event.peer, now)
             self._go_elsewhere(found[0], found[1], now)
 
     patch.setattr(Owner, "_on_failure", on_failure)
@@ -98,7 +98,7 @@ def weighs_peers_by_round_trips(patch: pytest.MonkeyPatch) -> None:
     on_outcome = Owner._on_expected_outcome
 
     def with_latency(self: Owner, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> None:
-        route = self._routers[request.step.stage]._find(request.peer)
+        route = self._routers[request.stage_pass.stage]._find(request.peer)
         if route is not None:
             route.rate += 0.1 * (1 / (now - request.opened) - route.rate)
         on_outcome(self, microbatch, request, outcome, now)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from protocol.identity import PeerId
 from protocol.pipeline import ledger as ledgers
 from protocol.pipeline import owner_events, server_events
-from protocol.pipeline.exact import OfferStep, SayStatement, Settlement, Statement, StepReports
+from protocol.pipeline.exact import OfferStep, SendStatement, Statement, StepAgreement, StepReports
 from protocol.pipeline.ledger import Ledger, StepLedger
 from protocol.pipeline.messages import HeldBlob, Key
 from protocol.pipeline.microbatch import ExactPart, OwnerSettings
@@ -54,11 +54,11 @@ class Contribution:
 class Node:
     """A daemon with its trainer: an owner and a server, which live and die together."""
 
-    def __init__(self, owner: Peer, server: Peer, settlement: Settlement) -> None:
+    def __init__(self, owner: Peer, server: Peer, agreement: StepAgreement) -> None:
         self.owner = owner
         self.server = server
-        self.settlement = settlement
-        self.total = Sum(0, StepLedger(settlement.count))
+        self.agreement = agreement
+        self.total = Sum(0, StepLedger(agreement.count))
         self.round = 0
         self.numbers: dict[int, int] = {}
 
@@ -95,7 +95,7 @@ class ExactSwarm(VirtualSwarm):
             for index, speed in enumerate(speeds):
                 server, owner = Peer(f"server-{stage}-{index}", stage, speed), Peer(f"owner-{stage}-{index}", None, 0.0)
                 runs = [run_id(number) for number in range(len(self.scenario.speeds))]
-                node = Node(owner, server, Settlement(server.name, runs, stage, self.count))
+                node = Node(owner, server, StepAgreement(server.name, runs, stage, self.count))
                 self.peers |= {server.name: server, owner.name: owner}
                 self.nodes[server.name] = self.nodes[owner.name] = node
         self._every_node = [node for name, node in self.nodes.items() if name == node.name]
@@ -110,14 +110,14 @@ class ExactSwarm(VirtualSwarm):
     def start_node(self, node: Node) -> None:
         runs = [run_id(number) for number in range(len(self.scenario.speeds))]
         node.round = max([0, *(number + 1 for stage, number in self._applied if stage == node.stage)])
-        node.settlement = Settlement(node.name, runs, node.stage, self.count)
-        node.settlement.begin(node.round, node.server.life, self.now)
+        node.agreement = StepAgreement(node.name, runs, node.stage, self.count)
+        node.agreement.begin(node.round, node.server.life, self.now)
         node.total, node.numbers = Sum(node.round, StepLedger(self.count)), {}
         self._restore_contribution(node)
         settings = OwnerSettings(node.owner.name, self.scenario.in_flight, round_pause=TICK)
         node.owner.owner = Owner(settings, runs, random.Random(self.chance.random()))
         node.server.server = StageServer(
-            ExactSteps(stage_settings(self.scenario, node.stage), node.settlement), node.server.life, node.round
+            ExactSteps(stage_settings(self.scenario, node.stage), node.agreement), node.server.life, node.round
         )
 
     def _restore_contribution(self, node: Node) -> None:
@@ -125,7 +125,7 @@ class ExactSwarm(VirtualSwarm):
         place = node.stage, node.round
         contribution = self._offered.get(place, {}).get(node.name) if node.round else None
         if contribution is not None and not self._is_decided(place):
-            node.settlement.offered(contribution.total.ledger, self.now)
+            node.agreement.offered(contribution.total.ledger, self.now)
             self._spread(place, node, contribution)
 
     def kill_node(self, node: Node) -> None:
@@ -164,7 +164,7 @@ class ExactSwarm(VirtualSwarm):
         lives = [{entry.peer: entry.life for entry in entries} for entries in stages]
         seen = [each for each in self.every_node() if self.is_seen(node.name, each.server)]
         current = [each for each in seen if each.round >= node.round - 1]
-        node.settlement.set_peers(lives, [each.name for each in current])
+        node.agreement.set_peers(lives, [each.name for each in current])
         self.own(node.owner, owner_events.PeersChanged(stages, node.round))
         owners = [each.owner for each in seen]
         self.serve(peer, server_events.OwnersChanged({each.name: each.first_serial for each in owners}))
@@ -200,7 +200,7 @@ class ExactSwarm(VirtualSwarm):
         node, owner = self.nodes[peer.name], peer.owner
         if owner is None or owner.room <= 0:
             return
-        for number in node.settlement.wanted(set(node.numbers.values()), self.now)[: owner.room]:
+        for number in node.agreement.wanted(set(node.numbers.values()), self.now)[: owner.room]:
             self._serial += 1
             key = Key(peer.name, self._serial)
             node.numbers[key.serial] = number
@@ -208,7 +208,7 @@ class ExactSwarm(VirtualSwarm):
             tokens = blob_of(key, "tokens", TOKENS)
             self._names[tokens.digest] = "tokens"
             peer.blobs[key] = {tokens}
-            part = ExactPart(node.settlement.round, number, node.settlement.counted_at(number))
+            part = ExactPart(node.agreement.round, number, node.agreement.counted_at(number))
             self._carry_out(peer, owner.begin(key.serial, HeldBlob(tokens, peer.name), self.now, part))
 
     def _carry_out(self, peer: Peer, actions: Iterable[owner_events.Action]) -> None:
@@ -216,9 +216,9 @@ class ExactSwarm(VirtualSwarm):
         for action in listed:
             if isinstance(action, owner_events.Finished) and action.serial in node.numbers:
                 number = node.numbers.pop(action.serial)
-                node.settlement.acknowledge(number, action.added, self.now)
+                node.agreement.acknowledge(number, action.added, self.now)
                 if action.reason is not None:
-                    node.settlement.postpone(number, self.now)
+                    node.agreement.postpone(number, self.now)
         super()._carry_out(peer, listed)
 
     # The server
@@ -231,9 +231,9 @@ class ExactSwarm(VirtualSwarm):
         server = node.server.server
         if server is None or not isinstance(server.steps, ExactSteps):
             return
-        for action in node.settlement.advance(self.now):
+        for action in node.agreement.advance(self.now):
             match action:
-                case SayStatement(statement):
+                case SendStatement(_, statement):
                     for other in self.every_node():
                         if other is not node and not self.is_lost(node.name, other.name):
                             self.schedule(self.latency(), lambda o=other, s=statement: self._hear(o, node.name, s))  # type: ignore[misc]
@@ -243,7 +243,7 @@ class ExactSwarm(VirtualSwarm):
 
     def _hear(self, node: Node, sender: PeerId, statement: Statement) -> None:
         if node.server.is_alive:
-            node.settlement.record(sender, statement, self.now)
+            node.agreement.record(sender, statement, self.now)
             self.settle(node)
             self.fill(node.owner)
 
@@ -293,8 +293,8 @@ class ExactSwarm(VirtualSwarm):
         def end() -> None:
             if peer.server is not server or (node.total is not total and node.total.round == total.round):
                 return  # the daemon or the trainer has died meanwhile
-            if node.total is total and node.settlement.round == total.round:
-                node.settlement.offered(total.ledger, self.now)
+            if node.total is total and node.agreement.round == total.round:
+                node.agreement.offered(total.ledger, self.now)
                 self._offer(node, total)
             self.serve(peer, server_events.Stepped())
 
@@ -355,7 +355,7 @@ class ExactSwarm(VirtualSwarm):
         if not node.server.is_alive or node.round != number:
             return
         reports = StepReports(len(self.scenario.speeds), self._decided)
-        node.settlement.take_reports(reports)
+        node.agreement.take_reports(reports)
         self.settle(node)
         own = self._decided.get(number, {}).get(node.stage)
         verdict = reports.verdict(number, {}) if own is not None else None

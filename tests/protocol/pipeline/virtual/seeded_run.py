@@ -170,7 +170,7 @@ class SeededRun:
         for key, end in swarm.begun.items():
             self._check_counted(key, end)
         if never_died:
-            self._check_torn(sum(each.torn for each in counts))
+            self._check_partly_counted(sum(each.partly_counted for each in counts))
 
     def _check_restarted_owners(self) -> None:
         """Check that nobody holds a step open, or memory, for a process that an owner's next one has replaced."""
@@ -179,13 +179,13 @@ class SeededRun:
                 if key.serial < self.swarm.peers[key.owner].first_serial:
                     raise InvariantError(f"{peer.name} still holds {key} of an earlier process of its owner")
 
-    def _check_torn(self, counted: int) -> None:
+    def _check_partly_counted(self, counted: int) -> None:
         """Check that owners count all of their dropped microbatches that some stages count and others do not."""
         stages = range(len(self.swarm.scenario.speeds))
         dropped = [key for key, end in self.swarm.begun.items() if end != "done"]
-        torn = [key for key in dropped if 0 < sum(self.swarm.copies(stage, key) for stage in stages) < len(stages)]
-        if len(torn) > counted:
-            raise InvariantError(f"owners count {counted} torn microbatches where there are {len(torn)}")
+        partly = [key for key in dropped if 0 < sum(self.swarm.copies(stage, key) for stage in stages) < len(stages)]
+        if len(partly) > counted:
+            raise InvariantError(f"owners count {counted} partly counted microbatches where there are {len(partly)}")
 
     def _check_counted(self, key: Key, end: str) -> None:
         """Check that a microbatch that is done counts once at each stage, unless a death that is counted took it."""

@@ -263,7 +263,7 @@ class VirtualSwarm(Clock):
                     self._compute(peer, action)
                 case server_events.TakeStep():
                     self._step(peer, action)
-                case server_events.Tell():
+                case server_events.SendOutcome():
                     self._tell(peer, action)
                 case server_events.Invite():
                     self._invite(peer, action)
@@ -395,9 +395,9 @@ class VirtualSwarm(Clock):
 
         self.schedule(0.01, end)
 
-    def _tell(self, peer: Peer, action: server_events.Tell) -> None:
+    def _tell(self, peer: Peer, action: server_events.SendOutcome) -> None:
         receiver = self.peers[action.owner]
         if not self.is_lost(peer.name, receiver.name):
             owner = receiver.owner
-            told = owner_events.Told(peer.name, action.outcome)
+            told = owner_events.OutcomeReceived(peer.name, action.outcome)
             self.schedule(self.latency(), lambda: self._reply(receiver, owner, told))
