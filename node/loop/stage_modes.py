@@ -141,7 +141,9 @@ class ExactMode(LocalMode):
         lives = [{entry.peer: entry.life for entry in peers} for peers in seen.stages]
         lives[self._stage][us.peer] = us.life
         owners = {entry.peer for peers in seen.stages for entry in peers if self._owns(entry, us.round)} - {us.peer}
-        self.agreement.set_peers(lives, owners if is_resting else owners | {us.peer})
+        # Before we see anybody, others may own all microbatches of the step.
+        is_owner = any(seen.stages) and not is_resting
+        self.agreement.set_peers(lives, owners | {us.peer} if is_owner else owners)
         self.agreement.take_reports(seen.reports)
 
     def _owns(self, entry: StagePeer, round_number: int) -> bool:

@@ -5,13 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
+from node.simulation.virtual.stage import InvariantError
 from protocol.pipeline import ledger as ledgers
 from protocol.pipeline.exact import StepAgreement, StepReports
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.steps import ExactSteps
 from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
-from tests.protocol.pipeline.virtual.exact_swarm import ExactSwarm
-from tests.protocol.pipeline.virtual.scenario import ACTIVATION, InvariantError, Scenario
+from tests.protocol.pipeline.virtual.exact_world import ExactWorld
+from tests.protocol.pipeline.virtual.faulty_world import Peer
+from tests.protocol.pipeline.virtual.scenario import ACTIVATION, Scenario
 
 SEEDS, LONG_SEEDS, BATCH = 12, 2000, 100
 STEPS, STEPS_IN_PEACE = 4, 2
@@ -42,64 +44,64 @@ class ExactRun:
     def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS) -> None:
         self.seed = seed
         scenario, count = scenario_of(seed)
-        self.swarm = ExactSwarm(scenario, seed, count)
+        self.world = ExactWorld(scenario, seed, count)
         self._chance = random.Random(f"exact faults {seed}")
         self.fault_count = self._open_faults = self._chance.choice([0, 1, 2, 4, 8]) if faults else 0
         self._steps_at_peace = 0  # when the last fault had ended
         for _ in range(self.fault_count):
             kind = self._chance.choice(faults)
-            self.swarm.schedule(self._chance.uniform(0.1, FAULTS_END), lambda kind=kind: self._strike(kind))  # type: ignore[misc]
+            self.world.clock.schedule(self._chance.uniform(0.1, FAULTS_END), lambda kind=kind: self._strike(kind))  # type: ignore[misc]
 
     def run(self) -> None:
         """Raise InvariantError if something is wrong under this seed."""
         try:
-            self.swarm.run(END, lambda: self._is_over() or self._is_still or self._has_many_void_rounds)
+            self.world.run(END, lambda: self._is_over() or self._is_still or self._has_many_void_rounds)
             if self._has_many_void_rounds:
-                raise InvariantError(f"{self.swarm.void_rounds} void rounds after {self.fault_count} faults")
+                raise InvariantError(f"{self.world.void_rounds} void rounds after {self.fault_count} faults")
             if not self._is_over():
-                raise InvariantError(f"deadlock: {self.swarm.steps} steps in {self.swarm.now:g} s")
+                raise InvariantError(f"deadlock: {self.world.steps} steps in {self.world.clock.now:g} s")
         except InvariantError as error:
             raise InvariantError(f"seed {self.seed}: {error}") from error
 
     def _is_over(self) -> bool:
         """Return whether there was a number of steps, some of them after all faults."""
-        return not self._open_faults and self.swarm.steps >= max(STEPS, self._steps_at_peace + STEPS_IN_PEACE)
+        return not self._open_faults and self.world.steps >= max(STEPS, self._steps_at_peace + STEPS_IN_PEACE)
 
     @property
     def _is_still(self) -> bool:
-        return self.swarm.now > self.swarm.round_ended + STILL
+        return self.world.clock.now > self.world.round_ended + STILL
 
     @property
     def _has_many_void_rounds(self) -> bool:
-        return self.swarm.void_rounds > MAX_VOID * (self.fault_count + self.swarm.scenario.loss * LOSSES)
+        return self.world.void_rounds > MAX_VOID * (self.fault_count + self.world.scenario.loss * LOSSES)
 
     def _strike(self, kind: str) -> None:
-        swarm, chance = self.swarm, self._chance
-        node, other = chance.sample(swarm.every_node(), 2)
+        world, chance = self.world, self._chance
+        peer, other = chance.sample(list(world.peers.values()), 2)
         seconds = chance.uniform(0.5, 12.0)
         match kind:
             case "kill":
-                swarm.kill_node(node)
-                self._end_later(seconds, lambda: swarm.revive_node(node))
+                world.kill(peer)
+                self._end_later(seconds, lambda: world.revive(peer))
             case "die":
-                swarm.remove_node(node)
+                world.remove(peer)
                 self._end_later(0.0, lambda: None)
             case "kill trainer":
-                swarm.kill_trainer(node.server)
+                world.kill_trainer(peer)
                 self._end_later(0.0, lambda: None)
             case "cut":
-                link = frozenset((node.name, other.name))
-                swarm.cuts.add(link)
-                self._end_later(seconds, lambda: swarm.cuts.discard(link))
+                link = frozenset((peer.name, other.name))
+                world.cuts.add(link)
+                self._end_later(seconds, lambda: world.cuts.discard(link))
             case "doubt":
-                swarm.doubt(node.name, other.name)
-                self._end_later(seconds, lambda: swarm.trust(node.name, other.name))
+                world.doubt(peer.name, other.name)
+                self._end_later(seconds, lambda: world.trust(peer.name, other.name))
             case "slow":
-                node.server.speed /= 10
-                self._end_later(seconds, lambda: setattr(node.server, "speed", node.server.speed * 10))
+                peer.speed /= 10
+                self._end_later(seconds, lambda: setattr(peer, "speed", peer.speed * 10))
             case "break":
-                node.server.is_broken = True
-                self._end_later(seconds, lambda: setattr(node.server, "is_broken", False))
+                peer.is_broken = True
+                self._end_later(seconds, lambda: setattr(peer, "is_broken", False))
 
     def _end_later(self, seconds: float, undo: Callable[[], object]) -> None:
         """End a fault after a while."""
@@ -107,9 +109,9 @@ class ExactRun:
         def end() -> None:
             undo()
             self._open_faults -= 1
-            self._steps_at_peace = self.swarm.steps
+            self._steps_at_peace = self.world.steps
 
-        self.swarm.schedule(seconds, end)
+        self.world.clock.schedule(seconds, end)
 
 
 MAX_VOID, LOSSES = 3, 40
@@ -123,13 +125,13 @@ def no_void_rule(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_stage_judges_alone(patch: pytest.MonkeyPatch) -> None:
-    def hear(self: ExactSwarm, node: object, number: int) -> None:
-        stage, here = node.stage, node.round == number and node.server.is_alive  # type: ignore[attr-defined]
+    def hear(self: ExactWorld, peer: Peer, number: int) -> None:
+        stage = peer.stage
         decided = self._decided.get(number, {})
-        if here and stage in decided:
-            self._apply(node, number, decided[stage])  # type: ignore[arg-type]
+        if stage in decided:
+            self._apply(peer, number, decided[stage])
 
-    patch.setattr(ExactSwarm, "_hear_decision", hear)
+    patch.setattr(ExactWorld, "_hear_decision", hear)
 
 
 def dead_lives_count(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +204,7 @@ def test_every_microbatch_counts_once_at_each_stage_whatever_dies() -> None:
     for seed in range(SEEDS):
         run = ExactRun(seed)
         run.run()
-        voids += run.swarm.void_rounds
+        voids += run.world.void_rounds
     assert voids, "no seed made a round void, so nothing was tried"
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from node.simulation.virtual.stage import InvariantError
 from tests.protocol.pipeline.virtual.bugs import BUGS, Bug
-from tests.protocol.pipeline.virtual.scenario import InvariantError, Scenario
+from tests.protocol.pipeline.virtual.scenario import Scenario
 from tests.protocol.pipeline.virtual.seeded_run import SeededRun
 
 SEEDS, LONG_SEEDS, BATCH = 100, 2000, 100
@@ -16,7 +17,7 @@ def test_faults_lose_and_double_nothing_in_silence() -> None:
     for seed in range(SEEDS):
         run = SeededRun(seed)
         run.run()
-        ends |= set(run.swarm.begun.values())
+        ends |= set(run.world.begun.values())
     assert ends >= {"done", "refused", "owner died"}
 
 
@@ -32,7 +33,7 @@ def test_without_faults_everything_is_done() -> None:
     for seed in range(10):
         run = SeededRun(seed, faults=())
         run.run()
-        assert set(run.swarm.begun.values()) == {"done"}
+        assert set(run.world.begun.values()) == {"done"}
 
 
 @pytest.mark.slow
@@ -41,7 +42,7 @@ def test_stages_that_need_tokens_refuse_tasks_without_them(sends: bool) -> None:
     scenario = Scenario(((4.0, 4.0),) * 3, stages_need_tokens=True, owners_send_tokens=sends)
     run = SeededRun(1, (), scenario)
     run.run()
-    assert set(run.swarm.begun.values()) == {"done" if sends else "refused"}
+    assert set(run.world.begun.values()) == {"done" if sends else "refused"}
 
 
 @pytest.mark.slow

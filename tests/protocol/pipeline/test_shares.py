@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.protocol.pipeline.virtual.bugs import invites_nobody, weighs_peers_by_round_trips
+from tests.protocol.pipeline.virtual.faulty_world import FaultyWorld
 from tests.protocol.pipeline.virtual.scenario import Scenario
-from tests.protocol.pipeline.virtual.virtual_swarm import VirtualSwarm
 
 SPEEDS = (1.0, 2.0, 4.0, 8.0)
 WARM, END = 15.0, 60.0
@@ -34,27 +34,31 @@ def measure(in_flight: int, owners: int = 1, step_size: int = ENDLESS) -> Figure
         memory=10**9,
         bandwidth=1e9,
     )
-    swarm = VirtualSwarm(scenario, 1)
-    swarm.run(WARM)
-    done, busy, served = count_done(swarm), count_busy(swarm), {peer.name: peer.served for peer in swarm.peers.values()}
-    swarm.run(END)
+    world = FaultyWorld(scenario, 1)
+    world.run(WARM)
+    done, busy, served = count_done(world), count_busy(world), {peer.name: peer.served for peer in world.peers.values()}
+    world.run(END)
     ratios = []
     for stage in range(len(scenario.speeds)):
-        peers = [peer for peer in swarm.peers.values() if peer.stage == stage]
+        peers = [peer for peer in world.peers.values() if peer.stage == stage]
         total = sum(peer.served - served[peer.name] for peer in peers)
         ratios += [(peer.served - served[peer.name]) / total * sum(SPEEDS) / peer.speed for peer in peers]
-    done, busy = count_done(swarm) - done, count_busy(swarm) - busy
+    done, busy = count_done(world) - done, count_busy(world) - busy
     figures = Figures(done / (END - WARM) / sum(SPEEDS), ratios, busy / done)
     print(f"fraction {figures.fraction:.3f}, shares {min(ratios):.2f} to {max(ratios):.2f}, {figures.busy:.1f} busy")
     return figures
 
 
-def count_done(swarm: VirtualSwarm) -> int:
-    return sum(peer.owner.counts.done for peer in swarm.peers.values() if peer.owner is not None)
+def count_done(world: FaultyWorld) -> int:
+    return sum(peer.owner.counts.done for peer in world.peers.values())
 
 
-def count_busy(swarm: VirtualSwarm) -> int:
-    return sum(peer.server.counts.answers["busy"] for peer in swarm.peers.values() if peer.server is not None)
+def count_busy(world: FaultyWorld) -> int:
+    return sum(
+        server.counts.answers["busy"]
+        for peer in world.peers.values()
+        if (server := peer.process.loop.server) is not None
+    )
 
 
 def test_shares_follow_speed_and_the_pipeline_is_full() -> None:

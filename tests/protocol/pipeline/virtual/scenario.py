@@ -1,15 +1,11 @@
 """Describe a virtual pipeline: its peers, their machines and links, and the names of its blobs."""
 
 import hashlib
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
-from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Key
-from protocol.pipeline.owner import Owner
-from protocol.pipeline.server import StageServer
 from protocol.pipeline.stage import StageSettings
 
 ACTIVATION, TOKENS = 1000, 10
@@ -25,7 +21,7 @@ class Scenario:
     speeds: tuple[tuple[float, ...], ...]
     in_flight: int = 8
     quota: int = 16  # microbatches of each owner
-    owners: int = 2
+    owners: int = 2  # the last of the servers
     step_size: int = 4
     memory: int = 40 * ACTIVATION
     delay: float = 0.02
@@ -38,41 +34,6 @@ class Scenario:
     hidden: frozenset[PeerId] = frozenset()
     owners_send_tokens: bool = False  # to all stages
     stages_need_tokens: bool = False
-
-
-@dataclass
-class Trainer:
-    """What the weights of a server really contain; the machines must agree with it."""
-
-    weights: Counter[Key] = field(default_factory=Counter)
-    gradient: list[Key] = field(default_factory=list)
-    snapshot: tuple[Counter[Key], Ledger] = field(default_factory=lambda: (Counter(), Ledger()))
-    generation: int = 0
-
-
-class InvariantError(AssertionError):
-    """Something that must never happen."""
-
-
-class Peer:
-    """One daemon with its trainer: the owner of microbatches, the server of a stage, or both."""
-
-    def __init__(self, name: PeerId, stage: int | None, speed: float) -> None:
-        self.name = name
-        self.stage = stage
-        self.speed = speed
-        self.life = 1
-        self.is_alive = True
-        self.is_broken = False  # its results are not finite
-        self.owner: Owner | None = None
-        self.server: StageServer | None = None
-        self.trainer = Trainer()
-        self.blobs: dict[Key, set[Blob]] = {}
-        self.steps_since_contribution = 0
-        self.contributed: list[Ledger] = []
-        self.first_serial = self.next_serial = 0  # of its process
-        self.served = 0
-        self.timer: float | None = None
 
 
 def run_id(stage: int) -> str:

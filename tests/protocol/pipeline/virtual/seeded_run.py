@@ -4,10 +4,13 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from node.loop.stage_events import Draining
+from node.simulation.virtual.stage import InvariantError
 from protocol.identity import PeerId
 from protocol.pipeline.messages import Key
-from tests.protocol.pipeline.virtual.scenario import ACTIVATION, InvariantError, Peer, Scenario
-from tests.protocol.pipeline.virtual.virtual_swarm import VirtualSwarm
+from protocol.pipeline.server import StageServer
+from tests.protocol.pipeline.virtual.faulty_world import FaultyWorld, Peer
+from tests.protocol.pipeline.virtual.scenario import ACTIVATION, Scenario
 
 FAULTS_END = 10.0
 END = 1800.0  # where a fifth of all messages is lost
@@ -56,23 +59,23 @@ class SeededRun:
 
     def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS, scenario: Scenario | None = None) -> None:
         self.seed = seed
-        self.swarm = VirtualSwarm(scenario or scenario_of(seed), seed)
+        self.world = FaultyWorld(scenario or scenario_of(seed), seed)
         self._chance = random.Random(f"faults {seed}")
         if faults:
             for _ in range(self._chance.choice([0, 1, 2, 4])):
                 kind = self._chance.choice(faults)
-                self.swarm.schedule(self._chance.uniform(0.1, FAULTS_END), lambda kind=kind: self._strike(kind))  # type: ignore[misc]
+                self.world.clock.schedule(self._chance.uniform(0.1, FAULTS_END), lambda kind=kind: self._strike(kind))  # type: ignore[misc]
 
     def run(self) -> None:
         """Raise InvariantError if something is wrong under this seed."""
         try:
-            self.swarm.run(FAULTS_END + 25)
+            self.world.run(FAULTS_END + 25)
             self._check_restarted_owners()
-            self.swarm.run(END, self._is_over)
+            self.world.run(END, self._is_over)
             self._check_end()
-            self.swarm.run(self.swarm.now + RELEASED_SECONDS)
+            self.world.run(self.world.clock.now + RELEASED_SECONDS)
             self._check_released()
-            self.swarm.run(self.swarm.now + self.swarm.scenario.deadline + 60)
+            self.world.run(self.world.clock.now + self.world.scenario.deadline + 60)
             self._check_memory()
         except InvariantError as error:
             raise InvariantError(f"seed {self.seed}: {error}") from error
@@ -80,9 +83,9 @@ class SeededRun:
     # Faults
 
     def _strike(self, kind: str) -> None:
-        swarm, chance = self.swarm, self._chance
-        servers = [peer for peer in swarm.peers.values() if peer.server is not None]
-        owners = [peer for peer in swarm.peers.values() if peer.owner is not None]
+        world, chance = self.world, self._chance
+        servers = [peer for peer in world.peers.values() if peer.is_alive]
+        owners = [peer for peer in servers if peer.draws]
         if not servers or not owners:
             return
         server, owner, seconds = chance.choice(servers), chance.choice(owners), chance.uniform(0.5, 15.0)
@@ -92,31 +95,31 @@ class SeededRun:
             case "kill owner":
                 self._kill(owner, seconds)
             case "kill trainer":
-                swarm.kill_trainer(server)
+                world.kill_trainer(server)
             case "cut":
-                link = frozenset((server.name, chance.choice([*owners, *servers]).name))
-                swarm.cuts.add(link)
-                swarm.schedule(seconds, lambda: swarm.cuts.discard(link))
+                link = frozenset((server.name, chance.choice(servers).name))
+                world.cuts.add(link)
+                world.clock.schedule(seconds, lambda: world.cuts.discard(link))
             case "slow":
                 self._slow_down(server, seconds)
             case "break":
                 self._break(server, seconds)
             case "poison":
-                open_keys = sorted(key for key, end in swarm.begun.items() if end == "open")
-                swarm.poisoned.update(chance.sample(open_keys, min(1, len(open_keys))))
+                open_keys = sorted(key for key, end in world.begun.items() if end == "open")
+                world.poisoned.update(chance.sample(open_keys, min(1, len(open_keys))))
             case "drain":
                 self._drain(server, seconds)
-            case "doubt":
+            case "doubt" if owner is not server:
                 name, other = chance.sample([owner.name, server.name], 2)
                 self._doubt(name, other, seconds)
 
     def _kill(self, peer: Peer, seconds: float) -> None:
-        for key, end in self.swarm.begun.items():
+        for key, end in self.world.begun.items():
             if key.owner == peer.name and end == "open":
-                self.swarm.begun[key] = "owner died"
-        self.swarm.kill(peer)
+                self.world.begun[key] = "owner died"
+        self.world.kill(peer)
         # A peer that comes back at once has the same name before anybody missed it.
-        self.swarm.schedule(seconds, lambda: self.swarm.revive(peer))
+        self.world.clock.schedule(seconds, lambda: self.world.revive(peer))
 
     def _slow_down(self, peer: Peer, seconds: float) -> None:
         peer.speed /= 10
@@ -124,7 +127,7 @@ class SeededRun:
         def recover() -> None:
             peer.speed *= 10
 
-        self.swarm.schedule(seconds, recover)
+        self.world.clock.schedule(seconds, recover)
 
     def _break(self, peer: Peer, seconds: float) -> None:
         peer.is_broken = True
@@ -132,80 +135,81 @@ class SeededRun:
         def recover() -> None:
             peer.is_broken = False
 
-        self.swarm.schedule(seconds, recover)
+        self.world.clock.schedule(seconds, recover)
 
     def _drain(self, peer: Peer, seconds: float) -> None:
-        from protocol.pipeline.server_events import Drain
-
-        self.swarm.serve(peer, Drain())
-        self.swarm.publish()
-        self.swarm.schedule(seconds, lambda: self._kill(peer, 5.0))
+        peer.process.post(Draining())
+        self.world.publish()
+        self.world.clock.schedule(seconds, lambda: self._kill(peer, 5.0))
 
     def _doubt(self, name: PeerId, other: PeerId, seconds: float) -> None:
-        self.swarm.doubt(name, other)
-        self.swarm.schedule(seconds, lambda: self.swarm.trust(name, other))
+        self.world.doubt(name, other)
+        self.world.clock.schedule(seconds, lambda: self.world.trust(name, other))
 
     # Checks
 
     def _is_over(self) -> bool:
-        peers = self.swarm.peers.values()
         return all(
-            peer.owner is not None and peer.next_serial >= self.swarm.scenario.quota and not peer.owner.open_serials
-            for peer in peers
-            if peer.stage is None
+            peer.is_alive and peer.next_serial >= self.world.scenario.quota and not peer.owner.open_serials
+            for peer in self.world.peers.values()
+            if peer.draws
         )
 
     def _check_end(self) -> None:
-        swarm = self.swarm
+        world = self.world
         if not self._is_over():
-            waiting = [key for key, end in swarm.begun.items() if end == "open"]
+            waiting = [key for key, end in world.begun.items() if end == "open"]
             raise InvariantError(f"deadlock: {len(waiting)} microbatches do not end")
-        ends = Counter(swarm.begun.values())
+        ends = Counter(world.begun.values())
         if ends["stalled"]:
             raise InvariantError(f"deadlock: {ends['stalled']} microbatches ended because they waited for too long")
-        counts = [peer.owner.counts for peer in swarm.peers.values() if peer.owner is not None]
-        never_died = all(peer.life == 1 for peer in swarm.peers.values() if peer.stage is None)
+        counts = [peer.owner.counts for peer in world.peers.values()]
+        never_died = all(peer.starts == 1 for peer in world.peers.values() if peer.draws)
         if never_died and ends["done"] != sum(each.done for each in counts):
             raise InvariantError("owners count other results than there are")
-        for key, end in swarm.begun.items():
+        for key, end in world.begun.items():
             self._check_counted(key, end)
         if never_died:
             self._check_partly_counted(sum(each.partly_counted for each in counts))
 
     def _check_restarted_owners(self) -> None:
         """Check that nobody holds a step open, or memory, for a process that an owner's next one has replaced."""
-        for peer in self.swarm.peers.values():
-            for key in peer.server.table.entries if peer.server is not None else ():
-                if key.serial < self.swarm.peers[key.owner].first_serial:
+        for peer, server in self._servers():
+            for key in server.table.entries:
+                if key.serial < self.world.peers[key.owner].first_serial:
                     raise InvariantError(f"{peer.name} still holds {key} of an earlier process of its owner")
+
+    def _servers(self) -> list[tuple[Peer, StageServer]]:
+        live = [peer for peer in self.world.peers.values() if peer.is_alive]
+        return [(peer, server) for peer in live if (server := peer.process.loop.server) is not None]
 
     def _check_partly_counted(self, counted: int) -> None:
         """Check that owners count all of their dropped microbatches that some stages count and others do not."""
-        stages = range(len(self.swarm.scenario.speeds))
-        dropped = [key for key, end in self.swarm.begun.items() if end != "done"]
-        partly = [key for key in dropped if 0 < sum(self.swarm.copies(stage, key) for stage in stages) < len(stages)]
+        stages = range(len(self.world.scenario.speeds))
+        dropped = [key for key, end in self.world.begun.items() if end != "done"]
+        partly = [key for key in dropped if 0 < sum(self.world.copies(stage, key) for stage in stages) < len(stages)]
         if len(partly) > counted:
             raise InvariantError(f"owners count {counted} partly counted microbatches where there are {len(partly)}")
 
     def _check_counted(self, key: Key, end: str) -> None:
         """Check that a microbatch that is done counts once at each stage, unless a death that is counted took it."""
-        swarm = self.swarm
-        for stage in range(len(swarm.scenario.speeds)):
-            copies = swarm.copies(stage, key)
-            if end == "done" and not copies and (stage, key) not in swarm.dead_additions:
+        world = self.world
+        for stage in range(len(world.scenario.speeds)):
+            copies = world.copies(stage, key)
+            if end == "done" and not copies and (stage, key) not in world.dead_additions:
                 raise InvariantError(f"{key} is done, and stage {stage} does not count it")
 
     def _check_released(self) -> None:
         """Check that no server holds a step open, or memory, for a microbatch that has ended."""
-        for peer in self.swarm.peers.values():
-            for key in peer.server.table.entries if peer.server is not None else ():
+        for peer, server in self._servers():
+            for key in server.table.entries:
                 raise InvariantError(f"{peer.name} still holds {key} after its end")
 
     def _check_memory(self) -> None:
-        for peer in self.swarm.peers.values():
-            if peer.server is not None and peer.server.table.memory.used:
-                raise InvariantError(f"{peer.name} still holds {peer.server.table.memory.used} bytes")
-            if peer.server is not None and peer.server.table.unfinished:
+        for peer, server in self._servers():
+            if server.table.memory.used:
+                raise InvariantError(f"{peer.name} still holds {server.table.memory.used} bytes")
+            if server.table.unfinished:
                 raise InvariantError(f"{peer.name} still holds places of tasks that have ended")
-            if peer.blobs:
-                raise InvariantError(f"{peer.name} still holds blobs of {list(peer.blobs)}")
+            if peer.process.held:
+                raise InvariantError(f"{peer.name} still holds blobs of {list(peer.process.held)}")
