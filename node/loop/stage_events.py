@@ -1,7 +1,7 @@
 """Define the events that the stage loop handles, and the actions that it returns. PURE.
 
-Most of them belong to the two machines in it, the owner of microbatches and the server of a stage; this module adds
-those of the trainer, of the peers' records and of exact steps.
+Most of them belong to the two state machines inside the loop, the owner of microbatches and the server of a stage. This
+module adds the events of the trainer, of the peers' records and of exact steps.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class TrainerReady:
     """A trainer of the stage has started from its snapshot.
 
     Attributes:
-        wall_ms: milliseconds since 1970; a life that begins with them is larger than each life before a restart.
+        wall_ms: milliseconds since 1970; a life that starts there exceeds every life before a restart.
         ledger: microbatches of the steps that the trainer will contribute.
         contributed: microbatches of its last contribution.
         repeats: whether it sends its last contribution again.
@@ -42,7 +42,7 @@ class TrainerReady:
 
 @dataclass(frozen=True)
 class StageAnchorApplied:
-    """The trainer has taken over the weights of a round; `wall_ms` as in TrainerReady."""
+    """The trainer has adopted the weights of a round; `wall_ms` as in TrainerReady."""
 
     round: int
     wall_ms: int
@@ -51,7 +51,7 @@ class StageAnchorApplied:
 
 @dataclass(frozen=True)
 class StageContributed:
-    """The trainer has made a contribution to a round; `ledger` is that of an exact step."""
+    """The trainer has made a contribution to a round; `ledger` is set for an exact step."""
 
     round: int
     ledger: bytes = b""
@@ -95,19 +95,19 @@ class StatementReceived:
 
 @dataclass(frozen=True)
 class RestingChanged:
-    """This peer begins no microbatches of its own until further notice, or begins them again."""
+    """This peer pauses or resumes its own microbatches."""
 
     is_resting: bool
 
 
 @dataclass(frozen=True)
 class Draining:
-    """This peer leaves after it has finished what others would have to compute again."""
+    """This peer leaves after finishing the work that peers would have to repeat."""
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """This peer leaves now; owners notice it by the answers to their requests."""
+    """This peer leaves now; owners notice it from the answers to their requests."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ StageEvent = (
 
 @dataclass(frozen=True)
 class DrawTokens:
-    """Let the trainer read a microbatch into memory; `window` of the run's text in exact steps, else its next one."""
+    """Let the trainer read a microbatch into memory; `window` of the run's text if steps are exact."""
 
     serial: int
     window: int | None = None
@@ -168,7 +168,7 @@ class AnswerTask:
 
 @dataclass(frozen=True)
 class PublishLife:
-    """Publish at once that a new life of our stage has begun; results of earlier ones are void."""
+    """Publish at once that a new life of our stage has begun, which voids results of earlier lives."""
 
     life: int
     rate: float

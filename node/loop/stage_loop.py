@@ -1,8 +1,8 @@
-"""Drive the part of a peer in a pipeline: it serves a stage, and sends microbatches of its own text through all stages.
+"""Serve one stage of a pipeline, and send microbatches of this peer's text through all stages. PURE.
 
-One event and the time go in, actions come out, and `next_deadline` says when to call again. The decisions are made by
-two machines, `protocol.pipeline.server` and `protocol.pipeline.owner`. The daemon, `murmur sim` and the seeds of
-the tests all drive this loop. PURE.
+`handle` takes an event and the time and returns actions; `next_deadline` returns when to call it next. Two state
+machines make the decisions, `protocol.pipeline.server` and `protocol.pipeline.owner`. The daemon, `murmur sim` and the
+seeded tests all drive this loop.
 """
 
 import random
@@ -48,11 +48,11 @@ TOKEN_BYTES = 4  # int32
 
 
 class StageLoop:
-    """Takes events one by one. The server exists from the first TrainerReady on; each further one begins a new life.
+    """Handles events one by one. The first TrainerReady creates the server; each further one begins a new life.
 
     Args:
-        first_serial: of the microbatches of this process; see `protocol.pipeline.messages.first_serial`.
-        draws: whether this peer begins microbatches of its own.
+        first_serial: first serial of this process's microbatches; see `protocol.pipeline.messages.first_serial`.
+        draws: whether this peer owns microbatches.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class StageLoop:
         self._draws = draws
         self._first_serial = self._next_serial = first_serial
         self._drawing: set[int] = set()  # serials that the trainer reads
-        self._repeat_is_due = False  # of a restarted trainer's last contribution, which its ledgers know
+        self._repeat_is_due = False  # the next contribution repeats the last; its ledger is taken already
         nobody: StagePeers = ((),) * settings.stages
         self._seen = PeersSeen(nobody, {}, StepReports(settings.stages))
         self._actions: list[StageAction] = []
 
     @property
     def is_drained(self) -> bool:
-        """Return whether a peer that drains may leave: nobody waits for work of it, and its own microbatches ended."""
+        """Whether a draining peer may leave: no peer waits for its work, and its own microbatches have ended."""
         return (self.server is None or self.server.is_idle) and not self.owner.open_serials
 
     def next_deadline(self) -> float | None:
@@ -88,7 +88,7 @@ class StageLoop:
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, event: StageEvent, now: float) -> list[StageAction]:
-        """Take one event and return the actions that follow from it, in the order in which to carry them out."""
+        """Handle one event and return the resulting actions, to be carried out in this order."""
         match event:
             case TaskAsked(task):
                 self._answer(task, now)
@@ -184,7 +184,7 @@ class StageLoop:
         if self.server is None:
             self.server = self.mode.build_server(self.settings, self.life, self.round, now)
         self._serve(server_events.TrainerRestarted(self.life, ledger, contributed), now)
-        if self.server.round != self.round:  # it died after it had applied an anchor, before it could say so
+        if self.server.round != self.round:  # the trainer crashed between applying an anchor and reporting it
             self._set_round(self.round, now)
         self._actions.append(PublishLife(self.life, self.server.rate))
 
@@ -193,7 +193,7 @@ class StageLoop:
         self.round = number
         self._serve(server_events.RoundChanged(number), now)
         self._use_peers(now)
-        if self.mode.ends_with_round:  # the ends make room for microbatches of the new round
+        if self.mode.ends_with_round:  # frees places for microbatches of the new round
             self._follow(self.owner.end_round(now), now)
         self.mode.freeze_sum(now)
 
@@ -216,7 +216,7 @@ class StageLoop:
     # The owner.
 
     def _follow(self, actions: Iterable[owner_events.Action], now: float) -> None:
-        """Pass the actions of the owner on; microbatches that ended make room for others."""
+        """Forward the owner's actions; each microbatch that ended lets another one begin."""
         has_ended = False
         for action in actions:
             if not isinstance(action, owner_events.Finished):
@@ -231,7 +231,7 @@ class StageLoop:
             self._draw(now)
 
     def _draw(self, now: float) -> None:
-        """Let the trainer read as many microbatches as this peer may have in flight."""
+        """Draw microbatches from the trainer, up to the in-flight limit."""
         room = self.owner.room - len(self._drawing)
         if self.server is None or self.is_resting or not self._draws or room <= 0:
             return
@@ -244,7 +244,7 @@ class StageLoop:
     def _begin(self, event: TokensDrawn, now: float) -> None:
         self._drawing.discard(event.serial)
         if not self.mode.may_begin(event.serial, self.owner.room):
-            self._actions.append(DropTokens(event.serial))  # of a round that is over
+            self._actions.append(DropTokens(event.serial))  # its round is over
             return
         part = self.mode.part_of(event.serial, self.round)
         self._follow(self.owner.begin(event.serial, HeldBlob(event.blob, self._me), now, part), now)

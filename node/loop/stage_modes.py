@@ -1,8 +1,8 @@
 """The two modes of a pipeline's steps, as strategies of the stage loop. PURE.
 
 In `local` mode each server makes an inner step whenever it has the gradients of one. In `exact` mode a round is a step
-of numbered microbatches, each of which counts exactly once at each stage: `protocol.pipeline.exact` decides
-which of them this peer begins and when its sum is offered, and whatever belongs to a round is dropped when it is over.
+of numbered microbatches, each of which counts exactly once at each stage: `protocol.pipeline.exact` decides which of
+them this peer begins and when it offers its sum. All state of a round is dropped when the round is over.
 """
 
 from collections.abc import Collection
@@ -28,16 +28,16 @@ from protocol.pipeline.steps import ExactSteps, LocalSteps
 
 @dataclass(frozen=True)
 class Draw:
-    """A microbatch to read; in exact steps with its number, and the window of the run's text where it begins."""
+    """A microbatch to read; exact steps set its number and the window of the run's text where it begins."""
 
     number: int | None = None
     window: int | None = None
 
 
 class LocalMode:
-    """Let each server step by itself, and an owner draw as many microbatches as may be in flight."""
+    """Each server steps independently; an owner draws microbatches up to its in-flight limit."""
 
-    ends_with_round = False  # whether microbatches that are open when a round ends are given up
+    ends_with_round = False  # whether the end of a round drops open microbatches
 
     def build_server(self, settings: StageSettings, life: int, round_number: int, now: float) -> StageServer:
         return StageServer(LocalSteps(settings, Ledger()), life, round_number)
@@ -45,30 +45,30 @@ class LocalMode:
     def on_trainer(
         self, event: TrainerReady | StageAnchorApplied | StageContributed, drawing: Collection[int], now: float
     ) -> None:
-        """Take over what the trainer reports; a new trainer draws none of the serials in `drawing` any more."""
+        """Record the trainer's report; a new trainer will not draw the serials in `drawing`."""
 
     def leaves_chain(self, anchor_round: int, current_round: int) -> bool:
-        """Return whether an anchor belongs to another chain, so that computed gradients do not count."""
+        """Return whether an anchor belongs to another chain, which voids computed gradients."""
         return False
 
     def begin_round(self) -> None:
-        """Forget our microbatches of the round before."""
+        """Forget our microbatches of the previous round."""
 
     def freeze_sum(self, now: float) -> None:
-        """Change the sum of the round no more if its contribution exists."""
+        """Freeze the sum of the round if its contribution exists."""
 
     def set_peers(self, seen: PeersSeen, us: StagePeer, is_resting: bool) -> None:
-        """Take over the servers of all stages; `us` is this peer at its stage and round."""
+        """Update the servers of all stages; `us` is this peer at its stage and round."""
 
     def record(self, peer: PeerId, statement: Statement, now: float) -> None:
-        """Take over a statement of another server about its sum."""
+        """Record another server's statement about its sum."""
 
     def draws(self, room: int, now: float) -> list[Draw]:
         """Return the microbatches to draw now, at most `room`."""
         return [Draw()] * room
 
     def start_draw(self, serial: int, draw: Draw) -> None:
-        """Note that a microbatch is being drawn."""
+        """Record that the trainer draws a microbatch."""
 
     def may_begin(self, serial: int, room: int) -> bool:
         """Return whether a drawn microbatch is still wanted."""
@@ -79,10 +79,10 @@ class LocalMode:
         return None
 
     def on_finished(self, ended: owner_events.Finished, now: float) -> None:
-        """Take over the end of a microbatch of ours."""
+        """Record the end of one of our microbatches."""
 
     def settle(self, server: StageServer, now: float) -> list[StageAction]:
-        """Return the actions by which the step moves on."""
+        """Return the pending actions of the agreement."""
         return []
 
     def next_deadline(self) -> float | None:
@@ -94,8 +94,8 @@ class ExactMode(LocalMode):
     """Count each of the `agreement.count` microbatches of a step once at each stage.
 
     Args:
-        stage: the one that this peer serves.
-        sequences: sequences in a microbatch.
+        stage: the stage that this peer serves.
+        sequences: number of sequences in a microbatch.
     """
 
     ends_with_round = True
@@ -106,7 +106,7 @@ class ExactMode(LocalMode):
         self._sequences = sequences
         self._step = 0
         self._offer: tuple[int, StepLedger] | None = None  # round and ledger of our last contribution
-        self._numbers: dict[int, int] = {}  # of our microbatches that are drawn or in flight, by serial
+        self._numbers: dict[int, int] = {}  # our microbatches that are drawn or in flight, by serial
 
     def build_server(self, settings: StageSettings, life: int, round_number: int, now: float) -> StageServer:
         self.agreement.begin(round_number, life, now)

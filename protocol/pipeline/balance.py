@@ -1,14 +1,14 @@
 """The balance of the stages: which peer moves to which stage. PURE.
 
-A pipeline is as fast as its weakest stage. Once a period, right after a commit, every peer reads from the signed
-records of all peers which single move would help that stage most; all that see the same records choose the same one.
-The chosen peer claims the move in its own record, and after a while, right after another commit, it makes the move if
-no claim goes before its own. So peers with different views do not move at the same time.
+A pipeline is as fast as its weakest stage. Once a period, right after a commit, every peer works out from the signed
+records which single move would help that stage most; peers with the same records choose the same move. The chosen peer
+claims the move in its record. After a pause, right after another commit, it moves if no other claim has priority. So
+peers with different views do not move at the same time.
 
     gain = min(rate of the source after the move, rate of the target after it) / rate of the target before - 1
 
-The rate of a stage is the sum of those of its peers, and the target is the weakest one. The other stages do not count,
-else nothing could be gained where two are equally weak.
+The rate of a stage is the sum of its peers' rates, and the target is the weakest stage. The other stages do not count;
+otherwise no move would gain anything where two stages are equally weak.
 """
 
 import math
@@ -21,7 +21,7 @@ from protocol.identity import PeerId
 
 MIN_GAIN: Final = 0.1
 MIN_LEFT: Final = 2  # peers that stay at the stage that gives one away
-PERIOD_EXPIRIES = 12.0  # times in which a record expires, from one decision to the next
+PERIOD_EXPIRIES = 12.0  # between two decisions, in multiples of `expiry`
 CLAIM_EXPIRIES = 1.0  # from a claim to the move
 QUIET_PERIODS = 5.0  # from a move to the next decision
 PINNED, MOVABLE, FIRST_CLAIM = 0, 1, 2  # of `stage_move` in a record; a claim adds the stage
@@ -48,16 +48,16 @@ class Move:
 
 
 def sum_rates(rates: Sequence[Sequence[float]]) -> list[float]:
-    """Return the rate of each stage from those of its trainers.
+    """Return the rate of each stage, given the rates of its trainers.
 
-    A trainer without a rate (0) counts with the median of the others, and with 1 if nobody has one.
+    A trainer without a rate (0) counts with the median of the others, or with 1 if no trainer has a rate.
     """
     usual = median([rate for served in rates for rate in served if rate] or [1.0])
     return [math.fsum(rate or usual for rate in served) for served in rates]
 
 
 def choose_move(assignments: Iterable[StageAssignment], stages: int) -> Move | None:
-    """Return the move with the highest gain, ties by peer id; None if none is worth it, or a stage has no peer.
+    """Return the move with the highest gain, ties by peer id; None if no move is worth it, or a stage has no peer.
 
     A trainer without a rate counts with the median of the others, and does not move.
     """
@@ -80,7 +80,7 @@ def choose_move(assignments: Iterable[StageAssignment], stages: int) -> Move | N
 
 
 def _gain(source: float, target: float, rate: float) -> float:
-    """Return what a move gains if the peer is as fast at the target as at the source."""
+    """Estimate the gain of a move; the peer is taken to be as fast at the target as at the source."""
     return min(source - rate, target + rate) / target - 1
 
 
@@ -94,11 +94,11 @@ class Balancer:
         self._known: dict[PeerId, int] = {}  # stages of peers
         self._claimed: set[PeerId] = set()  # peers that claimed a move when we last saw them
         self._decides_at: float | None = None
-        self._claim: tuple[Move, float] | None = None  # and when we made it
+        self._claim: tuple[Move, float] | None = None  # with the time of the claim
 
     @property
     def move(self) -> int:
-        """Return `stage_move` of our record."""
+        """The value of `stage_move` in our record."""
         return MOVABLE if self._claim is None else FIRST_CLAIM + self._claim[0].target
 
     def rest(self, now: float) -> None:
@@ -107,7 +107,7 @@ class Balancer:
         self._decides_at = now + QUIET_PERIODS * PERIOD_EXPIRIES * self._expiry
 
     def observe(self, assignments: Sequence[StageAssignment], now: float) -> None:
-        """Take over which peers serve which stages; one that has claimed a move and is gone is on its way."""
+        """Record which peers serve which stages; rest if one has moved, or has claimed a move and is gone."""
         stages = {assignment.peer: assignment.stage for assignment in assignments if assignment.move != PINNED}
         has_moved = any(self._known.get(peer, stage) != stage for peer, stage in stages.items())
         if has_moved or self._claimed - stages.keys():
@@ -116,7 +116,7 @@ class Balancer:
         self._claimed = set(_claims(assignments))
 
     def on_commit(self, assignments: Sequence[StageAssignment], now: float) -> Move | None:
-        """Return the move that this peer makes now; its claim may change."""
+        """Return the move that this peer makes now, if any, and update its claim."""
         self.observe(assignments, now)
         if self._decides_at is None:
             self._postpone(now)
@@ -133,7 +133,7 @@ class Balancer:
     def _settle_claim(
         self, move: Move, since: float, assignments: Sequence[StageAssignment], now: float
     ) -> Move | None:
-        """Make a move that was claimed long enough, unless another claim goes first or it is worth it no more."""
+        """Return a move claimed long enough ago, unless another claim has priority or it no longer pays."""
         if now < since + CLAIM_EXPIRIES * self._expiry:
             return None
         self._claim = None

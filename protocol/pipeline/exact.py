@@ -1,9 +1,9 @@
 """The agreement of exact steps: which peer owns which microbatch, when a server seals, and what it offers. No I/O.
 
-A round is one step of the microbatches 0 .. count - 1. Each server says to all others what its sum contains. A server
-seals once, as far as it knows, every microbatch counts at every stage; it opens again if a death has taken some away.
-When all servers of its stage that have spoken have sealed, it offers its sum without those microbatches that another
-one counts too: the lower peer id keeps them, unless the other has offered already.
+A round is one step of the microbatches 0 .. count - 1. Each server reports to all others what its sum contains. A
+server seals its sum once, as far as it knows, every microbatch counts at every stage; it reopens if a crash has lost
+some. When all servers of its stage that have reported have sealed, it offers its sum. It first removes microbatches
+that another server counts too: the lower peer id keeps them, unless the other server has offered already.
 
 This only makes void rounds rare. Whether a round counts is decided by its commit alone (`ledger.covers_step`).
 """
@@ -32,15 +32,15 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 APPLIED, VOID = "a", "v"
 MAX_VERDICTS = 64  # rounds that a peer reports
-SAY_SECONDS, REPEAT_SECONDS = 0.1, 2.0  # from a change to the statement about it; between two equal ones
-RETRY_SECONDS = 1.0  # from a microbatch that no route could bring through to the next try
-OVERTAKEN_SECONDS = 1.0  # in which an acknowledgement may overtake a statement
+STATEMENT_SECONDS, REPEAT_SECONDS = 0.1, 2.0  # from a change to its statement; between repeats
+RETRY_SECONDS = 1.0  # before a dropped microbatch is tried again
+OVERTAKEN_SECONDS = 1.0  # how far an acknowledgement may overtake a statement
 MAX_STATEMENTS = 4096  # peers
 
 
 @dataclass(frozen=True)
 class Statement:
-    """The statement of one life of a server about its sum in a round; `version` grows with each change."""
+    """A server's report of its sum in a round; `version` grows with each change."""
 
     run: RunId
     round: int
@@ -51,7 +51,7 @@ class Statement:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Return what orders the statements of one server."""
+        """Sort key for the statements of one server."""
         return self.round, self.life, self.version
 
     def to_wire(self) -> wire.StepStatement:
@@ -99,7 +99,7 @@ class StepReports:
             return frozenset(range(self.stages))
         return frozenset(stage for stage, covers in self.decided.get(round_number, {}).items() if covers)
 
-    def is_doomed(self, round_number: int) -> bool:
+    def is_void(self, round_number: int) -> bool:
         """Return whether a round cannot count any more."""
         return self.verdict(round_number, {}) is False
 
@@ -117,7 +117,7 @@ class StepHistory:
         self._decided = 2 * round_number + is_complete + 1
 
     def apply(self, round_number: int, counts: bool) -> None:
-        """Record a round that was applied, or passed over as void."""
+        """Record a round that was applied, or skipped as void."""
         kept = self._verdicts if round_number == self._round else ""
         self._round, self._verdicts = round_number + 1, (kept + (APPLIED if counts else VOID))[-MAX_VERDICTS:]
 
@@ -127,7 +127,7 @@ class StepHistory:
 
 
 def read_step_reports(records: Iterable[PeerRecord], stages: int) -> StepReports:
-    """Return what the trainers of all stages report; of two that contradict each other, either one."""
+    """Read what the trainers of all stages report; where two contradict each other, either may win."""
     decided: dict[int, dict[int, bool]] = {}
     verdicts: dict[int, bool] = {}
     for record in records:
@@ -151,25 +151,25 @@ class SendStatement:
 
 @dataclass(frozen=True)
 class OfferStep:
-    """Take the gradients of `doubles` out of the sum and offer the rest; answer by `offered` or `drop`."""
+    """Take the gradients of `duplicates` out of the sum and offer the rest; answer by `offered` or `drop`."""
 
-    doubles: StepLedger
+    duplicates: StepLedger
 
 
 Action = SendStatement | OfferStep
 
 
 class StepAgreement:
-    """The open step, as one server sees it. `runs`: the ids of the stages; `stage`: its own."""
+    """The open step, as one server sees it. `runs`: the ids of all stages; `stage`: the one it serves."""
 
     def __init__(self, me: PeerId, runs: Sequence[RunId], stage: int, count: int) -> None:
         self.count = count
         self.round = self.life = self.version = 0
         self.phase: Phase = "open"
         self.ledger = StepLedger(count)
-        self._is_doomed = False  # a stage has decided the round without the whole step
-        self._decided: frozenset[int] = frozenset()  # stages whose commit has the whole step, whatever dies now
-        self.is_offering = False  # while doubles are taken out, and the contribution is made
+        self._is_void = False  # a stage has decided the round without the whole step
+        self._decided: frozenset[int] = frozenset()  # stages whose commit has the whole step
+        self.is_offering = False  # while duplicates are subtracted and the contribution is made
         self.is_adding = False  # while the trainer computes a gradient for the sum
         self._me = me
         self._runs = tuple(runs)
@@ -179,14 +179,14 @@ class StepAgreement:
         self._statements: dict[PeerId, Statement] = {}
         self._acknowledged: dict[tuple[int, int], tuple[ServerLife, float]] = {}  # by stage and id, since when
         self._retry_at: dict[int, float] = {}
-        self._say_at: float | None = 0.0
+        self._statement_at: float | None = 0.0
         self._coverage: list[StepLedger] | None = None  # by stage, until something changes
         self._mine: tuple[int, ...] | None = None  # the microbatches that we own, until something changes
 
     def begin(self, round_number: int, life: int, now: float) -> None:
-        """Begin the step of a round with nothing."""
+        """Begin the step of a round with an empty sum."""
         self.round, self.life = round_number, life
-        self._is_doomed, self._decided = False, frozenset()
+        self._is_void, self._decided = False, frozenset()
         self._clear()
         self._acknowledged.clear()
         self._retry_at.clear()
@@ -194,7 +194,7 @@ class StepAgreement:
         self._change(now)
 
     def restart(self, life: int, now: float) -> None:
-        """Begin a new life of the trainer, which has lost the sum, but not what it has offered."""
+        """Begin a new life of the trainer: its sum is lost, unless it was offered already."""
         self.life, self.is_adding = life, False
         if self.phase != "offered":
             self._clear()
@@ -206,7 +206,7 @@ class StepAgreement:
         self._change(now, at_once=True)
 
     def offered(self, ledger: StepLedger, now: float) -> None:
-        """Take over the ledger of our contribution, after which our sum does not change any more."""
+        """Adopt the ledger of our contribution; our sum is frozen from now on."""
         self.phase, self.is_offering, self.ledger = "offered", False, ledger
         self._change(now, at_once=True)
 
@@ -221,7 +221,7 @@ class StepAgreement:
         self._change(now)
 
     def set_peers(self, stages: Sequence[Mapping[PeerId, int]], owners: Collection[PeerId]) -> None:
-        """Take over the live servers of each stage with their lives, and the peers that own microbatches."""
+        """Update the live servers of each stage with their lives, and the peers that own microbatches."""
         self._live = tuple(stages)
         self._owners = tuple(sorted(owners))
         self._coverage = self._mine = None
@@ -230,20 +230,20 @@ class StepAgreement:
 
     def next_deadline(self) -> float | None:
         """Return when `advance` or `wanted` may change without an event."""
-        times = [*self._retry_at.values(), *([] if self._say_at is None else [self._say_at])]
+        times = [*self._retry_at.values(), *([] if self._statement_at is None else [self._statement_at])]
         return min(times, default=None)
 
     def take_reports(self, reports: StepReports) -> None:
-        """Take over how the stages have decided the round."""
-        self._is_doomed = reports.is_doomed(self.round)
+        """Update how the stages have decided the round."""
+        self._is_void = reports.is_void(self.round)
         self._decided = reports.covered_stages(self.round)
         self._coverage = None
 
     def record(self, peer: PeerId, statement: Statement, now: float) -> None:
-        """Take a statement of another server; an older one than we know changes nothing.
+        """Record a statement of another server, unless we know a newer one.
 
-        A server that has dropped its sum says so, which ends its acknowledgements. The newest ones are believed until
-        the statement is repeated, because they may have overtaken it.
+        A statement without a microbatch revokes its acknowledgement: the server has dropped its sum. A recent
+        acknowledgement stays until the statement is repeated, because it may have overtaken the statement.
         """
         known = self._statements.get(peer)
         is_news = known.age <= statement.age if known is not None else len(self._statements) < MAX_STATEMENTS
@@ -259,16 +259,16 @@ class StepAgreement:
                 del self._acknowledged[key]
 
     def acknowledge(self, number: int, added: Mapping[int, ServerLife], now: float) -> None:
-        """Take over which lives of which servers count a microbatch of ours."""
+        """Record which servers, in which lives, count a microbatch of ours."""
         self._acknowledged |= {(stage, number): (server, now) for stage, server in added.items()}
 
     def postpone(self, number: int, now: float) -> None:
-        """Try a microbatch that no route could bring through again after a while."""
+        """Retry a dropped microbatch after RETRY_SECONDS."""
         self._retry_at[number] = now + RETRY_SECONDS
 
     @property
     def _listeners(self) -> frozenset[PeerId]:
-        """Return the peers that hear our statements: all live servers but us."""
+        """The peers that receive our statements: all live servers except us."""
         return frozenset(peer for stage in self._live for peer in stage) - {self._me}
 
     # Owners
@@ -278,7 +278,7 @@ class StepAgreement:
         return frozenset(stage for stage in range(len(self._runs)) if self._is_counted(stage, number))
 
     def wanted(self, started: Collection[int], now: float) -> list[int]:
-        """Return our microbatches that some stage lacks, without those that are on their way."""
+        """Return our microbatches that some stage lacks and that are not in flight."""
         if self._mine is None:
             numbers = range(self.count)
             self._mine = tuple(each for each in numbers if owner_of(self.round, each, self._owners) == self._me)
@@ -294,7 +294,7 @@ class StepAgreement:
         return number in self._covered()[stage] or self._has_acknowledgement(stage, number)
 
     def _has_acknowledgement(self, stage: int, number: int) -> bool:
-        """Return whether a server that still lives said that it counts a microbatch of ours."""
+        """Return whether a server acknowledged a microbatch of ours and still has the same life."""
         server, _ = self._acknowledged.get((stage, number), (None, 0.0))
         is_elsewhere = server is not None and server.peer != self._me
         return server is not None and is_elsewhere and self._live[stage].get(server.peer) == server.life
@@ -302,22 +302,22 @@ class StepAgreement:
     # Servers
 
     def advance(self, now: float) -> list[Action]:
-        """Return what follows from all that we know now."""
+        """Seal or reopen the sum, and return the actions that are due."""
         self._retry_at = {number: at for number, at in self._retry_at.items() if at > now}
         actions: list[Action] = []
         if self.phase != "offered" and not self.is_adding and not self.is_offering:
             self._seal_or_open(now)
-            if (self.phase == "sealed" and self._may_offer()) or self._is_doomed:
+            if (self.phase == "sealed" and self._may_offer()) or self._is_void:
                 self.is_offering = True
-                actions.append(OfferStep(self._doubles()))
-        if self._say_at is not None and self._say_at <= now:
-            self._say_at = now + REPEAT_SECONDS
+                actions.append(OfferStep(self._duplicates()))
+        if self._statement_at is not None and self._statement_at <= now:
+            self._statement_at = now + REPEAT_SECONDS
             actions.append(SendStatement(self._listeners, self.statement))
         return actions
 
     @property
     def statement(self) -> Statement:
-        """Return our newest statement."""
+        """Our newest statement."""
         return Statement(self._runs[self._stage], self.round, self.life, self.version, self.ledger, self.phase)
 
     def _seal_or_open(self, now: float) -> None:
@@ -327,18 +327,18 @@ class StepAgreement:
             self._change(now, at_once=True)
 
     def _may_offer(self) -> bool:
-        return all(each.phase != "open" for each in self._said(self._stage).values())
+        return all(each.phase != "open" for each in self._valid_statements(self._stage).values())
 
-    def _doubles(self) -> StepLedger:
-        """Return what others count too, and we do not keep."""
+    def _duplicates(self) -> StepLedger:
+        """Return the microbatches that other servers count too and that we must give up."""
         theirs = StepLedger(self.count)
-        for peer, statement in self._said(self._stage).items():
+        for peer, statement in self._valid_statements(self._stage).items():
             if peer < self._me or statement.phase == "offered":
                 theirs |= statement.ledger
         return self.ledger & theirs
 
-    def _said(self, stage: int) -> dict[PeerId, Statement]:
-        """Return what the live servers of a stage say about this round, without ourselves."""
+    def _valid_statements(self, stage: int) -> dict[PeerId, Statement]:
+        """Return the valid statements of the other live servers of a stage about this round."""
         found = ((peer, self._statements.get(peer), life) for peer, life in self._live[stage].items())
         return {
             peer: statement
@@ -347,12 +347,13 @@ class StepAgreement:
         }
 
     def _counts(self, statement: Statement, stage: int, life: int) -> bool:
-        """Return whether a statement is about this round and of a sum that still exists."""
+        """Return whether a statement is about this round, and its sum still exists."""
         is_here = (statement.run, statement.round) == (self._runs[stage], self.round)
+        # An offered sum outlives its trainer, which sends the contribution again after a restart.
         return is_here and (statement.life >= life or statement.phase == "offered")
 
     def _covered(self) -> list[StepLedger]:
-        """Return what each stage counts, as far as we know."""
+        """Return the microbatches that each stage counts, as far as we know."""
         if self._coverage is None:
             self._coverage = [self._covered_at(stage) for stage in range(len(self._runs))]
         return self._coverage
@@ -361,15 +362,15 @@ class StepAgreement:
         if stage in self._decided:
             return StepLedger.full(self.count)
         covered = self.ledger if stage == self._stage else StepLedger(self.count)
-        for statement in self._said(stage).values():
+        for statement in self._valid_statements(stage).values():
             covered |= statement.ledger
         return covered
 
     def _change(self, now: float, at_once: bool = False) -> None:
         self.version += 1
         self._coverage = None
-        due = now if at_once else now + SAY_SECONDS
-        self._say_at = due if self._say_at is None else min(self._say_at, due)
+        due = now if at_once else now + STATEMENT_SECONDS
+        self._statement_at = due if self._statement_at is None else min(self._statement_at, due)
 
 
 @lru_cache(maxsize=8192)

@@ -1,10 +1,10 @@
 """Ledgers: the microbatches that a gradient, a snapshot or a contribution contains.
 
-A ledger is a set of (owner, serial). Serials are kept as bits in blocks of 256, so the ledger of a peer that has a
-random half of an owner's microbatches takes two bits for each. It travels inside snapshots and contributions.
+A ledger is a set of (owner, serial). Serials are stored as bits in blocks of 256, so a ledger with a random half of an
+owner's microbatches takes two bits for each. Snapshots and contributions contain one.
 
-A `StepLedger` is the same for an exact step, whose microbatches have the ids 0 .. count - 1. `covers_step` is the void
-rule: a commit whose contributions' ledgers do not name every id exactly once changes nothing.
+A `StepLedger` does the same for an exact step, whose microbatches have the ids 0 .. count - 1. `covers_step` is the
+void rule: a commit changes the weights only if the ledgers of its contributions name every id exactly once.
 """
 
 import base64
@@ -63,7 +63,7 @@ class Ledger:
 
     @property
     def block_count(self) -> int:
-        """Return the number of blocks, which bounds memory and bytes."""
+        """The number of blocks, which bounds memory and bytes."""
         return sum(len(blocks) for blocks in self._owners.values())
 
     @property
@@ -102,11 +102,11 @@ class Ledger:
         return union
 
     def __and__(self, other: "Ledger") -> "Ledger":
-        """Return the microbatches that both contain."""
+        """Return the intersection."""
         return self._combine(other, lambda mine, theirs: mine & theirs)
 
     def __sub__(self, other: "Ledger") -> "Ledger":
-        """Return the microbatches that the other one does not contain."""
+        """Return the difference."""
         return self._combine(other, lambda mine, theirs: mine & ~theirs)
 
     def _combine(self, other: "Ledger", combine: "Combine") -> "Ledger":
@@ -139,12 +139,12 @@ class Ledger:
         ).SerializeToString(deterministic=True)
 
     def to_text(self) -> str:
-        """Return the encoding as it stands in JSON; empty for an empty ledger."""
+        """Encode the ledger as base64 for JSON; an empty ledger is an empty string."""
         return base64.b64encode(self.to_bytes()).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Parse what `to_text` returns. Raises MalformedError or LimitError."""
+        """Parse the output of `to_text`. Raises MalformedError or LimitError."""
         try:
             return cls.from_bytes(base64.b64decode(text, validate=True))
         except binascii.Error as error:
@@ -152,7 +152,7 @@ class Ledger:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Self:
-        """Parse a ledger; each has one encoding only.
+        """Parse a ledger. Only the canonical encoding is accepted, so equal ledgers have equal bytes.
 
         Raises MalformedError or LimitError.
         """
@@ -204,7 +204,7 @@ class StepLedger:
 
     @classmethod
     def from_bytes(cls, content: bytes, count: int) -> Self:
-        """Parse the ledger of a step of `count` microbatches; each has one encoding only. Raises MalformedError."""
+        """Parse the canonical encoding of a ledger of `count` microbatches. Raises MalformedError."""
         bits = int.from_bytes(content, "little")
         if len(content) != -(-count // 8) or bits >> count:
             raise MalformedError(f"a ledger that is not one of {count} microbatches")
@@ -233,12 +233,12 @@ class StepLedger:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether it has all ids of the step."""
+        """Whether the ledger has all ids of the step."""
         return self.bits == (1 << self.count) - 1
 
 
 def covers_step(ledgers: Iterable[bytes], count: int) -> bool:
-    """Return whether these ledgers are disjoint and together complete."""
+    """Return whether these ledgers are disjoint and together name every id."""
     seen = StepLedger(count)
     for content in ledgers:
         ledger = StepLedger.from_bytes(content, count)

@@ -1,8 +1,8 @@
 """Messages about microbatches: tasks, answers and outcomes. They are small; activations travel by reference.
 
 The *owner* of a microbatch asks peers of each stage to compute (`Task`). A server answers at once (`Answer`), and sends
-an `Outcome` when the result is in its memory. The next server fetches the result from there. A *life* is one process of
-a server: it grows with each restart, and nothing that an earlier life acknowledged counts any more.
+an `Outcome` when the result is in its memory. The next server fetches the result from there. A *life* numbers the
+processes of a server: it grows with each restart, which voids everything that an earlier life acknowledged.
 """
 
 import math
@@ -21,7 +21,7 @@ from protocol.signing import MAX_ROUND
 Direction = Literal["forward", "backward"]
 Input = Literal["activation", "tokens", "gradient"]
 AnswerKind = Literal[
-    "accepted",  # an outcome will follow; also for a task that is in progress
+    "accepted",  # an outcome will follow; sent for a task in progress, too
     "busy",  # no place in the open step, or no memory
     "other stage",  # this peer does not serve the stage
     "other round",  # this peer's weights are more than eight rounds away
@@ -47,7 +47,7 @@ MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_RETRY_MS = 60_000
 MAX_RATE = 1e6  # microbatches a second
 MAX_RELEASED = 4096
-MAX_ROUND_DISTANCE = 8  # stages keep one round apart themselves, but a trainer in mid-step may be behind its stage
+MAX_ROUND_DISTANCE = 8  # stages stay within one round of each other, but a trainer in mid-step may be behind its stage
 
 
 class Key(NamedTuple):
@@ -58,7 +58,7 @@ class Key(NamedTuple):
 
 
 def first_serial(start: int) -> int:
-    """Return the first serial of an owner's process, which the owner's record names by this start id."""
+    """Return the first serial of the process with this start id, which the owner's record names."""
     return start >> RANDOM_BITS << SERIAL_BITS
 
 
@@ -80,14 +80,14 @@ class HeldBlob:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a computation; the position of the stage and the direction decide which it has."""
+    """The inputs of a pass; which ones exist depends on the stage and the direction."""
 
     activation: HeldBlob | None = None
     tokens: HeldBlob | None = None
     gradient: HeldBlob | None = None
 
     def named(self) -> dict[Input, HeldBlob]:
-        """Return the inputs that there are, by name."""
+        """Return the existing inputs by name."""
         pairs: tuple[tuple[Input, HeldBlob | None], ...] = (
             ("activation", self.activation),
             ("tokens", self.tokens),
@@ -98,14 +98,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Task:
-    """One computation of one stage for one microbatch.
+    """A request for one pass of a microbatch at one stage.
 
     Args:
         run: id of the stage.
         attempt: the number of the owner's request for this microbatch; an outcome repeats it.
-        life: that of the addressed server; 0 if the owner does not know it.
+        life: the addressed server's life; 0 if the owner does not know it.
         loss: of the microbatch, in nats a token, once the last stage has computed it.
-        replay: makes a result again that was lost. It takes no place in a step and adds no gradient.
+        replay: recomputes a lost result. It takes no place in a step and adds no gradient.
         deadline_ms: time after which the server may forget the microbatch.
         number: id of the microbatch in its exact step; None if steps are not exact.
     """
@@ -174,10 +174,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a task, as its server tells the owner.
+    """The end of a task, as its server reports it to the owner.
 
     Args:
-        result: output of a forward, or gradient of the input; none at the ends of the pipeline.
+        result: output of a forward, or gradient of the input; None at the ends of the pipeline.
         added: the gradient counts in the server's step.
         loss: at the last stage, in nats a token.
         rate: microbatches a second, from compute time only.

@@ -1,12 +1,12 @@
 """Track one microbatch of an owner: forward through all stages, then backward through the same peers. No I/O.
 
-The 2 S computations of a microbatch have a fixed order, and each needs results of others. If the holder of a result
-dies, the result is computed again, from the stage before or, at worst, from the tokens. Such a replay takes no place in
-a step and adds no gradient, so a microbatch counts at most once at each stage.
+The 2 S passes of a microbatch have a fixed order, and each needs results of others. If the holder of a result
+disappears, the result is computed again, from the stage before or, at worst, from the tokens. Such a replay takes no
+place in a step and adds no gradient, so a microbatch counts at most once at each stage.
 
-A server's gradients are lost if it, or its trainer, dies before they are in a contribution. Owners do not see
-contributions, so `EndedMicrobatches` counts by rounds: a gradient that a server had in round r is in its contribution
-to r or, if that was sent before, in the one to r + 1. Records may be a round late.
+A server's gradients are lost if its node or its trainer crashes before they are in a contribution. Owners do not see
+contributions, so `EndedMicrobatches` counts by rounds: a gradient added in round r is in the server's contribution to
+r or, if that was already sent, in the next one. Records may be a round late, hence UNSAFE_ROUNDS = 3.
 """
 
 from collections import Counter, OrderedDict
@@ -20,7 +20,7 @@ from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Outcome, Tas
 from protocol.pipeline.routing import StagePeer
 
 MAX_REFUSALS = 3  # peers
-MAX_MISSES = 2  # failed downloads of one result, before its maker counts as gone
+MAX_MISSES = 2  # failed downloads of one result before another peer makes it
 MAX_REPLAYS = 16
 DropReason = Literal[
     "refused",  # three peers found a wrong input, or a value that is not finite
@@ -71,7 +71,7 @@ class ServerLife:
 
 @dataclass
 class Request:
-    """The request of a microbatch that has no outcome yet."""
+    """The open request of a microbatch, which has no outcome yet."""
 
     stage_pass: StagePass
     peer: PeerId
@@ -85,12 +85,12 @@ class Request:
 
     @property
     def is_bound(self) -> bool:
-        """Return whether no other peer may compute it while this one lives, because it may have added the gradient."""
+        """Whether only this peer may compute it while it is live, because it may have added the gradient."""
         return self.stage_pass.direction == "backward" and not self.replay
 
 
 class ExactPart(NamedTuple):
-    """The id of a microbatch in the exact step of a round; stages that count it already only compute it again."""
+    """The id of a microbatch in the exact step of a round; stages in `counted_at` only replay it."""
 
     round: int
     number: int
@@ -114,17 +114,17 @@ class OwnedMicrobatch:
         self.tokens = tokens
         self.stages = stages
         self.needs_tokens = needs_tokens
-        self.reached = 0  # computations that have been made once
+        self.reached = 0  # passes made at least once
         self.request: Request | None = None
         self.attempt = 0
         self.loss: float | None = None
-        self.refused_by: set[PeerId] = set()  # those that do not compute the current pass
+        self.refused_by: set[PeerId] = set()  # peers that do not compute the current pass
         self.refusals = 0
         self.added: dict[int, ServerLife] = {}  # where the gradient of a stage counts
-        self.lost: set[int] = set()  # stages whose gradient died with its server
+        self.lost: set[int] = set()  # stages whose gradient was lost with its server
         self.replays = 0
         self.visited: set[tuple[int, PeerId]] = set()
-        self.left: set[tuple[int, PeerId]] = set()  # visited ones that went; if they live after all, they hold it still
+        self.left: set[tuple[int, PeerId]] = set()  # visited peers that are gone; if they return, they still hold it
         self._servers: dict[int, ServerLife] = {}  # where forward was
         self._results: dict[StagePass, HeldBlob] = {}
         self._makers: dict[StagePass, PeerId] = {}
@@ -132,12 +132,12 @@ class OwnedMicrobatch:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the backward of stage 0 has ended."""
+        """Whether the backward of stage 0 has ended."""
         return self.reached == 2 * self.stages
 
     @property
     def is_partly_counted(self) -> bool:
-        """Return whether, if it ended now, some stages may count this microbatch and others do not."""
+        """Whether some stages may count this microbatch and others not, if it ended now."""
         return bool(self.added) or (self.request is not None and self.request.is_bound)
 
     @property
@@ -149,20 +149,20 @@ class OwnedMicrobatch:
         return self.replays > MAX_REPLAYS
 
     def goal(self) -> StagePass:
-        """Return the next computation: that of the microbatch, or one that makes a lost input of it again."""
+        """Return the next pass: the first one not made yet, or one that replays a lost input."""
         stage_pass = self._pass_at(self.reached)
         while (needed := self._needed(stage_pass)) is not None:
             stage_pass = needed
         return stage_pass
 
     def is_replay(self, stage_pass: StagePass) -> bool:
-        """Return whether a computation has been made before, or its stage counts the microbatch already."""
+        """Return whether a pass has been made before, or its stage counts the microbatch already."""
         return self._index(stage_pass) < self.reached or (
             self.exact is not None and stage_pass.stage in self.exact.counted_at
         )
 
     def preferred(self, stage_pass: StagePass, live: Collection[PeerId]) -> PeerId | None:
-        """Return the live peer that made a result before, or where the forward was; None if any peer will do."""
+        """Return the live peer that made the result before, or made the forward; None if any peer will do."""
         server = self._servers.get(stage_pass.stage) if stage_pass.direction == "backward" else None
         maker = self._makers.get(stage_pass) or (server.peer if server is not None else None)
         return maker if maker in live else None
@@ -175,7 +175,7 @@ class OwnedMicrobatch:
         return frozenset([*(server.peer for server in beside if server is not None), *holders])
 
     def inputs_for(self, stage_pass: StagePass) -> Inputs:
-        """Return the inputs of a computation."""
+        """Return the inputs of a pass."""
         last = self.stages - 1
         is_middle_backward = stage_pass.direction == "backward" and stage_pass.stage < last
         return Inputs(
@@ -202,17 +202,17 @@ class OwnedMicrobatch:
         )
 
     def fits(self, stage_pass: StagePass, outcome: Outcome, size: int) -> bool:
-        """Return whether a finished computation has a result where another stage needs it, of `size` bytes if not 0."""
+        """Return whether an outcome has the result that another stage needs, of `size` bytes if not 0."""
         if outcome.status != "done" or stage_pass in (StagePass("forward", self.stages - 1), StagePass("backward", 0)):
             return True
         return outcome.result is not None and size in (0, outcome.result.size)
 
     def record_gradient(self, request: Request, outcome: Outcome) -> None:
-        """Count a gradient whose result cannot be used; another peer makes the result again."""
+        """Count a gradient whose result is unusable; another peer replays the result."""
         self._complete(request, replace(outcome, result=None))
 
     def record(self, request: Request, outcome: Outcome) -> bool:
-        """Take over an outcome; return whether it made a lost result again."""
+        """Record an outcome; return whether it was a replay."""
         if outcome.missing is not None:
             self._miss(request, outcome.missing)
         elif outcome.status == "done":
@@ -220,7 +220,6 @@ class OwnedMicrobatch:
         return outcome.status == "done" and request.replay
 
     def _complete(self, request: Request, outcome: Outcome) -> None:
-        """Take over the result of a finished computation."""
         stage_pass, server = request.stage_pass, ServerLife(request.peer, outcome.life)
         self.refused_by.clear()
         self.replays += self._index(stage_pass) < self.reached
@@ -238,7 +237,7 @@ class OwnedMicrobatch:
         self.reached = max(self.reached, self._index(stage_pass) + 1)
 
     def _miss(self, request: Request, name: str) -> None:
-        """Record that a server could not fetch an input; after a few times it is made again by another peer."""
+        """Record that a server could not fetch an input; after MAX_MISSES another peer replays it."""
         self.replays += 1
         source = self._source(request.stage_pass, name)
         if source is None:
@@ -249,7 +248,7 @@ class OwnedMicrobatch:
             self._makers.pop(source, None)
 
     def forget_server(self, stage_pass: StagePass, peer: PeerId) -> None:
-        """Let any peer compute a pass that this one does not accept."""
+        """Let any peer compute a pass that this peer does not accept."""
         if self._makers.get(stage_pass) == peer:
             del self._makers[stage_pass]
         server = self._servers.get(stage_pass.stage)
@@ -257,7 +256,7 @@ class OwnedMicrobatch:
             del self._servers[stage_pass.stage]
 
     def forget_peer(self, peer: PeerId) -> None:
-        """Give up what a dead peer held, and count the gradients that died with it."""
+        """Forget the results that a peer held before it disappeared, and count its lost gradients."""
         for stage_pass in [stage_pass for stage_pass, held in self._results.items() if held.holder == peer]:
             del self._results[stage_pass]
         for stage_pass in [stage_pass for stage_pass, maker in self._makers.items() if maker == peer]:
@@ -267,7 +266,7 @@ class OwnedMicrobatch:
         self.lost |= {stage for stage, server in self.added.items() if server.peer == peer}
 
     def record_life(self, stage: int, peer: PeerId, life: int) -> None:
-        """Count the gradient that an earlier life of the server of a stage may have lost."""
+        """Count the gradient as lost if an earlier life of the server had it."""
         server = self.added.get(stage)
         if server is not None and server.peer == peer and server.life < life:
             self.lost.add(stage)
@@ -278,7 +277,7 @@ class OwnedMicrobatch:
         return StagePass("backward", stage_pass.stage + 1) if name == "gradient" else None
 
     def _needed(self, stage_pass: StagePass) -> StagePass | None:
-        """Return a computation whose result this one needs and nobody holds."""
+        """Return a pass whose result this one needs and no peer holds."""
         before, after = StagePass("forward", stage_pass.stage - 1), StagePass("backward", stage_pass.stage + 1)
         if stage_pass.stage and before not in self._results:
             return before
@@ -304,7 +303,7 @@ class EndedMicrobatches:
         self._rounds: dict[tuple[int, PeerId], int] = {}
 
     def add(self, serial: int, added: dict[int, ServerLife], lost: Collection[int]) -> None:
-        """Remember where gradients count, by stage; those of the `lost` stages are counted already."""
+        """Remember where gradients count, by stage; `lost` stages are in the counts already."""
         self._added[serial] = added
         if len(self._added) > REMEMBERED:
             self._added.popitem(last=False)
@@ -318,7 +317,7 @@ class EndedMicrobatches:
         return self._added.get(serial, {})
 
     def update(self, stages: Sequence[Iterable[StagePeer]]) -> int:
-        """Take over the live peers of all stages; return how many gradients have been lost, at most."""
+        """Update the live peers of all stages; return an upper bound of the gradients lost since."""
         entries = {(stage, entry.peer): entry for stage, peers in enumerate(stages) for entry in peers}
         self._rounds = {server: entry.round for server, entry in entries.items()}
         lives = {server: entry.life for server, entry in entries.items()}

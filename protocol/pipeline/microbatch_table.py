@@ -3,14 +3,14 @@
 `StageServer` and its `StepPolicy` both work on one `MicrobatchTable`, and both append to its actions.
 
 Admission to a step (`OpenStep`): a stage that steps while microbatches are between their forward and their backward
-computes gradients with other weights than their activations, which costs up to 14 % of the loss. So a server admits the
+computes gradients with newer weights than their activations, which costs up to 14 % of the loss. So a server admits the
 forwards of one step, and steps when all of their backwards are done. Gradients whose forward was computed at another
 peer join the open step. Forwards wait for a place, backwards never do: a microbatch holds a place only while later
 stages work on it, so no two steps wait for each other.
 
-Admission by bytes (`Memory`): a microbatch takes memory for its forwards in the order of the stages and then for its
-backwards in reverse order. Backwards and replays have memory that no forward can take, so the last one in that order
-can always proceed, and nothing waits in a circle.
+Admission by bytes (`Memory`): a microbatch takes memory for its forwards in the order of the stages, then for its
+backwards in reverse order. Backwards and replays have memory that no forward can take, so the last task in that order
+can always proceed, and no deadlock is possible.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -26,7 +26,7 @@ from protocol.pipeline.stage import StageSettings
 
 MAX_WAITING = 1024  # owners
 RESERVED_SHARE = 0.25  # for backwards and replays
-REMEMBERED = 4096  # ended microbatches, to refuse late tasks
+REMEMBERED = 4096  # ended microbatches, to answer late tasks
 
 
 class OpenStep:
@@ -41,18 +41,18 @@ class OpenStep:
 
     @property
     def places(self) -> int:
-        """Return how many more forwards belong to the open step."""
+        """The number of forwards that the open step can still admit."""
         members = len(self._open) + self._count
         return 0 if self.is_closing and members else max(0, self.size - members)
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all gradients of the step are there."""
+        """Whether the step has all of its gradients."""
         return not self._open and self._count > 0 and (self.is_closing or self._count >= self.size)
 
     @property
     def added(self) -> Ledger:
-        """Return the microbatches whose gradients the open step has."""
+        """The microbatches whose gradients the open step has."""
         return self._added
 
     @property
@@ -67,7 +67,7 @@ class OpenStep:
         self._open.add(key)
 
     def withdraw(self, key: Key) -> bool:
-        """Wait for a microbatch no longer; return whether the step waited for it."""
+        """Stop waiting for a microbatch; return whether the step waited for it."""
         if key not in self._open:
             return False
         self._open.discard(key)
@@ -80,32 +80,32 @@ class OpenStep:
         self._count += 1
 
     def close(self) -> None:
-        """Take in no more forwards, so that a step that has begun ends early."""
+        """Admit no more forwards, so that a step that has begun ends early."""
         self.is_closing = True
 
     def take(self) -> Ledger:
-        """End the step and return its microbatches; open ones go over into the next."""
+        """End the step and return its microbatches; open ones carry over to the next step."""
         added, self._added, self._count, self.is_closing = self._added, Ledger(), 0, False
         return added
 
 
 class WaitingOwners:
-    """Owners that found a server busy, in the order in which it invites them."""
+    """Owners that a busy server turned away, in the order of their invitations."""
 
     def __init__(self) -> None:
         self._owners: dict[PeerId, None] = {}
 
     def add(self, owner: PeerId) -> None:
-        """Invite an owner later, if not too many wait already; the others ask again by themselves."""
+        """Queue an owner for an invitation; beyond MAX_WAITING owners must ask again by themselves."""
         if len(self._owners) < MAX_WAITING:
             self._owners[owner] = None
 
     def keep_only(self, owners: Container[PeerId]) -> None:
-        """Forget owners that are gone."""
+        """Remove owners that are gone."""
         self._owners = {owner: None for owner in self._owners if owner in owners}
 
     def invite(self, places: int) -> list[PeerId]:
-        """Return the owners to invite now, one for each place; they wait no longer."""
+        """Remove and return the owners to invite now, one for each place."""
         invited = list(self._owners)[:places]
         for owner in invited:
             del self._owners[owner]
@@ -113,9 +113,9 @@ class WaitingOwners:
 
 
 class Memory:
-    """The bytes of activations that one server holds for microbatches of others.
+    """The bytes of activations that one server holds for all owners.
 
-    `backward_bytes`: what one backward needs at most; replays leave room for it.
+    `backward_bytes`: the most that one backward needs; replays leave that much free.
     """
 
     def __init__(self, capacity: int, backward_bytes: int) -> None:
@@ -132,11 +132,11 @@ class Memory:
 
     @property
     def forward_capacity(self) -> int:
-        """Return the bytes that forwards may take."""
+        """The bytes that forwards may take."""
         return self.capacity - max(int(self.capacity * RESERVED_SHARE), self.backward_bytes)
 
     def admits_forward(self, key: Key, size: int) -> bool:
-        """Return whether a forward fits into the memory of forwards and into its owner's share of that."""
+        """Return whether a forward fits into the memory of forwards and its owner's share."""
         limit = self.forward_capacity
         share = max(size, limit // max(1, self.owners))
         return self._used + size <= limit and self._by_owner[key.owner] + size <= share
@@ -152,7 +152,7 @@ class Memory:
         return self._used + size <= self.capacity
 
     def take(self, key: Key, size: int) -> None:
-        """Count bytes of a microbatch."""
+        """Allocate bytes to a microbatch."""
         self._held[key] += size
         self._by_owner[key.owner] += size
         self._used += size
@@ -174,7 +174,7 @@ class Work:
     token: int
     size: int
     outcome: Outcome | None = None
-    keeps_inputs: bool = False  # to compute its gradient again
+    keeps_inputs: bool = False  # for subtracting its gradient later
 
     def blobs(self) -> set[Blob]:
         """Return the blobs that must stay in memory for it."""
@@ -212,15 +212,16 @@ class MicrobatchTable:
         self.memory = Memory(settings.memory, settings.task_bytes("backward"))
         self.entries: dict[Key, Entry] = {}
         self.ended: OrderedDict[Key, None] = OrderedDict()
-        self.failed: OrderedDict[tuple[Key, Direction], Outcome] = OrderedDict()  # the owner may be elsewhere by now
+        # Answers for late copies of a request, because the owner may have asked another peer since.
+        self.failed: OrderedDict[tuple[Key, Direction], Outcome] = OrderedDict()
         self.queue: deque[Work] = deque()  # tasks whose inputs are here
         self.running: Compute | TakeStep | None = None  # at the trainer
-        self.unfinished: set[int] = set()  # tokens of the tasks without an outcome
+        self.unfinished: set[int] = set()  # tokens of tasks without an outcome
         self.actions: list[Action] = []
         self._tokens = 0
 
     def new_token(self) -> int:
-        """Return an id for a computation, which its end repeats."""
+        """Return an id for a computation; the event that ends it has the same id."""
         self._tokens += 1
         return self._tokens
 
@@ -230,12 +231,12 @@ class MicrobatchTable:
         return entry.work.get(direction) if entry is not None else None
 
     def has_forward(self, key: Key) -> bool:
-        """Return whether the forward of a microbatch was computed here, so that its inputs are here too."""
+        """Return whether the forward of a microbatch was computed here, which means its inputs are here."""
         work = self.find(key, "forward")
         return work is not None and work.outcome is not None and work.outcome.status == "done"
 
     def needed_bytes(self, task: Task) -> int:
-        """Return the bytes that a task needs beside those that the forward of its microbatch left here."""
+        """Return the bytes that a task needs in addition to the inputs that its forward left here."""
         size = self.settings.task_bytes(task.direction)
         has_inputs = task.direction == "backward" and self.has_forward(task.key)
         return size - sum(self.settings.input_bytes("forward").values()) if has_inputs else size
@@ -248,7 +249,7 @@ class MicrobatchTable:
         return self.memory.admits_replay(size) if task.replay else self.memory.admits_forward(task.key, size)
 
     def add(self, task: Task, now: float) -> None:
-        """Take in a task, and fetch those of its inputs that are not here."""
+        """Add a task, and fetch the inputs that are not here."""
         key, size = task.key, self.needed_bytes(task)
         self.memory.take(key, size)
         inputs = task.inputs.named()
@@ -264,12 +265,12 @@ class MicrobatchTable:
             self.queue.append(work)
 
     def extend(self, task: Task, now: float) -> None:
-        """Move the deadline of a microbatch to that of a task of it, if this is later."""
+        """Extend the deadline of a microbatch to the deadline of this task, if that is later."""
         entry = self.entries[task.key]
         entry.deadline = max(entry.deadline, now + task.deadline_ms / 1000)
 
     def start(self, action: Compute | TakeStep) -> None:
-        """Let the trainer begin a piece of work; it does one at a time."""
+        """Send work to the trainer, which handles one piece at a time."""
         self.running = action
         self.actions.append(action)
 
@@ -284,17 +285,17 @@ class MicrobatchTable:
         del self.entries[key].work[direction]
         self.unfinished.discard(work.token)
         self.free_unneeded(key)
-        if outcome.status != "void":  # what a restart took can be computed again
+        if outcome.status != "void":  # lost to a restart, so it may be computed again
             self.failed[key, direction] = outcome
             if len(self.failed) > REMEMBERED:
                 self.failed.popitem(last=False)
 
     def free_unneeded(self, key: Key) -> None:
-        """Free the blobs that no task of a microbatch needs any more, and its entry if it has no task."""
+        """Free blobs that no task of a microbatch needs, or its entry if it has no task."""
         (self.free if self.entries[key].work else self.forget)(key)
 
     def free(self, key: Key) -> None:
-        """Free all of a microbatch but what its entry needs, and what the trainer reads at this moment."""
+        """Free a microbatch's blobs, except those that its entry needs or the trainer is reading."""
         entry, running = self.entries.get(key, Entry(0.0)), self.running
         size, kept = entry.size, entry.blobs()
         if isinstance(running, Compute) and running.task.key == key:
@@ -304,13 +305,13 @@ class MicrobatchTable:
         self.actions.append(Drop(key, kept))
 
     def forget(self, key: Key) -> None:
-        """Remove a microbatch, which may come back."""
+        """Remove a microbatch; its tasks may be sent again."""
         entry = self.entries.pop(key, None)
         self.unfinished -= {work.token for work in entry.work.values()} if entry is not None else set()
         self.free(key)
 
     def end(self, key: Key) -> None:
-        """Remove a microbatch, of which later tasks are refused."""
+        """Remove a microbatch for good; later tasks get the outcome `ended`."""
         self.forget(key)
         self.ended[key] = None
         if len(self.ended) > REMEMBERED:

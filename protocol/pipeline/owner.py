@@ -1,10 +1,10 @@
-"""The owner of microbatches: sends each through all stages and back. Events in, actions out; no I/O.
+"""Send the microbatches of one owner through all stages and back. Events in, actions out; no I/O.
 
-The same peer is asked again after a timeout, because it knows the microbatch and adds nothing twice. Another peer is
-asked for a gradient only once the first is gone, is leaving or has refused.
+After a timeout the owner asks the same peer again, because that peer knows the microbatch and adds nothing twice. It
+asks another peer for a gradient only once the first is gone, is leaving or has refused.
 
-Servers hear of ended microbatches a few at a time (`Releases`). One that seems to be gone may only be slow: it hears of
-them once it is back, because it would hold its step open for them until their deadline.
+The owner reports ended microbatches to servers in batches (`Releases`). A server that seems gone may only be slow: it
+gets the report once it is back, because it would hold its step open for them until their deadline.
 """
 
 import heapq
@@ -46,26 +46,27 @@ from protocol.pipeline.routing import REPORT_SECONDS, Router, task_round
 RELEASE_SECONDS = 0.2
 MAX_SERVERS = 256  # with ended microbatches
 ASK_SECONDS, RETRY_SECONDS = 5.0, 0.5  # the deadline of a call, and the pause after one without an answer
-MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request for it
-PATIENCE, STALL_SECONDS = 4.0, 600.0  # times the expected time; until a peer that has a task counts as stuck
+MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request
+PATIENCE = 4.0  # multiple of the expected time
+STALL_SECONDS = 600.0  # after which a peer that has a task counts as stuck
 SEALED_SECONDS = 0.5  # until a server that has sealed its exact step is asked again
 
 
 class AskAgain(NamedTuple):
-    """A request of a microbatch, by its attempt."""
+    """Resend a microbatch's request if this attempt is unanswered."""
 
     serial: int
     attempt: int
 
 
 class Wake(NamedTuple):
-    """The waiting microbatches of a stage."""
+    """Look at the waiting microbatches of a stage again."""
 
     stage: int
 
 
 class Timers:
-    """All timers of an owner of `stages` stages; one for each stage, the earliest."""
+    """All timers of an owner: one for each request, and at most one wake-up for each stage."""
 
     def __init__(self, stages: int) -> None:
         self._heap: list[tuple[float, int, AskAgain | Wake]] = []
@@ -74,21 +75,21 @@ class Timers:
 
     @property
     def due(self) -> float | None:
-        """Return when the next one is due."""
+        """When the next timer is due."""
         return self._heap[0][0] if self._heap else None
 
     def ask_again(self, time: float, serial: int, attempt: int) -> None:
         self._push(time, AskAgain(serial, attempt))
 
     def wake(self, stage: int, time: float | None) -> None:
-        """Look at a stage at this time, if no earlier one is set; `None` sets none."""
+        """Wake a stage at this time, unless an earlier wake-up is set; `None` does nothing."""
         planned = self._wake_at[stage]
         if time is not None and (planned is None or time < planned):
             self._wake_at[stage] = time
             self._push(time, Wake(stage))
 
     def take(self, now: float) -> Iterator[AskAgain | Wake]:
-        """Yield those that are due, also ones that are set meanwhile."""
+        """Yield the timers that are due, including ones that are set meanwhile."""
         while self._heap and self._heap[0][0] <= now:
             _, _, timer = heapq.heappop(self._heap)
             if isinstance(timer, Wake):
@@ -101,7 +102,7 @@ class Timers:
 
 
 class Releases:
-    """The ended microbatches that servers do not know of yet; `due` is when the next ones are sent."""
+    """Ended microbatches not yet reported to servers; `due` is when the next reports are sent."""
 
     def __init__(self) -> None:
         self.due: float | None = None
@@ -109,7 +110,7 @@ class Releases:
         self._live: Sequence[Collection[PeerId]] = ()
 
     def add(self, stage: int, peer: PeerId, serials: Iterable[int], now: float) -> None:
-        """Send these with the next messages, or when the server is back."""
+        """Send these serials with the next messages, or when the server is back."""
         ended = self._serials.setdefault((stage, peer), set())
         ended.update(list(serials)[: MAX_RELEASED - len(ended)])
         if len(self._serials) > MAX_SERVERS:
@@ -117,7 +118,7 @@ class Releases:
         self._plan(now)
 
     def set_live(self, live: Sequence[Collection[PeerId]], now: float) -> None:
-        """Take over the live peers of each stage."""
+        """Update the live peers of each stage."""
         self._live = live
         self._plan(now)
 
@@ -152,29 +153,28 @@ class Owner:
         self._rounds = [0 for _ in self._runs]
         self._microbatches: dict[int, OwnedMicrobatch] = {}
         self._waiting: list[list[int]] = [[] for _ in self._runs]
-        self._changed: set[int] = set()  # stages that may have room again
+        self._changed: set[int] = set()  # stages that may admit microbatches again
         self._ended = EndedMicrobatches()
         self._releases = Releases()
         self._timers = Timers(len(self._runs))
         self._actions: list[Action] = []
 
     def run_of(self, stage: int) -> RunId:
-        """Return the id of a stage."""
         return self._runs[stage]
 
     @property
     def room(self) -> int:
-        """Return the number of microbatches that may begin now."""
+        """The number of microbatches that may begin now."""
         return self.settings.in_flight - len(self._microbatches)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Return the number of microbatches that wait for a peer, by stage."""
+        """The number of microbatches that wait for a peer, by stage."""
         return tuple(map(len, self._waiting))
 
     @property
     def open_serials(self) -> frozenset[int]:
-        """Return the microbatches that have not ended."""
+        """The microbatches that have not ended."""
         return frozenset(self._microbatches)
 
     def next_deadline(self) -> float | None:
@@ -191,7 +191,7 @@ class Owner:
         return self._take_actions()
 
     def leave(self, now: float) -> list[Action]:
-        """Give up the microbatches that no stage can have counted; the others may still end."""
+        """Drop the microbatches that no stage can have counted; the others may still finish."""
         for serial in [serial for serial, microbatch in self._microbatches.items() if not microbatch.is_partly_counted]:
             self._end(self._microbatches[serial], "left", now)
         return self._take_actions()
@@ -203,7 +203,7 @@ class Owner:
         return self._take_actions()
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event and return the actions that follow from it."""
+        """Handle one event and return the resulting actions."""
         match event:
             case PeersChanged():
                 self._change_peers(event, now)
@@ -295,7 +295,7 @@ class Owner:
             self._serve(stage_pass.stage, now)
 
     def _serve(self, stage: int, now: float) -> None:
-        """Give waiting microbatches of a stage to peers that have room."""
+        """Assign waiting microbatches of a stage to peers that can take them."""
         self._note_emptiness(stage, now)
         router, left = self._routers[stage], list[int]()
         full = set[tuple[frozenset[PeerId], bool]]()  # demands that no peer can meet now
@@ -464,7 +464,7 @@ class Owner:
             self._continue(microbatch, now)
 
     def _on_wrong_result(self, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> None:
-        """Let another peer make the result again; the gradient counts, because no other peer may add it."""
+        """Let another peer replay the result; the gradient counts, because no other peer may add it."""
         if outcome.added:
             microbatch.record_gradient(request, outcome)
         self._actions.append(WrongResult(request.peer))

@@ -47,7 +47,7 @@ class OutcomeReceived:
 
 @dataclass(frozen=True)
 class Invited:
-    """A peer that was busy has room for forwards of ours."""
+    """A peer that was busy can take forwards of ours again."""
 
     peer: PeerId
     run: RunId
@@ -75,7 +75,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Release:
-    """Tell a peer that these microbatches have ended."""
+    """Report to a peer that these microbatches have ended."""
 
     peer: PeerId
     stage: int
@@ -86,7 +86,7 @@ class Release:
 class Finished:
     """A microbatch that has ended: done with its loss, or dropped for a reason. The owner may drop its tokens.
 
-    `added`: the servers that have said that they count it, by stage.
+    `added`: the servers that acknowledged its gradient, by stage.
     """
 
     serial: int
@@ -97,7 +97,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class StageEmpty:
-    """Report that microbatches wait for a stage that nobody serves, once in `REPORT_SECONDS`."""
+    """Report that microbatches wait for a stage without peers; at most once in `REPORT_SECONDS`."""
 
     stage: int
     waiting: int
@@ -105,7 +105,7 @@ class StageEmpty:
 
 @dataclass(frozen=True)
 class WrongResult:
-    """Report a peer whose result is missing or has another size than all results."""
+    """Report a peer whose result is missing or has a wrong size."""
 
     peer: PeerId
 
@@ -119,9 +119,9 @@ class OwnerCounts:
 
     Args:
         partly_counted: dropped microbatches that some stages may count and others do not; an upper bound.
-        lost: gradients whose server died, or restarted, before they were in a contribution; an upper bound.
+        lost: gradients whose server disappeared or restarted before contributing them; an upper bound.
         duplicates: gradients that two servers of a stage count.
-        replayed: computations that were made again.
+        replayed: passes that were computed again.
         outdated: outcomes of an earlier life.
     """
 

@@ -1,18 +1,18 @@
 """Routing: which peer of a stage computes the next microbatch.
 
 Stride scheduling by compute rate: each peer has a virtual time, which advances by 1 / rate with each microbatch that it
-gets; the next one goes to the peer with the lowest. Rates come from the servers, which measure compute time only. A
-weight from round trips would equalise the requests in flight instead of the use of the machines (SWARM's routing
-reaches 0.78 of the ideal where this one reaches 0.99).
+gets; the next microbatch goes to the peer with the lowest virtual time. Servers report their rates, measured from
+compute time only. Weights from round trips would equalise the requests in flight instead of the use of the machines
+(SWARM's routing reaches 0.78 of the ideal where this one reaches 0.99).
 
-A peer has at most the work of one second and what is on its way: `ceil(2 rate (2 RTT + 1 s)) + 1` tasks, because a
-microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is passed over, without a ban, until
-it invites us or its pause has passed; an unreachable one for 5 s, doubling to 5 minutes. If all peers are banned, bans
-do not count.
+A peer has at most one second of work, plus what is in flight: `ceil(2 rate (2 RTT + 1 s)) + 1` tasks, because a
+microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is skipped, without a ban, until it
+invites us or its pause has passed; an unreachable one is banned for 5 s, doubling to 5 minutes. If all peers
+are banned, bans do not count.
 
-Between two peers that are both hidden behind NAT an activation does not pass (see `protocol.transport.nat`). So a
-microbatch that comes from a hidden peer, or returns to one, goes to a peer that others can call, and waits for it while
-it is busy. Only a stage without such a peer gets it all the same.
+Two peers that are both hidden behind NAT cannot exchange activations (see `protocol.transport.nat`). So a microbatch
+that comes from a hidden peer, or returns to one, goes to a peer that others can call, and waits while that peer is
+busy. If the stage has no such peer, a hidden one gets it anyway.
 """
 
 import math
@@ -25,17 +25,17 @@ from protocol.identity import PeerId
 from protocol.pipeline.messages import MAX_ROUND_DISTANCE
 
 FIRST_BAN_SECONDS, MAX_BAN_SECONDS = 5.0, 300.0
-AHEAD_SECONDS = 1.0  # of work that a peer holds beyond the round trip
-REPORT_SECONDS = 10.0  # between two reports that nobody serves the stage
-CREDIT_SECONDS = 2.0  # of work that a peer may catch up after it was busy or banned
+AHEAD_SECONDS = 1.0  # of work that a peer holds in addition to the round trips
+REPORT_SECONDS = 10.0  # between two reports of a stage without peers
+CREDIT_SECONDS = 2.0  # of missed work that a peer may catch up on after it was busy or banned
 SMOOTHING = 0.25
-DEFAULT_RATE = 1.0  # microbatches a second, while nobody has reported one
+DEFAULT_RATE = 1.0  # microbatches a second, until a peer reports its rate
 MIN_RATE = 1e-4
 
 
 @dataclass(frozen=True)
 class StagePeer:
-    """A live peer of a stage, as its record says; a rate of 0 is unknown, and a hidden peer cannot be called."""
+    """A live peer of a stage, as its record shows it; rate 0 is unknown, and hidden peers cannot be called."""
 
     peer: PeerId
     life: int
@@ -55,18 +55,18 @@ class _Route:
     failures: int = 0
     banned_until: float = 0.0
     busy_until: float = 0.0
-    invited: float = -math.inf  # when the peer last had room again
+    invited: float = -math.inf  # when the peer last invited us
 
     @property
     def limit(self) -> int:
-        """Return how many tasks it may have: two for each microbatch, each with two round trips."""
+        """The most tasks it may have: two for each microbatch, each with two round trips."""
         return math.ceil(2 * self.rate * (2 * self.round_trip + AHEAD_SECONDS)) + 1
 
 
 def task_round(own: int, peers: Iterable[StagePeer]) -> int:
-    """Return the round of the tasks for a stage: our own, or that of the stage if all of it is far from us.
+    """Return the round to put into tasks for a stage: ours, or the stage's if all of its peers are far from ours.
 
-    A stage that began again from a kept state is behind for a while, and its trainers are not.
+    A stage that restarted from a kept state is many rounds behind, and its servers would refuse tasks of our round.
     """
     rounds = [entry.round for entry in peers]
     is_far = all(abs(number - own) > MAX_ROUND_DISTANCE for number in rounds)
@@ -79,24 +79,24 @@ class Router:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._routes: dict[PeerId, _Route] = {}
-        self._away: dict[PeerId, _Route] = {}  # outstanding work at peers that take no new one
+        self._away: dict[PeerId, _Route] = {}  # peers that take no new work and still have some
         self._hidden: frozenset[PeerId] = frozenset()
         self._now_virtual = 0.0
-        self._reported_at = -math.inf  # that nobody serves the stage
+        self._reported_at = -math.inf  # the last report of a stage without peers
 
     def reports_emptiness(self, now: float) -> bool:
-        """Return whether to report that nobody serves the stage: at first, and then once in `REPORT_SECONDS`."""
+        """Return whether to report now that no peer serves the stage, at most once in `REPORT_SECONDS`."""
         if self._routes or now - self._reported_at < REPORT_SECONDS:
             return False
         self._reported_at = now
         return True
 
     def all_within(self, peers: Collection[PeerId]) -> bool:
-        """Return whether somebody serves the stage, and all of those are among these peers."""
+        """Return whether the stage has peers, and all of them are among these."""
         return bool(self._routes) and self._routes.keys() <= set(peers)
 
     def update(self, peers: Iterable[StagePeer]) -> None:
-        """Take over the live peers of the stage that take new microbatches."""
+        """Update the live peers of the stage that take new microbatches."""
         listed = {entry.peer: entry for entry in peers if not entry.draining}
         self._hidden = frozenset(peer for peer, entry in listed.items() if entry.hidden)
         for peer in self._routes.keys() - listed.keys():
@@ -123,7 +123,7 @@ class Router:
             self._away[peer] = route
 
     def choose(self, now: float, excluded: Collection[PeerId] = (), beside_hidden: bool = False) -> PeerId | None:
-        """Return the peer for the next microbatch and charge it, or None if none has room now.
+        """Return the peer for the next microbatch and charge it; None if all are busy or full.
 
         `beside_hidden`: whether the peer exchanges activations with a hidden one.
         """
@@ -155,7 +155,7 @@ class Router:
         }
 
     def wake_time(self, now: float) -> float | None:
-        """Return when a busy or banned peer may be asked again; None if only outcomes can make room."""
+        """Return when a busy or banned peer may be asked again; None if only outcomes can free a peer."""
         times = [time for route in self._routes.values() for time in (route.busy_until, route.banned_until)]
         return min((time for time in times if time > now), default=None)
 
@@ -166,7 +166,7 @@ class Router:
             route.outstanding += 1
 
     def end(self, peer: PeerId) -> None:
-        """Count a task of a peer that has ended in any way."""
+        """Count the end of a task, whatever its result."""
         route = self._find(peer)
         if route is not None:
             route.outstanding = max(0, route.outstanding - 1)
@@ -180,7 +180,7 @@ class Router:
             route.virtual_time -= 1 / route.rate
 
     def record_rate(self, peer: PeerId, rate: float) -> None:
-        """Take over the compute rate that a server reports."""
+        """Record the compute rate that a server reports."""
         route = self._find(peer)
         if route is not None and rate > 0:
             route.rate = max(MIN_RATE, rate)
@@ -193,13 +193,13 @@ class Router:
             route.round_trip += (SMOOTHING if route.round_trip else 1.0) * (round_trip - route.round_trip)
 
     def record_busy(self, peer: PeerId, sent: float, until: float) -> None:
-        """Pass over a peer until it may have room, unless it has invited us since the task was sent."""
+        """Skip a peer until this time, unless it has invited us since the task was sent."""
         route = self._routes.get(peer)
         if route is not None and route.invited < sent:
             route.busy_until = max(route.busy_until, until)
 
     def record_invitation(self, peer: PeerId, now: float) -> None:
-        """Pass over a peer no longer, because it has room again."""
+        """Stop skipping a peer, because it can take forwards again."""
         route = self._routes.get(peer)
         if route is not None:
             route.busy_until, route.invited = now, now
@@ -215,7 +215,7 @@ class Router:
         return route.banned_until
 
     def expected_seconds(self, peer: PeerId) -> float:
-        """Return the time in which a peer should finish all that it has from this owner."""
+        """Estimate when a peer should finish all of this owner's work."""
         route = self._find(peer)
         if route is None:
             return 0.0

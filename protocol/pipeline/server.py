@@ -1,7 +1,7 @@
 """The server of one stage: admits tasks, has their inputs fetched and computed, and reports outcomes. No I/O.
 
-A server never waits for another server, and holds nothing that only an owner's word can free: deadlines and the death
-of an owner free it too.
+A server never waits for another server, and never depends on an owner to free memory: deadlines free it too, and so
+does the loss of the owner.
 """
 
 import math
@@ -32,7 +32,7 @@ from protocol.pipeline.server_events import (
 from protocol.pipeline.steps import StepPolicy
 
 MIN_PAUSE_MS, MAX_PAUSE_MS, UNINVITED_PAUSE_MS = 50, 2000, 10_000
-QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # work that waits here before forwards are turned away; tasks at an unknown rate
+QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # queue limit for admitting forwards; in tasks while the rate is unknown
 SMOOTHING = 0.2  # of compute times
 
 
@@ -44,7 +44,7 @@ class ComputeTimes:
 
     @property
     def rate(self) -> float:
-        """Return the microbatches a second, 0 while it is unknown."""
+        """Microbatches a second; 0 while unknown."""
         return 1000 / max(1e-3, sum(self._milliseconds.values())) if len(self._milliseconds) == 2 else 0.0
 
     def record(self, direction: Direction, milliseconds: float) -> None:
@@ -69,17 +69,17 @@ class StageServer:
         self.round = round_number
         self.is_draining = False
         self._waiting = WaitingOwners()
-        self._owners: Mapping[PeerId, int] = {}  # the live ones, with their first serials
+        self._owners: Mapping[PeerId, int] = {}  # live owners with their first serials
         self._times = ComputeTimes()
 
     @property
     def rate(self) -> float:
-        """Return the microbatches a second that this peer computes, 0 while it is unknown."""
+        """Microbatches a second that this peer computes; 0 while unknown."""
         return self._times.rate
 
     @property
     def is_idle(self) -> bool:
-        """Return whether a draining server may leave: its step is made, and nobody needs a result of it."""
+        """Whether a draining server may leave: its step is made, and no owner needs its results."""
         return self.table.running is None and not self.steps.open_step.added and not self.table.entries
 
     def next_deadline(self) -> float | None:
@@ -93,7 +93,7 @@ class StageServer:
         return answer, self._take_actions()
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event and return the actions that follow from it."""
+        """Handle one event and return the resulting actions."""
         match event:
             case InputsFetched() | InputMissing() | Computed():
                 self._on_progress(event, now)
@@ -155,7 +155,7 @@ class StageServer:
         return Answer(kind, self.life, self.round, self.rate, outcome=outcome)
 
     def _refusal(self, task: Task) -> AnswerKind | None:
-        """Return why a task is not for this server at all."""
+        """Return why this server refuses a task, or None."""
         if task.run != self.settings.run:
             return "other stage"
         refusal = self.steps.refusal(task, self.life, self.round)
@@ -173,7 +173,8 @@ class StageServer:
     def _busy_ms(self, task: Task) -> int:
         """Return after how many milliseconds to ask again; 0 if the task is admitted."""
         self.steps.make_room(task)
-        if task.serial < self._owners.get(task.owner, 0):  # of an earlier process; or we know an earlier process only
+        # The task is from an earlier process of the owner, or our list of owners is out of date.
+        if task.serial < self._owners.get(task.owner, 0):
             return MAX_PAUSE_MS
         if task.direction == "forward" and not task.replay and not self._places():
             self._waiting.add(task.owner)
@@ -184,7 +185,7 @@ class StageServer:
         return int(min(MAX_PAUSE_MS, max(MIN_PAUSE_MS, 500 * waiting / max(self.rate, 0.1))))
 
     def _places(self) -> int:
-        """Return how many forwards may come in now; the queue has two tasks of each microbatch."""
+        """Return how many forwards to admit now; each microbatch puts two tasks into the queue."""
         limit = math.ceil(2 * self.rate * QUEUE_SECONDS) + 1 if self.rate else MAX_QUEUED
         queue = limit - len(self.table.unfinished)
         memory = self.table.memory.forward_places(self.settings.task_bytes("forward"))
@@ -203,7 +204,7 @@ class StageServer:
             self._on_computed(event, now)
         work = self.table.find(event.key, event.direction)
         if work is None or work.token != event.token or work.outcome is not None:
-            self.table.free(event.key)  # what came in for a task that was given up meanwhile
+            self.table.free(event.key)  # the task was dropped meanwhile
             return
         if isinstance(event, InputsFetched):
             self.table.queue.append(work)
@@ -216,14 +217,14 @@ class StageServer:
             self._finish(work, event)
 
     def _on_computed(self, event: Computed, now: float) -> None:
-        """Let the trainer go on; its sum has the gradient, also if the microbatch was struck meanwhile."""
+        """Free the trainer; its sum has the gradient, even if the microbatch was withdrawn meanwhile."""
         running = self.table.running
         if isinstance(running, Compute) and running.token == event.token:
             self.table.running = None
             self.steps.on_computed(running, event.valid, now)
 
     def _run(self) -> None:
-        """Let the trainer begin its next piece of work: that of the step, or the task that is ready for longest."""
+        """Start the trainer's next work: work of the step first, then the task that has been ready longest."""
         if self.table.running is None and (action := self.steps.next_work()) is not None:
             self.table.start(action)
         while self.table.queue and self.table.running is None:
@@ -255,7 +256,7 @@ class StageServer:
         return Outcome(task.run, task.serial, task.direction, task.attempt, self.life, status)
 
     def _give_up(self, work: Work, outcome: Outcome) -> None:
-        """Forget a task that cannot be computed, and tell its owner."""
+        """Drop a task that cannot be computed, and report it to the owner."""
         if work.task.direction == "forward":
             self.steps.open_step.withdraw(work.task.key)
         self.table.fail(work, outcome)
@@ -286,7 +287,7 @@ class StageServer:
         self._withdraw(gone)
 
     def _withdraw(self, keys: Iterable[Key]) -> None:
-        """Give up microbatches whose owner is gone, has restarted, or is too late."""
+        """Drop microbatches whose owner is gone or has restarted, or whose deadline has passed."""
         listed = list(keys)
         kept = self.steps.keep(listed)
         for key in listed:
@@ -299,7 +300,7 @@ class StageServer:
                 self.table.forget(key)
 
     def _on_restart(self, event: TrainerRestarted, now: float) -> None:
-        """Begin a new life: what the snapshot does not contain was never added."""
+        """Begin a new life, in which only the gradients of the snapshot count."""
         self.steps.restart(event, now)
         self.life = event.life
         interrupted, self.table.running = self.table.running, None
@@ -314,5 +315,5 @@ class StageServer:
                 work.outcome = replace(work.outcome, life=self.life)
 
     def _is_lost(self, work: Work) -> bool:
-        """Return whether a gradient was told to be counted and is not."""
+        """Return whether a gradient was acknowledged and no longer counts."""
         return work.outcome is not None and work.outcome.added and not self.steps.has_counted(work.task.key)

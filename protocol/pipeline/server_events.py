@@ -12,9 +12,9 @@ from protocol.pipeline.messages import Direction, HeldBlob, Input, Key, Outcome,
 
 @dataclass(frozen=True)
 class OwnersChanged:
-    """The live peers that may own microbatches, with the first serial of each; all other microbatches are struck.
+    """The live peers that may own microbatches, with the first serial of each; drop all other microbatches.
 
-    An owner that has restarted knows nothing of those that its earlier process began.
+    A restarted owner does not know the microbatches of its earlier process, so their serials are below the first.
     """
 
     owners: Mapping[PeerId, int]
@@ -31,7 +31,7 @@ class InputsFetched:
 
 @dataclass(frozen=True)
 class InputMissing:
-    """An input that its holder did not deliver."""
+    """The holder of an input did not deliver it."""
 
     key: Key
     direction: Direction
@@ -41,7 +41,7 @@ class InputMissing:
 
 @dataclass(frozen=True)
 class Computed:
-    """The end of a Compute. `valid` is false for an input of another shape, or a value that is not finite."""
+    """A Compute has ended. `valid` is false for an input of another shape, or a value that is not finite."""
 
     key: Key
     direction: Direction
@@ -67,7 +67,7 @@ class ReleasedBy:
 
 @dataclass(frozen=True)
 class TrainerRestarted:
-    """The trainer has come back from its snapshot, with its ledger and that of its last contribution."""
+    """The trainer has restarted from its snapshot, with the ledgers of the snapshot and its last contribution."""
 
     life: int
     ledger: Ledger
@@ -76,17 +76,17 @@ class TrainerRestarted:
 
 @dataclass(frozen=True)
 class CloseStep:
-    """The round asks for an early contribution: the open step ends without further forwards."""
+    """The round needs our contribution early: end the open step without further forwards."""
 
 
 @dataclass(frozen=True)
 class Drain:
-    """This peer leaves: it finishes the open step and accepts nothing else."""
+    """This peer is leaving: finish the open step and accept nothing else."""
 
 
 @dataclass(frozen=True)
 class RoundChanged:
-    """The round of this peer's weights."""
+    """The round of this peer's weights has changed."""
 
     round: int
 
@@ -138,7 +138,7 @@ class SendOutcome:
 
 @dataclass(frozen=True)
 class Invite:
-    """Tell an owner that found this server busy that there is room for a forward; it may be lost."""
+    """Invite an owner that was turned away to send a forward; the message may be lost."""
 
     owner: PeerId
 
@@ -147,7 +147,7 @@ class Invite:
 class TakeStep:
     """Let the trainer make an inner step with the gradients of these microbatches; answer with Stepped.
 
-    An exact step is a contribution, with a ledger of its own.
+    An exact step is a contribution, which has a StepLedger.
     """
 
     ledger: Ledger
@@ -155,7 +155,7 @@ class TakeStep:
 
 @dataclass(frozen=True)
 class DropSum:
-    """Let the trainer begin the sum of the exact step again."""
+    """Make the trainer discard its sum of the exact step and begin again."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,10 @@ class ServerCounts:
     """Counted results of one server.
 
     Args:
-        withdrawn: microbatches that the open step waited for in vain, because their owner is gone or too late.
-        partly_counted: microbatches of dead owners that this stage counts and the first stage may not.
-        lost: acknowledged gradients that died with the trainer.
-        duplicates: repeated tasks, to which nothing was added.
+        withdrawn: microbatches that the open step stopped waiting for: their owner is gone or too late.
+        partly_counted: microbatches of lost owners that this stage counts and the first stage may not.
+        lost: acknowledged gradients that a crash of the trainer lost.
+        duplicates: repeated tasks; nothing was added for them.
         subtracted: gradients taken out of an exact step, because another server counts them too.
     """
 

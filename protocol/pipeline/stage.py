@@ -1,7 +1,7 @@
 """The identity of a stage: a run within the run.
 
-Stage s of S has an id of its own, so it has its own chain, roster, outer state, vote log and checkpoints, and a message
-of one stage is invalid at another. Peers, addresses and the manifest are the run's.
+Each stage has its own run id, and so its own chain, roster, outer state, vote log and checkpoints. A message of one
+stage is invalid at another. Peers, addresses and the manifest belong to the run.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ DOMAIN = b"murmur stage 1\0"
 
 
 def stage_run_id(run_id: RunId, stages: int, stage: int) -> RunId:
-    """Return the run id of a stage; the only stage of a run that is not cut has the run's own.
+    """Return the run id of a stage; if there is only one stage, the id of the run.
 
     Raises:
         ValueError: there is no such stage.
@@ -35,7 +35,7 @@ def stage_run_ids(run_id: RunId, stages: int) -> tuple[RunId, ...]:
 
 
 class StageManifest(Manifest):
-    """The manifest of a run as one stage of it sees it: the same settings, and the id of the stage."""
+    """The manifest of a run for one stage: the same settings with the id of the stage."""
 
     stage: int = Field(ge=0, exclude=True)
 
@@ -46,7 +46,6 @@ class StageManifest(Manifest):
 
     @property
     def run_id(self) -> RunId:
-        """Return the id of the stage."""
         return stage_run_id(self.whole_run_id, self.pipeline.stages, self.stage)
 
 
@@ -97,5 +96,5 @@ class StageSettings:
         return self.activation_bytes if has_result else 0
 
     def task_bytes(self, direction: Direction) -> int:
-        """Return the memory that a task needs if no input is there yet."""
+        """Return the memory that a task needs if the server has none of its inputs."""
         return sum(self.input_bytes(direction).values()) + self.result_bytes(direction)

@@ -3,9 +3,9 @@
 In `local` mode a server steps by itself, once it has the gradients of a step. In `exact` mode a round is one step of
 all servers, and a sum of gradients counts in its round only.
 
-In `exact` mode a server keeps the inputs of the gradients that it counts while there is memory, so that it can subtract
-one from its sum again. If it must subtract one whose inputs are gone, it restarts its sum, and owners send those
-microbatches again.
+In `exact` mode a server keeps the inputs of the gradients that it counts while there is memory, so that it can compute
+a gradient again and subtract it from its sum. If it must subtract a gradient whose inputs are gone, it restarts its
+sum, and owners send the microbatches again.
 """
 
 import math
@@ -28,7 +28,7 @@ class StepPolicy(ABC):
     def __init__(self, settings: StageSettings) -> None:
         self.table = MicrobatchTable(settings)
         self.open_step = OpenStep(settings.step_size)
-        self.ledger = Ledger()  # of the steps since the last contribution; exact steps have a StepLedger instead
+        self.ledger = Ledger()  # steps since the last contribution; exact steps use a StepLedger instead
 
     @abstractmethod
     def refusal(self, task: Task, life: int, round_number: int) -> AnswerKind | None:
@@ -48,7 +48,7 @@ class StepPolicy(ABC):
 
     @abstractmethod
     def restart(self, event: TrainerRestarted, now: float) -> None:
-        """Forget the gradients that a dead trainer had and its snapshot does not contain."""
+        """Forget the gradients that a crashed trainer had and its snapshot does not contain."""
 
     @abstractmethod
     def next_work(self) -> Compute | TakeStep | None:
@@ -56,7 +56,7 @@ class StepPolicy(ABC):
 
     @abstractmethod
     def make_room(self, task: Task) -> None:
-        """Free memory for a task, if there is some to free."""
+        """Free memory for a task if possible."""
 
     @abstractmethod
     def close(self) -> None:
@@ -64,14 +64,14 @@ class StepPolicy(ABC):
 
     @abstractmethod
     def begin_round(self, number: int, now: float) -> None:
-        """Begin a round, because the trainer has its weights."""
+        """Begin a round, whose weights the trainer has."""
 
     def size_after(self, work: Work) -> int:
-        """Return the bytes that a finished backward still holds: those of its result."""
+        """Return the bytes that a finished backward still holds: its result."""
         return self.table.settings.result_bytes("backward")
 
     def keep(self, keys: Iterable[Key]) -> set[Key]:
-        """Return which of these microbatches stay, although their owners are gone or need them no more."""
+        """Return which of these microbatches to keep, although their owners have released them or are gone."""
         return set()
 
     def finish_step(self) -> None:
@@ -90,7 +90,7 @@ class LocalSteps(StepPolicy):
     def __init__(self, settings: StageSettings, ledger: Ledger) -> None:
         super().__init__(settings)
         self.ledger = ledger
-        self._contributed = Ledger()  # of earlier contributions, while their microbatches are open
+        self._contributed = Ledger()  # in earlier contributions, while their microbatches are open
 
     def refusal(self, task: Task, life: int, round_number: int) -> AnswerKind | None:
         if task.life not in (0, life):
@@ -114,7 +114,7 @@ class LocalSteps(StepPolicy):
         if running.adds and is_valid:
             self.open_step.add(key)
             if key not in self.table.entries:
-                self.table.end(key)  # its owner may live after all
+                self.table.end(key)  # the owner may be back later and must not have it added twice
 
     def next_work(self) -> TakeStep | None:
         return TakeStep(self.open_step.added.copy()) if self.open_step.is_complete else None
@@ -123,7 +123,7 @@ class LocalSteps(StepPolicy):
         self.ledger = self.ledger | self.open_step.take()
 
     def make_room(self, task: Task) -> None:
-        """Free nothing: all that is in memory is needed."""
+        """Free nothing: everything in memory is needed."""
 
     def close(self) -> None:
         self.open_step.close()
@@ -144,23 +144,26 @@ class LocalSteps(StepPolicy):
 
 
 class ExactSteps(StepPolicy):
-    """Steps of all servers together. `agreement` is shared with the owner of the same peer."""
+    """Steps that all servers make together. The owner of the same peer shares `agreement`."""
 
     def __init__(self, settings: StageSettings, agreement: StepAgreement) -> None:
         super().__init__(settings)
         self.agreement = agreement
         self._kept: dict[int, Key] = {}  # counted gradients whose inputs are here
-        self._released: set[Key] = set()  # those of them that their owners need no more
+        self._released: set[Key] = set()  # kept microbatches that their owners have released
         self._to_take_away: list[Work] = []
         self._is_offering = False
 
-    def offer(self, doubles: StepLedger, now: float) -> None:
-        """Take what others count too out of the sum, and then contribute the rest; call `StageServer.advance` next."""
-        self.table.counts.subtracted += len(doubles)
-        keys = [self._kept[number] for number in doubles if number in self._kept]
+    def offer(self, duplicates: StepLedger, now: float) -> None:
+        """Subtract the gradients that others count too, then contribute the rest.
+
+        Call `StageServer.advance` next.
+        """
+        self.table.counts.subtracted += len(duplicates)
+        keys = [self._kept[number] for number in duplicates if number in self._kept]
         self._to_take_away = [work for key in keys if (work := self.table.find(key, "backward")) is not None]
-        self._is_offering = len(self._to_take_away) == len(doubles)
-        if not self._is_offering:  # the inputs of a double are gone
+        self._is_offering = len(self._to_take_away) == len(duplicates)
+        if not self._is_offering:  # the inputs of a duplicate are gone
             self._to_take_away = []
             self._forget_kept()
             self.agreement.drop(now)
@@ -174,7 +177,7 @@ class ExactSteps(StepPolicy):
         if task.life not in (0, life):
             return "other life"
         adds = task.direction == "backward" and not task.replay
-        # After it has sealed, a server computes for others, but its sum does not change any more.
+        # After sealing, a server still computes for other owners, but its sum does not change.
         is_late = adds and task.number not in self.agreement.ledger and self.agreement.phase != "open"
         return "sealed" if is_late else None
 
@@ -197,7 +200,7 @@ class ExactSteps(StepPolicy):
             self.agreement.add(task.number, now)
 
     def next_work(self) -> Compute | TakeStep | None:
-        """Return the next piece of an offer, which goes before all tasks."""
+        """Return the next work of an offer, which has priority over all tasks."""
         if not self._is_offering:
             return None
         if self._to_take_away:
@@ -206,12 +209,12 @@ class ExactSteps(StepPolicy):
         return TakeStep(Ledger())
 
     def make_room(self, task: Task) -> None:
-        """Give up kept inputs for new work, unless they are about to be computed again."""
+        """Evict kept inputs for new work, unless an offer still needs them."""
         while self._kept and not self._is_offering and not self.table.has_memory_for(task):
             self._evict()
 
     def size_after(self, work: Work) -> int:
-        """Keep the inputs of a gradient that counts, so that it can be taken away again."""
+        """Keep the inputs of a gradient that counts, so that it can be subtracted later."""
         number, size = work.task.number, self.table.settings.task_bytes("backward")
         if number is None or self._is_offering or number not in self.agreement.ledger or number in self._kept:
             return super().size_after(work)
@@ -237,10 +240,10 @@ class ExactSteps(StepPolicy):
         self.open_step.take()
 
     def close(self) -> None:
-        """Change nothing, because a step ends when all of it is there."""
+        """Change nothing, because an exact step ends only when it is complete."""
 
     def begin_round(self, number: int, now: float) -> None:
-        """Forget everything of the step before."""
+        """Discard the previous step."""
         self._forget_kept()
         self._to_take_away, self._is_offering = [], False
         for key in list(self.table.entries):
@@ -255,7 +258,7 @@ class ExactSteps(StepPolicy):
             self._evict()
 
     def _evict(self) -> None:
-        """Give up the inputs that are kept for longest."""
+        """Free the inputs that have been kept longest."""
         key = self._kept.pop(next(iter(self._kept)))
         work = self.table.find(key, "backward")
         if key in self._released:

@@ -1,8 +1,8 @@
-"""Hold the activations of a stage in slots that a peer shares with its trainer, and fetch those of other peers.
+"""Hold the activations of a stage in slots that the daemon shares with the trainer, and fetch activations of peers.
 
-A blob is held for one or several microbatches, by key, and once more for the owner's tokens; its slot is free again
-when nobody holds it. `protocol.pipeline.server` decides which blobs a peer may hold at all, so a free slot is
-always there.
+Microbatches hold blobs by key, several of them the same blob if need be, and the owner's tokens have a key too. A slot
+is free once no key holds its blob. `protocol.pipeline.server` decides which blobs a peer may hold at all, so there is
+always a free slot.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from protocol.pipeline.stage import StageManifest
 logger = logging.getLogger(__name__)
 
 Kind = Literal["activation", "tokens"]
-SPARE_ACTIVATIONS = 2  # for a result whose microbatch is given up while it is computed
+SPARE_ACTIVATIONS = 2  # for results whose microbatch is dropped while it is computed
 FETCH_SECONDS = 60.0
-UNKNOWN_HOLDER_SECONDS = 5.0  # for a holder that is gone, or whose record has not come yet
+UNKNOWN_HOLDER_SECONDS = 5.0  # for a holder that is gone or whose record has not arrived yet
 FETCH_ERRORS = (UnreachableError, PeerFault, MissingFileError, StorageError)
 
 
 def slot_sizes(manifest: StageManifest) -> SlotSizes:
-    """Return the slots of a stage: as many activations as its memory holds, and tokens for each of them."""
+    """Return the slots of a stage: activations that fill its memory, and tokens for each of them."""
     settings = stage_settings(manifest)
     activations = settings.memory // settings.activation_bytes + SPARE_ACTIVATIONS
     return SlotSizes(
@@ -44,7 +44,7 @@ def slot_sizes(manifest: StageManifest) -> SlotSizes:
 
 
 class ActivationStore:
-    """Slots of `memory` by blob; `store` serves them, and keeps what is being fetched."""
+    """Maps blobs to slots of `memory`; `store` serves the slots, and holds blobs while they are fetched."""
 
     def __init__(self, memory: ActivationMemory, store: BlobStore) -> None:
         self.memory = memory
@@ -69,7 +69,7 @@ class ActivationStore:
         return free.pop()
 
     def give_back(self, slot: int) -> None:
-        """Free a slot that has no blob."""
+        """Free a slot without a blob."""
         self._free["activation" if slot < self.memory.sizes.activations else "tokens"].append(slot)
 
     def publish(self, key: Key, slot: int) -> Blob:
@@ -83,7 +83,7 @@ class ActivationStore:
         return blob
 
     def take_over(self, key: Key, blob: Blob) -> None:
-        """Move a blob that was fetched into the store into a slot, and hold it for a microbatch."""
+        """Move a fetched blob from the store into a slot, and hold it for a microbatch."""
         if blob.digest not in self._slots:
             slot = self._fill_slot(blob, self.store.view(blob.digest))
             self.store.discard(blob.digest)
@@ -103,12 +103,11 @@ class ActivationStore:
         return slot
 
     def hold(self, key: Key, digest: bytes) -> None:
-        """Keep a blob that is here, for a microbatch."""
+        """Hold a blob of a slot for a microbatch."""
         self._holders[digest].add(key)
         self._held[key].add(digest)
 
     def slot_of(self, blob: Blob) -> int:
-        """Return the slot of a blob that is here."""
         return self._slots[blob.digest]
 
     def drop(self, key: Key, kept: Collection[Blob] = ()) -> None:
@@ -126,13 +125,13 @@ class ActivationStore:
 
 
 class NodeBlobs:
-    """The blobs that the stages of one node hold; a stage copies those of another one instead of fetching them."""
+    """The blobs of all stages of one node; a stage copies from another one instead of fetching."""
 
     def __init__(self) -> None:
         self._stores: list[BlobStore] = []
 
     def add(self, store: BlobStore) -> None:
-        """Show the blobs of a stage to the others."""
+        """Share the blobs of a stage with the other stages."""
         self._stores.append(store)
 
     def view(self, digest: bytes) -> Bytes | None:
@@ -141,7 +140,7 @@ class NodeBlobs:
 
 
 class ActivationFetcher:
-    """Downloads from one holder for each blob. If that holder leaves, nobody else has it, and the download ends."""
+    """Downloads each blob from its only holder. If the holder leaves, the download ends."""
 
     def __init__(
         self, directory: PeerDirectory, node: NodeBlobs, downloader: Downloader, activations: ActivationStore
@@ -153,14 +152,14 @@ class ActivationFetcher:
         self._running: dict[PeerId, set[asyncio.Task[None]]] = {}
 
     async def fetch(self, key: Key, inputs: Iterable[tuple[Input, HeldBlob]]) -> Input | None:
-        """Bring the inputs of a task into slots; return the name of one that is missing."""
+        """Bring the inputs of a task into slots; return the name of the first missing one."""
         for name, held in inputs:
             if not await self._fetch_one(key, held):
                 return name
         return None
 
     def blame_holders(self, inputs: Inputs) -> None:
-        """Count an input that is malformed or not finite against the other peers that had inputs."""
+        """Record a fault of every other holder of these inputs, one of which is malformed or not finite."""
         for holder in {held.holder for held in inputs.named().values()} - {self._directory.peer_id}:
             fault = MalformedError("an activation with a value that is not allowed")
             self._directory.record_refusal(holder, fault)

@@ -21,10 +21,7 @@ from protocol.transport.transport import Transport
 def build_stage(
     manifest: Manifest, run_dir: RunDir, node: NodeStages, transport: Transport, tasks: BackgroundTasks, inbox: Inbox
 ) -> StageEffects | None:
-    """Build it for the manifest of a stage; None for the whole model. Raises StorageError or UsageError.
-
-    Activations never outlive the process.
-    """
+    """Build the stage of a manifest; None for the whole model. Raises StorageError or UsageError."""
     if not isinstance(manifest, StageManifest):
         return None
     me, sizes = node.directory.peer_id, slot_sizes(manifest)
@@ -32,7 +29,7 @@ def build_stage(
     record = node.records.record_of(manifest)
     loop = build_stage_loop(manifest, me, first_serial(node.directory.start), rng, draws=record.is_first)
     store = BlobStore(run_dir.activations, sizes.total_bytes, sizes.total_bytes)
-    store.retain(())
+    store.retain(())  # activations of an earlier process are useless
     activations = ActivationStore(ActivationMemory.create(sizes), store)
     fetcher = ActivationFetcher(node.directory, node.blobs, Downloader(store, transport.bulk, rng), activations)
     stage = StageEffects(loop, node, record, fetcher, tasks, inbox)
@@ -42,5 +39,5 @@ def build_stage(
 
 
 def stage_config(stage: StageEffects) -> StageConfig:
-    """Return what the trainer must know of its stage."""
+    """Return the settings that the trainer needs for its stage."""
     return StageConfig(stage=stage.loop.settings.stage, slots=stage.memory.sizes)

@@ -1,4 +1,4 @@
-"""Send the calls about microbatches to the peers of all stages; failed ones raise UnreachableError or PeerFault."""
+"""Send calls about microbatches to the peers of all stages. Failed calls raise UnreachableError or PeerFault."""
 
 import asyncio
 import logging
@@ -30,11 +30,11 @@ from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-COPY_SECONDS = 2.0  # until the copy of a task is sent, where a test injects copies
+COPY_SECONDS = 2.0  # before a test's injected copy of a task is sent
 
 
 class StageCalls:
-    """Calls over the channels of a node. They soon go over direct connections, which the downloads use too."""
+    """Calls over the channels of a node. Each opens a direct connection, which later calls and downloads use."""
 
     def __init__(self, channels: Transport) -> None:
         self._channels = channels
@@ -67,7 +67,7 @@ class StageCalls:
 
 
 class FaultyStageCalls(StageCalls):
-    """Calls that a test makes fail; see `node.injected_faults`."""
+    """Calls with faults that a test injects; see `node.injected_faults`."""
 
     def __init__(self, channels: Transport, faults: Faults) -> None:
         super().__init__(channels)

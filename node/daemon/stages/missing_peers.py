@@ -1,8 +1,9 @@
-"""Tell which peers of a pipeline vanished for the whole run, not for us alone. PURE.
+"""Find the peers of a pipeline that the whole run misses, not only this peer. PURE.
 
-A stage of two has no quorum once one of them has died, and the other cannot tell its death from a broken link. But
-records spread through the peers of all stages. So a peer that sees most of the run, and for `expiry` no record of
-another one, knows that this one is dead or on the smaller side of a split; and peers on that side wait for longer.
+A stage of two peers loses its quorum when one of them crashes, and the other cannot distinguish a crash from a broken
+link. But records spread through the peers of all stages. So a peer that sees most of the run, and no record of a
+certain peer for `expiry`, knows that this peer is down or on the smaller side of a partition. Peers on the smaller side
+wait longer.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ class MissingPeers:
         self._silent_since: dict[PeerId, float] = {}  # since when no record of it has counted
 
     def observe(self, events: Iterable[MembershipEvent], now: float) -> None:
-        """Take over who came and went."""
+        """Update the table from membership events."""
         for event in events:
             if isinstance(event, PeerJoined):
                 self._silent_since.pop(event.peer, None)
@@ -34,7 +35,7 @@ class MissingPeers:
             self._silent_since[event.peer] = now
 
     def missed_by_most(self, live_trainers: int, now: float) -> frozenset[PeerId]:
-        """Return the peers that most of the run misses; nobody if we do not see most of it."""
+        """Return the peers that most of the run misses; empty if we do not see most of it."""
         expiry, limit = self._timing.expiry, self._timing.expiry + self._timing.vote_memory
         self._silent_since = {peer: since for peer, since in self._silent_since.items() if now - since <= limit}
         if live_trainers <= len(self._silent_since):

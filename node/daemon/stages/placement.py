@@ -1,7 +1,7 @@
 """Choose the stage that a node serves, and move the node to another one when the pipeline needs it there.
 
-At the start the choice is the user's, otherwise that of the folder, otherwise the weakest stage, ties by key. Later
-`protocol.pipeline.balance` decides on moves.
+At the start, --stage decides, otherwise the stage in the folder, otherwise the node takes the weakest stage (ties by
+key). Later `protocol.pipeline.balance` decides on moves.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from protocol.pipeline.stage import StageManifest
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.2  # between two looks at the chain
+POLL_SECONDS = 0.2  # between two checks of the chain's round
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StageChoice:
 async def choose_stages(options: NodeOptions, folder: RunDir, peer_id: PeerId) -> list[tuple[Manifest, RunDir]]:
     """Return the manifests of the stages that this node serves, each with its folder.
 
-    A run that is not cut has one, the manifest itself. Raises UsageError as `choose_stage` does.
+    A run without stages has one, the manifest itself. Raises UsageError as `choose_stage` does.
     """
     stages = options.manifest.pipeline.stages
     if not options.manifest.pipeline.is_cut or not _serves_all(options, folder):
@@ -61,7 +61,7 @@ async def choose_stages(options: NodeOptions, folder: RunDir, peer_id: PeerId) -
 
 
 def _serves_all(options: NodeOptions, folder: RunDir) -> bool:
-    """Return whether the user or the folder says so. Raises UsageError if they contradict each other."""
+    """Return whether --stage or the folder selects all stages. Raises UsageError if they contradict each other."""
     one, has_all = folder.read_stage(), folder.read_stage() is None and bool(kept_stages_in(folder.path))
     if options.stage == "all" and one is not None:
         raise UsageError(f"--stage: {folder.path} holds stage {one}, not all; give the node another --dir")
@@ -79,10 +79,10 @@ def _folder_of(folder: RunDir, stage: int, stages: int) -> RunDir:
 
 
 async def choose_stage(options: NodeOptions, folder: RunDir, peer_id: PeerId) -> Manifest:
-    """Return the manifest of the stage that this node serves; of a run with one stage, the manifest itself.
+    """Return the manifest of the stage that this node serves; the manifest itself in a run with one stage.
 
-    Asks the contacts who serves which stage unless the user or the folder names one. Nodes that join at the same moment
-    may take the same stage. Raises UsageError if there is no such stage, or the folder holds the state of another one.
+    Unless the user or the folder names a stage, the contacts are asked for the records of all peers. Nodes that join at
+    the same moment may take the same stage. Raises UsageError if there is no such stage, or the folder holds another.
     """
     manifest = options.manifest
     choice = pinned_stage(manifest, options.stage, folder)
@@ -114,7 +114,7 @@ def pinned_stage(manifest: Manifest, wanted: int | str | None, folder: RunDir) -
 
 
 def change_stage(folder: RunDir, stage: int, stages: int) -> None:
-    """Let a folder hold another stage: files that bind or credit the node at the old one are put aside.
+    """Prepare a folder for another stage: delete state, and set aside files with votes or credit of the old stage.
 
     Raises StorageError.
     """
@@ -132,14 +132,14 @@ def change_stage(folder: RunDir, stage: int, stages: int) -> None:
 
 
 def _aside(path: Path, stage: int | None) -> Path:
-    """Return where the file of a stage waits until the node serves that stage again."""
+    """Return the name of a stage's file while the node serves another stage."""
     return path.with_name(f"{path.name}.stage-{stage}")
 
 
 def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId) -> StageChoice:
-    """Return a stage that nobody serves, else the one with the lowest sum of reported rates.
+    """Return a stage without peers, otherwise the stage with the lowest sum of reported rates.
 
-    A trainer that has not reported a rate counts with the median of the known ones.
+    A trainer without a reported rate counts with the median of the known rates.
     """
     rates = _rates_by_stage((record for peer, record in records.items() if peer != me), stages)
     empty = [stage for stage in range(stages) if not rates[stage]]
@@ -153,7 +153,7 @@ def weakest_stage(records: Mapping[PeerId, PeerRecord], stages: int, me: PeerId)
 
 
 def _rates_by_stage(records: Iterable[PeerRecord], stages: int) -> list[list[float]]:
-    """Return the rates of the trainers of each stage; 0 for one that has not reported any."""
+    """Return the rates of the trainers of each stage; 0 for a trainer that has not reported one."""
     rates: list[list[float]] = [[] for _ in range(stages)]
     for record in (seen for each in records for seen in records_by_stage(each)):
         if record.role == "trainer" and not record.leaving and 0 < record.stage <= stages:
@@ -168,7 +168,7 @@ def _by_key(peer_id: PeerId, stages: list[int]) -> int:
 
 
 class StageMover:
-    """Watches the records of all peers for a node that serves one stage. `chain`: that of its replica."""
+    """Decides when a node that serves one stage moves to another. `chain`: the chain of its replica."""
 
     def __init__(self, directory: PeerDirectory, manifest: StageManifest, chain: Chain, has_moved: bool) -> None:
         self._directory = directory
@@ -181,7 +181,7 @@ class StageMover:
         directory.subscribe(self)
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
-        """Take over who serves which stage."""
+        """Update which peers serve which stages."""
         self._balancer.observe(list_seats(self._directory.live(), self._stages), time.monotonic())
 
     async def run(self) -> Move:

@@ -28,7 +28,7 @@ from protocol.transport.transport import UNKNOWN_CALLER, caller
 
 
 class StagesService(StagesServicer):
-    """Serves tasks for our stage; outcomes of our own microbatches, and invitations to send them; and releases."""
+    """Receives tasks and releases for our stage, and outcomes and invitations for our own microbatches."""
 
     def __init__(self, node: NodeStages, recorder: PeerDirectory) -> None:
         self._node = node
@@ -64,7 +64,7 @@ class StagesService(StagesServicer):
 
     @asynccontextmanager
     async def _refusing_faults(self, context: Any) -> AsyncIterator[PeerId]:
-        """Yield the caller; record its fault inside the context, and end the call."""
+        """Yield the caller; if the body raises its fault, record it and abort the call."""
         sender = UNKNOWN_CALLER
         try:
             sender = caller(context)

@@ -1,7 +1,7 @@
 """Carry out the actions of the stage loop: calls to peers, downloads into slots, and commands to the trainer.
 
-Their results come back as events through the replica's inbox. Calls about microbatches reach the replica whose stage
-they name through `NodeStages`, also those of this node to itself, which need no network.
+Results come back as events through the replica's inbox. `NodeStages` passes each call about microbatches to the replica
+of the stage that it names. Calls of this node to itself take the same path without the network.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 8.0  # less than the ten seconds that a service manager waits before it kills
 MIN_PAUSE_SECONDS = 0.001  # until a deadline, so that one in the past cannot occupy the daemon
-MORE_COMMANDS = 4  # besides those that draw: one task or step at a time
-OWN = ""  # owner in the keys of our own tokens, so that they differ from those that we serve
+MORE_COMMANDS = 4  # in addition to draws; the trainer has one task or step at a time
+OWN = ""  # owner in the keys of our own tokens, so that they differ from the keys of tasks that we serve
 OWN_COUNTS = ("done", "partly counted", "lost", "duplicates", "replayed", "outdated")
 SERVED_COUNTS = (
     *("computed", "steps", "withdrawn", "partly counted", "lost", "duplicates", "replayed", "invalid"),
@@ -78,7 +78,7 @@ SERVED_COUNTS = (
 
 
 class StageEffects:
-    """The part of a replica that serves a stage and owns microbatches; it keeps the timer of its loop."""
+    """Serves a stage and owns microbatches for one replica; runs the timer of its loop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StageEffects:
         self._background = background
         self._inbox = inbox
         self._commands = asyncio.Queue[StageCommand](loop.owner.settings.in_flight + MORE_COMMANDS)
-        self._start = 0  # that of the trainer whose Ready is the newest
+        self._start = 0  # start id of the current trainer
         self._drawing: dict[int, int] = {}  # slots by serial
         self._computing: tuple[server_events.Compute, int | None] | None = None  # with the slot of its result
         self._answer: Answer | None = None
@@ -107,12 +107,12 @@ class StageEffects:
 
     @property
     def memory(self) -> ActivationMemory:
-        """Return the memory that the trainer shares."""
+        """The memory that the trainer shares."""
         return self.activations.memory
 
     @property
     def store(self) -> BlobStore:
-        """Return the blobs that other peers fetch."""
+        """The blobs that other peers fetch."""
         return self.activations.store
 
     def status_fields(self) -> dict[str, object]:
@@ -136,7 +136,7 @@ class StageEffects:
         self._inbox.post(event)
 
     def handle(self, event: StageEvent) -> None:
-        """Pass an event to the loop, and carry its actions out."""
+        """Pass an event to the loop, and carry out its actions."""
         for action in self.loop.handle(event, asyncio.get_running_loop().time()):
             self._run(action)
         if self.loop.is_resting and self.loop.is_drained:
@@ -153,7 +153,7 @@ class StageEffects:
         return self._answer or Answer("busy", 0, self.loop.round, retry_ms=NOT_READY_MS)
 
     def take_statement(self, peer: PeerId, body: StepStatement) -> None:
-        """Take the statement of another server about its sum. Raises MalformedError."""
+        """Post another server's statement about its sum. Raises MalformedError."""
         if not self._record.exact_stages:
             raise MalformedError("a statement about a step, where steps are not exact")
         self.post(StatementReceived(peer, Statement.from_wire(body, self.loop.settings.step_size)))
@@ -161,7 +161,7 @@ class StageEffects:
     # Events of this node.
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
-        """Stop waiting for activations of peers that left, and show the loop who serves which stage."""
+        """Cancel downloads from peers that left, and update the loop's peers."""
         for event in events:
             if isinstance(event, PeerLeft):
                 self._fetcher.drop_peer(event.peer)
@@ -196,11 +196,11 @@ class StageEffects:
         self.post(server_events.CloseStep())
 
     def set_resting(self, is_resting: bool) -> None:
-        """Begin no microbatches of our own until further notice, or begin them again."""
+        """Pause or resume our own microbatches."""
         self.post(RestingChanged(is_resting))
 
     async def drain(self) -> None:
-        """Take no new work, and finish what others would have to compute again; takes at most DRAIN_SECONDS."""
+        """Refuse new work, and finish the work that peers would have to repeat, within DRAIN_SECONDS."""
         if self.loop.server is None or self.loop.is_leaving:
             return
         self._drained.clear()
@@ -213,7 +213,7 @@ class StageEffects:
             logger.info("leaving with work for others unfinished after %.0f seconds", DRAIN_SECONDS)
 
     def stop(self) -> None:
-        """Take no more work, because this peer leaves; owners notice it by the answers to their requests."""
+        """Refuse all work, because this peer leaves; owners notice it from the answers to their requests."""
         self.post(Leaving())
 
     def _on_ready(self, message: Ready) -> None:
@@ -232,7 +232,7 @@ class StageEffects:
         self._see_peers()  # its own entry has changed
 
     def _forget_commands(self) -> None:
-        """Free the slots into which the trainer that died was to write."""
+        """Free the slots that the previous trainer should have written."""
         for slot in self._drawing.values():
             self.activations.give_back(slot)
         self._drawing.clear()
@@ -244,13 +244,13 @@ class StageEffects:
 
     def _on_drawn(self, message: MicrobatchDrawn) -> None:
         slot = self._drawing.pop(message.serial, None)
-        if slot is not None:  # else a trainer that died has drawn it
+        if slot is not None:  # otherwise an earlier trainer has drawn it
             blob = self.activations.publish(Key(OWN, message.serial), slot)
             self.post(TokensDrawn(message.serial, blob))
 
     def _on_computed(self, message: StageComputed) -> None:
         if self._computing is None or self._computing[0].token != message.task:
-            return  # a trainer that died has computed it
+            return  # an earlier trainer has computed it
         (action, output), self._computing = self._computing, None
         task, result = action.task, None
         if message.fault == "wrong input":
@@ -338,7 +338,7 @@ class StageEffects:
         self._order(ComputeStage.of(action, slots, output, self.loop.round))
 
     def _order(self, command: StageCommand) -> None:
-        """Send a command to this start of the trainer; the next one ignores it."""
+        """Queue a command for this start of the trainer; a restarted trainer ignores it."""
         self._commands.put_nowait(command.model_copy(update={"start": self._start}))
 
     async def _send_commands(self, send: Callable[[ToTrainer], Awaitable[bool]]) -> None:
@@ -385,7 +385,7 @@ class StageEffects:
         try:
             await self._node.calls.state(peer, statement)
         except (UnreachableError, PeerFault):
-            return  # it is repeated
+            return  # the agreement repeats its statements
 
     # Time.
 
@@ -432,11 +432,11 @@ class NodeStages:
         return next(iter(self._stages.values()))
 
     def answer(self, task: Task) -> Answer:
-        """Answer a task at once; the first stage answers for those that this node does not serve."""
+        """Answer a task at once; the first stage refuses tasks of stages that this node does not serve."""
         return self._stages.get(task.run, self._owner).answer(task)
 
     def take_outcome(self, peer: PeerId, outcome: Outcome) -> None:
-        """Take the outcome of a task of ours."""
+        """Pass on the outcome of one of our tasks."""
         self._owner.post(owner_events.OutcomeReceived(peer, outcome))
 
     def release(self, peer: PeerId, run: RunId, serials: tuple[int, ...]) -> None:
@@ -445,14 +445,14 @@ class NodeStages:
             self._stages[run].post(server_events.ReleasedBy(peer, serials))
 
     def take_invitation(self, peer: PeerId, run: RunId) -> None:
-        """Send forwards to a peer that has room again."""
+        """Pass on an invitation to send forwards."""
         self._owner.post(owner_events.Invited(peer, run))
 
     def take_statement(self, peer: PeerId, body: StepStatement) -> None:
-        """Take the statement of a server about the open exact step. Raises MalformedError."""
+        """Pass on a server's statement about the open exact step. Raises MalformedError."""
         self._owner.take_statement(peer, body)
 
-    # Calls to peers; those to ourselves need no network.
+    # Calls to peers; calls to ourselves need no network.
 
     async def ask(self, peer: PeerId, task: Task) -> Answer:
         """Ask a server for a computation. Raises UnreachableError or PeerFault, as the other calls do."""

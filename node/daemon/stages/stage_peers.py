@@ -1,4 +1,4 @@
-"""Read from the peers' records who serves which stage."""
+"""Read from the peers' records which peers serve which stage."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,11 +10,11 @@ from protocol.pipeline.balance import PINNED, StageAssignment
 from protocol.pipeline.routing import StagePeer
 from protocol.transport.nat import is_relay_only
 
-MAX_STAGE_RATE = 1e9  # of one peer: sums over the peers' claims must stay finite
+MAX_STAGE_RATE = 1e9  # limit for one peer, so that sums of reported rates stay finite
 
 
 def stage_peers(records: Mapping[PeerId, PeerRecord], stages: int) -> tuple[tuple[StagePeer, ...], ...]:
-    """Return the live peers of each stage whose trainer is ready; one that rests or leaves takes no new work."""
+    """Return the live peers of each stage whose trainer is ready; resting or leaving peers are draining."""
     found: list[list[StagePeer]] = [[] for _ in range(stages)]
     for peer, record in ((peer, seen) for peer, each in records.items() for seen in records_by_stage(each)):
         if is_ready(record, stages):
@@ -32,7 +32,7 @@ def is_ready(record: PeerRecord, stages: int) -> bool:
 
 
 def served_stages(records: Iterable[PeerRecord], stages: int) -> list[ServedStage]:
-    """Return the stage of each ready trainer; one that rests or leaves has no rate."""
+    """Return the stage of each ready trainer; resting or leaving trainers have no rate."""
     found = (served_stage(each, stages) for record in records for each in records_by_stage(record))
     return [served for served in found if served is not None]
 
@@ -46,7 +46,7 @@ def served_stage(record: PeerRecord, stages: int) -> ServedStage | None:
 
 
 def list_seats(records: Mapping[PeerId, PeerRecord], stages: int) -> list[StageAssignment]:
-    """Return the ready trainers that neither rest nor leave; a peer of several stages stays at all of them."""
+    """Return the ready trainers that neither rest nor leave; a peer with several stages cannot move."""
     found: list[StageAssignment] = []
     for peer, record in records.items():
         for seen in records_by_stage(record):
@@ -59,7 +59,7 @@ def list_seats(records: Mapping[PeerId, PeerRecord], stages: int) -> list[StageA
 def lowest_round(records: Iterable[PeerRecord], own_stage: int) -> int | None:
     """Return the round that all other stages with a live peer have reached; None if there is no such stage.
 
-    A stage without a peer holds nobody: when one comes back, it starts from a round that others know.
+    A stage without peers does not count: its next peer starts from a round that others know.
     """
     rounds: dict[int, int] = {}
     for record in (seen for each in records for seen in records_by_stage(each)):

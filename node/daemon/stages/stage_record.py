@@ -1,7 +1,7 @@
 """Show the stages that a node serves in its peer record.
 
-A node that serves several stages has a replica for each. The first one reads the text of the node and owns its
-microbatches; its head is in the record's own fields, and those of the others are in `more_stages`.
+A node that serves several stages has a replica for each. The first replica reads the node's text and owns its
+microbatches. Its head is in the main fields of the record; the heads of the others are in `more_stages`.
 """
 
 from dataclasses import asdict, replace
@@ -26,15 +26,15 @@ class StageRecord:
 
     @property
     def is_first(self) -> bool:
-        """Return whether the replica of this stage reads the text of the node."""
+        """Whether the replica of this stage reads the text of the node."""
         return self.stage == self._records.first
 
     def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
-        """Change fields of the record that concern the stage."""
+        """Set fields of the stage, and publish the record."""
         self._records.directory.publish(urgent=urgent, **self._records.fields_of(self.stage, fields))
 
     def update(self, **fields: FieldValue) -> None:
-        """Change figures of the stage; the next renewal of the record carries them."""
+        """Set fields of the stage, to be published with the next renewal of the record."""
         self._records.directory.update(**self._records.fields_of(self.stage, fields))
 
 
@@ -47,13 +47,13 @@ class StageRecords:
         self._others: dict[int, ServedStage] = {}
 
     def record_of(self, manifest: StageManifest) -> StageRecord:
-        """Return the record of a stage; the first stage for which it is asked owns the node's microbatches."""
+        """Return the record of a stage; the first stage requested owns the node's microbatches."""
         if self.first is None:
             self.first = manifest.stage
         return StageRecord(self, manifest)
 
     def fields_of(self, stage: int, fields: dict[str, FieldValue]) -> dict[str, FieldValue]:
-        """Return the fields of our record that change with those of a stage."""
+        """Convert fields of a stage to fields of our record."""
         if stage == self.first:
             return fields
         changes: dict[str, Any] = {name: fields[name] for name in ENTRY_FIELDS & fields.keys()}

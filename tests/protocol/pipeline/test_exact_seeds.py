@@ -168,7 +168,7 @@ def sealed_servers_never_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def doomed_rounds_go_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepReports, "is_doomed", lambda self, number: False)
+    patch.setattr(StepReports, "is_void", lambda self, number: False)
 
 
 def owners_never_change(patch: pytest.MonkeyPatch) -> None:

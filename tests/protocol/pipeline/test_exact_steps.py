@@ -161,8 +161,8 @@ def test_statements_are_repeated_and_the_newest_counts() -> None:
 def test_round_counts_only_if_all_stages_cover_its_step() -> None:
     reports = StepReports(2, {5: {0: True}})
     assert reports.verdict(5, {}) is None and reports.verdict(5, {1: True}) is True
-    assert reports.verdict(5, {1: False}) is False and not reports.is_doomed(5)
-    assert StepReports(3, {5: {0: False}}).is_doomed(5), "one stage is enough"
+    assert reports.verdict(5, {1: False}) is False and not reports.is_void(5)
+    assert StepReports(3, {5: {0: False}}).is_void(5), "one stage is enough"
 
 
 def test_records_say_how_rounds_ended() -> None:
