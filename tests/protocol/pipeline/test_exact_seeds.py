@@ -5,10 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
+from node.loop.stage_events import PeersSeen
+from node.loop.stage_modes import ExactMode
 from node.simulation.virtual.stage import InvariantError
 from protocol.pipeline import ledger as ledgers
 from protocol.pipeline.exact import StepAgreement, StepReports
 from protocol.pipeline.ledger import StepLedger
+from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.steps import ExactSteps
 from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
 from tests.protocol.pipeline.virtual.exact_world import ExactWorld
@@ -184,16 +187,33 @@ def decided_stages_lose_what_their_dead_had(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepReports, "covered_stages", lambda self, number: frozenset())
 
 
+def loops_that_see_nobody_own_everything(patch: pytest.MonkeyPatch) -> None:
+    set_peers_truly = ExactMode.set_peers
+
+    def set_peers(self: ExactMode, seen: PeersSeen, us: StagePeer, is_resting: bool) -> None:
+        set_peers_truly(self, seen, us, is_resting)
+        if not any(seen.stages):
+            self.agreement.set_peers([{} for _ in seen.stages], [us.peer])
+
+    patch.setattr(ExactMode, "set_peers", set_peers)
+
+
+def exact_steps_have_no_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ExactMode, "next_deadline", lambda self: None)
+
+
 BUGS: list[tuple[Bug, int, str]] = [  # with a seed that shows it, and the word by which it does
-    (no_void_rule, 5, "otherwise than once"),
-    (each_stage_judges_alone, 5, "apart"),
+    (no_void_rule, 18, "otherwise than once"),
+    (each_stage_judges_alone, 18, "apart"),
     (dead_lives_count, 25, "deadlock"),
     (repeated_tasks_add_again, 0, "otherwise than once"),
-    (sums_outlive_their_round, 1, "void rounds"),
+    (sums_outlive_their_round, 2, "void rounds"),
     (doomed_rounds_go_on, 31, "deadlock"),
     (owners_never_change, 0, "deadlock"),
     (waits_for_earlier_processes_of_owners, 519, "deadlock"),
     (decided_stages_lose_what_their_dead_had, 0, "deadlock"),
+    (loops_that_see_nobody_own_everything, 6, "void rounds"),
+    (exact_steps_have_no_deadline, 1, "missed a deadline"),
     (frees_what_a_trainer_reads, 0, "without its inputs"),
 ]
 

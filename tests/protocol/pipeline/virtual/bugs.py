@@ -125,6 +125,10 @@ def frees_what_a_trainer_reads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MicrobatchTable, "free", free)
 
 
+def forgets_the_deadlines_of_owners(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Owner, "next_deadline", lambda self: None)
+
+
 BUGS: list[tuple[Bug, str, int]] = [  # with the seed from which to search
     (asks_another_peer_after_a_timeout, "twice", 0),
     (reserves_nothing_for_backwards, "deadlock", 0),
@@ -136,5 +140,6 @@ BUGS: list[tuple[Bug, str, int]] = [  # with the seed from which to search
     (keeps_outcomes_of_an_earlier_life, "deadlock", 0),
     (never_gives_up_a_bad_microbatch, "deadlock", 0),
     (believes_that_a_lost_input_comes_back, "deadlock", 0),
+    (forgets_the_deadlines_of_owners, "missed a deadline", 0),
     (frees_what_a_trainer_reads, "without its inputs", 218),
 ]
