@@ -8,14 +8,13 @@ from dataclasses import asdict
 from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
 from node.model import Cut, all_cuts, cut_of, shape_table
-from optim.compose import COMPONENTS, compose
+from optim.compose import COMPONENTS, compose, with_small_memory
 from optim.errors import OptimError, UnknownOption, UnknownRecipe
 from optim.exact import exact_method
 from optim.inner.base import WEIGHTS
-from optim.inner.external import ExternalOptimizer
+from optim.inner.gradient_accumulation import ExternalOptimizer
 from optim.method import Method
 from optim.round_plan import RoundPlanner
-from optim.small_memory import with_small_memory
 from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import TOPOLOGIES, Topology, make_topology

@@ -1,4 +1,8 @@
-"""Compose methods: the registry of components, how a recipe becomes components, and which of them fit together."""
+"""Compose methods: the registry of components, how a recipe becomes components, and which of them fit together.
+
+With little memory a peer keeps 8-bit moments, and vectors that only rounds use outside of main memory. Both concern one
+peer alone: its contributions have the same form as those of others, so both kinds of peers take part in one run.
+"""
 
 import dataclasses
 import difflib
@@ -53,9 +57,8 @@ from optim.outer import (
     StalenessPenalised,
 )
 from optim.recipes import RECIPES, OptionTable, OptionTables, Recipe
-from optim.schedules.bit_budget import BitBudget, read_bit_budget
 from optim.schedules.exchange_schedule import EverySteps, Schedule
-from optim.schedules.option_schedules import OptionSchedule, read_option
+from optim.schedules.option_schedules import BitBudget, OptionSchedule, read_bit_budget, read_option
 from optim.signals import (
     Gradient,
     Momentum,
@@ -264,3 +267,25 @@ def _suggest_name(name: str, known: Any) -> str:
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     names = ", ".join(known)
     return f"did you mean {matches[0]!r}? Known: {names}" if matches else f"known: {names}"
+
+
+def with_small_memory(method: Method) -> Method:
+    """Return a method that does the same for the others, with less memory of this peer.
+
+    Raises:
+        UnknownOption: its inner optimizer keeps vectors that have no form of 8 bits, or peers exchange them.
+    """
+    inner = method.inner
+    if exchanged := [name for name in method.signal.shared_names if name in inner.vectors]:
+        raise UnknownOption(
+            f"recipe {method.name} exchanges {exchanged[0]!r} of its inner optimizer, which 8 bits do not hold; "
+            'leave memory = "small" out, or choose a recipe that exchanges weights, such as frugal or diloco'
+        )
+    if isinstance(inner, AdamW):
+        return method.with_parts(inner=EightBitAdamW(), has_small_memory=True)
+    if not isinstance(inner, EightBitAdamW) and set(inner.vectors) - {*method.signal.consumed_names}:
+        raise UnknownOption(
+            f"inner optimizer {inner.kind!r} of recipe {method.name} has no form of 8 bits; "
+            'leave memory = "small" out, or choose inner = { kind = "adamw" }'
+        )
+    return method.with_parts(has_small_memory=True)

@@ -10,15 +10,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from optim.aggregation.base import AggregationRule, LeftOut, RoundVerdict, WeightedPayload
+from optim.aggregation.base import (
+    AggregationRule,
+    LeftOut,
+    RoundVerdict,
+    WeightedPayload,
+    limit_scale,
+    norm_limit,
+    update_usual_norm,
+)
 from optim.aggregation.mean import WeightedMean
-from optim.aggregation.norm_gate import limit_scale, norm_limit, update_usual_norm
 from optim.codecs.base import Codec, Payload, as_array
 from optim.codecs.residual_update import ResidualUpdate
 from optim.errors import CodecError
-from optim.experts.codec import TrainedExpertsCodec
-from optim.experts.partial_vector import Flags, PartialVector
-from optim.experts.senders import Senders
+from optim.experts import Flags, PartialVector, Senders, TrainedExpertsCodec
 from optim.feedback import Feedback
 from optim.kernels.vectors import ArrayVector, ConcatenatedVector, Floats, Vector, scaled
 from optim.layout import Span, clip_spans

@@ -16,7 +16,7 @@ from optim.aggregation.edit_penalty import MAX_BLOCKS
 from optim.aggregation.step_scaling import compute_step_scale, update_reference_weight
 from optim.codecs.base import Codec
 from optim.errors import UnknownOption
-from optim.experts.codec import TrainedExpertsCodec
+from optim.experts import TrainedExpertsCodec
 from optim.inner.base import WEIGHTS
 from optim.kernels.buffer_pool import empty
 from optim.kernels.parallel import parallel_for, thread_buffer

@@ -27,7 +27,7 @@ from node.trainer.vectors import Change, TrainerVectors
 from optim.codecs.base import Payload
 from optim.exact import Float64Sum
 from optim.exchange import ContributionEncoder
-from optim.experts.routed_tokens import add_tokens, find_trained
+from optim.experts import add_tokens, find_trained
 from optim.round_plan import RoundPlan, RoundPlanner
 from protocol.pipeline.ledger import Ledger
 

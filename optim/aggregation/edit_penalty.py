@@ -24,8 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.aggregation.base import AggregationRule, WeightedPayload, drop_weightless
 from optim.kernels.buffer_pool import zeros
-from optim.kernels.reproducible_math import exp
-from optim.kernels.vectors import Floats, norm
+from optim.kernels.vectors import Floats, exp, norm
 from optim.layout import Span
 from optim.options import STRICT
 

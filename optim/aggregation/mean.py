@@ -18,8 +18,7 @@ from optim.aggregation.base import AggregationRule, WeightedPayload, cached_deco
 from optim.aggregation.sparse_mean import MeanVector, SenderMeanVector, SparseBatch, divide_where_sent
 from optim.kernels.buffer_pool import zeros
 from optim.kernels.parallel import parallel_for
-from optim.kernels.reproducible_math import power
-from optim.kernels.vectors import ArrayVector, Floats, Vector, slabs
+from optim.kernels.vectors import ArrayVector, Floats, Vector, power, slabs
 from optim.options import STRICT
 
 

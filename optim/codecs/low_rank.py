@@ -10,8 +10,8 @@ to the rounded P', which need no longer be orthonormal.
 
 A tensor of more than two dimensions counts as a matrix of its first dimension and all others. Vectors, and matrices
 with r (a + b) > a b / 2, are sent as 8-bit integers. A codec that is not bound to tensors treats the vector as one
-matrix as square as possible, with less than a row left over. The decoded product is a sum of exact terms
-(low_rank_linalg.py), which is the same on every machine.
+matrix as square as possible, with less than a row left over. The decoded product is a sum of exact terms, which is the
+same on every machine.
 
 With `energy` below 1 the rank adapts to the matrix (2506.21263 uses the effective rank of past means): of the r
 directions found, each member sends of each matrix the fewest that hold that fraction of their squared norm. Updates
@@ -19,6 +19,11 @@ that lose rank over a run then cost less and less, and `rank` is only the maximu
 
 Payload: header; with `energy` below 1 the rank of each matrix (uint16); for each matrix in order the inner codec's
 payloads of P^T and of Q^T; one int8 payload of all the rest.
+
+The factors come from a subspace iteration from a cold start. A matrix product sums in an order that depends on the
+library, the processor and the number of threads. Here every sum is exact, so that the order does not matter: each row
+on the left and each column on the right is rounded to so few bits below its largest entry that all partial sums are
+integers below 2^53 times one power of two, which fp64 holds.
 """
 
 import math
@@ -28,6 +33,8 @@ from types import MappingProxyType
 from typing import ClassVar, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -36,23 +43,18 @@ from optim.codecs.bits.deterministic_random import philox_words
 from optim.codecs.bits.magnitudes import largest_magnitude
 from optim.codecs.floats import Float16
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
-from optim.codecs.low_rank_linalg import (
-    Doubles,
-    RoundedMatrix,
-    exact_bits,
-    exact_matmul,
-    fit_right_factor,
-    matmul,
-    principal_directions,
-    range_basis,
-    round_to_bits,
-)
 from optim.errors import CodecError
-from optim.kernels.parallel import parallel_for
-from optim.kernels.vectors import DenseVector, Floats
+from optim.kernels.buffer_pool import empty
+from optim.kernels.parallel import parallel_for, thread_buffer_like
+from optim.kernels.vectors import SLAB_SIZE, DenseVector, Floats, slabs
 from optim.layout import Layout, Span
 from optim.options import STRICT
 
+Doubles = npt.NDArray[np.float64]
+FLOAT64_BITS = 53  # bits of precision
+FLOAT32_BITS = 24
+ITERATIONS = 1  # each one multiplies by the matrix twice
+DEPENDENT_SHARE = 1e-10  # squared fraction of a column outside the span of earlier ones that may be rounding error
 FactorCodec = Literal["int4", "int8", "fp16"]
 FACTOR_CODECS: Final[Mapping[FactorCodec, Codec]] = MappingProxyType(
     {"int4": BlockInt4(), "int8": BlockInt8(), "fp16": Float16()}
@@ -60,6 +62,122 @@ FACTOR_CODECS: Final[Mapping[FactorCodec, Codec]] = MappingProxyType(
 REST_CODEC: Final = BlockInt8()
 NO_VALUES = np.empty(0, np.float32)
 MAX_BASIS_ENTRY = 2.0  # a bound with a margin: no entry of an orthonormal basis is above 1
+
+
+def exact_matmul(left: Doubles, right: Doubles) -> Doubles:
+    """Return left @ right, after rounding both so that the product is exact."""
+    bits = exact_bits(left.shape[1])
+    return matmul(round_to_bits(left, bits, axis=1), round_to_bits(right, bits, axis=0))
+
+
+def matmul(left: Doubles, right: Doubles) -> Doubles:
+    """Multiply with torch, whose number of threads `parallel_for` controls; numpy's threads wait for each other."""
+    result: Doubles = (torch.from_numpy(left) @ torch.from_numpy(right)).numpy()
+    return result
+
+
+def exact_bits(terms: int) -> int:
+    """Return the bits to which to round factors, so that sums of `terms` products are exact."""
+    return (FLOAT64_BITS - terms.bit_length()) // 2
+
+
+def round_to_bits(matrix: Doubles, bits: int, axis: int) -> Doubles:
+    """Round to `bits` bits below the power of two above the largest entry along the axis."""
+    entries = torch.from_numpy(matrix)  # torch reduces short rows faster
+    largest = torch.maximum(entries.amax(axis, keepdim=True), entries.amin(axis, keepdim=True).neg_()).numpy()
+    exponents = np.frexp(largest)[1] - bits
+    # So far from the ends of fp64's range, multiplying by a power of two is exact.
+    whole: Doubles = matrix * np.ldexp(1.0, -exponents)
+    np.rint(whole, out=whole)
+    whole *= np.ldexp(1.0, exponents)
+    return whole
+
+
+class RoundedMatrix:
+    """An (a, b) matrix to multiply from either side, rounded once relative to its largest entry."""
+
+    def __init__(self, matrix: Floats) -> None:
+        self._bits = exact_bits(max(matrix.shape))
+        largest = max(float(matrix.max()), -float(matrix.min()))
+        unit = 2.0 ** (int(np.frexp(largest)[1]) - min(self._bits, FLOAT32_BITS))
+        # fp32 holds so few bits exactly; subnormal results are negligible compared with the largest entry.
+        self._matrix: Floats = empty(matrix.size).reshape(matrix.shape)
+        np.multiply(matrix, np.float32(1 / unit), out=self._matrix)
+        np.rint(self._matrix, out=self._matrix)
+        self._unit = unit
+
+    def times(self, right: Doubles) -> Doubles:
+        """Return matrix (a, b) @ right (b, r)."""
+        right = round_to_bits(right, self._bits, axis=0)
+        return np.concatenate([matmul(rows, right) for _, rows in self._slabs()]) * self._unit
+
+    def transposed_times(self, right: Doubles) -> Doubles:
+        """Return matrix^T (b, a) @ right (a, r)."""
+        right = round_to_bits(right, self._bits, axis=0)
+        total = np.zeros((self._matrix.shape[1], right.shape[1]))
+        for part, rows in self._slabs():
+            total += matmul(rows.T, right[part])
+        return total * self._unit
+
+    def _slabs(self) -> Iterator[tuple[slice, Doubles]]:
+        rows, columns = self._matrix.shape
+        for part in slabs(rows, max(1, SLAB_SIZE // columns)):
+            doubles = thread_buffer_like("doubles", np.float64, self._matrix[part])
+            np.copyto(doubles, self._matrix[part])
+            yield part, doubles
+
+
+def range_basis(matrix: RoundedMatrix, start: Doubles) -> Doubles:
+    """Return (a, r) orthonormal columns that nearly span the r strongest directions; `start` is (b, r)."""
+    columns = orthonormalize(matrix.times(start))
+    for _ in range(ITERATIONS):
+        columns = orthonormalize(matrix.times(orthonormalize(matrix.transposed_times(columns))))
+    return columns
+
+
+def fit_right_factor(matrix: RoundedMatrix, columns: Doubles) -> Doubles:
+    """Return the (b, r) factor Q for which columns @ Q^T is closest to the matrix."""
+    whitening = _whitening(exact_matmul(columns.T, columns))
+    return exact_matmul(matrix.transposed_times(exact_matmul(columns, whitening)), whitening.T)
+
+
+def principal_directions(weights: Doubles, energy: float) -> Doubles:
+    """Return (r, k) orthonormal directions, strongest first, of the span of the r columns of `weights` (b, r).
+
+    They are the fewest that hold the fraction `energy` of the squares of `weights`.
+    """
+    strengths, directions = np.linalg.eigh(exact_matmul(weights.T, weights))
+    cumulative = np.cumsum(np.maximum(strengths[::-1], 0))
+    count = 1 + int(np.searchsorted(cumulative, energy * cumulative[-1])) if cumulative[-1] else 1
+    return np.flip(directions[:, -count:], 1).copy()
+
+
+def orthonormalize(columns: Doubles) -> Doubles:
+    """Return an orthonormal basis of the columns' span; a column that depends on earlier ones becomes zero.
+
+    This is Cholesky's form of the Gram-Schmidt process, applied twice because it loses precision.
+    """
+    for _ in range(2):
+        columns = exact_matmul(columns, _whitening(exact_matmul(columns.T, columns)))
+    return columns
+
+
+def _whitening(gram: Doubles) -> Doubles:
+    """Return an upper triangular W for which the columns of Y W are orthonormal, where `gram` is Y^T Y.
+
+    It consists of elementwise operations with one rounding each, in a fixed order.
+    """
+    lengths = np.sqrt(gram.diagonal())
+    inverse_lengths = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+    rest = gram * inverse_lengths[:, None] * inverse_lengths
+    whitening = np.diag(inverse_lengths)
+    for j in range(len(rest)):
+        factor = 1.0 / np.sqrt(rest[j, j]) if rest[j, j] > DEPENDENT_SHARE else 0.0
+        whitening[:, j] *= factor
+        along = rest[j, j + 1 :] * factor
+        whitening[:, j + 1 :] -= whitening[:, j, None] * along
+        rest[j + 1 :, j + 1 :] -= along[:, None] * along
+    return whitening
 
 
 @plain_dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Inner optimizers that take no local step: they sum gradients, and only the anchor moves the weights."""
+"""Inner optimizers without local steps: they sum gradients, or the training loop of a user makes the steps."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
 from typing import ClassVar
 
 from pydantic import Field
@@ -48,3 +49,13 @@ class LookaheadAccumulator(InnerUpdateRule):
 
     def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
         return weights.sub(vectors[MOMENTUM].sign(), alpha=self.reach * step.rate)
+
+
+@plain_dataclass(frozen=True, kw_only=True)
+class ExternalOptimizer(InnerUpdateRule):
+    """Stands for an optimizer of which the method knows nothing. It has no vectors, and no manifest can name it."""
+
+    kind: ClassVar[str] = "external"
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
+        raise NotImplementedError("a training loop of its own makes its steps itself")

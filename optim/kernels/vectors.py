@@ -2,12 +2,15 @@
 
 Sums consist of elementwise operations with one rounding each, in a fixed order, so that neither the number of threads
 nor the width of the processor's registers changes a bit.
+
+Powers and exponentials have the same last bit on every machine too; those of `math` depend on the C library.
 """
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from functools import cached_property
 from itertools import accumulate
 
@@ -23,6 +26,7 @@ SLAB_SIZE = 1 << 18  # in values: temporaries of this size stay in the cache
 NORM_LANES = 1 << 12  # sums of squares side by side; they stay in the innermost cache
 MAX_SLAB_FACTOR, MIN_SLABS = 2, 16  # of wide slabs: their length in slabs, and their least number
 SPARSE_SLAB_SIZE = 1 << 16  # values of a sparse vector per work item
+CONTEXT = Context(prec=24)
 
 
 class Vector(ABC):
@@ -277,3 +281,12 @@ def _fold(sums: npt.NDArray[np.float64]) -> np.float64:
         half = sums.size // 2
         sums = sums[:half] + sums[half:]
     return np.float64(sums[0])
+
+
+def exp(value: float) -> float:
+    return float(CONTEXT.exp(Decimal(value)))
+
+
+def power(base: float, exponent: float) -> float:
+    """Return base^exponent for a base above zero."""
+    return float(CONTEXT.power(Decimal(base), Decimal(exponent)))

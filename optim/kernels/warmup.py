@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from optim.codecs.base import Codec
-from optim.compose import CODECS, compose
+from optim.compose import CODECS, compose, with_small_memory
 from optim.exchange import Aggregator, ContributionEncoder
 from optim.inner.base import InnerStep
 from optim.inner.eight_bit import EightBitAdamW
@@ -21,7 +21,6 @@ from optim.layout import Layout
 from optim.method import Method
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
-from optim.small_memory import with_small_memory
 
 MATRIX_SHAPE: Final = (40, 130)  # more than a block, and not a whole number of them
 MEMBER_WEIGHTS: Final = (1.0, 0.9, 0.8)

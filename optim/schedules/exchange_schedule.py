@@ -35,7 +35,7 @@ class EverySteps:
     The movement of an expert is kept until its turn.
 
     `experts` = "trained" leaves out of each contribution the experts that its maker has hardly trained
-    (`optim.experts.routed_tokens`) and averages each expert over those who sent it. The movement of the others is kept.
+    (`optim.experts`) and averages each expert over those who sent it. The movement of the others is kept.
 
     `quorum` is the fraction of the living peers whose contributions close the roster of a round (1: all, within the
     grace period).

@@ -15,7 +15,7 @@ from node.model import shape_table
 from node.simulation.comparison import LOCAL, Comparison, RecipeResults
 from node.simulation.measurement import CurvePoint, SimulationResult
 from optim.compose import compose
-from optim.outer.adaptive import Sign
+from optim.outer import Sign
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
 from protocol.manifest.reading import load_manifest

@@ -24,13 +24,12 @@ from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
 from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
-from optim.compose import compose
+from optim.compose import compose, with_small_memory
 from optim.exchange import Aggregator, ContributionEncoder
 from optim.inner.base import WEIGHTS
 from optim.kernels.warmup import warm_up
 from optim.method import SMALL_SLOTS, Method
 from optim.round_plan import RoundPlanner
-from optim.small_memory import with_small_memory
 from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import TrainSection
 

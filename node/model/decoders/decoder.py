@@ -38,7 +38,7 @@ from node.model.decoders.subspace import Subspace
 from node.model.interface import Block, LanguageModel, ModelFamily
 from node.model.products import has_bf16, join_rows, multiply, require_fp8_sizes
 from node.model.shapes import WHOLE, Cut
-from optim.experts.routed_tokens import add_tokens
+from optim.experts import add_tokens
 from protocol.manifest.model import ModelSection, RopeScaling
 
 logger = logging.getLogger(__name__)

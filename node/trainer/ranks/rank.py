@@ -39,7 +39,7 @@ from node.trainer.ranks.messages import (
 )
 from node.trainer.ranks.sharded_model import ShardedModel, ShardedOptimizer
 from node.trainer.ranks.shards import Shard, own_pieces, own_shards
-from optim.experts.routed_tokens import add_tokens
+from optim.experts import add_tokens
 from optim.inner.base import WEIGHTS, InnerUpdateRule
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest

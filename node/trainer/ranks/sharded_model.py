@@ -18,7 +18,7 @@ from node.model import LanguageModel
 from node.trainer.inner_step import SLAB_SIZES, InnerOptimizer
 from node.trainer.ranks.group import RankGroup, receive_part, send_part
 from node.trainer.ranks.shards import Shard, own_shards
-from optim.experts.routed_tokens import add_tokens
+from optim.experts import add_tokens
 from optim.inner.base import InnerStep, InnerUpdateRule
 from optim.kernels.vectors import slabs
 from protocol.manifest.sections import TrainSection

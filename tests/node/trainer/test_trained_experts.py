@@ -13,7 +13,7 @@ from node.trainer.live import live_vectors
 from node.trainer.state import TrainerState
 from optim.compose import compose
 from optim.exchange import ContributionEncoder
-from optim.experts.codec import TrainedExpertsCodec
+from optim.experts import TrainedExpertsCodec
 from optim.round_plan import RoundPlanner
 from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import TrainSection

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim.compose import compose
+from optim.compose import compose, with_small_memory
 from optim.errors import UnknownOption
 from optim.inner.adamw import AdamW
 from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT, InnerStep
@@ -20,7 +20,6 @@ from optim.inner.eight_bit import (
 )
 from optim.layout import Layout
 from optim.recipes import RECIPES
-from optim.small_memory import with_small_memory
 
 LAYOUT = Layout(((300, 10), (77,), (5, 5)))  # blocks that are not whole, and a vector between matrices
 NUMEL = LAYOUT.numel

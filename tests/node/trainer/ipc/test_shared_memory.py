@@ -20,10 +20,10 @@ from node.trainer.ipc.shared_memory import (
     SharedMemory,
     locally_trained_names,
 )
+from optim.compose import with_small_memory
 from optim.inner.base import FIRST_MOMENT, SECOND_MOMENT, WEIGHTS
 from optim.recipes import RECIPES
 from optim.round_plan import RoundPlanner
-from optim.small_memory import with_small_memory
 from protocol.errors import StorageError
 from tests.optim.fake_peers import NUMEL, Tables, make_planner
 

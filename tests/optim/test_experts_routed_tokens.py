@@ -1,6 +1,6 @@
 """Which experts a peer has trained enough to send them."""
 
-from optim.experts.routed_tokens import find_trained
+from optim.experts import find_trained
 from optim.layout import Layout
 
 LAYOUT = Layout(((2,),) * 9, (0, *(1,) * 4, *(2,) * 4), (-1, 0, 1, 2, 3, 0, 1, 2, 3))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from optim.codecs.base import Codec
 from optim.codecs.floats import Uncompressed
 from optim.errors import CodecError
-from optim.experts.codec import TrainedExpertsCodec
+from optim.experts import TrainedExpertsCodec
 from optim.layout import Layout
 from tests.optim.codecs.test_base import CODECS
 

@@ -6,8 +6,7 @@ from optim.compose import compose
 from optim.errors import UnknownOption
 from optim.options import OptionValue
 from optim.round_plan import RoundPlanner
-from optim.schedules.bit_budget import BitBudget, read_bit_budget
-from optim.schedules.option_schedules import OptionSchedule
+from optim.schedules.option_schedules import BitBudget, OptionSchedule, read_bit_budget
 from tests.optim.fake_peers import LAYOUT, curve
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from optim.codecs.low_rank_linalg import (
+from optim.codecs.low_rank import (
     RoundedMatrix,
     exact_bits,
     exact_matmul,

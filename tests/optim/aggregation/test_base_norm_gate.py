@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from optim.aggregation.norm_gate import limit_scale, update_usual_norm
+from optim.aggregation.base import limit_scale, update_usual_norm
 from optim.errors import OptimError
 from optim.exchange import Aggregator
 from optim.method import USUAL_NORM

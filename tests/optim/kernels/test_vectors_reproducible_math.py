@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optim.kernels.reproducible_math import exp, power
+from optim.kernels.vectors import exp, power
 
 
 @given(st.floats(-500, 500))

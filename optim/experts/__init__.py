@@ -1,1 +1,0 @@
-"""Experts of a mixture that only those exchange who trained them."""
