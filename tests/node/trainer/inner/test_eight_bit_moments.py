@@ -20,17 +20,17 @@ STEPS = 200
 
 
 class LinearSecondMoment(EightBitAdamW):
-    """A second moment in 256 equal steps, by which small values become zero."""
+    """A second moment in 16 equal steps, by which small values become zero."""
 
     _step_by_kernel = EightBitAdamW._step_by_torch
 
     @staticmethod
     def encode_second(values: Tensor, noise: Tensor | None) -> Tensor:
-        return (255 * values).round().to(torch.uint8)
+        return (15 * values).round().to(torch.uint8)
 
     @staticmethod
     def decode_second(codes: Tensor) -> Tensor:
-        return codes.float() / 255
+        return codes.float() / 15
 
 
 def texts(seed: int, count: int) -> Tensor:
