@@ -13,7 +13,7 @@ from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.events import ChainForked, LogOpened, ModelEvaluated
 from node.dashboard.host_report import build_host_report
 from node.dashboard.html_page import render_page
-from node.dashboard.json_views import MAX_POINTS, course_points, snapshot
+from node.dashboard.json_views import MAX_RESULT_POINTS, course_points, snapshot
 from node.dashboard.state import MAX_EVALUATIONS
 from protocol.errors import MurmurError, UsageError
 from protocol.tasks import cancel_and_wait
@@ -134,6 +134,6 @@ def test_results_are_bounded() -> None:
     many = [ModelEvaluated(at=1.0, results=tuple(result(number) for number in range(200)))] * 10
     state = apply_all([*opening_events(), *many])
     assert len(state.evaluations) == MAX_EVALUATIONS
-    assert course_points([result(number) for number in range(500)]).count(",") == MAX_POINTS
+    assert course_points([result(number) for number in range(500)]).count(",") == MAX_RESULT_POINTS
     assert course_points([result(1), result(1, 2.0)]) == ""
     assert snapshot(apply_all(opening_events()), 1.0)["evaluations"] == []
