@@ -208,7 +208,7 @@ BUGS: list[tuple[Bug, int, str]] = [  # with a seed that shows it, and the word 
     (dead_lives_count, 25, "deadlock"),
     (repeated_tasks_add_again, 0, "otherwise than once"),
     (sums_outlive_their_round, 2, "void rounds"),
-    (doomed_rounds_go_on, 31, "deadlock"),
+    (doomed_rounds_go_on, 104, "deadlock"),
     (owners_never_change, 0, "deadlock"),
     (waits_for_earlier_processes_of_owners, 519, "deadlock"),
     (decided_stages_lose_what_their_dead_had, 0, "deadlock"),

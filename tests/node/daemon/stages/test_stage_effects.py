@@ -24,6 +24,8 @@ from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
 from protocol.manifest.sections import PipelineSection
+from protocol.membership.peer_table import FieldValue
+from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import StepAgreement
 from protocol.pipeline.messages import Key
 from protocol.pipeline.microbatch import OwnerSettings
@@ -42,14 +44,21 @@ STAGE = StageManifest.of(MANIFEST.model_copy(update={"model": MODEL, "pipeline":
 
 
 class Directory:
+    """Lists this peer alone, as its record says."""
+
     peer_id, start = ME, 1 << 63
 
-    def live(self) -> dict[str, Any]:
-        return {}
+    def __init__(self) -> None:
+        self.record = PeerRecord(role="trainer")
 
-    def publish(self, **fields: object) -> None: ...
+    def live(self) -> dict[str, PeerRecord]:
+        return {ME: self.record}
 
-    def update(self, **fields: object) -> None: ...
+    def publish(self, *, urgent: bool = False, **fields: FieldValue) -> None:
+        for name, value in fields.items():
+            setattr(self.record, name, value)
+
+    update = publish
 
 
 class Background:
