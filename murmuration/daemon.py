@@ -28,7 +28,7 @@ def tell(line: str) -> None:
     print(f"murmuration: {line}", file=sys.stderr, flush=True)
 
 
-class Daemon:
+class NodeProcess:
     """The node in a folder, started by this loop or by an earlier one."""
 
     def __init__(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from murmuration.daemon import Daemon
+from murmuration.daemon import NodeProcess
 from murmuration.own_model import OwnModel
 from murmuration.swarm import Evaluation, OwnLoop, Swarm, UnknownOptimizer
 from node.commands.join.invitation import open_or_recall
@@ -68,7 +68,7 @@ def join(
     invitation = open_or_recall(str(run), place, insecure=False)
     build_own_loop_program(invitation.manifest)  # a run that does not fit must fail before a node starts
     own = OwnModel(model, invitation.manifest)
-    daemon = Daemon((place or invitation.folder or join_dir(invitation.manifest)).resolve())
+    daemon = NodeProcess((place or invitation.folder or join_dir(invitation.manifest)).resolve())
     connection, memory_fds = daemon.connect(str(run), [*arguments, *(word for name in log for word in ("--log", name))])
     channel = TrainerChannel(connection)
     config = channel.receive(CONFIG_SECONDS)

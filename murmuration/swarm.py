@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from murmuration.daemon import Daemon, tell
+from murmuration.daemon import NodeProcess, tell
 from murmuration.own_model import OwnModel
 from node.trainer.devices.device import device_name
 from node.trainer.exchange_loop import ExchangeLoop
@@ -95,7 +95,7 @@ class Swarm:
     seconds before).
     """
 
-    def __init__(self, loop: OwnLoop, daemon: Daemon, optimizer: Optimizer | None) -> None:
+    def __init__(self, loop: OwnLoop, daemon: NodeProcess, optimizer: Optimizer | None) -> None:
         self._loop = loop
         self._daemon = daemon
         self._optimizer = loop.optimizer = optimizer

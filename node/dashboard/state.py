@@ -38,7 +38,7 @@ from node.dashboard.events import (
 )
 from node.dashboard.log_text import LEFT_POLITELY, LogLine, LogText, append_line, describe_event
 from node.dashboard.rounds import LossTrend, RoundHistory, RoundSummary, progress_to_target, trend_of, was_stopped
-from node.monitoring.stage_table import ServedStage, StageEntry, build_stage_table
+from node.monitoring.stage_table import StageEntry, StageReport, build_stage_table
 from protocol.identity import PeerId
 
 MAX_TIMELINES = 50
@@ -56,7 +56,7 @@ def served_stages(facts: RunFacts | None, reports: Iterable[PeerReport]) -> tupl
         return ()
     served = [(report, report.stage) for report in reports if report.role == "trainer"]
     peers = [
-        ServedStage(stage, report.stage_rate, report.round)
+        StageReport(stage, report.stage_rate, report.round)
         for report, stage in served
         if stage is not None and stage < facts.stages
     ]

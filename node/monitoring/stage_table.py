@@ -24,7 +24,7 @@ def sum_microbatches(counts: Mapping[str, int]) -> dict[str, int]:
     return {word: dropped if word == "dropped" else counts.get(word, 0) for word in MICROBATCH_FIELDS}
 
 
-class ServedStage(NamedTuple):
+class StageReport(NamedTuple):
     """The report of one ready peer: its stage, its microbatches a second (0 while it takes no work), its round."""
 
     stage: int
@@ -44,9 +44,9 @@ class StageEntry(BaseModel):
     waiting: int = Field(default=0, description="microbatches of this node that wait for a peer of the stage")
 
 
-def build_stage_table(peers: Iterable[ServedStage], waiting: Sequence[int]) -> tuple[StageEntry, ...]:
+def build_stage_table(peers: Iterable[StageReport], waiting: Sequence[int]) -> tuple[StageEntry, ...]:
     """Return an entry for each stage; `waiting` has the waiting microbatches of each."""
-    served: list[list[ServedStage]] = [[] for _ in waiting]
+    served: list[list[StageReport]] = [[] for _ in waiting]
     for peer in peers:
         served[peer.stage].append(peer)
     return tuple(
@@ -61,7 +61,7 @@ def build_stage_table(peers: Iterable[ServedStage], waiting: Sequence[int]) -> t
     )
 
 
-def _reported_round(group: Sequence[ServedStage]) -> int:
+def _reported_round(group: Sequence[StageReport]) -> int:
     """Return the highest round that a peer reports; where three or more serve, the highest that two of them report."""
     rounds = sorted((peer.round for peer in group), reverse=True)
     return rounds[0 if len(rounds) < 3 else 1] if rounds else 0

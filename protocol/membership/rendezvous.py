@@ -109,7 +109,7 @@ class RendezvousTransport(dht.DhtTransport, Protocol):
     async def addresses(self) -> tuple[str, ...]: ...
 
 
-class KnownPeers(Protocol):
+class PeerFinder(Protocol):
     """The known peers of a run: a PeerDirectory."""
 
     @property
@@ -130,7 +130,7 @@ class Rendezvous:
         identity: Identity,
         transport: RendezvousTransport,
         clock: SwarmClock,
-        peers: KnownPeers,
+        peers: PeerFinder,
         rng: random.Random,
     ) -> None:
         self._identity = identity

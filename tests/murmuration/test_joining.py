@@ -18,7 +18,7 @@ class StopError(Exception):
 def test_loggers_reach_the_command_line_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
 
-    class FakeDaemon:
+    class FakeNodeProcess:
         def __init__(self, folder: Path) -> None:
             self.folder = folder
 
@@ -26,7 +26,7 @@ def test_loggers_reach_the_command_line_of_the_node(tmp_path: Path, monkeypatch:
             called.append(list(arguments))
             raise StopError
 
-    monkeypatch.setattr(joining, "Daemon", FakeDaemon)
+    monkeypatch.setattr(joining, "NodeProcess", FakeNodeProcess)
     manifest = manifest_with()
     (tmp_path / "run.toml").write_text(manifest.to_toml())
     with pytest.raises(StopError):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from node.monitoring.stage_table import ServedStage
+from node.monitoring.stage_table import StageReport
 from protocol.identity import PeerId
 from protocol.membership.record_fields import records_by_stage
 from protocol.murmur_pb2 import PeerRecord
@@ -31,18 +31,18 @@ def is_ready(record: PeerRecord, stages: int) -> bool:
     return record.role == "trainer" and record.stage_life > 0 and 0 < record.stage <= stages
 
 
-def served_stages(records: Iterable[PeerRecord], stages: int) -> list[ServedStage]:
+def served_stages(records: Iterable[PeerRecord], stages: int) -> list[StageReport]:
     """Return the stage of each ready trainer; resting or leaving trainers have no rate."""
     found = (served_stage(each, stages) for record in records for each in records_by_stage(record))
     return [served for served in found if served is not None]
 
 
-def served_stage(record: PeerRecord, stages: int) -> ServedStage | None:
+def served_stage(record: PeerRecord, stages: int) -> StageReport | None:
     """Return the stage that a peer serves; None before its trainer is ready, and for a stage that does not exist."""
     if not is_ready(record, stages):
         return None
     rate = 0.0 if record.resting or record.leaving else min(record.stage_rate, MAX_STAGE_RATE)
-    return ServedStage(record.stage - 1, rate, record.round)
+    return StageReport(record.stage - 1, rate, record.round)
 
 
 def list_seats(records: Mapping[PeerId, PeerRecord], stages: int) -> list[StageAssignment]:

@@ -7,7 +7,7 @@ from typing import get_args
 from node.daemon.stages.stage_effects import SERVED_COUNTS
 from node.daemon.stages.stage_peers import served_stages
 from node.monitoring.metrics import Metrics, serve_metrics
-from node.monitoring.stage_table import ServedStage, build_stage_table
+from node.monitoring.stage_table import StageReport, build_stage_table
 from node.monitoring.status import NodeStatus
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.microbatch import DropReason
@@ -15,7 +15,7 @@ from tests.node.monitoring.fixed_status import FixedStatus
 from tests.node.monitoring.test_metrics import get, samples
 from tests.node.monitoring.test_status import explained_reasons
 
-PEERS = [ServedStage(0, 4.0, 12), ServedStage(0, 4.0, 11), ServedStage(2, 2.0, 12), ServedStage(3, 0.0, 12)]
+PEERS = [StageReport(0, 4.0, 12), StageReport(0, 4.0, 11), StageReport(2, 2.0, 12), StageReport(3, 0.0, 12)]
 TABLE = build_stage_table(PEERS, (0, 5, 1, 0))
 STATUS = NodeStatus(
     peer_id="me",
@@ -78,7 +78,7 @@ def test_only_ready_trainers_of_stages_that_exist_serve_one() -> None:
         ready(stage=0),
         ready(stage=2**32 - 1),
     ]
-    assert served_stages(records, 2) == [ServedStage(0, 2.0, 3), ServedStage(0, 0.0, 3), ServedStage(1, 1e9, 3)]
+    assert served_stages(records, 2) == [StageReport(0, 2.0, 3), StageReport(0, 0.0, 3), StageReport(1, 1e9, 3)]
 
 
 async def test_metrics_count_microbatches_by_result() -> None:

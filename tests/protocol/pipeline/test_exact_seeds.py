@@ -211,7 +211,7 @@ BUGS: list[tuple[Bug, int, str]] = [  # with a seed that shows it, and the word 
     (doomed_rounds_go_on, 104, "deadlock"),
     (owners_never_change, 0, "deadlock"),
     (waits_for_earlier_processes_of_owners, 519, "deadlock"),
-    (decided_stages_lose_what_their_dead_had, 0, "deadlock"),
+    (decided_stages_lose_what_their_dead_had, 292, "deadlock"),
     (loops_that_see_nobody_own_everything, 6, "void rounds"),
     (exact_steps_have_no_deadline, 1, "missed a deadline"),
     (frees_what_a_trainer_reads, 0, "without its inputs"),
