@@ -38,7 +38,7 @@ from protocol.membership.peer_table import (
     PeerTable,
     PeerUpdated,
 )
-from protocol.membership.record_fields import check_addresses
+from protocol.membership.record_fields import RANDOM_BITS, check_addresses
 from protocol.murmur_pb2 import PeerRecord, Signed
 from protocol.signing import open_signed
 from protocol.transport.rate_limit import SharedTokenBuckets, TokenBuckets
@@ -50,7 +50,6 @@ KEYS_PER_MINUTE = 8  # from one connection
 KEYS_PER_SECOND = 4.0  # from all connections together
 KEY_BURST = 8
 Origin = Literal["itself", "voucher", "other"]  # who passed a record on
-RANDOM_BITS = 22
 RECENT_SECONDS = 60.0  # after its last record the other node counts as gone
 MAX_PROCESSES = 16  # that are remembered
 YIELD_SECONDS = 10.0  # from the proof until the later node stops

@@ -33,6 +33,7 @@ from protocol.murmur_pb2 import PeerRecord, RecordUpdate, Signed
 from protocol.signing import MAX_CHAIN_TOKENS, MAX_ROUND, peer_id_of
 
 MAX_FIELD_BYTES: Final = 1024
+RANDOM_BITS: Final = 22  # of a start id, below its milliseconds
 Listing = TypeVar("Listing", bound=Message)
 DOUBLE_BYTES: Final = 8
 MAX_MORE_STAGES: Final = 7  # in one record, beside its own

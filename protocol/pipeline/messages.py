@@ -15,7 +15,7 @@ from protocol.blobs.blob import DIGEST_BYTES, Blob
 from protocol.errors import LimitError, MalformedError
 from protocol.identity import PeerId, public_key
 from protocol.manifest.run import RunId
-from protocol.membership.known_peers import RANDOM_BITS
+from protocol.membership.record_fields import RANDOM_BITS
 from protocol.signing import MAX_ROUND
 
 Direction = Literal["forward", "backward"]

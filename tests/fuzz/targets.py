@@ -49,7 +49,7 @@ def consensus_targets() -> list[Target]:
         seen.record(signed)
     briefs = [brief for signed in envelopes if (brief := make_brief(signed, seen)) is not None]
 
-    def make_brief(draw: random.Random) -> bytes:
+    def draw_brief(draw: random.Random) -> bytes:
         brief = wire.Brief()
         brief.CopyFrom(draw.choice(briefs))
         mutate_message(brief, draw)
@@ -63,7 +63,7 @@ def consensus_targets() -> list[Target]:
     revision = [(REVISION[0], REVISION[1]())]
     return [
         Target("round messages", signed_frames(bodies), with_signed(lambda signed: parse(signed, RUN_ID, LIMITS)), 8),
-        Target("briefs", make_brief, read_brief, 3),
+        Target("briefs", draw_brief, read_brief, 3),
         Target("revisions", signed_frames(revision), with_signed(lambda s: open_revision(s, RUN_ID, NAMES[0]))),
     ]
 

@@ -12,6 +12,7 @@ from protocol.consensus.messages.buffer import MessageBuffer
 from protocol.consensus.quorum import VoterSet
 from protocol.consensus.state import RoundState
 from protocol.consensus.view import View
+from protocol.recent import RecentTable
 from tests.simulation.virtual.network import Scenario
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 MACHINES = (
     CatchUp, Leader, MessageBuffer, RoundKnowledge, RoundLoop, RoundMachine, RoundSession, RoundState, View, VoterSet
 )  # fmt: skip
-TABLES = (dict, set, list)
+TABLES = (dict, set, list, RecentTable)
 
 
 def count_entries(peer: "SimulatedPeer") -> int:
@@ -41,6 +42,6 @@ def _count_entries(value: Any, counted: set[int]) -> int:
         return sum(_count_entries(field, counted) for field in vars(value).values())
     if isinstance(value, TABLES):
         counted.add(id(value))
-        inner = value.values() if isinstance(value, dict) else ()
+        inner = value.values() if isinstance(value, dict | RecentTable) else ()
         return len(value) + sum(_count_entries(entry, counted) for entry in inner if isinstance(entry, TABLES))
     return 0

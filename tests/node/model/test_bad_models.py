@@ -106,7 +106,7 @@ CASES: tuple[tuple[str, Damage, type[errors.MurmurError], str], ...] = (
         "another architecture",
         edit("config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"]),
         errors.ManifestError,
-        r"the architecture GPT2LMHeadModel is not supported; use one of LlamaForCausalLM, Qwen3ForCausalLM",
+        r"the architecture GPT2LMHeadModel is not supported; use one of LlamaForCausalLM, Olmo2ForCausalLM",
     ),
     ("config not JSON", text("config.json", "{"), errors.ManifestError, NOT_JSON),
     ("config deep", text("config.json", "[" * 100_000), errors.ManifestError, NOT_JSON),

@@ -18,7 +18,7 @@ from tests.protocol.pipeline.virtual.exact_world import ExactWorld
 from tests.protocol.pipeline.virtual.faulty_world import Peer
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, Scenario
 
-SEEDS, LONG_SEEDS, BATCH = 12, 2000, 100
+SEEDS, LONG_SEEDS, BATCH = 20, 2000, 100
 STEPS, STEPS_IN_PEACE = 4, 2
 FAULTS_END, END, STILL = 8.0, 1000.0, 150.0  # seconds; a step may take 50 where messages are lost
 FAULTS = ("kill", "kill", "die", "kill trainer", "kill trainer", "cut", "slow", "break", "doubt")

@@ -126,8 +126,7 @@ async def test_too_long_frame_is_rejected_before_it_is_read() -> None:
 
 
 async def test_write_to_an_end_that_does_not_read_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("frames", "channel"):
-        monkeypatch.setattr(f"node.trainer.ipc.{module}.WRITE_SECONDS", 0.2)
+    monkeypatch.setattr("node.trainer.ipc.channel.WRITE_SECONDS", 0.2)
     daemon, trainer = await open_pair()
     reason = Failed(reason="x" * 100_000, exit_code=1)
     with pytest.raises(ChannelClosed):
