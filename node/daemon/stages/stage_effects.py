@@ -58,7 +58,7 @@ from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import StepStatement
 from protocol.pipeline import owner_events, server_events
-from protocol.pipeline.exact import SendStatement, Statement, read_step_reports
+from protocol.pipeline.exact import SendStatement, Statement, StepReports, read_step_reports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Key, Outcome, Task, first_serial
 from protocol.pipeline.owner_events import OwnerCounts
@@ -171,7 +171,7 @@ class StageEffects:
         live, stages = self._directory.live(), self.loop.settings.stages
         seen = stage_peers(live, stages)
         serials = {entry.peer: first_serial(live[entry.peer].start) for peers in seen for entry in peers}
-        reports = read_step_reports(live.values(), stages)
+        reports = read_step_reports(live.values(), stages) if self._record.exact_stages else StepReports(stages)
         self.post(PeersSeen(seen, serials, reports, serves_all=len(self._node) == stages))
 
     def on_trainer_message(self, message: FromTrainer) -> None:
