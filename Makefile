@@ -55,7 +55,7 @@ hostile: .venv/installed-for-tests
 	$(BIN)/pytest tests/hostile -m "hostile $(SLICE)"
 
 seeds: .venv/installed-for-tests
-	$(BIN)/pytest $(SEEDS) -n logical --dist worksteal -p no:cacheprovider --timeout 900 -m "seeds $(SLICE)"
+	$(BIN)/pytest $(SEEDS) -n logical --dist worksteal --timeout 900 -m "seeds $(SLICE)"
 
 links: .venv/installed-for-tests  # two laboratories at a time: links wait more than they compute
 	$(BIN)/pytest tests/netlab -n 2 --dist loadfile -m "netlab $(SLICE)"

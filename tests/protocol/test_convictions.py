@@ -24,7 +24,7 @@ def test_peer_that_fails_under_audits_is_not_waited_for() -> None:
     conduct, others = Conduct(ME), [peer.peer_id for peer in PEERS[:4]]
     tracker = AuditTracker(ME)
     tracker.open(0, [])
-    auditor: Any = SimpleNamespace(_tools=SimpleNamespace(conduct=conduct), _tracker=tracker, refusals=Counter())
+    auditor: Any = SimpleNamespace(_conduct=conduct, _tracker=tracker, refusals=Counter())
     Auditor._follow(auditor, [PeerStruck(LIAR, "audit: not served"), PeerStruck(ME, "audit: not served")])
     assert conduct.serving.struck(1, others) == {LIAR: "audit: not served"} and not conduct.excluded
     assert auditor.refusals == {"audit: not served": 2}
