@@ -170,10 +170,6 @@ def count_modules(product: list[Source], _: list[Source]) -> Finding:
     return Finding(sum(not source.path.endswith("__init__.py") for source in product))
 
 
-def count_lines(product: list[Source], _: list[Source]) -> Finding:
-    return Finding(sum(source.lines for source in product))
-
-
 def find_modules_in_circles(product: list[Source], _: list[Source]) -> Finding:
     known = {source.module for source in product}
     circles = find_circles({source.module: imported_modules(source, known) for source in product})
@@ -328,7 +324,6 @@ def find_bounded_dicts(product: list[Source], _: list[Source]) -> Finding:
 
 FIGURES: dict[str, tuple[Callable[[list[Source], list[Source]], Finding], str]] = {
     "modules": (count_modules, "merge a module that is not an idea of its own into its importer"),
-    "product_lines": (count_lines, "remove what is no longer needed"),
     "modules_in_circles": (find_modules_in_circles, "pass the object or an event, instead of importing back"),
     "double_class_names": (find_double_names, "give one of the classes another name"),
     "protocols_named_in_one_file": (find_lonely_protocols, "annotate with the concrete type or a Callable"),
