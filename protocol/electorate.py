@@ -128,6 +128,11 @@ class Electorate:
         """Return whether a key has a vote, None while nobody has one yet."""
         return peer in self.voters if self.voters else None
 
+    @cached_property
+    def standing(self) -> frozenset[PeerId]:
+        """Return the voters, and the keys without a vote that contributed to one of the last commits."""
+        return self.voters | {peer for peer, bits in self.attendance.items() if bits & _ABSENT}
+
     def is_regular(self, peer: PeerId) -> bool:
         """Return whether the last commits all include a key: peers wait for its next contribution."""
         return self.attendance.get(peer, 0) & _REGULAR == _REGULAR

@@ -20,6 +20,7 @@ from benchmarks.merge.worker import OrderChannel, peer_parser
 from benchmarks.pipelining.sleeping_trainer import SleepingTrainer
 from benchmarks.pipelining.watch import Watch
 from node.daemon.inbox import Inbox
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.build import build_stage
 from node.daemon.stages.calls import StageCalls, stage_calls
 from node.daemon.stages.service import StagesService
@@ -28,6 +29,7 @@ from node.injected_faults import injected_faults
 from node.processes.workers import BackgroundTasks
 from node.run_dir import RunDir
 from node.trainer.ipc.channel import Ready
+from protocol.admission import AdmissionPolicy
 from protocol.blobs.server import BlobService, register_blob_service
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import Manifest, RunId
@@ -64,8 +66,8 @@ class Told:
 class TimedStages(NodeStages):
     """The stages of a node, which record when outcomes come in."""
 
-    def __init__(self, directory: PeerDirectory, calls: StageCalls) -> None:
-        super().__init__(directory, calls)
+    def __init__(self, admitted: AdmittedPeers, calls: StageCalls) -> None:
+        super().__init__(admitted, calls)
         self.told: list[Told] = []
 
     def take_outcome(self, peer: PeerId, outcome: Outcome) -> None:
@@ -89,7 +91,8 @@ class SleepingPeer:
         self.directory = PeerDirectory(options, identity, self.transport, SwarmClock(), random.Random(identity.peer_id))
         self.background = BackgroundTasks(Faults())
         calls = stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
-        self.stages = TimedStages(self.directory, calls)
+        admitted = AdmittedPeers(self.directory, AdmissionPolicy(manifest), manifest.pipeline.stages)
+        self.stages = TimedStages(admitted, calls)
         stage = build_stage(manifest, run_dir, self.stages, self.transport, self.background, Inbox())
         assert stage is not None
         self.stage = stage

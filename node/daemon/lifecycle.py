@@ -151,7 +151,7 @@ class Daemon:
         if not isinstance(manifest, StageManifest) or is_pinned or manifest.pipeline.is_exact:
             return None
         chain = node.replicas[manifest.run_id].state.replicated.chain
-        return StageMover(node.directory, manifest, chain, self._has_moved)
+        return StageMover(node.admitted, manifest, chain, self._has_moved)
 
     async def _watch_stages(self) -> None:
         """End once this node has to move to another stage."""

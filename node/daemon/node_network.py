@@ -3,6 +3,7 @@
 import os
 import random
 
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.calls import stage_calls
 from node.daemon.stages.stage_effects import NodeStages
 from node.daemon.steering.revision_store import RevisionStore
@@ -10,6 +11,7 @@ from node.injected_faults import injected_faults
 from node.monitoring.metrics import Metrics
 from node.options import NodeOptions
 from node.run_dir import RunDir
+from protocol.admission import AdmissionPolicy
 from protocol.blobs.server import BlobService, CallerLimits, StoreGroup
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest
@@ -46,13 +48,16 @@ class NodeNetwork:
             self.clock,
             rng,
         )
+        gate = AdmissionPolicy(manifest)
+        self.admitted = AdmittedPeers(self.directory, gate, manifest.pipeline.stages)
         self.stages = NodeStages(
-            self.directory, stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
+            self.admitted, stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
         )
         self.revisions = RevisionStore(manifest, run_dir.revisions, self.directory, self.transport.channel)
         self.stores = StoreGroup()
         self.blob_service = BlobService(self.stores, caller, CallerLimits.at_rate(options.upload))
         self.metrics = Metrics()
+        self.metrics.add_refusal_counter(gate)
 
     def revisions_of(self, manifest: Manifest, run_dir: RunDir) -> RevisionStore:
         """Return the revisions of a run: the node's, or other ones for a run that is not a stage of the node's run."""

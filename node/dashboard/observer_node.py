@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 
 from node.daemon.node import Node
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stored_states.announcing import WholeRunAnnouncer
 from node.daemon.stored_states.stage_stores import StageStores, keep_stages
 from node.daemon.stored_states.state_store import StateStore, StorePlan, build_state_store
@@ -46,13 +47,17 @@ class NodeHandle:
     manifest: Manifest
     base: Path
     identity: Identity
-    directory: PeerDirectory
+    admitted: AdmittedPeers
     transport: Transport
     is_trainer: bool
     has_model: bool = True
     revisions: RevisionLog = field(default_factory=RevisionLog)
     own_chain: Chain | None = None
     node: Node | None = None
+
+    @property
+    def directory(self) -> PeerDirectory:
+        return self.admitted.directory
 
     @property
     def trust_point(self) -> TrustPoint | None:
@@ -73,7 +78,7 @@ def node_handle(node: Node, *, has_model: bool = True) -> NodeHandle:
         node.options.manifest,
         node.options.base,
         node.identity,
-        node.directory,
+        node.admitted,
         node.transport,
         is_trainer=bool(node.replicas),
         has_model=has_model,

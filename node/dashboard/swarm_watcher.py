@@ -155,7 +155,7 @@ class SwarmWatcher:
 
     def _live(self, now: float) -> dict[PeerId, PeerRecord]:
         me = self._node.peer_id
-        live = self._node.directory.live()
+        live = self._node.admitted.records()
         shown = [peer for peer in live if peer != me or self._node.is_trainer]
         known = self._known
         shown.sort(key=lambda peer: peer not in known)

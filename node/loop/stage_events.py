@@ -69,13 +69,15 @@ class TokensDrawn:
 class PeersSeen:
     """The live servers of each stage, the first serial of each peer's process, and their reports of exact steps.
 
-    `serves_all`: our node serves every stage, so our microbatches visit no other peer.
+    `serves_all`: our node serves every stage, so our microbatches visit no other peer. `standing`: the peers that the
+    commits of their stages vouch for; None if nothing is known of that.
     """
 
     stages: StagePeers
     first_serials: Mapping[PeerId, int]
     reports: StepReports
     serves_all: bool = False
+    standing: frozenset[PeerId] | None = None
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,8 @@ class StageLoop:
         self.mode.set_peers(self._seen, us, self.is_resting)
         self._follow(self.owner.handle(owner_events.PeersChanged(self._routes(), self.round), now), now)
         owners = {**self._seen.first_serials, self._me: self._first_serial}
-        self._serve(server_events.OwnersChanged(owners), now)
+        standing = None if self._seen.standing is None else self._seen.standing | {self._me}
+        self._serve(server_events.OwnersChanged(owners, standing), now)
         self._draw(now)
 
     def _routes(self) -> StagePeers:

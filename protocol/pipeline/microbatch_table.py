@@ -14,7 +14,7 @@ can always proceed, and no deadlock is possible.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 
 from protocol.blobs.blob import Blob
@@ -104,9 +104,9 @@ class WaitingOwners:
         """Remove owners that are gone."""
         self._owners = {owner: None for owner in self._owners if owner in owners}
 
-    def invite(self, places: int) -> list[PeerId]:
-        """Remove and return the owners to invite now, one for each place."""
-        invited = list(self._owners)[:places]
+    def invite(self, places: int, last: Container[PeerId] = ()) -> list[PeerId]:
+        """Remove and return the owners to invite now, one for each place; those in `last` after all others."""
+        invited = sorted(self._owners, key=lambda owner: owner in last)[:places]
         for owner in invited:
             del self._owners[owner]
         return invited
@@ -115,13 +115,17 @@ class WaitingOwners:
 class Memory:
     """The bytes of activations that one server holds for all owners.
 
+    Each owner with standing has a share of the memory of forwards; all other keys have one share together, because a
+    key costs nothing.
+
     `backward_bytes`: the most that one backward needs; replays leave that much free.
     """
 
     def __init__(self, capacity: int, backward_bytes: int) -> None:
         self.capacity = capacity
         self.backward_bytes = backward_bytes
-        self.owners = 1
+        self.shares = 1
+        self._standing: frozenset[PeerId] | None = None  # None: every owner has a share of its own
         self._held: defaultdict[Key, int] = defaultdict(int)
         self._by_owner = Counter[PeerId]()
         self._used = 0
@@ -138,8 +142,23 @@ class Memory:
     def admits_forward(self, key: Key, size: int) -> bool:
         """Return whether a forward fits into the memory of forwards and its owner's share."""
         limit = self.forward_capacity
-        share = max(size, limit // max(1, self.owners))
-        return self._used + size <= limit and self._by_owner[key.owner] + size <= share
+        share = max(size, limit // self.shares)
+        return self._used + size <= limit and self._held_in_share(key.owner) + size <= share
+
+    def set_owners(self, owners: Collection[PeerId], standing: frozenset[PeerId] | None) -> None:
+        """Divide the memory among the live owners with standing, and once more if there are others."""
+        self._standing = standing
+        strangers = [owner for owner in owners if self.is_stranger(owner)]
+        self.shares = max(1, len(owners) - len(strangers) + bool(strangers))
+
+    def is_stranger(self, owner: PeerId) -> bool:
+        """Return whether an owner has no share of its own."""
+        return self._standing is not None and owner not in self._standing
+
+    def _held_in_share(self, owner: PeerId) -> int:
+        if not self.is_stranger(owner):
+            return self._by_owner[owner]
+        return sum(held for other, held in self._by_owner.items() if self.is_stranger(other))
 
     def forward_places(self, size: int) -> int:
         """Return how many forwards fit, whoever owns them."""

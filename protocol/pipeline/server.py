@@ -122,7 +122,8 @@ class StageServer:
 
     def _proceed(self) -> list[Action]:
         self._run()
-        self.table.actions += map(Invite, self._waiting.invite(self._places()))
+        strangers = [owner for owner in self._owners if self.table.memory.is_stranger(owner)]
+        self.table.actions += map(Invite, self._waiting.invite(self._places(), last=strangers))
         return self._take_actions()
 
     def _take_actions(self) -> list[Action]:
@@ -176,7 +177,7 @@ class StageServer:
         # The task is from an earlier process of the owner, or our list of owners is out of date.
         if task.serial < self._owners.get(task.owner, 0):
             return MAX_PAUSE_MS
-        if task.direction == "forward" and not task.replay and not self._places():
+        if task.direction == "forward" and not task.replay and self._places_for(task.owner) <= 0:
             self._waiting.add(task.owner)
             return UNINVITED_PAUSE_MS
         if self.table.has_memory_for(task):
@@ -190,6 +191,14 @@ class StageServer:
         queue = limit - len(self.table.unfinished)
         memory = self.table.memory.forward_places(self.settings.task_bytes("forward"))
         return 0 if self.is_draining else max(0, min(queue, memory, self.steps.open_step.places))
+
+    def _places_for(self, owner: PeerId) -> int:
+        """Return how many forwards of an owner to admit; keys without standing have one share of a step together."""
+        memory, places = self.table.memory, self._places()
+        if not memory.is_stranger(owner):
+            return places
+        held = sum(memory.is_stranger(key.owner) for key in self.table.entries)
+        return min(places, max(1, self.settings.step_size // memory.shares) - held)
 
     def _accept(self, task: Task, now: float) -> None:
         self.table.add(task, now)
@@ -281,7 +290,7 @@ class StageServer:
     def _on_owners(self, event: OwnersChanged) -> None:
         self._owners = event.owners
         self._waiting.keep_only(event.owners)
-        self.table.memory.owners = max(1, len(event.owners))
+        self.table.memory.set_owners(event.owners, event.standing)
         gone = [key for key in self.table.entries if key.serial < event.owners.get(key.owner, math.inf)]
         self.counts.partly_counted += sum(map(self.steps.has_counted, gone))
         self._withdraw(gone)

@@ -15,9 +15,11 @@ class OwnersChanged:
     """The live peers that may own microbatches, with the first serial of each; drop all other microbatches.
 
     A restarted owner does not know the microbatches of its earlier process, so their serials are below the first.
+    `standing`: the owners that each have a share of their own; all others have one share together. None: each has one.
     """
 
     owners: Mapping[PeerId, int]
+    standing: frozenset[PeerId] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,19 @@
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.state.outer_state import OuterState, ReplicatedState, RoundCompute, state_bytes
 from node.model import shape_table
 from optim.compose import compose
 from optim.method import Method
 from optim.round_plan import RoundPlanner
+from protocol.admission import AdmissionPolicy
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
@@ -26,6 +28,7 @@ from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import Signed
 from protocol.signing import sign
+from protocol.steering import REFERENCE_MANIFEST
 from tests.certificates import certify
 
 torch.set_num_threads(1)
@@ -54,6 +57,11 @@ expiry = 0.8
 [target]
 {target}
 """
+
+
+def admitted_of(directory: object, manifest: Manifest = REFERENCE_MANIFEST, stages: int = 1) -> AdmittedPeers:
+    """Return the peers of a directory, or of one that stands in, which the rule of a manifest admits."""
+    return AdmittedPeers(cast(Any, directory), AdmissionPolicy(manifest), stages)
 
 
 def manifest_of(target: str = "", min_peers: int = 1) -> Manifest:

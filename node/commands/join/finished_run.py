@@ -91,7 +91,7 @@ async def _look(node: Node) -> FinishedRun | None:
     steering = Steering(manifest, Chain.from_genesis(manifest.run_id), node.revisions.log)
     began = time.monotonic()
     while time.monotonic() - began < LOOK_SECONDS:
-        records = node.directory.live()
+        records = node.admitted.records()
         snapshot = SwarmSnapshot(states_at(records, stage))
         final = steering.final_head(snapshot, node.peer_id)
         if final is not None:

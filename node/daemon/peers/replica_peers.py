@@ -9,7 +9,6 @@ from node.daemon.peers.peer_rpc import Outbox, PeerRpc
 from node.daemon.peers.swarm_view import SwarmView
 from node.daemon.state.replica_state import ReplicaState
 from node.monitoring.status_reporter import StatusReporter
-from protocol.admission import AdmissionPolicy
 from protocol.blobs.download import Downloader
 from protocol.consensus.messages.briefs import BriefCache, SeenMessages
 from protocol.pipeline.stage import StageManifest
@@ -21,10 +20,8 @@ class ReplicaPeers:
 
     def __init__(self, node: NodeNetwork, state: ReplicaState, inbox: Inbox, status: StatusReporter) -> None:
         manifest = state.manifest
-        gate = AdmissionPolicy(manifest)
-        node.metrics.add_refusal_counter(gate)
         stage = node.stages.records.record_of(manifest) if isinstance(manifest, StageManifest) else None
-        self.swarm_view = SwarmView(node.directory, status, bool(node.options.contacts), node.rng, gate, stage)
+        self.swarm_view = SwarmView(node.admitted, status, bool(node.options.contacts), node.rng, stage)
         self.quota = InboundQuota(state.limits.parts, manifest.round.leader_timeout)
         seen = SeenMessages()
         self.receiver = MessageReceiver(state.run_id, state.limits, seen, inbox, status)

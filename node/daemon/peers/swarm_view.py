@@ -5,17 +5,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.missing_peers import MissingPeers
 from node.daemon.stages.stage_peers import lowest_round
 from node.daemon.stages.stage_record import StageRecord
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
-from protocol.admission import AdmissionPolicy
 from protocol.blobs.blob import DIGEST_BYTES
 from protocol.consensus.chain import Chain, ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
-from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.membership.record_fields import parse_kept_states, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
@@ -35,29 +34,32 @@ class SwarmView:
 
     def __init__(
         self,
-        directory: PeerDirectory,
+        admitted: AdmittedPeers,
         status: StatusSource,
         has_contacts: bool,
         rng: random.Random,
-        gate: AdmissionPolicy,
         stage: StageRecord | None = None,
     ) -> None:
         self._stage_record = stage
         self._stage = stage.stage if stage is not None else None
         self._missing = MissingPeers(stage.timing) if stage is not None else None
         self._exact_stages = stage.exact_stages if stage is not None else 0
-        self._gate = gate
-        self._directory = directory
+        self._admitted_peers = admitted
+        self._directory = admitted.directory
         self._status = status
         self.has_contacts = has_contacts
         self._rng = rng
         self._left_peers = RecentTable[PeerId, PeerState](MAX_LEFT_PEERS)
         self._has_met_trainer = False  # whether another trainer was ever seen
-        directory.subscribe(self)
+        self._directory.subscribe(self)
 
     def _live(self) -> Mapping[PeerId, PeerRecord]:
         """Return the records of all live peers, without the trainers of other stages."""
         return self._seen_in(self._directory.live().items())
+
+    def _admitted_here(self) -> Mapping[PeerId, PeerRecord]:
+        """Return the same without trainers that the run does not admit."""
+        return self._seen_in(self._admitted_peers.records().items())
 
     def _seen_in(self, records: Iterable[tuple[PeerId, PeerRecord]]) -> dict[PeerId, PeerRecord]:
         seen = ((peer, self._seen(record)) for peer, record in records)
@@ -77,18 +79,7 @@ class SwarmView:
 
     def trainers(self) -> list[PeerId]:
         """Return all live trainers at any round, including this node."""
-        live, now = self._live(), time.time()
-        trainers = (peer for peer, record in live.items() if record.role == "trainer")
-        return [peer for peer in trainers if self._gate.admits(peer, live[peer].ticket, now)]
-
-    def admitted_records(self) -> dict[PeerId, PeerRecord]:
-        """Return the records of all live peers, at any stage, without trainers that the run does not admit."""
-        live, now = self._directory.live(), time.time()
-        return {
-            peer: record
-            for peer, record in live.items()
-            if record.role != "trainer" or self._gate.admits(peer, record.ticket, now)
-        }
+        return [peer for peer, record in self._admitted_here().items() if record.role == "trainer"]
 
     def other_trainers(self) -> list[PeerId]:
         return [peer for peer in self.trainers() if peer != self._directory.peer_id]
@@ -108,13 +99,14 @@ class SwarmView:
         if own is None or not is_relay_only(own.addresses):
             return frozenset()
         hidden = frozenset(peer for peer, record in live.items() if is_relay_only(record.addresses))
-        return hidden if self._reachable_trainers(live) else frozenset()
+        return hidden if self._reachable_trainers(self._admitted_here()) else frozenset()
 
     def relay_candidates(self, owner: PeerId) -> list[PeerId]:
         """Return the peers that may relay from a hidden peer, those first that it uses as circuit relays."""
         live = self._live()
         relays = relays_of(live[owner].addresses) if owner in live else ()
-        return sorted(self._reachable_trainers(live), key=lambda peer: (peer not in relays, hash((owner, peer))))
+        reachable = self._reachable_trainers(self._admitted_here())
+        return sorted(reachable, key=lambda peer: (peer not in relays, hash((owner, peer))))
 
     def _reachable_trainers(self, live: Mapping[PeerId, PeerRecord]) -> list[PeerId]:
         """Return the trainers that other peers can call."""
@@ -126,7 +118,7 @@ class SwarmView:
         return not self.other_trainers() and (self._has_met_trainer or self.has_contacts)
 
     def is_trainer(self, peer: PeerId) -> bool:
-        record = self._live().get(peer)
+        record = self._admitted_here().get(peer)
         return record is not None and record.role == "trainer"
 
     def snapshot(self) -> SwarmSnapshot:
@@ -137,7 +129,7 @@ class SwarmView:
         if self._stage is None or self._missing is None:
             return SwarmSnapshot(states, left)
         states |= kept_states_of(dict(live), self._stage)
-        records = [record for _, record in live]
+        records = list(self._admitted_peers.standing_records().values())
         trainers = sum(record.role == "trainer" for record in records)
         missed = self._missing.missed_by_most(trainers, time.monotonic())
         steps = read_step_reports(records, self._exact_stages) if self._exact_stages else StepReports(0)
@@ -151,17 +143,17 @@ class SwarmView:
         """
         if self._stage is None:
             return []
-        live, now = self._directory.live(), time.time()
+        live, admits = self._directory.live(), self._admitted_peers.admits
         found = stage_witnesses(self.snapshot().peers, self._directory.peer_id)
-        return [peer for peer in found if self._gate.admits(peer, live[peer].ticket, now)] or found
+        return [peer for peer in found if admits(peer, live[peer])] or found
 
     def _admitted(self, states: dict[PeerId, PeerState]) -> dict[PeerId, PeerState]:
         """Return the states with those that the run does not admit as observers."""
-        live, now = self._live(), time.time()
+        admitted = self._admitted_peers.records()
         refused = {
             peer: replace(state, is_trainer=False)
             for peer, state in states.items()
-            if state.is_trainer and not self._gate.admits(peer, live[peer].ticket, now)
+            if state.is_trainer and peer not in admitted
         }
         return states | refused
 
@@ -178,7 +170,7 @@ class SwarmView:
 
     def newest_validation_loss(self) -> float | None:
         """Return the newest validation loss that a peer has measured, by the records; None if there is none."""
-        newest = find_newest_validation(self._live().values())
+        newest = find_newest_validation(self._admitted_here().values())
         return newest.validation_loss if newest else None
 
     def announce_head(self, chain: Chain, state: Digest, urgent: bool = True) -> None:
@@ -188,7 +180,7 @@ class SwarmView:
         """
         head = chain.head
         self._directory.set_voters(self._with_standing(chain.electorate.voters))
-        self._gate.revoked = chain.electorate.revoked
+        self._admitted_peers.learn(self._stage, chain.electorate)
         (self._stage_record or self._directory).publish(
             urgent=urgent, round=head.round, digest=head.digest, chain_tokens=head.tokens, state_digest=state,
             **self._status.status().record_fields(),
@@ -205,9 +197,8 @@ class SwarmView:
         """Return the voters of our stage, and the trainers of the others, whose voters we do not know."""
         if self._stage is None or not voters:
             return voters
-        now, live = time.time(), self._directory.live()
-        others = {peer for peer, record in live.items() if self._seen(record) is None}
-        return voters | {peer for peer in others if self._gate.admits(peer, live[peer].ticket, now)}
+        records = self._admitted_peers.standing_records()
+        return voters | {peer for peer, record in records.items() if self._seen(record) is None}
 
     def publish_progress(self) -> None:
         """Update the progress fields of our peer record; each new head and each renewal publishes them."""
@@ -215,9 +206,15 @@ class SwarmView:
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
         if self._missing is not None:
-            self._missing.observe(events, time.monotonic())
+            self._missing.observe([event for event in events if self._may_be_missed(event)], time.monotonic())
         for event in events:
             self._observe(event)
+
+    def _may_be_missed(self, event: MembershipEvent) -> bool:
+        """Return whether the run may wait for a peer: free keys come and go."""
+        if not isinstance(event, PeerLeft) or event.record is None:
+            return True
+        return self._admitted_peers.had_standing(event.peer, event.record)
 
     def _observe(self, event: MembershipEvent) -> None:
         record = event.record or PeerRecord(role="trainer")

@@ -13,18 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.peers.run_contacts import find_records
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.stages.stage_peers import list_seats
 from node.options import NodeOptions
 from node.paths import kept_stage_dir, kept_stages_in
 from node.run_dir import RunDir
+from protocol.admission import AdmissionPolicy
 from protocol.blobs.storage import disk_errors
 from protocol.consensus.chain import Chain
 from protocol.errors import UsageError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
-from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent
 from protocol.membership.record_fields import MAX_MORE_STAGES, records_by_stage
 from protocol.murmur_pb2 import PeerRecord
@@ -89,7 +90,9 @@ async def choose_stage(options: NodeOptions, folder: RunDir, peer_id: PeerId) ->
     if not manifest.pipeline.is_cut:
         return manifest
     if choice is None:
-        records = await find_records(manifest, options.contacts) if options.contacts else {}
+        found = await find_records(manifest, options.contacts) if options.contacts else {}
+        gate, now = AdmissionPolicy(manifest), time.time()
+        records = {peer: record for peer, record in found.items() if gate.admits(peer, record.ticket, now)}
         choice = weakest_stage(records, manifest.pipeline.stages, peer_id)
     logger.info("serving stage %d of %d: %s", choice.stage, manifest.pipeline.stages, choice.reason)
     folder.write_stage(choice.stage, manifest.pipeline.stages)
@@ -170,8 +173,9 @@ def _by_key(peer_id: PeerId, stages: list[int]) -> int:
 class StageMover:
     """Decides when a node that serves one stage moves to another. `chain`: the chain of its replica."""
 
-    def __init__(self, directory: PeerDirectory, manifest: StageManifest, chain: Chain, has_moved: bool) -> None:
-        self._directory = directory
+    def __init__(self, admitted: AdmittedPeers, manifest: StageManifest, chain: Chain, has_moved: bool) -> None:
+        self._admitted = admitted
+        self._directory = directory = admitted.directory
         self._stages = manifest.pipeline.stages
         self._chain = chain
         self._balancer = Balancer(directory.peer_id, self._stages, manifest.membership.expiry)
@@ -182,7 +186,7 @@ class StageMover:
 
     def on_membership_changed(self, events: Sequence[MembershipEvent]) -> None:
         """Update which peers serve which stages."""
-        self._balancer.observe(list_seats(self._directory.live(), self._stages), time.monotonic())
+        self._balancer.observe(list_seats(self._admitted.records(), self._stages), time.monotonic())
 
     async def run(self) -> Move:
         """Wait until this node has to move, and return the move. Call it on the network."""
@@ -195,6 +199,6 @@ class StageMover:
             if self._chain.round == last_round:
                 continue
             last_round = self._chain.round
-            move = self._balancer.on_commit(list_seats(self._directory.live(), self._stages), time.monotonic())
+            move = self._balancer.on_commit(list_seats(self._admitted.records(), self._stages), time.monotonic())
             if move is not None:
                 return move

@@ -64,10 +64,11 @@ class StagesService(StagesServicer):
 
     @asynccontextmanager
     async def _refusing_faults(self, context: Any) -> AsyncIterator[PeerId]:
-        """Yield the caller; if the body raises its fault, record it and abort the call."""
+        """Yield the caller, if the run admits it; if the body raises its fault, record it and abort the call."""
         sender = UNKNOWN_CALLER
         try:
             sender = caller(context)
+            self._node.admitted.require(sender)
             yield sender
         except PeerFault as fault:
             self._recorder.record_refusal(sender, fault)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from node.daemon.inbox import Inbox
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.activations import ActivationFetcher, ActivationStore, NodeBlobs
 from node.daemon.stages.calls import StageCalls
 from node.daemon.stages.stage_peers import served_stages, stage_peers
@@ -118,7 +119,7 @@ class StageEffects:
     def status_fields(self) -> dict[str, object]:
         """Return the counts and the rate for the status of this node."""
         owner, server = self.loop.owner, self.loop.server
-        live = served_stages(self._directory.live().values(), self.loop.settings.stages)
+        live = served_stages(self._node.admitted.records().values(), self.loop.settings.stages)
         return {
             "microbatches": count_microbatches(owner.counts, server.counts if server else None),
             "stage_rate": server.rate if server else 0.0,
@@ -168,11 +169,11 @@ class StageEffects:
         self._see_peers()
 
     def _see_peers(self) -> None:
-        live, stages = self._directory.live(), self.loop.settings.stages
-        seen = stage_peers(live, stages)
+        live, stages = self._node.admitted.records(), self.loop.settings.stages
+        seen, standing = stage_peers(live, stages), self._node.admitted.standing_records()
         serials = {entry.peer: first_serial(live[entry.peer].start) for peers in seen for entry in peers}
-        reports = read_step_reports(live.values(), stages) if self._record.exact_stages else StepReports(stages)
-        self.post(PeersSeen(seen, serials, reports, serves_all=len(self._node) == stages))
+        reports = read_step_reports(standing.values(), stages) if self._record.exact_stages else StepReports(stages)
+        self.post(PeersSeen(seen, serials, reports, len(self._node) == stages, frozenset(standing)))
 
     def on_trainer_message(self, message: FromTrainer) -> None:
         """Turn a message of the trainer into an event."""
@@ -407,8 +408,9 @@ class StageEffects:
 class NodeStages:
     """The stages of a node by run id; it passes each call about microbatches to the stage that the call names."""
 
-    def __init__(self, directory: PeerDirectory, calls: StageCalls) -> None:
-        self.directory = directory
+    def __init__(self, admitted: AdmittedPeers, calls: StageCalls) -> None:
+        self.admitted = admitted
+        self.directory = directory = admitted.directory
         self.calls = calls
         self.records = StageRecords(directory)
         self.blobs = NodeBlobs()

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
@@ -38,13 +39,14 @@ class StoredStageList:
     need them most.
 
     Args:
-        directory: the peers of the run.
+        admitted: the peers of the run.
         is_host: whether the node trains no stage, and so knows only the voters of the stored ones.
         is_public: whether other peers may fetch the states; a node that is about to leave does not offer them.
     """
 
-    def __init__(self, directory: PeerDirectory, *, is_host: bool, is_public: bool = True) -> None:
-        self._directory = directory
+    def __init__(self, admitted: AdmittedPeers, *, is_host: bool, is_public: bool = True) -> None:
+        self._admitted = admitted
+        self._directory = admitted.directory
         self._is_host = is_host
         self._is_public = is_public
         self._states: dict[int, KeptState] = {}
@@ -74,7 +76,7 @@ class StoredStageList:
     def _most_needed(self) -> list[KeptState]:
         if len(self._states) <= MAX_KEPT_STATES:
             return list(self._states.values())
-        trainers = [record for record in self._directory.live().values() if record.role == "trainer"]
+        trainers = [record for record in self._admitted.records().values() if record.role == "trainer"]
         served = [seen.stage - 1 for record in trainers for seen in records_by_stage(record)]
         return sorted(self._states.values(), key=lambda kept: (served.count(kept.stage), kept.stage))[:MAX_KEPT_STATES]
 

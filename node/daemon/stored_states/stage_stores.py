@@ -121,7 +121,7 @@ class StageStores:
 
 def keep_stages(node: Node, folder: RunDir, stages: Sequence[int]) -> StageStores:
     """Return the stores of these stages, for a host. Call it before the node opens. Raises MurmurError."""
-    stage_list = StoredStageList(node.directory, is_host=not node.replicas)
+    stage_list = StoredStageList(node.admitted, is_host=not node.replicas)
     return _store_all(node, folder, stages, stage_list, RoundFilter(MIN_SECONDS, LINK_SHARE))
 
 
@@ -130,7 +130,7 @@ def gather_stages(node: Node, folder: RunDir, stages: Sequence[int]) -> StageSto
 
     Call it before the node opens. Raises MurmurError.
     """
-    stage_list = StoredStageList(node.directory, is_host=True, is_public=False)
+    stage_list = StoredStageList(node.admitted, is_host=True, is_public=False)
     return _store_all(node, folder, stages, stage_list, RoundFilter(min_seconds=0.0, link_share=1.0))
 
 
@@ -167,7 +167,7 @@ class OtherStageStore:
         self._folder = folder
         self._own_stage = own_stage
         room = DiskRoom(folder.path, choose_budget(folder.path, node.options.disk))
-        stage_list, round_filter = StoredStageList(node.directory, is_host=False), RoundFilter(MIN_SECONDS, LINK_SHARE)
+        stage_list, round_filter = StoredStageList(node.admitted, is_host=False), RoundFilter(MIN_SECONDS, LINK_SHARE)
         self._stores = StageStores(node, folder, stage_list, round_filter, PEER_REQUESTS, room)
         self._current: int | None = None
 
@@ -203,8 +203,7 @@ class OtherStageStore:
                 return chosen
 
     def _choose(self) -> int | None:
-        [replica] = self._node.replicas.values()
-        records, stages = replica.peers.swarm_view.admitted_records(), self._node.options.manifest.pipeline.stages
+        records, stages = self._node.admitted.records(), self._node.options.manifest.pipeline.stages
         return choose_kept_stage(records, stages, self._node.peer_id, self._own_stage, self._current)
 
     def _add(self, stage: int) -> bool:

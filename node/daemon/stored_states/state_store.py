@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from node.daemon.node import Node
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.peers.chain_sync import ChainReader, ServedChain, ask_for_word, needs_word
 from node.daemon.peers.swarm_view import find_newest_validation, stage_witnesses, states_at
 from node.daemon.run_limits import contribution_limits
@@ -39,7 +40,6 @@ from protocol.consensus.messages.signed import Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
-from protocol.membership.directory import PeerDirectory
 from protocol.pipeline.stage import stage_of
 from protocol.steering import RevisionLog
 from protocol.tasks import cancel_and_wait
@@ -72,7 +72,7 @@ class StateSources:
     `recently_requested` returns the blobs that peers are downloading from us.
     """
 
-    directory: PeerDirectory
+    admitted: AdmittedPeers
     downloader: Downloader
     reader: ChainReader
     contacts: tuple[PeerId, ...]
@@ -125,7 +125,7 @@ class StateStore:
         self._plan = plan
         self._stage = stage_of(manifest)
         self._name = "state" if self._stage is None else f"state of stage {self._stage}"
-        self._rules = ChoiceRules(sources.directory.peer_id, has_one_state, self.steering.is_final)
+        self._rules = ChoiceRules(sources.admitted.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
         self._avoided: dict[Digest, float] = {}  # heads that no peer could prove, and until when
         self._validation = ReportedLoss()
@@ -186,7 +186,7 @@ class StateStore:
         return offer if self.blob is None or round_filter.is_chosen(offer.head.round) else None
 
     def _states(self) -> dict[PeerId, PeerState]:
-        return states_at(self._sources.directory.live(), self._stage)
+        return states_at(self._sources.admitted.records(), self._stage)
 
     def _choose(self) -> StateOffer | None:
         snapshot = SwarmSnapshot(self._states())
@@ -199,13 +199,15 @@ class StateStore:
         """Repeat the newest validation loss in our record, for observers that come when no trainer is left."""
         if self._stage is not None:  # a stage alone has no loss
             return
-        newest = find_newest_validation(self._sources.directory.live().values())
+        newest = find_newest_validation(self._sources.admitted.records().values())
         if newest is not None and newest.validation_round > self._validation.round:
             self._validation = ReportedLoss(newest.validation_round, newest.validation_loss)
             self._publish_validation()
 
     def _publish_validation(self) -> None:
-        self._sources.directory.publish(validation_round=self._validation.round, validation_loss=self._validation.loss)
+        self._sources.admitted.directory.publish(
+            validation_round=self._validation.round, validation_loss=self._validation.loss
+        )
 
     async def fetch_newest(self, find_seconds: float) -> FetchedState:
         """Fetch the newest state once, without storing it as a host does.
@@ -270,7 +272,7 @@ class StateStore:
         self._retain(blob)
 
         def holders() -> list[PeerId]:
-            live = self._sources.directory.live()
+            live = self._sources.admitted.records()
             return [peer for peer in offer.holders if peer in live]
 
         await self._sources.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
@@ -281,7 +283,7 @@ class StateStore:
 
         Raises UnreachableError if no holder shows it, UncertifiedError if its certificates do not suffice.
         """
-        live = self._sources.directory.live()
+        live = self._sources.admitted.records()
         for peer in [peer for peer in offer.holders if peer in live][:MAX_CHAIN_SOURCES]:
             try:
                 return await self._read_chain(peer, offer)
@@ -319,6 +321,7 @@ class StateStore:
     def _adopt(self, kept: StoredState) -> None:
         is_first = self.blob is None
         self.chain.switch_to(kept.head, kept.log)
+        self._sources.admitted.learn(self._stage, self.chain.electorate)
         self.blob, self.error = kept.blob, ""
         self._announce()
         self._retain(kept.blob)
@@ -355,7 +358,7 @@ def build_state_store(node: Node, manifest: Manifest, run_dir: RunDir, plan: Sto
     limits = contribution_limits(manifest, planner)
     rng = random.Random(os.urandom(16))
     sources = StateSources(
-        directory=node.directory,
+        admitted=node.admitted,
         downloader=Downloader(folder.store, node.transport.bulk, rng, max_requests=plan.max_requests),
         reader=ChainReader(manifest.run_id, limits, node.transport.channel, manifest.admission),
         contacts=node.options.contact_ids,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.receipts.commit_file import CommitFileHeader
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import ChainForked, DashboardEvent
@@ -29,7 +30,7 @@ from protocol.membership.record_fields import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering import RevisionLog
 from tests.node.dashboard.example_events import OPENED, committed
-from tests.node.small_run import MANIFEST, PEERS, RUN_ID, SHAPES
+from tests.node.small_run import MANIFEST, PEERS, RUN_ID, SHAPES, admitted_of
 
 HEADER = CommitFileHeader(RUN_ID, "diloco", SHAPES.hash())
 
@@ -56,6 +57,10 @@ class FakeNodeHandle:
     peer_id: str = ME
     revisions: RevisionLog = field(default_factory=RevisionLog)
     own_chain: None = None
+
+    @property
+    def admitted(self) -> AdmittedPeers:
+        return admitted_of(self.directory, self.manifest)
 
     def channel(self, peer: str) -> None:
         raise AssertionError("nobody is asked here")

@@ -13,9 +13,9 @@ from protocol.membership.record_fields import KeptState, encode_kept_states
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import StageManifest
 from tests.certificates import offer_of
-from tests.node.daemon.peers.test_swarm_view import GATE, FakeDirectory, FakeStatus
+from tests.node.daemon.peers.test_swarm_view import FakeDirectory, FakeStatus
 from tests.node.loop.loop_under_test import FRIEND, ME, OTHER, STATE, LoopUnderTest, chain_of, of_kind
-from tests.node.small_run import MANIFEST
+from tests.node.small_run import MANIFEST, admitted_of
 
 STAGE = 1
 CUT = MANIFEST.model_copy(update={"pipeline": MANIFEST.pipeline.model_copy(update={"stages": 3, "microbatch": 1})})
@@ -30,11 +30,10 @@ def view_of(*kept: KeptState) -> SwarmView:
     other = PeerRecord(role="trainer", stage=1, round=3, digest=bytes(32), kept=encode_kept_states(kept))
     directory.records = {ME: PeerRecord(role="trainer", stage=STAGE + 1), FRIEND: other}
     return SwarmView(
-        cast(Any, directory),
+        admitted_of(directory, stages=3),
         FakeStatus(),
         True,
         random.Random(0),
-        GATE,
         StageRecords(cast(Any, directory)).record_of(CUT_STAGE),
     )
 
@@ -73,7 +72,7 @@ def test_kept_state_that_most_of_its_keepers_deny_is_not_taken() -> None:
 def test_keepers_that_the_run_admits_have_the_word() -> None:
     """Control: a host has no ticket, and has the word where nobody else keeps the stage."""
     view = view_of(kept_at(STAGE))
-    view._gate = AdmissionPolicy(
+    view._admitted_peers.gate = AdmissionPolicy(
         MANIFEST.model_copy(update={"admission": AdmissionSection(mode="list", keys=(OTHER,))})
     )
     assert view.stage_witnesses() == [FRIEND]

@@ -318,3 +318,47 @@ def test_inputs_that_a_dead_trainer_read_are_freed() -> None:
     server.handle(ReleasedBy("owner", (0,)), 0.0)
     assert server.table.memory.used
     assert Drop(fetch.key) in server.handle(TrainerRestarted(8, Ledger()), 0.0) and not server.table.memory.used
+
+
+def admitted_forwards(server: StageServer, owner: str, first: int = 0) -> int:
+    """Return how many forwards of an owner are admitted before the server is busy."""
+    count = 0
+    while server.ask(make_task(first + count, owner=owner), 0.0)[0].kind == "accepted":
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("keys", [10, 100])
+def test_announced_keys_have_one_share_of_the_memory_together(keys: int) -> None:
+    """The control is the old rule: each announced key has a share."""
+    owners = dict.fromkeys(["owner", *(f"key {number}" for number in range(keys))], 0)
+    found = []
+    for standing in (frozenset({"owner"}), None):
+        server = make_server(memory=4400, step_size=100)
+        server.handle(OwnersChanged(owners, standing), 0.0)
+        found.append(admitted_forwards(server, "owner"))
+    print(f"{keys} keys: {found[0]} forwards of an honest owner, {found[1]} by the old rule")
+    assert found[0] == 8 and found[1] == 1
+
+
+def test_keys_without_standing_cannot_fill_a_step() -> None:
+    owners = dict.fromkeys(["owner", *(f"key {number}" for number in range(10))], 0)
+    server = make_server(memory=100_000, step_size=8)
+    server.handle(OwnersChanged(owners, frozenset({"owner"})), 0.0)
+    taken = sum(admitted_forwards(server, f"key {number}") for number in range(10))
+    assert taken == 4 and admitted_forwards(server, "owner") == 4
+    server.handle(OwnersChanged(owners), 0.0)
+    free = make_server(memory=100_000, step_size=8)
+    free.handle(OwnersChanged(owners), 0.0)
+    taken = sum(admitted_forwards(free, f"key {number}") for number in range(10))
+    assert taken == 8 and admitted_forwards(free, "owner") == 0, "the control: the old rule"
+
+
+def test_owners_with_standing_are_invited_first() -> None:
+    server = make_server(memory=100_000, step_size=1)
+    server.handle(OwnersChanged({"owner": 0, "key": 0, "last": 0}, frozenset({"owner", "last"})), 0.0)
+    server.ask(make_task(0), 0.0)
+    for owner in ("key", "last"):
+        assert server.ask(make_task(1, owner=owner), 0.0)[0].kind == "busy"
+    actions = server.handle(ReleasedBy("owner", (0,)), 0.0)
+    assert [action.owner for action in actions if isinstance(action, Invite)] == ["last"]

@@ -3,21 +3,19 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from node.daemon.peers import swarm_view
 from node.daemon.peers.swarm_view import SwarmView
 from node.monitoring.status import NodeStatus
-from protocol.admission import AdmissionPolicy
 from protocol.consensus.chain import Chain, ChainHead, ChainLog, genesis_head
 from protocol.consensus.events import MembershipChanged
 from protocol.electorate import OPEN, Electorate
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord
-from protocol.steering import REFERENCE_MANIFEST
-from tests.node.small_run import RUN_ID, grown, replica_in, store_in
+from tests.node.small_run import RUN_ID, admitted_of, grown, replica_in, store_in
 
 VOTERS = Electorate(OPEN, 3, frozenset({"a", "b"}))
 
@@ -53,11 +51,8 @@ class FakeDirectory:
         self.published = fields
 
 
-GATE = AdmissionPolicy(REFERENCE_MANIFEST)
-
-
 def members_of(directory: FakeDirectory) -> SwarmView:
-    return SwarmView(cast(Any, directory), FakeStatus(), True, random.Random(0), GATE)
+    return SwarmView(admitted_of(directory), FakeStatus(), True, random.Random(0))
 
 
 def membership(view: SwarmView, chain: Chain | None = None) -> MembershipChanged:
@@ -177,14 +172,14 @@ def test_the_head_is_announced_at_once() -> None:
 
 def test_our_own_progress_goes_out_with_a_new_head() -> None:
     directory = FakeDirectory()
-    members = SwarmView(cast(Any, directory), FakeStatus(step=40), True, random.Random(0), GATE)
+    members = SwarmView(admitted_of(directory), FakeStatus(step=40), True, random.Random(0))
     members.announce_head(Chain(ChainHead(3, bytes(32), 7), ChainLog(VOTERS)), bytes([1]) * 32)
     assert directory.published["step"] == 40 and directory.published["round"] == 3
 
 
 def test_alone_is_who_knows_of_others_and_sees_none() -> None:
     directory = FakeDirectory()
-    first = SwarmView(cast(Any, directory), FakeStatus(), False, random.Random(0), GATE)
+    first = SwarmView(admitted_of(directory), FakeStatus(), False, random.Random(0))
     assert not first.is_isolated(), "whoever begins a run waits for nobody"
     assert members_of(directory).is_isolated(), "whoever was sent to somebody does"
     directory.records["a"] = PeerRecord(role="trainer")

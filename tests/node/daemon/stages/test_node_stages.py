@@ -12,7 +12,7 @@ from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.owner_events import OutcomeReceived
 from protocol.pipeline.server_events import ReleasedBy
 from protocol.pipeline.stage import StageManifest
-from tests.node.small_run import MANIFEST
+from tests.node.small_run import MANIFEST, admitted_of
 
 CUT = MANIFEST.model_copy(update={"pipeline": MANIFEST.pipeline.model_copy(update={"stages": 2, "microbatch": 1})})
 FIRST, SECOND = (StageManifest.of(CUT, stage) for stage in (0, 1))
@@ -74,7 +74,7 @@ def test_record_has_the_head_of_each_stage() -> None:
 
 
 def test_calls_reach_the_stage_that_they_concern_and_outcomes_the_first() -> None:
-    node, one, other = NodeStages(cast(Any, Directory()), cast(Any, None)), Stage(b"ours"), Stage(b"theirs")
+    node, one, other = NodeStages(admitted_of(Directory(), stages=2), cast(Any, None)), Stage(b"ours"), Stage(b"theirs")
     first, second = node.records.record_of(FIRST), node.records.record_of(SECOND)
     node.add("first", cast(Any, one))
     node.add("second", cast(Any, other))

@@ -31,7 +31,7 @@ from protocol.pipeline.messages import Key
 from protocol.pipeline.microbatch import OwnerSettings
 from protocol.pipeline.owner import Owner
 from protocol.pipeline.stage import StageManifest, StageSettings
-from tests.node.small_run import MANIFEST
+from tests.node.small_run import MANIFEST, admitted_of
 
 ME, COUNT, IN_FLIGHT = "me", 4, 2
 RUNS = ("aa" * 32, "bb" * 32)
@@ -73,7 +73,7 @@ class World:
         sizes = slot_sizes(STAGE)
         self.memory = ActivationMemory.create(sizes)
         self.activations = ActivationStore(self.memory, BlobStore(folder, sizes.total_bytes, sizes.total_bytes))
-        node, inbox = NodeStages(cast(Any, Directory()), cast(Any, None)), Inbox()
+        node, inbox = NodeStages(admitted_of(Directory(), stages=2), cast(Any, None)), Inbox()
         fetcher = ActivationFetcher(node.directory, node.blobs, cast(Any, None), self.activations)
         settings = StageSettings(RUNS[0], 0, 2, sizes.activation_bytes, sizes.token_bytes, COUNT, TABLE.memory)
         owner = Owner(OwnerSettings(ME, IN_FLIGHT), RUNS, random.Random(0))

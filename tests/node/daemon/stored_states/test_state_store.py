@@ -29,7 +29,7 @@ from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import PeerRecord
 from protocol.steering import RevisionLog
 from tests.node.model.weights_folder import start_from_weights
-from tests.node.small_run import TOML, certified, commit_of, until
+from tests.node.small_run import TOML, admitted_of, certified, commit_of, until
 from tests.protocol.blobs.fake_sources import ScriptedSource, SourcePool, flip_last_bit
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ class KeptRun:
         state_folder = StateFolder(RunDir(self.folder), self.manifest, self.planner)
         self.pool.store = state_folder.store
         sources = StateSources(
-            directory=cast(Any, self.directory),
+            admitted=admitted_of(self.directory, self.manifest),
             downloader=self.pool.new_fetcher(),
             reader=cast(Any, FakeReader(self.chain)),
             contacts=("a",),

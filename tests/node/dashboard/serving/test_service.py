@@ -22,7 +22,7 @@ from node.run_dir import RunDir
 from protocol.errors import StorageError, TransportError, UsageError
 from protocol.signing import open_signed_manifest
 from protocol.steering import RevisionLog
-from tests.node.small_run import MANIFEST, PEERS
+from tests.node.small_run import MANIFEST, PEERS, admitted_of
 
 ME, *OTHERS = (identity.peer_id for identity in PEERS)
 
@@ -129,6 +129,7 @@ class FakeNodeHandle:
     base = Path()
     peer_id = ME
     directory = SimpleNamespace(live=dict, subscribe=lambda _: None)
+    admitted = admitted_of(directory)
 
     def channel(self, _: str) -> None:
         pass
