@@ -6,7 +6,8 @@ import pytest
 
 from tests.pipelines.swarm import Audit, Setting, Start, running
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+# The seeds of tests/protocol/pipeline find the same bugs for each change.
+pytestmark = [pytest.mark.swarm, pytest.mark.nightly, pytest.mark.timeout(240)]
 MICROBATCHES, PEERS = 67, 3
 # A microbatch has two activations at stage 1 after its forward pass, and four in its backward pass. With room for a
 # backward pass each owner may have one there; without, two, and all memory is taken.

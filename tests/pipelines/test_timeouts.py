@@ -7,7 +7,8 @@ import pytest
 
 from tests.pipelines.swarm import Audit, Setting, Start, running
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+# The seeds of tests/protocol/pipeline find the same bugs for each change.
+pytestmark = [pytest.mark.swarm, pytest.mark.nightly, pytest.mark.timeout(240)]
 MICROBATCHES, MANY = 6, 1000
 LOSSES = "answers=drop:4,answers=late:9,outcomes=drop:5,tasks=copy:3"
 MANY_LOSSES = "answers=drop:2"
