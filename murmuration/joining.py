@@ -58,7 +58,7 @@ def join(
         evaluate: measures the model's validation loss (mean nats per token, tokens) when it is this peer's turn;
             without it others do.
         arguments: more options of `murmur join`, such as ["--name", "mary", "--upload", "20mbit"].
-        log: loggers of a node that this call starts, beside metrics.jsonl in its folder: "tensorboard", "wandb".
+        log: loggers of a node that this call starts, next to metrics.jsonl in its folder: "tensorboard", "wandb".
 
     Raises:
         UsageError: The model is not the run's, or the run's method exchanges more than weights.

@@ -194,7 +194,7 @@ def host(
     ] = True,
     eval_every: Annotated[
         int | None,
-        typer.Option(metavar="ROUNDS", min=1, help="evaluate the model every so many rounds"),
+        typer.Option(metavar="ROUNDS", min=1, help="evaluate the model every ROUNDS rounds"),
     ] = None,
     tasks: Annotated[
         list[str] | None, typer.Option("--tasks", metavar="TASK", help="for --eval-every: as for `murmur eval`")

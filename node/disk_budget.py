@@ -56,7 +56,7 @@ class DiskRoom:
         self._budget = budget
 
     async def require(self, size: int) -> None:
-        """Raise StorageError unless so many more bytes fit, and leave most of the budget to the node's own work."""
+        """Raise StorageError unless `size` more bytes fit, and leave most of the budget to the node's own work."""
         used = await asyncio.to_thread(folder_bytes, self._folder)
         if used + size > self._budget or size > SHARE_FOR_OTHERS * self._budget:
             raise StorageError(

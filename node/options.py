@@ -123,7 +123,7 @@ class MachineOptions(TrainerOptions):
     disk: Annotated[int | None, BeforeValidator(_parse_bytes)] = Field(
         default=None, ge=1, description="bytes that the node's folder may take; None means half of the free space"
     )
-    log: tuple[Literal["tensorboard", "wandb"], ...] = Field(default=(), description="loggers beside metrics.jsonl")
+    log: tuple[Literal["tensorboard", "wandb"], ...] = Field(default=(), description="loggers next to metrics.jsonl")
     upload: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
     download: float = Field(default=math.inf, gt=0, description="bytes per second, over all connections")
 

@@ -7,7 +7,7 @@
     tokenizer.json the run's, if it has one  vow.json      its vote in the open round (node.daemon.checkpoints.vote_log)
     offer.json     the last contribution of its trainer that other peers may have
     evaluations.jsonl   results of `murmur eval` (node.commands.eval.results)
-    metrics.jsonl  its metrics over time (node.monitoring.training_log), and tensorboard/ or wandb/ beside it
+    metrics.jsonl  its metrics over time (node.monitoring.training_log), and tensorboard/ or wandb/ next to it
     commits.log    the signed commits of the run (node.daemon.receipts.commit_file)
     revisions.json the organiser's revisions of the manifest
     site-key       the key behind the token of its site (node.trainer.site)

@@ -14,7 +14,7 @@ from protocol.signing import MAX_SIGNED_MANIFEST_BYTES, SignedManifest, open_sig
 logger = logging.getLogger(__name__)
 
 SIGNATURE: Final = b"# signature "
-# Keys that may stand beside a config.json.
+# Keys that are allowed together with a config.json.
 BESIDE_FILES: Final = ("config", "from", "context", "subspace", "document_end")
 
 

@@ -20,7 +20,7 @@ class StepSettings(BaseModel):
 
 
 def step_settings(manifest: Manifest, rounds: int, tokens: int) -> StepSettings:
-    """Return the settings of the steps after so many rounds and tokens; `manifest` is that of the round."""
+    """Return the settings of the steps after `rounds` and `tokens`; `manifest` is that of the round."""
     rate = manifest.train.learning_rate * manifest.rate_factor(rounds, tokens)
     train = manifest.train.model_copy(update={"learning_rate": rate})
     return StepSettings(train=train, weights=manifest.source_weights(rounds, tokens))

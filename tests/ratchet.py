@@ -55,7 +55,9 @@ FREE_RELATIVE = re.compile(
     re.IGNORECASE,
 )
 CALQUE = re.compile(
-    r"\b(?:anew|so many|for all that|at hand|beside|mend(?:s|ed)?|is no \w+|who(?:ever|m)|told)\b", re.IGNORECASE
+    r"\b(?:anew|so many|for all that|at hand|beside|mend(?:s|ed)?|who(?:ever|m)|told)\b"
+    r"|(?<!there )\bis no (?!longer|more)\w+",
+    re.IGNORECASE,
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,6 +1,6 @@
 """`murmur ticket`: issue, list and revoke the tickets of a run as its organiser.
 
-A list of the issued tickets is kept beside the organiser's key. Tickets need no connection: they are verified offline.
+A list of the issued tickets is kept next to the organiser's key. Tickets need no connection: they are verified offline.
 A revocation is a revision of the manifest (`admission.revoked`), which the next commit adopts.
 """
 

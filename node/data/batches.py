@@ -130,7 +130,7 @@ class BatchReader:
         return self._windows.position
 
     def seek(self, position: int) -> None:
-        """Continue at another position; from a mere number of windows, a source without random access begins anew."""
+        """Continue at another position; from a mere number of windows, a source without random access begins again."""
         self._windows = MixedWindows(self._corpus.sources, self._context, self._keys, self._weights, position)
 
     def next_batch(self, sequences: int) -> Tensor:

@@ -43,7 +43,7 @@ _TOO_LONG = Fault("too long", f"the row is longer than {MAX_ROW_BYTES >> 20} MiB
 VALIDATION_TOKENS = 2**17
 VALIDATION_EXAMPLES = 50_000  # searched for held-out text
 TEXT_COLUMN = "text"  # the only column of text files
-FILES_PER_FAULT = 20  # one in so many files may be unreadable
+FILES_PER_FAULT = 20  # at least, for each one that is unreadable
 _NO_TOKENS: Shard = np.empty(0, dtype=np.uint8)
 
 

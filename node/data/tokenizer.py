@@ -287,7 +287,7 @@ def _blame(path: Path, fault: str, advice: str = "name another tokenizer") -> It
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library in Rust has panicked; its exception has no importable type and is no Exception."""
+    """Return whether a library in Rust has panicked; its exception has no importable type and is not an Exception."""
     return type(error).__name__ == "PanicException" and type(error).__module__ == "pyo3_runtime"
 
 

@@ -46,7 +46,7 @@ class Steering:
         return self._revised(self._chain.head.revision, round_number).manifest
 
     def tokens_at(self, round_number: int) -> int | None:
-        """Return the tokens of our chain after so many rounds; `None` if it does not keep their commits any more."""
+        """Return the tokens of our chain after `round_number` rounds; `None` if it has dropped their commits."""
         commits = self._chain.commits_since(round_number)
         return None if commits is None else self._chain.tokens - sum(entry.body.tokens for entry in commits)
 

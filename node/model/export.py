@@ -78,7 +78,7 @@ def _tokenizer_config(context: int, tokenizer: TextTokenizer) -> Json:
 
 
 def _generation_config(vocabulary: int, tokenizer: TextTokenizer) -> Json:
-    """Sample as `murmur generate` does, and never an id that is no token."""
+    """Sample as `murmur generate` does, and never an id without a token."""
     holes = sorted({*range(vocabulary)} - {*tokenizer.ids.tolist()})
     return {"do_sample": True, "temperature": 0.8, **({"suppress_tokens": holes} if holes else {})}
 

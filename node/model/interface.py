@@ -7,7 +7,7 @@ which exchange, checkpoints, clipping and the inner optimizers read and write as
 The loss. The logits of a batch are larger than anything else in a small model with a large vocabulary: 8,192 tokens of
 128 thousand words take 4 GB, and their gradient as much again. So a chunk of tokens has its logits, its loss and the
 gradients of both factors computed before the next one begins, all in the forward pass, and nothing is computed twice. A
-batch that is no more than a chunk takes the ordinary way, which is faster for it.
+batch of at most a chunk takes the ordinary way, which is faster for it.
 
     loss = mean over the counted tokens of  log sum exp(h W^T) - (h W^T)[target]
 
@@ -233,7 +233,7 @@ class LanguageModel(nn.Module, ABC):
     def take_auxiliary_loss(self) -> Tensor | None:
         """Return the loss besides cross entropy of the last pass through the blocks, once; None if there is none.
 
-        It has a gradient, but is no part of the loss that people see. A stage before the last adds its gradient by
+        It has a gradient, but the loss that people see leaves it out. A stage before the last adds its gradient by
         itself.
         """
         return None
@@ -382,7 +382,7 @@ class ModelFamily(ABC):
         return (0.0, *work[:-1], work[-1] + head)
 
     def matrix_work(self, config: ModelSection, entry: Entry) -> float:
-        """Return the elements of a parameter that a token is multiplied with, on average; 0 if it is no matrix."""
+        """Return the elements of a parameter that a token is multiplied with, on average; 0 if it is not a matrix."""
         _, shape = entry
         return float(math.prod(shape)) if len(shape) == 2 else 0.0
 

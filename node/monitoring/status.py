@@ -29,7 +29,7 @@ RecoveredErrorKind = Literal[
     "partner lost",  # a contribution of our group, with its owner
     "sync failed",  # the peer that was asked could not show how to catch up
     "not certified",  # a chain that a peer showed, so it is not followed
-    "jump held",  # a preferred chain that lacks so many rounds of ours that only a person may follow it
+    "jump held",  # a preferred chain lacks more of our rounds than a peer may drop without a person
     "split",  # the run goes on as two chains without a kept round in common
     "not saved",  # a checkpoint
     "not logged",  # a line of metrics, on disk or by a logger

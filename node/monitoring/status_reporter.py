@@ -282,7 +282,7 @@ class StatusReporter:
     def record_recovered(self, reason: RecoveredErrorKind, line: str) -> None:
         """Count an error that needs no action, and log its line."""
         self._metrics.record_recovered(reason)
-        # A trainer that is told to stop does not finish its work.
+        # A trainer that gets the order to stop does not finish its work.
         is_detail = reason in DETAILS or (reason == "trainer late" and self._status.phase == "leaving")
         logger.log(logging.DEBUG if is_detail else logging.WARNING, "%s: %s", reason, line)
 

@@ -100,8 +100,8 @@ def handle_stop_signals(
 ) -> Callable[[], None]:
     """Call `on_first` at the first stop signal and `on_second` at each later one; returns a function that ends this.
 
-    SIGHUP never counts as the second: the kernel and the shell both send it when a terminal closes. A process that was
-    told to ignore SIGHUP (`nohup`) still ignores it.
+    SIGHUP never counts as the second: the kernel and the shell both send it when a terminal closes. A process
+    that began with SIGHUP ignored (`nohup`) still ignores it.
     """
     received: list[int] = []
 

@@ -1,6 +1,6 @@
 """Peers that lie: they send false contributions, or train falsely.
 
-Of a delta x, with the deltas of the honest peers at hand (colluding liars know them all):
+Of a delta x, given the deltas of the honest peers (colluding liars know them all):
 
     sign-flip       -x                        scale10, scale1000   10 x, 1000 x
     zero            0                         random               noise of the same norm

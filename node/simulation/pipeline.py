@@ -355,7 +355,7 @@ class PipelineWorld(StageWorld):
     # Records.
 
     def publish(self) -> None:
-        """Let all peers see the present ones a little later, once for all that changes meanwhile."""
+        """Let all peers see the present ones a little later; changes until then share one event."""
         if not self._is_publishing:
             self._is_publishing = True
             self.clock.schedule(self.network.latency, self._show)

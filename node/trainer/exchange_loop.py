@@ -324,7 +324,7 @@ class ExchangeLoop(ABC):
         self._reported_at = now
 
     def add_measurements(self, progress: TrainerProgress) -> TrainerProgress:
-        """Return the progress with what a subclass measures besides."""
+        """Return the progress, to which a subclass adds its own measurements."""
         return progress
 
     def _save(self) -> None:

@@ -166,7 +166,7 @@ class AggregationRule(ABC):
 
     @property
     def state_range(self) -> tuple[float, float]:
-        """Return the least and the largest value of that state, beside the range of all slots."""
+        """Return the least and the largest value of that state, in addition to the range of all slots."""
         return 0.0, math.inf
 
     @property

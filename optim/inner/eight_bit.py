@@ -38,7 +38,7 @@ BLOCK: Final = 256
 DEVICE_SLAB: Final = 1 << 24  # values of a slab on an accelerator
 FIRST_CODES, FIRST_SCALES = "first_codes", "first_scales"
 SECOND_CODES, SECOND_SCALES = "second_codes", "second_scales"
-SMALL_FIRST, SMALL_SECOND = "small_first_moment", "small_second_moment"  # of all that is no matrix
+SMALL_FIRST, SMALL_SECOND = "small_first_moment", "small_second_moment"  # of the parameters that are not matrices
 
 DROPPED: Final = 20  # bits of an fp32 mantissa that a code lacks
 ONE: Final = 127 << 3  # the upper bits of 1.0
@@ -174,7 +174,7 @@ def _step_factors(step: InnerStep) -> tuple[float, float]:
 
 
 def _step_rest(weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
-    """Apply AdamW to what is no matrix, with moments in fp32."""
+    """Apply AdamW to all parameters that are not matrices, with moments in fp32."""
     stop = used = 0
     for start, end in (*step.matrix_spans, (weights.numel(), weights.numel())):
         if stop < start:

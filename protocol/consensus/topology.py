@@ -200,8 +200,8 @@ class PatientAllGather(AllGather):
 class Butterfly(Topology):
     """A reduce-scatter and an all-gather: reducers sum each part, and every peer fetches the sums.
 
-    `reducers_per_part`: so many peers sum each part independently and have to agree, if that many contribute. One is
-    enough where the peers trust one another.
+    `reducers_per_part`: number of peers that sum each part independently and have to agree, if enough contribute. One
+    is enough where the peers trust one another.
     """
 
     kind: ClassVar[str] = "butterfly"

@@ -119,11 +119,11 @@ class Manifest(Section):
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def source_weights(self, rounds: int, tokens: int) -> tuple[float, ...]:
-        """Return the weights of the sources of text after so many rounds and tokens."""
+        """Return the weights of the sources of text after `rounds` and `tokens`."""
         return self.data.weights_at(self.target.progress(rounds, tokens), tokens)
 
     def rate_factor(self, rounds: int, tokens: int) -> float:
-        """Return the factor of the final anneal after so many rounds and tokens, which all peers know."""
+        """Return the factor of the final anneal after `rounds` and `tokens`, which all peers know."""
         return self.anneal.rate_factor(self.target.progress(rounds, tokens))
 
     @property

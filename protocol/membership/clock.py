@@ -48,7 +48,7 @@ class SwarmClock:
         self.offset = 0.0
 
     def count_only(self, voters: frozenset[PeerId], contacts: frozenset[PeerId]) -> None:
-        """Count the clocks of voters only, or of contacts while there is no voter."""
+        """Count the clocks of voters only, or of contacts while nobody has a vote."""
         counted = voters or contacts
         if voters and self._voters_known_at is None:
             self._voters_known_at = self.local()

@@ -68,7 +68,7 @@ class NewcomerQuota:
         }
 
     def try_take(self, sender: PeerId, origin: Origin, known_count: int, now: float) -> bool:
-        """Return whether one more unknown key may be learned from this sender, beside `known_count` known ones."""
+        """Return whether one more unknown key may be learned from this sender, given `known_count` known ones."""
         return known_count < UNLIMITED_KEYS or self._buckets[origin].charge(sender, now) is None
 
 

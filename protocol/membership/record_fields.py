@@ -36,7 +36,7 @@ MAX_FIELD_BYTES: Final = 1024
 RANDOM_BITS: Final = 22  # of a start id, below its milliseconds
 Listing = TypeVar("Listing", bound=Message)
 DOUBLE_BYTES: Final = 8
-MAX_MORE_STAGES: Final = 7  # in one record, beside its own
+MAX_MORE_STAGES: Final = 7  # in one record, in addition to its own
 MAX_KEPT_STATES: Final = 8  # in one record
 NAME_BYTES = 8
 ROLES = ("trainer", "observer")
@@ -69,7 +69,7 @@ def require_head(entry: wire.KeptState | wire.ServedStage) -> None:
 
 
 def require_order(stages: Sequence[int], most: int) -> None:
-    """Raise MalformedError unless there are at most so many stages, each once and in ascending order."""
+    """Raise MalformedError unless there are at most `most` stages, each once and in ascending order."""
     if len(stages) > most or list(stages) != sorted(set(stages)):
         raise MalformedError("stages that are too many or not in their order")
 

@@ -37,7 +37,7 @@ DAEMON_BASE_BYTES = 1_000_000_000  # daemon and p2pd without a model
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check; `mend` says how to fix it."""
+    """The result of one check; `mend` gives the repair."""
 
     check: str
     level: Level

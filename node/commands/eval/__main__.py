@@ -1,4 +1,4 @@
-"""`python -m node.commands.eval FOLDER [TASK...]`: evaluate the newest model in a folder beside other work.
+"""`python -m node.commands.eval FOLDER [TASK...]`: evaluate the newest model in a folder during other work.
 
 The process is the first one that the kernel ends when memory is short.
 """

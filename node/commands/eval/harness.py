@@ -1,6 +1,7 @@
 """Our own model as one of lm-eval's, and its tasks. It needs the package lm-eval.
 
-A task is code: a YAML file may name Python functions beside it. So `murmur eval` runs only tasks that its user names.
+A task is code: a YAML file may name Python functions in its folder. So `murmur eval` only runs tasks
+that its user names.
 """
 
 import contextlib

@@ -322,7 +322,7 @@ def window_of(work: Workload, kinds: Sequence[PeerKind], placement: Placement, r
 
 
 def window_fraction(filling: float, is_unequal: bool) -> float:
-    """Return the fraction of ideal for so many microbatches for each one that can be busy or travel."""
+    """Return the fraction of ideal by the microbatches in flight for each one that can be busy or travel."""
     if filling < WINDOW_POINTS[0][0]:
         return WINDOW_POINTS[0][1] * filling
     too_large = _interpolate(TOO_LARGE_POINTS, filling) if is_unequal else 1.0

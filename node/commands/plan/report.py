@@ -30,7 +30,7 @@ from node.units import format_bytes, format_count, format_duration, format_plura
 
 POOR = 0.5  # below this, a limit is worth a warning, and `murmur host` and `murmur join` warn of the whole
 GOOD_WINDOW_FRACTION, GOOD_STEP_FRACTION, GOOD_BALANCE = 0.9, 0.8, 0.7
-GOOD_STEP_STAGES = 16  # so many microbatches for each stage before the last: 0.94
+GOOD_STEP_STAGES = 16  # microbatches for each stage before the last, which give 0.94
 
 
 def warnings_of(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -> list[str]:

@@ -168,7 +168,7 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     signed = load_run_file(source)
     manifest = signed.manifest
     if options.recipe is None:
-        require_program(manifest, signed.text)  # a fault in the file, told with its line
+        require_program(manifest, signed.text)  # a fault in the file is reported with its line
     require_our_loop(manifest)
     parse_options(MachineOptions, options.flags)  # report a mistake before a peer starts
     peers = options.peers or (manifest.run.min_peers if resumed else max(DEFAULT_PEERS, manifest.run.min_peers))

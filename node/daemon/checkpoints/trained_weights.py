@@ -21,7 +21,7 @@ from protocol.pipeline.stage import StageManifest
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """Weights of a run: flat fp32 (numel,), after so many rounds and `tokens`; `None` if nobody noted these."""
+    """Weights of a run: flat fp32 (numel,), after `rounds` and `tokens`; `None` if nobody noted these."""
 
     manifest: Manifest
     round: int

@@ -71,7 +71,7 @@ class OuterState:
     """The anchor and the slots of the outer optimizer; immutable.
 
     Slots are flat fp32 by name, of the anchor's size except for the method's scalars. `left_out` names the contributors
-    whom the method's rule left out of the round that led to the state, and why; it is not part of the state.
+    that the method's rule left out of the round that led to the state, and why; it is not part of the state.
     """
 
     anchor: Tensor
@@ -148,7 +148,7 @@ class PartSum(NamedTuple):
 class RoundCompute:
     """The computations on blobs for a round. Every method may take long: call it in a worker thread.
 
-    `rate_decay` gives the fraction of the learning rate that is left after so many outer steps, rounds and tokens.
+    `rate_decay` gives the fraction of the learning rate that is left after a number of outer steps, rounds and tokens.
     """
 
     def __init__(self, planner: RoundPlanner, store: BlobAccess, rate_decay: Callable[[int, int, int], float]) -> None:

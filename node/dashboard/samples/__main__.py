@@ -42,7 +42,7 @@ MAX_MEMORY_SHARE = 0.5  # of the free memory
 
 
 def choose_prompt(data: DataSection, base: Path) -> str:
-    """Return the first words of held-out text that is at hand as files; a fixed word for other sources.
+    """Return the first words of held-out text that is here as files; a fixed word for other sources.
 
     `base` is the folder of the manifest, to which paths are relative. Of several sources, that of the largest weight
     gives the words.

@@ -83,7 +83,7 @@ class Watchdog:
         return self.silent_seconds > max(MIN_STUCK_SECONDS, STUCK_FACTOR * self._longest_silence)
 
     def observe(self, heartbeat_count: int, now: float) -> None:
-        # While the daemon is suspended (a closed laptop, a stopped container), so is the trainer: that is no silence.
+        # While the daemon is suspended (a closed laptop, a stopped container), so is its trainer, which is not silent.
         elapsed = min(now - self._observed_at, 2 * WATCHDOG_SECONDS)
         self._observed_at = now
         self.silent_seconds += elapsed

@@ -1,7 +1,7 @@
 """Gaps between sorted positions as entropy-coded classes and plain low bits.
 
 A gap (0 between neighbours) below 8 is its own class; above, each octave is cut into four classes of equal width, whose
-members are told apart by plain bits. Among distributions with the same mean gap the geometric one has the most entropy,
+members differ by plain bits. Among distributions with the same mean gap the geometric one has the most entropy,
 and it is within 2.3 % of log2 C(n, k) for k >= 16 of n = 4096. Therefore the frequencies of the classes, counted over
 the payload, bring any set of positions, clustered or not, close to that bound or below it. Uniformly drawn positions
 need no table of frequencies: of the subsets of n positions, C(n - a, k) begin with a gap of at least a.
