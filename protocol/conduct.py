@@ -194,7 +194,7 @@ class Conduct:
         self.proofs: dict[PeerId, SignedMessage[Proof]] = {proof.body.culprit: proof for proof in proofs}
         self.found: dict[PeerId, Proof] = {}  # those that this peer found itself
         self.wrong_sums: dict[PeerId, int] = {}  # the round in which this peer computed another sum
-        self._convicted: set[PeerId] = set()  # by a majority of auditors
+        self._convicted: set[PeerId] = set()  # by the findings of two thirds of the voters
         self.serving = Strikes()
         self.leading = Strikes()
         self._led: Counter[PeerId] = Counter()
@@ -210,7 +210,7 @@ class Conduct:
         return any(peer in keys for keys in (self.proofs, self.found, self.wrong_sums, self._convicted))
 
     def convict(self, peer: PeerId) -> None:
-        """Exclude a peer whose contribution a majority of its auditors found to be other work than it says."""
+        """Exclude a peer whose work or finding two thirds of the voters contradict."""
         if peer != self._me and len(self.excluded) < MAX_EXCLUDED:
             self._convicted.add(peer)
 
@@ -224,6 +224,10 @@ class Conduct:
         """Strike a peer that does not serve what it announced in a round, or fails as an auditor or under audits."""
         if peer != self._me:
             self.serving.strike(peer, number, reason)
+
+    def clear(self, peer: PeerId) -> None:
+        """Let a peer count again that a strike set aside wrongly."""
+        self.serving.forgive([peer])
 
     def observe(self, message: SignedMessage[Any], number: int) -> list[Proof]:
         """Return the proofs that a message completes; `number` is that of the open round."""

@@ -1,11 +1,5 @@
-"""Convicted peers are excluded, those with a strike are not waited for, and a peer does neither to itself."""
+"""Convicted peers are excluded, and those with a strike count again once they are cleared."""
 
-from collections import Counter
-from types import SimpleNamespace
-from typing import Any
-
-from node.daemon.audits.auditor import Auditor
-from protocol.audits import AuditTracker, PeerStruck
 from protocol.conduct import Conduct
 from tests.node.small_run import PEERS
 
@@ -20,11 +14,9 @@ def test_convicted_peer_is_excluded() -> None:
     assert conduct.excluded == {LIAR}
 
 
-def test_peer_that_fails_under_audits_is_not_waited_for() -> None:
+def test_peer_that_is_cleared_is_waited_for_again() -> None:
     conduct, others = Conduct(ME), [peer.peer_id for peer in PEERS[:4]]
-    tracker = AuditTracker(ME)
-    tracker.open(0, [])
-    auditor: Any = SimpleNamespace(_conduct=conduct, _tracker=tracker, refusals=Counter())
-    Auditor._follow(auditor, [PeerStruck(LIAR, "audit: not served"), PeerStruck(ME, "audit: not served")])
-    assert conduct.serving.struck(1, others) == {LIAR: "audit: not served"} and not conduct.excluded
-    assert auditor.refusals == {"audit: not served": 2}
+    conduct.strike(LIAR, 0, "audit: doubted")
+    assert conduct.serving.struck(1, others) == {LIAR: "audit: doubted"} and not conduct.excluded
+    conduct.clear(LIAR)
+    assert conduct.serving.struck(1, others) == {}

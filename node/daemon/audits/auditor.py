@@ -23,16 +23,12 @@ from node.daemon.peers.replica_peers import ReplicaPeers
 from node.daemon.state.replica_state import ReplicaState
 from node.processes.workers import BackgroundTasks, FaultSink, run_module
 from node.step_settings import StepSettings, step_settings
+from protocol.audit_tracker import AuditTracker, Consequence, PeerCleared, PeerConvicted, PeerStruck, RepeatWork
 from protocol.audits import (
     Audit,
     AuditKey,
-    AuditTracker,
     Conditions,
-    Consequence,
     Finding,
-    PeerLied,
-    PeerStruck,
-    RepeatWork,
     SignedFinding,
     Verdict,
     WorkRecord,
@@ -125,14 +121,19 @@ class Auditor:
             match consequence:
                 case RepeatWork():
                     self._begin(consequence)
-                case PeerLied(peer, round_number):
-                    self.refusals["audit: lied"] += 1
+                case PeerConvicted(peer, offence, round_number):
+                    self.refusals[offence] += 1
                     self._conduct.convict(peer)
-                    logger.warning("auditors agree that %s lied about its work in round %d", peer, round_number)
+                    words = "its work" if offence == "audit: lied" else "the work of another"
+                    logger.warning("two thirds of the voters agree that %s lied about %s in round %d", peer, words,
+                                   round_number)  # fmt: skip
                 case PeerStruck(peer, reason):
                     self.refusals[reason] += 1
                     self._conduct.strike(peer, self._tracker.round, reason)
                     logger.info("a strike against %s: %s", peer, reason)
+                case PeerCleared(peer):
+                    self._conduct.clear(peer)
+                    logger.info("a larger panel takes the strike against %s back", peer)
 
     def _begin(self, order: RepeatWork) -> None:
         if order.audit.contribution.sender in self._conduct.excluded:

@@ -17,16 +17,12 @@ from node.step_settings import StepSettings, step_settings
 from node.trainer.ipc.channel import ContributionHeader
 from node.trainer.ipc.shared_memory import SharedLayout
 from protocol import murmur_pb2 as wire
+from protocol.audit_tracker import AuditTracker, Consequence, PeerConvicted, PeerStruck, RepeatWork
 from protocol.audits import (
     FINDING_KIND,
     Audit,
-    AuditTracker,
     Conditions,
-    Consequence,
     Finding,
-    PeerLied,
-    PeerStruck,
-    RepeatWork,
     SignedFinding,
     WorkRecord,
 )
@@ -161,7 +157,7 @@ class PeerAudits:
             match consequence:
                 case RepeatWork(audit, last_work):
                     self._repeat(audit, last_work)
-                case PeerLied(peer, round_number):
+                case PeerConvicted(peer, _, round_number):
                     self._shared.caught.setdefault(peer, round_number)
                 case PeerStruck(_, reason):
                     self._shared.struck[reason] += 1

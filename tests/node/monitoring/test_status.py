@@ -12,7 +12,8 @@ from node.monitoring.status import NodeStatus, RecoveredErrorKind, fetch_status
 from node.monitoring.status_reporter import REJECT_TEXTS
 from optim.aggregation.base import LeftOut
 from protocol.admission import Refusal
-from protocol.audits import VERDICTS, Offence
+from protocol.audit_tracker import Offence
+from protocol.audits import VERDICTS
 from protocol.blobs.server import _STATUS
 from protocol.consensus.events import RejectReason
 from protocol.errors import PeerFault, UnreachableError

@@ -15,9 +15,9 @@ def commit_after(head: ChainHead, peers: int = 6) -> Commit:
     return commit_of(head, blobs).body
 
 
-def audits_of(share: float = 1.0, peers: int = 6) -> tuple[Audit, ...]:
-    head = genesis_head(RUN_ID)
-    return draw_audits(commit_after(head, peers), b"c" * 32, share, ())
+def audits_of(share: float = 1.0, peers: int = 6, votes: bool = True) -> tuple[Audit, ...]:
+    commit = commit_after(genesis_head(RUN_ID), peers)
+    return draw_audits(commit, b"c" * 32, share, commit.by_sender if votes else ())
 
 
 def finding_of(audit: Audit, auditor: int | str, verdict: Verdict) -> SignedFinding:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from protocol.audits import PANEL, draw_audits, is_drawn
+from protocol.audit_tracker import PANELS
+from protocol.audits import draw_audits, is_drawn
 from protocol.consensus.chain import genesis_head
 from tests.node.small_run import PEERS, RUN_ID
 from tests.protocol.audits.panel import audits_of, commit_after
@@ -37,17 +38,24 @@ def test_auditors_are_other_contributors_and_evenly_drawn() -> None:
     commit, counts = commit_after(genesis_head(RUN_ID)), Counter[str]()
     for number in range(1000):
         for audit in draw_audits(commit, digest(number), 1.0, ()):
-            assert len(set(audit.auditors)) == PANEL and audit.contribution.sender not in audit.auditors
+            assert len(set(audit.auditors)) == 5 and audit.contribution.sender not in audit.auditors
             counts[audit.auditors[0]] += 1
     assert max(counts.values()) < 1.3 * min(counts.values())
 
 
 def test_only_voters_audit_where_there_are_any() -> None:
     commit = commit_after(genesis_head(RUN_ID))
-    voters = {peer.peer_id for peer in PEERS[:2]}
+    voters = frozenset(peer.peer_id for peer in PEERS[:2])
     audits = draw_audits(commit, digest(1), 1.0, voters)
     assert {peer for audit in audits for peer in audit.auditors} == voters
-    assert {len(audit.auditors) for audit in audits} == {1, 2}
+    assert {len(audit.auditors) for audit in audits} == {1, 2} and {audit.voters for audit in audits} == {voters}
+
+
+def test_all_voters_are_ranked_those_first_that_contributed() -> None:
+    commit, voters = commit_after(genesis_head(RUN_ID), 4), [peer.peer_id for peer in PEERS]
+    for audit in draw_audits(commit, digest(1), 1.0, voters):
+        assert {*audit.auditors, audit.contribution.sender} == set(voters)
+        assert {*audit.auditors[: PANELS[0]], audit.contribution.sender} == commit.by_sender.keys()
 
 
 def test_draw_follows_from_the_digest_after_the_commit() -> None:
