@@ -15,7 +15,7 @@ can always proceed, and no deadlock is possible.
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
@@ -271,8 +271,9 @@ class MicrobatchTable:
         """Add a task, and fetch the inputs that are not here."""
         key, size = task.key, self.needed_bytes(task)
         self.memory.take(key, size)
+        task, is_resumed = self._with_inputs_of_forward(task), self.has_forward(key)
         inputs = task.inputs.named()
-        if task.direction == "backward" and self.has_forward(key):
+        if task.direction == "backward" and is_resumed:
             inputs = {name: held for name, held in inputs.items() if name == "gradient"}
         entry = self.entries.setdefault(key, Entry(now, task.number))
         self.extend(task, now)
@@ -282,6 +283,16 @@ class MicrobatchTable:
             self.actions.append(FetchInputs(key, task.direction, work.token, tuple(inputs.items())))
         else:
             self.queue.append(work)
+
+    def _with_inputs_of_forward(self, task: Task) -> Task:
+        """Return a backward with the inputs of its forward, whatever it names itself: only those are here.
+
+        An honest owner names others if their maker has gone and a replay on another device has given other bits.
+        """
+        forward = self.find(task.key, "forward")
+        if task.direction == "forward" or forward is None or not self.has_forward(task.key):
+            return task
+        return replace(task, inputs=replace(forward.task.inputs, gradient=task.inputs.gradient))
 
     def extend(self, task: Task, now: float) -> None:
         """Extend the deadline of a microbatch to the deadline of this task, if that is later."""
@@ -294,9 +305,12 @@ class MicrobatchTable:
         self.actions.append(action)
 
     def finish(self, work: Work, outcome: Outcome) -> None:
-        """Keep the outcome of a task."""
+        """Keep the outcome of a task; a finished backward needs its forward no more."""
         self.unfinished.discard(work.token)
         work.outcome = outcome
+        if work.task.direction == "backward":
+            forward = self.entries[work.task.key].work.pop("forward", None)
+            self.unfinished.discard(forward.token if forward is not None else work.token)
 
     def fail(self, work: Work, outcome: Outcome) -> None:
         """Remove a task that cannot be computed; its outcome answers a late copy of the same request."""

@@ -257,7 +257,6 @@ class StageServer:
         self.table.finish(work, outcome)
         if task.direction == "backward":
             work.size = self.steps.size_after(work)
-            self.table.entries[task.key].work.pop("forward", None)
             self.table.free_unneeded(task.key)
         self.table.actions.append(SendOutcome(task.owner, outcome))
 

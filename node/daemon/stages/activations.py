@@ -58,8 +58,12 @@ class ActivationStore:
         self._holders: defaultdict[bytes, set[Key]] = defaultdict(set)
         self._held: defaultdict[Key, set[bytes]] = defaultdict(set)
 
-    def has(self, digest: bytes) -> bool:
-        return digest in self._slots
+    def has(self, blob: Blob) -> bool:
+        """Return whether a slot holds a blob. Raises MalformedError if the blob of that digest has another size."""
+        slot = self._slots.get(blob.digest)
+        if slot is not None and len(self.memory.slot(slot)) != blob.size:
+            raise MalformedError("an activation of that digest has another size")
+        return slot is not None
 
     def take_slot(self, kind: Kind) -> int:
         """Return a free slot to write into. Raises MemoryError if there is none."""
@@ -84,20 +88,29 @@ class ActivationStore:
 
     def take_over(self, key: Key, blob: Blob) -> None:
         """Move a fetched blob from the store into a slot, and hold it for a microbatch."""
-        if blob.digest not in self._slots:
+        if not self.has(blob):
             slot = self._fill_slot(blob, self.store.view(blob.digest))
             self.store.discard(blob.digest)
             self.store.lend(self.memory.slot(slot))
         self.hold(key, blob.digest)
 
-    def copy(self, key: Key, blob: Blob, content: Bytes) -> None:
-        """Copy a blob of another stage of this node into a slot, and hold it for a microbatch."""
-        if blob.digest not in self._slots:
+    def copy(self, key: Key, blob: Blob, content: Bytes | None) -> None:
+        """Copy a blob of another stage of this node into a slot, and hold it for a microbatch.
+
+        Raises MissingFileError without content, MalformedError for content of another size.
+        """
+        if content is None:
+            raise MissingFileError("no stage of this node holds the blob")
+        if not self.has(blob):
             self.store.lend(self.memory.slot(self._fill_slot(blob, content)))
         self.hold(key, blob.digest)
 
     def _fill_slot(self, blob: Blob, content: Bytes) -> int:
-        slot = self.take_slot("activation" if blob.size == self.memory.sizes.activation_bytes else "tokens")
+        """Write a blob into a slot of its size. Raises MalformedError if it has the size of no slot, or another one."""
+        sizes = self.memory.sizes
+        if len(content) != blob.size or blob.size not in (sizes.activation_bytes, sizes.token_bytes):
+            raise MalformedError("an activation of another size than its task says")
+        slot = self.take_slot("activation" if blob.size == sizes.activation_bytes else "tokens")
         self.memory.slot(slot)[:] = content
         self._slots[blob.digest] = slot
         return slot
@@ -108,6 +121,9 @@ class ActivationStore:
         self._held[key].add(digest)
 
     def slot_of(self, blob: Blob) -> int:
+        """Return the slot of a blob. Raises MissingFileError if no slot holds it, MalformedError for another size."""
+        if not self.has(blob):
+            raise MissingFileError("an input of the task is not here")
         return self._slots[blob.digest]
 
     def drop(self, key: Key, kept: Collection[Blob] = ()) -> None:
@@ -171,17 +187,14 @@ class ActivationFetcher:
 
     async def _fetch_one(self, key: Key, held: HeldBlob) -> bool:
         activations, blob = self.activations, held.blob
-        if activations.has(blob.digest):
-            activations.hold(key, blob.digest)
-            return True
-        if held.holder == self._directory.peer_id:
-            content = self._node.view(blob.digest)
-            if content is not None:
-                activations.copy(key, blob, content)
-            return content is not None
         try:
-            await self._download(held)
-            activations.take_over(key, blob)
+            if activations.has(blob):
+                activations.hold(key, blob.digest)
+            elif held.holder == self._directory.peer_id:
+                activations.copy(key, blob, self._node.view(blob.digest))
+            else:
+                await self._download(held)
+                activations.take_over(key, blob)
         except FETCH_ERRORS as error:
             logger.info("an activation of %s is missing: %s", held.holder, error)
             return False

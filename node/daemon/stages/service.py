@@ -6,8 +6,9 @@ from typing import Any
 
 import grpc
 
+from node.daemon.stages.refusals import as_fault
 from node.daemon.stages.stage_effects import NodeStages
-from protocol.errors import MalformedError, PeerFault
+from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
 from protocol.murmur_pb2 import (
@@ -64,13 +65,14 @@ class StagesService(StagesServicer):
 
     @asynccontextmanager
     async def _refusing_faults(self, context: Any) -> AsyncIterator[PeerId]:
-        """Yield the caller, if the run admits it; if the body raises its fault, record it and abort the call."""
+        """Yield the caller, if the run admits it; record an error that its request causes as its fault, and abort."""
         sender = UNKNOWN_CALLER
         try:
             sender = caller(context)
             self._node.admitted.require(sender)
             yield sender
-        except PeerFault as fault:
+        except Exception as error:
+            fault = as_fault(error)
             self._recorder.record_refusal(sender, fault)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(fault))
-            raise AssertionError("abort always raises") from fault
+            raise AssertionError("abort always raises") from error

@@ -8,11 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from node.daemon.inbox import Inbox
 from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.activations import ActivationFetcher, ActivationStore, NodeBlobs
 from node.daemon.stages.calls import StageCalls
+from node.daemon.stages.refusals import maker_of, refusing_errors
 from node.daemon.stages.stage_peers import served_stages, stage_peers
 from node.daemon.stages.stage_record import StageRecord, StageRecords
 from node.loop.stage_events import (
@@ -137,8 +139,13 @@ class StageEffects:
         self._inbox.post(event)
 
     def handle(self, event: StageEvent) -> None:
-        """Pass an event to the loop, and carry out its actions."""
-        for action in self.loop.handle(event, asyncio.get_running_loop().time()):
+        """Pass an event to the loop, and carry out its actions; an error that a peer's event causes is refused."""
+        actions: list[StageAction] = []
+        if isinstance(event, TaskAsked):
+            self._answer = Answer("refused", self.loop.life, self.loop.round)  # unless the loop answers it
+        with refusing_errors(self._directory, maker_of(event)):
+            actions = self.loop.handle(event, asyncio.get_running_loop().time())
+        for action in actions:
             self._run(action)
         if self.loop.is_resting and self.loop.is_drained:
             self._drained.set()
@@ -275,21 +282,22 @@ class StageEffects:
     # Actions.
 
     def _run(self, action: StageAction) -> None:
-        spawn = self._background.spawn
+        spawn = self._spawn
         match action:
             case owner_events.Ask(peer, task):
-                spawn(self._ask(peer, task))
-            case owner_events.Release():
-                spawn(self._release(action))
-            case server_events.FetchInputs():
-                spawn(self._fetch(action))
+                spawn(peer, partial(self._ask, peer, task), owner_events.AskFailed(peer, task, unreachable=False))
+            case owner_events.Release(peer, stage, serials):
+                spawn(peer, partial(self._release, action), owner_events.ReleaseFailed(peer, stage, serials))
+            case server_events.FetchInputs(key, direction, token, inputs):
+                missing = server_events.InputMissing(key, direction, token, inputs[0][0])
+                spawn(key.owner, partial(self._fetch, action), missing)
             case server_events.SendOutcome(owner, outcome):
-                spawn(self._tell(owner, outcome))
+                spawn(owner, partial(self._tell, owner, outcome))
             case server_events.Invite(owner):
-                spawn(self._invite(owner))
+                spawn(owner, partial(self._invite, owner))
             case SendStatement(peers, statement):
                 for peer in peers:
-                    spawn(self._state(peer, statement))
+                    spawn(peer, partial(self._state, peer, statement))
             case server_events.Drop(key, kept):
                 self.activations.drop(key, kept)
             case DropTokens(serial):
@@ -330,13 +338,30 @@ class StageEffects:
             case owner_events.WrongResult(peer):
                 self._directory.record_refusal(peer, MalformedError("a result of a wrong size"))
 
+    def _spawn(self, maker: PeerId, work: Callable[[], Awaitable[None]], failed: StageEvent | None = None) -> None:
+        """Run a task that depends on a peer; an error in it is refused, and the loop hears `failed`."""
+        self._background.spawn(self._refusing_errors(maker, work, failed))
+
+    async def _refusing_errors(
+        self, maker: PeerId, work: Callable[[], Awaitable[None]], failed: StageEvent | None
+    ) -> None:
+        with refusing_errors(self._directory, maker):
+            await work()
+            return
+        if failed is not None:
+            self.post(failed)
+
     def _compute(self, action: server_events.Compute) -> None:
+        """Let the trainer compute a task; one that cannot be computed here has an invalid result."""
         task, activations = action.task, self.activations
-        size = self.loop.settings.result_bytes(task.direction)
-        output = activations.take_slot("activation") if size else None
-        self._computing = action, output
-        slots = {name: activations.slot_of(held.blob) for name, held in task.inputs.named().items()}
-        self._order(ComputeStage.of(action, slots, output, self.loop.round))
+        with refusing_errors(self._directory, task.owner):
+            slots = {name: activations.slot_of(held.blob) for name, held in task.inputs.named().items()}
+            size = self.loop.settings.result_bytes(task.direction)
+            output = activations.take_slot("activation") if size else None
+            self._computing = action, output
+            self._order(ComputeStage.of(action, slots, output, self.loop.round))
+            return
+        self.post(server_events.Computed(task.key, task.direction, action.token, False, None, None, 0.0))
 
     def _order(self, command: StageCommand) -> None:
         """Queue a command for this start of the trainer; a restarted trainer ignores it."""

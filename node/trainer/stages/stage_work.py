@@ -275,21 +275,26 @@ class StageWork:
 
     def _read_windows(self, slot: int | None) -> Tensor:
         """Return tokens (B, T + 1) int64. Raises CodecError if one is not in the vocabulary."""
-        windows = self._read(slot).view(torch.int32).view(self._sequences, self._context + 1)
+        windows = (
+            self._read(slot, self._memory.sizes.token_bytes).view(torch.int32).view(self._sequences, self._context + 1)
+        )
         if bool(((windows < 0) | (windows >= self._vocabulary)).any()):
             raise CodecError("a token is not in the vocabulary")
         return windows.to(torch.int64)
 
     def _read_stream(self, slot: int | None) -> Tensor:
         """Return an activation or its gradient (B, T, S) in fp32 on the model's device. Raises CodecError."""
-        payload = self._read(slot).to(self._model.flat.device)
+        payload = self._read(slot, self._memory.sizes.activation_bytes).to(self._model.flat.device)
         return self._format.decode(payload, (self._sequences, self._context, self._stream_width))
 
-    def _read(self, slot: int | None) -> Tensor:
-        """Return the bytes of a slot as uint8."""
+    def _read(self, slot: int | None, size: int) -> Tensor:
+        """Return the bytes of a slot as uint8. Raises CodecError if a peer's blob of another size is there."""
         if slot is None:
             raise MalformedError("the daemon sent a stage task without one of its inputs")
-        return torch.frombuffer(self._memory.slot(slot), dtype=torch.uint8)
+        content = self._memory.slot(slot)
+        if len(content) != size:
+            raise CodecError(f"an input of {len(content)} bytes instead of {size}")
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def _write(self, slot: int, values: Tensor) -> None:
         """Write a tensor's values into a slot."""

@@ -1,0 +1,205 @@
+"""Hostile tasks end no node and leave no server waiting: the real activation store, fetcher and trainer of a stage."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.daemon.stages import stage_effects
+from node.daemon.stages.activations import ActivationStore
+from node.trainer.ipc.stage_messages import ComputeStage, StageComputed
+from node.trainer.stages.stage_work import StageWork
+from protocol.blobs.blob import Blob
+from protocol.pipeline.messages import HeldBlob, Inputs, Task
+from protocol.pipeline.microbatch_table import MicrobatchTable
+from protocol.pipeline.server_events import ReleasedBy
+from tests.node.daemon.stages.attacked_stage import HOLDER, ME, OWNER, STRANGER, AttackedStage
+
+TASKS = 300
+
+
+@contextmanager
+def raising_errors(recorder: object, maker: object) -> Iterator[None]:
+    """Let an error that a peer causes end the node."""
+    yield
+
+
+def without_boundary(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stage_effects, "refusing_errors", raising_errors)
+
+
+def without_inputs_of_forward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MicrobatchTable, "_with_inputs_of_forward", lambda self, task: task)
+
+
+def without_sizes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ActivationStore, "has", lambda self, blob: blob.digest in self._slots)
+
+
+async def attack_with_other_inputs(stage: AttackedStage) -> None:
+    """Ask for a forward of one activation, and then for its backward with another one."""
+    last = stage.manifest.stage == 2
+    first, other = stage.activation(1), stage.activation(2)
+    second = stage.tokens(3) if last else stage.activation(3)
+    for serial in range(2):
+        stage.node.answer(stage.task(serial, "forward", first, second if last else None))
+        await stage.settle()
+        stage.node.answer(stage.task(serial, "backward", other, second))
+        await stage.settle()
+
+
+async def is_working(stage: AttackedStage) -> bool:
+    """Return whether an honest owner's microbatch passes through the stage."""
+    last = stage.manifest.stage == 2
+    before, after = stage.activation(10), stage.tokens(11) if last else stage.activation(11)
+    for direction in ("forward", "backward"):
+        second = after if last or direction == "backward" else None
+        stage.node.answer(stage.task(77, direction, before, second, OWNER))
+        await stage.settle()
+    return stage.inbox._fault is None and stage.statuses(OWNER) == ["done", "done"]
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["middle", "last"])
+async def test_backward_takes_its_inputs_from_its_forward(tmp_path: Path, number: int) -> None:
+    stage = AttackedStage(tmp_path, number)
+    await attack_with_other_inputs(stage)
+    assert await is_working(stage)
+    assert stage.statuses(STRANGER) == ["done"] * 4, "with the activation of its forward"
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["middle", "last"])
+async def test_old_rules_let_a_backward_with_other_inputs_end_the_node(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    without_inputs_of_forward(monkeypatch)
+    without_boundary(monkeypatch)
+    stage = AttackedStage(tmp_path, number)
+    await attack_with_other_inputs(stage)
+    assert not await is_working(stage) and stage.inbox._fault is not None
+
+
+async def test_missing_input_is_an_invalid_task_of_its_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The boundary holds by itself."""
+    without_inputs_of_forward(monkeypatch)
+    stage = AttackedStage(tmp_path)
+    await attack_with_other_inputs(stage)
+    assert stage.statuses(STRANGER) == ["done", "invalid"] * 2
+    assert {peer for peer, _ in stage.directory.refused} == {STRANGER} and len(stage.directory.refused) == 2
+    assert stage.stage._computing is None and await is_working(stage)
+
+
+async def attack_with_other_size(stage: AttackedStage) -> None:
+    """Name tokens that are here as an activation, and as the activation of another stage of the node."""
+    tokens = stage.tokens(1)
+    stage.node.answer(stage.task(0, "forward", stage.activation(2), tokens))
+    await stage.settle()
+    false = Blob(tokens.digest, stage.sizes.activation_bytes)
+    stage.node.answer(stage.task(1, "forward", false, tokens))
+    await stage.settle()
+    task = stage.task(1, "backward", false, tokens)
+    stage.node.answer(task)
+    own = replace(task, serial=2, inputs=Inputs(HeldBlob(false, ME), task.inputs.tokens))
+    stage.node.answer(own)
+    await stage.settle()
+
+
+async def test_blob_of_another_size_is_missing(tmp_path: Path) -> None:
+    stage = AttackedStage(tmp_path, 2)
+    free = stage.free_slots
+    await attack_with_other_size(stage)
+    assert stage.statuses(STRANGER) == ["done"] + ["missing"] * 3
+    assert await is_working(stage)
+    stage.inbox.post(ReleasedBy(STRANGER, (0, 1, 2)))
+    stage.inbox.post(ReleasedBy(OWNER, (77,)))
+    assert stage.free_slots == free
+
+
+async def test_old_rule_gives_the_trainer_a_slot_of_another_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the trainer finds it now, where it used to view the slot as an activation."""
+    without_sizes(monkeypatch)
+    faults: list[str] = []
+    compute = StageWork.compute
+
+    def note(self: StageWork, command: ComputeStage) -> StageComputed:
+        done = compute(self, command)
+        faults.append(done.fault)
+        return done
+
+    monkeypatch.setattr(StageWork, "compute", note)
+    stage = AttackedStage(tmp_path, 2)
+    await attack_with_other_size(stage)
+    assert "wrong input" in faults
+
+
+class HostileTasks:
+    """Random tasks from a few blobs, most of them well known, of true and false sizes and holders."""
+
+    def __init__(self, stage: AttackedStage, seed: int) -> None:
+        self.stage = stage
+        self.draw = random.Random(f"hostile {seed}")
+        sizes = stage.sizes.activation_bytes, stage.sizes.token_bytes
+        known = [stage.activation(1), stage.activation(2), stage.tokens(3), stage.tokens(4)]
+        known += [stage.shelf.put(bytes([255]) * size) for size in sizes]
+        known += [Blob(bytes([9]) * 32, size) for size in sizes]
+        self.blobs = [*known, *(Blob(blob.digest, size) for blob in known for size in sizes)]
+
+    def make(self) -> Task:
+        draw, stage = self.draw, self.stage
+        direction = draw.choice(["forward", "backward"])
+        task = stage.task(draw.randrange(6), direction, draw.choice(self.blobs), None, draw.choice([STRANGER, ME]))
+        inputs: dict[str, HeldBlob] = {}
+        for name, size in stage.loop.settings.input_bytes(task.direction).items():
+            fitting = [blob for blob in self.blobs if blob.size == size or draw.random() < 0.02]
+            inputs[name] = HeldBlob(draw.choice(fitting), draw.choice([HOLDER, ME, STRANGER]))
+        return replace(
+            task,
+            inputs=Inputs(**inputs),
+            attempt=draw.randrange(3),
+            replay=draw.random() < 0.3,
+            number=draw.choice([None, 1]),
+        )
+
+
+async def fuzz(stage: AttackedStage, seed: int) -> None:
+    tasks = HostileTasks(stage, seed)
+    for _ in range(TASKS):
+        stage.node.answer(tasks.make())
+        if tasks.draw.random() < 0.5:
+            await stage.settle()
+        if tasks.draw.random() < 0.1:
+            stage.node.release(STRANGER, stage.manifest.run_id, tuple(tasks.draw.sample(range(6), 3)))
+        if tasks.draw.random() < 0.05:
+            stage.see_owners(OWNER, *([STRANGER] if tasks.draw.random() < 0.5 else []))
+    await stage.settle()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_tasks_neither_end_nor_wedge_a_stage(tmp_path: Path, seed: int) -> None:
+    stage = AttackedStage(tmp_path, 1 + seed % 2, ("fp32", "int8")[seed % 3 == 0])
+    free = stage.free_slots
+    await fuzz(stage, seed)
+    unexpected = [fault for _, fault in stage.directory.refused if "causes an error" in str(fault)]
+    assert stage.inbox._fault is None and not unexpected
+    assert {"done", "missing"} <= set(stage.statuses(STRANGER)), "the fuzz reaches all ends"
+    for peer in (STRANGER, ME):
+        stage.node.release(peer, stage.manifest.run_id, tuple(range(6)))
+    await stage.settle()
+    assert await is_working(stage)
+    stage.node.release(OWNER, stage.manifest.run_id, (77,))
+    assert stage.loop.server is not None and stage.loop.server.table.memory.used == 0
+    assert not stage.loop.server.table.unfinished and stage.free_slots == free
+
+
+async def test_fuzz_finds_the_old_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    without_boundary(monkeypatch)
+    without_inputs_of_forward(monkeypatch)
+    stage = AttackedStage(tmp_path, 1)
+    await fuzz(stage, 0)
+    assert stage.inbox._fault is not None
