@@ -1,6 +1,6 @@
 """Fetch the newest state of a run from its peers or its host, for `murmur export`, `generate` and `eval`.
 
-The state is found and checked as a host does it (`node.daemon.stored_states.state_store`). Once it has arrived, the
+The state is found and proven as a host does it (`node.daemon.stored_states.state_store`). Once it has arrived, the
 commits and the peers of the run are not needed, so the node is a temporary one with a new key.
 
 The stages of a pipeline continue while their states travel, and do not wait for us. So the first downloads show how
@@ -124,7 +124,7 @@ def fetch_weights(
             base=invitation.base or Path(folder),
             folder=Path(folder),
             more_peers=(*peers, *invitation.peers),
-        )
+        ).model_copy(update={"trust": invitation.trust, "requires_trust": False})
         return asyncio.run(_fetch_weights(options)), tokenizer, invitation
 
 

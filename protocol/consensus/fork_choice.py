@@ -79,10 +79,17 @@ class ChainOffer:
         """Return the electorate after the last commit."""
         return self.log.electorates[-1]
 
+    def state_at(self, head: ChainHead) -> Digest:
+        """Return the state that the chain names at one of its heads; empty if it names none there."""
+        return dict(zip((each.digest for each in self.heads), self._states, strict=True)).get(head.digest, b"")
+
+    @property
+    def _states(self) -> list[Digest]:
+        return [*(entry.certificate.basis.state for entry in self.log.commits), self.state]
+
     def is_passed_by(self, trust: TrustPoint) -> bool:
         """Return whether the chain passes through a trust point."""
-        states = [*(entry.certificate.basis.state for entry in self.log.commits), self.state]
-        along = zip(self.heads, states, self.log.electorates, strict=True)
+        along = zip(self.heads, self._states, self.log.electorates, strict=True)
         points = (TrustPoint.of(head.round, head.digest, state, voters.digest) for head, state, voters in along)
         return any(point == trust for point in points)
 

@@ -187,7 +187,7 @@ async def ask_for_word(
 
 
 async def ask_contacts(reader: ChainReader, contacts: Sequence[PeerId], offer: ChainOffer) -> bool | None:
-    """Return whether most of the contacts that answer are on a chain; None if none answers."""
+    """Return whether most of the contacts that answer are on a chain, and name no other state; None if none answers."""
     asked = contacts[:MAX_ASKED_CONTACTS]
     words = await asyncio.gather(*(_ask_contact(reader, contact, offer) for contact in asked))
     answered = [word for word in words if word is not None]
@@ -197,12 +197,14 @@ async def ask_contacts(reader: ChainReader, contacts: Sequence[PeerId], offer: C
 async def _ask_contact(reader: ChainReader, contact: PeerId, offer: ChainOffer) -> bool | None:
     try:
         shown = await reader.read(contact, max(0, offer.head.round - WORD_ROUNDS))
-        theirs = ChainOffer(shown.log, shown.head)
+        theirs = ChainOffer(shown.log, shown.head, shown.state.digest if shown.state is not None else b"")
     except (UnreachableError, PeerFault):
         return None
     if theirs.head.round == 0:
         return None
-    return _agree(theirs, offer) or _agree(offer, theirs)
+    if _agree(theirs, offer):
+        return not offer.state or theirs.state_at(offer.head) in (offer.state, b"")
+    return _agree(offer, theirs)
 
 
 def _continues(own: ChainHead, shown: ShownChain) -> bool:

@@ -154,7 +154,7 @@ def choose_state(
     snapshot: SwarmSnapshot,
     own: ChainHead | None,
     voters: frozenset[PeerId] = frozenset(),
-    avoided: Collection[Digest] = (),
+    avoided: Collection[tuple[ChainHead, Digest]] = (),
 ) -> StateOffer | None:
     """Return the best state that enough peers report; `None` if it is not better than our own.
 
@@ -163,15 +163,16 @@ def choose_state(
         snapshot: the peers.
         own: the head of the state that we hold.
         voters: the voters that we know; while one of them is live, only voters count.
-        avoided: the digests of heads that no peer could prove recently.
+        avoided: heads and states that no peer could prove recently; the peers that name them are no witnesses.
     """
-    known = {peer: state for peer, state in snapshot.peers.items() if peer != rules.peer_id and _has_state(state)}
+    others = {peer: state for peer, state in snapshot.peers.items() if peer != rules.peer_id and _has_state(state)}
+    known = {peer: state for peer, state in others.items() if (state.head, state.state) not in avoided}
     trainers = {peer: state for peer, state in known.items() if state.is_trainer}
     witnesses = {peer: state for peer, state in trainers.items() if peer in voters} or trainers or known
     is_safe = len(witnesses) < 3 and not (own is not None and rules.is_final(own))
     counts = Counter(state.head for state in witnesses.values() if state.head is not None)
     heads = [head for head, count in counts.items() if count >= (1 if is_safe else 2)]
-    better = [head for head in heads if head.digest not in avoided and (own is None or head.tokens > own.tokens)]
+    better = [head for head in heads if own is None or head.tokens > own.tokens]
     for head in sorted(better, key=lambda head: (head.tokens, head.digest), reverse=True):
         at_head = {peer: state for peer, state in witnesses.items() if state.head == head}
         if (state := _agreed_state(at_head, rules.has_one_state)) is not None:

@@ -1,8 +1,9 @@
 """Store the newest state of a run, or of one stage, without training it, and serve it to peers that come back.
 
-The store fetches the state that most trainers report, checks it against their digest, and saves it as a checkpoint. It
-fetches the final state at once, and others so rarely that they take a small share of its link. Its peer record names
-the state that it holds, so newcomers, and peers that return after all others have left, can fetch it here.
+The store fetches the state that most trainers report, once the chain to it is certified and something confirms the
+state (`node.loop.peers.state_votes`), and saves it as a checkpoint. It fetches the final state at once, and others so
+rarely that they take a small share of its link. Its peer record names the state that it holds, so newcomers, and peers
+that return after all others have left, can fetch it here. Commands that fetch a model once do so by the same path.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from node.daemon.stored_states.state_folder import ReportedLoss, StateFolder, St
 from node.disk_budget import DiskRoom
 from node.from_manifest import build_program, topology_class
 from node.loop.peers.catch_up import MAX_VANISHED_STATES
+from node.loop.peers.state_votes import StateEvidence, StateVotes, is_state_confirmed
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
 from node.run_dir import RunDir
@@ -34,13 +36,14 @@ from node.units import format_bytes
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
 from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog
-from protocol.consensus.fork_choice import ChainOffer, LocalEvidence, judge
+from protocol.consensus.fork_choice import ChainOffer, LocalEvidence, is_certified, judge
 from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import GoneError, MissingFileError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.pipeline.stage import stage_of
+from protocol.signing import TrustPoint
 from protocol.steering import RevisionLog
 from protocol.tasks import cancel_and_wait
 
@@ -55,7 +58,10 @@ DISK_RETRY_SECONDS = 60.0
 MIN_FETCH_SECONDS = 60.0  # for a download, plus its size / MIN_BYTES_PER_SECOND
 MIN_BYTES_PER_SECOND = 125_000
 MAX_CHAIN_SOURCES = 3
-AVOID_SECONDS = 30.0  # for a head that no peer could prove
+AVOID_SECONDS = 30.0  # for a state that no peer could prove
+UNSHOWN_SECONDS = 5.0  # for one to which no peer showed the chain, which may be the network's fault
+CONFIRM_SECONDS = 8.0  # for the next certificate, or the voters, to name a state
+ASK_AGAIN_SECONDS = 0.5
 MAX_REQUESTS = 32  # pieces in memory, of one download
 STATES_ON_DISK = 5  # two blobs and three checkpoints while a state is replaced
 
@@ -69,7 +75,8 @@ class StateSources:
     """The peers from which a store fetches, and the means to reach them.
 
     `reader` requests the commits that lead to a state; `contacts` are the peers that the user named;
-    `recently_requested` returns the blobs that peers are downloading from us.
+    `recently_requested` returns the blobs that peers are downloading from us; `trust` is a point of the run for which
+    the user or the organiser vouches.
     """
 
     admitted: AdmittedPeers
@@ -77,6 +84,7 @@ class StateSources:
     reader: ChainReader
     contacts: tuple[PeerId, ...]
     recently_requested: Callable[[], Collection[bytes]]
+    trust: TrustPoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +101,21 @@ class StorePlan:
 
 
 class FetchedState(NamedTuple):
-    """A state and the head of its chain, which most trainers report; no certificate was checked."""
+    """A state that something confirms, and the head of its certified chain."""
 
     head: ChainHead
     blob: Blob
+
+
+class ProvenChain(NamedTuple):
+    """A certified chain to a state, the word of the contacts about it, and the state that its next certificate names.
+
+    `named` is None while the chain ends there.
+    """
+
+    chain: ChainOffer
+    word: bool | None
+    named: Digest | None
 
 
 class StateStore:
@@ -127,7 +146,7 @@ class StateStore:
         self._name = "state" if self._stage is None else f"state of stage {self._stage}"
         self._rules = ChoiceRules(sources.admitted.directory.peer_id, has_one_state, self.steering.is_final)
         self._next_fetch_at = 0.0
-        self._avoided: dict[Digest, float] = {}  # heads that no peer could prove, and until when
+        self._avoided: dict[tuple[ChainHead, Digest], float] = {}  # no peer could prove them; the end of the pause
         self._validation = ReportedLoss()
 
     @property
@@ -161,6 +180,7 @@ class StateStore:
         if kept is not None:
             self.blob, self._validation = kept.blob, kept.validation
             self.chain.switch_to(kept.head, kept.log)
+            self._sources.admitted.learn(self._stage, self.chain.electorate)
             logger.info("holding the %s of round %d", self._name, kept.head.round)
 
     async def run(self) -> None:
@@ -189,11 +209,20 @@ class StateStore:
         return states_at(self._sources.admitted.records(), self._stage)
 
     def _choose(self) -> StateOffer | None:
+        """Return the best state; after a refusal in a run whose voters we do not know, one that the contacts name.
+
+        Keys cost nothing there, so strangers could name one invented head after the other.
+        """
         snapshot = SwarmSnapshot(self._states())
         now = time.monotonic()
-        self._avoided = {digest: until for digest, until in self._avoided.items() if until > now}
-        own = self.chain.head if self.blob else None
-        return choose_state(self._rules, snapshot, own, self.chain.electorate.voters, self._avoided)
+        self._avoided = {state: until for state, until in self._avoided.items() if until > now}
+        own, voters = self.chain.head if self.blob else None, self.chain.electorate.voters
+        if self._avoided and not voters:
+            named = snapshot.peers.keys() & set(self._sources.contacts)
+            known = SwarmSnapshot({peer: snapshot.peers[peer] for peer in named})
+            if offer := choose_state(self._rules, known, own, voters, self._avoided):
+                return offer
+        return choose_state(self._rules, snapshot, own, voters, self._avoided)
 
     def _note_validation(self) -> None:
         """Repeat the newest validation loss in our record, for observers that come when no trainer is left."""
@@ -210,22 +239,34 @@ class StateStore:
         )
 
     async def fetch_newest(self, find_seconds: float) -> FetchedState:
-        """Fetch the newest state once, without storing it as a host does.
+        """Fetch the newest state that can be proven once, without storing it as a host does.
 
-        Raises UnreachableError if no peer that holds a state is found in time, or the state cannot be fetched.
+        Raises UnreachableError if no peer that holds one is found in time, or the state cannot be fetched.
         """
-        began = time.monotonic()
-        while (offer := self._choose()) is None:
-            if time.monotonic() - began > find_seconds:
-                raise UnreachableError("no peer or host of the run that holds its state answers; try again later")
-            await asyncio.sleep(CHOICE_SECONDS)
-        for _ in range(MAX_VANISHED_STATES):
+        began, vanished = time.monotonic(), 0
+        fault = "no peer or host of the run that holds its state answers"
+        while vanished < MAX_VANISHED_STATES:
+            offer = self._choose()
             try:
-                return FetchedState(offer.head, await self._fetch(offer))
+                if offer is not None:
+                    chain, blob = await self._fetch_both(offer)
+                    return FetchedState(chain.head, blob)
             except GoneError:  # the peers have a newer one
-                await asyncio.sleep(CHOICE_SECONDS)
-                offer = self._choose() or offer
+                began, vanished = time.monotonic(), vanished + 1
+            except (UnreachableError, PeerFault) as error:
+                if not self._is_avoided(offer):
+                    raise
+                fault = f"no peer proves the state that it names ({error})"
+            if time.monotonic() - began > find_seconds:
+                raise UnreachableError(f"{fault}; try again later")
+            await asyncio.sleep(CHOICE_SECONDS)
         raise UnreachableError("the state of the run changes faster than it can be fetched; try again later")
+
+    def _is_avoided(self, offer: StateOffer | None) -> bool:
+        return offer is not None and (offer.head, offer.state) in self._avoided
+
+    def _avoid(self, offer: StateOffer, seconds: float) -> None:
+        self._avoided[offer.head, offer.state] = time.monotonic() + seconds
 
     async def _keep(self, offer: StateOffer) -> None:
         """Fetch and save a state; after a failure, log the reason and try again later."""
@@ -240,8 +281,6 @@ class StateStore:
             await asyncio.sleep(DISK_RETRY_SECONDS)
         except (UnreachableError, PeerFault, MissingFileError) as error:
             logger.info("cannot keep the state of round %d: %s", offer.head.round, error)
-            if isinstance(error, UncertifiedError):
-                self._avoided[offer.head.digest] = time.monotonic() + AVOID_SECONDS
             await asyncio.sleep(CHOICE_SECONDS if isinstance(error, GoneError) else RETRY_SECONDS)
         else:
             self._adopt(kept)
@@ -251,9 +290,10 @@ class StateStore:
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
 
     async def _fetch_both(self, offer: StateOffer) -> tuple[ChainOffer, Blob]:
-        """Return the verified chain and the state.
+        """Return the certified chain and the confirmed state: the only way by which a state comes to this node.
 
-        The state is requested at once, because its holders keep it from the first request on.
+        The state is requested at once, because its holders keep it from the first request on. One that cannot be proven
+        is avoided for a while, so that the next choice is another.
 
         Raises StorageError if the disk has no room, and the errors of the downloads.
         """
@@ -261,9 +301,44 @@ class StateStore:
             await self._plan.room.require(STATES_ON_DISK * self.folder.state_bytes)
         fetch = asyncio.create_task(self._fetch(offer), name="fetch state")
         try:
-            return await self._fetch_chain(offer), await fetch
+            return await self._prove(offer), await fetch
         finally:
             await cancel_and_wait((fetch,))
+
+    async def _prove(self, offer: StateOffer) -> ChainOffer:
+        """Return the certified chain to a state, as soon as something confirms the state."""
+        try:
+            return await self._wait_for_proof(offer)
+        except UncertifiedError:
+            self._avoid(offer, AVOID_SECONDS)
+            raise
+        except UnreachableError:
+            self._avoid(offer, UNSHOWN_SECONDS)
+            raise
+
+    async def _wait_for_proof(self, offer: StateOffer) -> ChainOffer:
+        ends, votes = time.monotonic() + CONFIRM_SECONDS, StateVotes(self._rules.peer_id)
+        while True:
+            votes.record(SwarmSnapshot(self._states()))
+            proven = await self._fetch_chain(offer)
+            if self._is_confirmed(offer, proven, votes):
+                return proven.chain
+            if proven.named is not None:
+                raise UncertifiedError(f"the certificate of round {offer.head.round} names another state")
+            if time.monotonic() > ends:
+                raise UncertifiedError(
+                    f"neither a certificate nor the voters name the state of round {offer.head.round}"
+                )
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+
+    def _is_confirmed(self, offer: StateOffer, proven: ProvenChain, votes: StateVotes) -> bool:
+        if not self._rules.has_one_state:
+            return True
+        if proven.named is not None:
+            return proven.named == offer.state
+        trainers = SwarmSnapshot(self._states()).trainers - {self._rules.peer_id}
+        evidence = StateEvidence(votes, trainers, self._sources.trust, proven.word)
+        return is_state_confirmed(proven.chain, offer.state, evidence)
 
     async def _fetch(self, offer: StateOffer) -> Blob:
         """Download the state; pieces that an earlier attempt or process has left are used."""
@@ -278,13 +353,14 @@ class StateStore:
         await self._sources.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
         return blob
 
-    async def _fetch_chain(self, offer: StateOffer) -> ChainOffer:
-        """Return the verified chain to a state, from one of its holders.
+    async def _fetch_chain(self, offer: StateOffer) -> ProvenChain:
+        """Return the certified chain to a state, from one of its holders; contacts and voters are asked first.
 
         Raises UnreachableError if no holder shows it, UncertifiedError if its certificates do not suffice.
         """
-        live = self._sources.admitted.records()
-        for peer in [peer for peer in offer.holders if peer in live][:MAX_CHAIN_SOURCES]:
+        live, first = self._sources.admitted.records(), {*self._sources.contacts, *self.chain.electorate.voters}
+        holders = [peer for peer in offer.holders if peer in live]
+        for peer in sorted(holders, key=lambda peer: peer not in first)[:MAX_CHAIN_SOURCES]:
             try:
                 return await self._read_chain(peer, offer)
             except UncertifiedError:
@@ -293,7 +369,7 @@ class StateStore:
                 logger.info("%s does not show the chain to round %d: %s", peer, offer.head.round, error)
         raise UnreachableError(f"no peer shows the chain to round {offer.head.round}")
 
-    async def _read_chain(self, peer: PeerId, offer: StateOffer) -> ChainOffer:
+    async def _read_chain(self, peer: PeerId, offer: StateOffer) -> ProvenChain:
         """Read and verify the last commits of a peer's chain. Raises PeerFault unless they lead to the state."""
         start = max(0, offer.head.round - MAX_KEPT_COMMITS)
         shown = await self._sources.reader.read(peer, start)
@@ -302,21 +378,36 @@ class StateStore:
         chain = ChainOffer(ChainLog(shown.log.electorate, commits), offer.head, state)
         if not commits or chain.head.digest != offer.head.digest:
             raise StaleError("its chain leads elsewhere, or its log does not reach back far enough")
-        await self._require_certified(chain)
+        word = await self._require_certified(chain)
         self.steering.learn(Adoption(chain.head.revision, shown.revisions))
-        return chain
+        return ProvenChain(chain, word, self._named_by_next(ChainOffer(shown.log, shown.head), chain, word))
 
-    async def _require_certified(self, chain: ChainOffer) -> None:
-        """Raise UncertifiedError unless the certificates lead from the chain that we hold to this one."""
+    def _named_by_next(self, shown: ChainOffer, chain: ChainOffer, word: bool | None) -> Digest | None:
+        """Return the state that the certificate of the next commit names; None if none was shown."""
+        following = [entry for entry in shown.log.commits if entry.body.base == chain.head.digest]
+        if not following or not is_certified(following[0].signers, chain.electorate, self._evidence(word)):
+            return None
+        return following[0].certificate.basis.state or None
+
+    async def _require_certified(self, chain: ChainOffer) -> bool | None:
+        """Return the word of the contacts about a chain, None if none was needed.
+
+        Raises UncertifiedError unless the certificates lead from the chain that we hold to this one.
+        """
         word = None
         if needs_word(self.chain, chain):
             witnesses = stage_witnesses(self._states(), self._rules.peer_id) if self._stage is not None else []
             word = await ask_for_word(self._sources.reader, self._sources.contacts, witnesses, chain)
-        states = self._states()
-        live = SwarmSnapshot(states).trainers - {self._rules.peer_id}
-        judgement = judge(self.chain, chain, LocalEvidence(self._rules.peer_id, live or frozenset(states), None, word))
+        judgement = judge(self.chain, chain, self._evidence(word))
         if judgement.relation != "ahead":
             raise UncertifiedError(judgement.reason or "the chain of the state that we hold is preferred")
+        return word
+
+    def _evidence(self, word: bool | None) -> LocalEvidence:
+        states = self._states()
+        live = SwarmSnapshot(states).trainers - {self._rules.peer_id}
+        trust = self._sources.trust
+        return LocalEvidence(self._rules.peer_id, live or frozenset(states), trust, word, requires_trust=False)
 
     def _adopt(self, kept: StoredState) -> None:
         is_first = self.blob is None
@@ -363,6 +454,7 @@ def build_state_store(node: Node, manifest: Manifest, run_dir: RunDir, plan: Sto
         reader=ChainReader(manifest.run_id, limits, node.transport.channel, manifest.admission),
         contacts=node.options.contact_ids,
         recently_requested=node.blob_service.recently_requested,
+        trust=node.options.trust if stage_of(manifest) is None else None,
     )
     has_one_state = topology_class(planner.method).has_shared_state
     store = StateStore(manifest, folder, sources, plan, node.revisions.log, has_one_state)

@@ -10,17 +10,16 @@ from node.loop.actions import AdoptState, FetchState, FindPath, LoopAction, Repo
 from node.loop.contributions import ContributionTracker
 from node.loop.options import SyncOptions
 from node.loop.peers.catch_up import CatchUp, Sync, SyncOffer
+from node.loop.peers.state_votes import StateEvidence, StateVotes, is_state_confirmed
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from protocol.consensus.chain import CertifiedCommit, Chain
 from protocol.consensus.fork_choice import ChainComparison, LocalEvidence, judge
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
-from protocol.recent import RecentTable
 
 CONFIRM_SECONDS = 15.0  # for something to confirm a state that is here
 FORK_CONFIRM_SECONDS = 5.0  # where our own branch would go on meanwhile, and may win
 ASK_AGAIN_SECONDS = 0.5  # for the next certificate
-KEPT_HEADS = 4  # of each peer, while we look for a state to take
 
 
 class Syncing:
@@ -240,18 +239,10 @@ class Syncing:
             return True
         if self._lacks_state and offer.chain.head.round == 0:  # the manifest has the hashes of the first weights
             return True
-        chain, trust = offer.chain, self._trust
-        if trust is not None and trust.round == chain.head.round and chain.is_passed_by(trust):
-            return True
         assert offer.state is not None
-        counted = chain.electorate.voters & self._snapshot.trainers - {self._peer_id}
-        if not counted and offer.word is not None:
-            return offer.word
-        holders = self._votes.holders(chain.head.digest, offer.state.digest)
-        if counted:
-            return 3 * len(counted.intersection(holders)) > len(counted)
-        witnesses = self._votes.witnesses(chain.head.digest)
-        return 2 * len(holders) > len(witnesses)
+        trainers = self._snapshot.trainers - {self._peer_id}
+        evidence = StateEvidence(self._votes, trainers, self._trust, offer.word)
+        return is_state_confirmed(offer.chain, offer.state.digest, evidence)
 
     def next_commit(self) -> CertifiedCommit | None:
         """Return the next commit to replay; without one the sync has succeeded."""
@@ -292,34 +283,3 @@ class Syncing:
             return [], True
         self._look_at = 0.0
         return [reports.sync_failed(sync.target, reason)], self._catch_up.failed(sync, has_vanished, now)
-
-
-class StateVotes:
-    """The states that live peers announce for their heads, while we look for a state to take.
-
-    Peers move on while we ask, so the last few heads of each are remembered.
-    """
-
-    def __init__(self, peer_id: PeerId) -> None:
-        self._peer_id = peer_id
-        self._states: dict[PeerId, RecentTable[Digest, Digest]] = {}
-
-    def clear(self) -> None:
-        self._states.clear()
-
-    def record(self, snapshot: SwarmSnapshot) -> None:
-        """Record what the peers of a snapshot announce."""
-        known = {peer: states for peer, states in self._states.items() if peer in snapshot.peers}
-        for peer, announced in snapshot.peers.items():
-            if announced.head is None or not announced.state or peer == self._peer_id:
-                continue
-            known.setdefault(peer, RecentTable(KEPT_HEADS))[announced.head.digest] = announced.state
-        self._states = known
-
-    def witnesses(self, head: Digest) -> frozenset[PeerId]:
-        """Return the peers that have announced a state for a head."""
-        return frozenset(peer for peer, states in self._states.items() if head in states)
-
-    def holders(self, head: Digest, state: Digest) -> tuple[PeerId, ...]:
-        """Return the peers that have announced this state for a head."""
-        return tuple(peer for peer, states in self._states.items() if states.get(head) == state)
