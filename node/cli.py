@@ -336,16 +336,20 @@ def receipt(
         typer.echo(line)
 
 
-@app.command(epilog="Example: murmur verify mary.json commits.log")
+@app.command(epilog="Example: murmur verify mary.json commits.log --run run.toml")
 def verify(
     receipts: Annotated[list[Path], typer.Argument(metavar="RECEIPT...", help="files of `murmur receipt`")],
     commits: Annotated[Path, typer.Argument(metavar="COMMITS", help="the commits.log of the host")],
     issuer: Annotated[str | None, typer.Option(metavar="PEER_ID", help="require receipts that this key signed")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="MANIFEST", help="require receipts of this run")] = None,
+    trust: Annotated[
+        str | None, typer.Option(metavar="POINT", help="a round of the run for which you have somebody's word")
+    ] = None,
 ) -> None:
-    """Check receipts offline against the signed commits of the run."""
-    from node.commands.receipts import verify_files
+    """Check receipts offline against the signed commits of the run, and name the proof that binds them to it."""
+    from node.commands.receipts import VerifyOptions, verify_files
 
-    for line in verify_files(receipts, commits, issuer):
+    for line in verify_files(receipts, commits, VerifyOptions.of(issuer, run, trust)):
         typer.echo(line)
 
 

@@ -2,21 +2,24 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
-from node.daemon.receipts.commit_log import receipt_name
+from node.daemon.receipts.commit_log import commit_file_header, receipt_name
 from node.daemon.receipts.ledger import RunLedger, commit_reader, read_ledger
 from node.daemon.receipts.receipt import Receipt, describe_missing, issue_receipt, read_receipt, verify_receipts
 from node.dashboard.event_log import EVENT_FILE_NAME, read_events
 from node.dashboard.events import PeerAppeared
 from node.monitoring.logs import sanitize
 from node.run_dir import RunDir, write_atomically
-from protocol.errors import ReceiptError, StorageError, UsageError
+from node.run_file import load_run_file
+from protocol.errors import MalformedError, ReceiptError, StorageError, UsageError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.reading import load_manifest
-from protocol.manifest.run import RunId
+from protocol.manifest.run import Manifest, RunId
 from protocol.pipeline.stage import StageManifest
+from protocol.signing import SignedManifest, TrustPoint, fingerprint
 
 RECEIPTS_FOLDER = "receipts"
 MIN_ID_END = 4  # characters of a peer id that may stand for it
@@ -54,16 +57,105 @@ def _run_of(folder: Path, run_id: RunId) -> str:
     return next(receipt_name(each) for each in stages if each.run_id == run_id)
 
 
-def verify_files(paths: Sequence[Path], commits: Path, issuer: PeerId | None) -> list[str]:
-    """Check receipts against the commits; returns the lines to print. Raises ReceiptError."""
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The things that a reader of receipts knows from elsewhere, which a stranger cannot make up.
+
+    Args:
+        issuer: the key that must have signed them.
+        run: the manifest of the run.
+        trust: a point of its chain.
+    """
+
+    issuer: PeerId | None = None
+    run: Path | None = None
+    trust: TrustPoint | None = None
+
+    @classmethod
+    def of(cls, issuer: str | None, run: Path | None, trust: str | None) -> "VerifyOptions":
+        """Check the options of a command line. Raises UsageError."""
+        try:
+            return cls(issuer, run, None if trust is None else TrustPoint.parse(trust))
+        except MalformedError as error:
+            raise UsageError(f"--trust: {error}") from error
+
+
+NOTHING_KNOWN = VerifyOptions()
+
+
+def verify_files(paths: Sequence[Path], commits: Path, options: VerifyOptions = NOTHING_KNOWN) -> list[str]:
+    """Check receipts against the commits; returns the lines to print. Raises ReceiptError.
+
+    The last line says to whose word, or to which voters, the receipts are bound.
+    """
     receipts = [read_receipt(path) for path in paths]
     for receipt in receipts:
-        if issuer is not None and receipt.issuer != issuer:
-            raise ReceiptError(f"the receipt of {receipt.peer} is signed by {receipt.issuer}, not by {issuer}")
-    ledger = verify_receipts(receipts, commits)
-    lines = [sanitize(receipt.describe()) for receipt in receipts]
+        if options.issuer not in (None, receipt.issuer):
+            raise ReceiptError(f"the receipt of {receipt.peer} is signed by {receipt.issuer}, not by {options.issuer}")
+    signed = load_run_file(options.run) if options.run is not None else None
+    trust = options.trust or (_trust_of(signed) if signed is not None else None)
+    ledger = verify_receipts(receipts, commits, trust)
+    if signed is not None:
+        _require_run(signed.manifest, receipts, ledger)
+    binding = _find_binding(receipts, ledger, options, signed)
+    verdict = "valid" if binding else "agrees with the commits"
+    lines = [sanitize(receipt.describe(verdict)) for receipt in receipts]
     sums = [_describe_sum(receipts)] if len(receipts) > 1 else []
-    return [*lines, *sums, _describe_certificates(ledger)]
+    last = f"bound to {binding}" if binding else _describe_unbound(ledger, signed is not None, trust)
+    return [*lines, *sums, _describe_certificates(ledger), last]
+
+
+def _trust_of(signed: SignedManifest) -> TrustPoint | None:
+    """Return the trust point that the organiser of a manifest signed; not that of another key."""
+    return signed.trust if signed.manifest.run.organiser_key in ("", signed.organiser) else None
+
+
+def _require_run(manifest: Manifest, receipts: Sequence[Receipt], ledger: RunLedger) -> None:
+    """Raise ReceiptError unless the commits and the receipts are those of this run, or of one of its stages."""
+    stages = range(manifest.pipeline.stages if manifest.pipeline.is_cut else 0)
+    parts: list[Manifest] = [StageManifest.of(manifest, stage) for stage in stages]
+    own = next((part for part in parts or [manifest] if part.run_id == ledger.header.run_id), None)
+    if own is None:
+        raise ReceiptError(
+            f"the commits are of run {ledger.header.run_id[:12]}, the manifest is of {manifest.run_id[:12]}"
+        )
+    if commit_file_header(own) != ledger.header:
+        raise ReceiptError("the first line of the commits names other voters or another organiser than the manifest")
+    for receipt in receipts:
+        if receipt.run != receipt_name(own):
+            raise ReceiptError(
+                f"the receipt of {receipt.peer} calls the run {sanitize(receipt.run)}, not {receipt_name(own)}"
+            )
+
+
+def _find_binding(
+    receipts: Sequence[Receipt], ledger: RunLedger, options: VerifyOptions, signed: SignedManifest | None
+) -> str:
+    """Return the words for the thing to which receipts are bound; empty if a stranger could have made them up."""
+    issuers = {receipt.issuer for receipt in receipts}
+    if options.issuer is not None:
+        return f"the word of {fingerprint(options.issuer)}, the key that you named"
+    if signed is not None:
+        organiser = signed.manifest.run.organiser_key or signed.organiser
+        if organiser and issuers == {organiser}:
+            return f"the word of {fingerprint(organiser)}, the organiser's key of the manifest"
+    if ledger.passes_trust and ledger.unbound_from is None:
+        return f"the trust point {options.trust or 'of the manifest'}: voters acknowledged each round from there on"
+    if signed is not None and ledger.unbound_from is None:
+        return "the manifest: voters that it fixes, and those that these let in, acknowledged each round"
+    return ""
+
+
+def _describe_unbound(ledger: RunLedger, has_run: bool, trust: TrustPoint | None) -> str:
+    text = "bound to nothing, anybody could have made these files up: "
+    issuer = "the key of its host (--issuer PEER_ID)"
+    if not has_run and trust is None:
+        return f"{text}name the manifest of the run (--run RUN.toml), or {issuer}"
+    reason = f"nothing shows that voters of the run acknowledged the rounds from {ledger.unbound_from} on"
+    if ledger.unbound_from == 0:
+        reason = "its manifest does not say who voted first"
+    missed = f", and no commit passes through the trust point {trust}" if trust and not ledger.passes_trust else ""
+    return f"{text}{reason}{missed}; name {issuer}, or a round that you trust (--trust POINT)"
 
 
 def _describe_certificates(ledger: RunLedger) -> str:

@@ -4,6 +4,9 @@ A ledger reads the commits in order. It refuses a commit that does not continue 
 and those of the gaps always add up to the tokens of the head. It refuses a certificate that names other voters or
 tokens than the commits before. It counts the rounds in which fewer than a quorum of all voters acknowledged the commit:
 voters that were absent for long do not count in a round, but the commits alone do not show who was absent.
+
+Anybody can write a chain of keys that nobody knows. So a ledger also says from which round on nothing
+binds the chain (`unbound_from`): voters that the manifest fixes, or a trust point, have to lead to its end.
 """
 
 from collections.abc import Callable, Set
@@ -27,6 +30,7 @@ from protocol.consensus.messages.signed import SignedMessage
 from protocol.electorate import Electorate
 from protocol.errors import PeerFault, ReceiptError
 from protocol.identity import PeerId
+from protocol.signing import TrustPoint
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,20 @@ class Segment:
 
 
 class RunLedger:
-    """Adds up commits. `followed`: the peers whose single contributions are kept; `None` means all peers."""
+    """Adds up commits.
 
-    def __init__(self, header: CommitFileHeader, followed: Set[PeerId] | None = frozenset()) -> None:
+    Args:
+        header: the run of the commits.
+        followed: the peers whose single contributions are kept; `None` means all peers.
+        trust: a point of the chain for which a person vouches.
+    """
+
+    def __init__(
+        self,
+        header: CommitFileHeader,
+        followed: Set[PeerId] | None = frozenset(),
+        trust: TrustPoint | None = None,
+    ) -> None:
         self.header = header
         self.accounts: dict[PeerId, PeerAccount] = {}
         self.works: dict[PeerId, list[CountedWork]] = {}
@@ -69,6 +84,9 @@ class RunLedger:
         self.head = genesis_head(header.run_id)
         self.electorate = Electorate.at_genesis(header.rule)
         self.thin_rounds = 0  # with fewer acknowledgements than a quorum of all voters
+        self.unbound_from: int | None = None  # the first round that nothing binds to the manifest or the trust point
+        self.passes_trust = False
+        self._trust = trust
         self._followed = followed
 
     @property
@@ -98,6 +116,8 @@ class RunLedger:
             raise ReceiptError(
                 f"the commits jump from round {self.head.round} to {start.head.round}, which is not later"
             )
+        if not is_genesis:
+            self._unbind()
         self.segments.append(Segment(start.head, start.head))
         self.head, self.electorate = start.head, start.electorate
 
@@ -113,6 +133,7 @@ class RunLedger:
                 f"the certificate of round {self.head.round} names other voters or tokens than its chain"
             )
         self.thin_rounds += not self._is_certified(entry)
+        self._bind(entry)
         if not self.segments:
             self.segments.append(Segment(self.head, self.head))
         self.segments[-1] = Segment(self.segments[-1].start, after)
@@ -124,6 +145,22 @@ class RunLedger:
     def _is_certified(self, entry: CertifiedCommit) -> bool:
         """Return whether a quorum of all voters acknowledged a commit; the first commit has no voters."""
         return self.electorate.is_certified_by(entry.signers) or not self.electorate.voters
+
+    def _bind(self, entry: CertifiedCommit) -> None:
+        """Follow whether voters that nobody can make up carry the chain on."""
+        head, voters = self.head, self.electorate.voters
+        if self._trust == TrustPoint.of(head.round, head.digest, entry.certificate.basis.state, self.electorate.digest):
+            self.unbound_from, self.passes_trust = None, True
+        if (
+            not voters and self.header.rule.mode == "tickets"
+        ):  # the organiser chose the contributors of the first commit
+            voters = self.electorate.after(entry.body).voters
+        if not 3 * len(entry.signers & voters) > len(voters):  # one of them was honest, or nobody has a vote
+            self._unbind()
+
+    def _unbind(self) -> None:
+        if self.unbound_from is None:
+            self.unbound_from = self.head.round
 
     def _count(self, work: CountedWork) -> None:
         peer = work.contribution.sender
@@ -156,6 +193,7 @@ def read_ledger(
     open_commit: Callable[[CommitFileHeader], OpenCommit],
     followed: Set[PeerId] | None = frozenset(),
     up_to_round: int | None = None,
+    trust: TrustPoint | None = None,
 ) -> RunLedger:
     """Add up the commits of a file, up to the head of `up_to_round` if it is given.
 
@@ -163,7 +201,7 @@ def read_ledger(
     """
     with open_commit_file(path) as file:
         header = read_header(file, path)
-        ledger = RunLedger(header, followed)
+        ledger = RunLedger(header, followed, trust)
         try:
             checked = open_commit(header)
             for record in read_records(file, header.rule):

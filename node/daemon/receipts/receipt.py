@@ -22,7 +22,7 @@ from protocol.errors import MissingFileError, PeerFault, ReceiptError
 from protocol.fault_words import describe_faults
 from protocol.identity import Identity, PeerId, verify
 from protocol.recent import RecentTable
-from protocol.signing import DOMAIN, fingerprint
+from protocol.signing import DOMAIN, TrustPoint, fingerprint
 
 MAX_RECEIPT_BYTES = 256 << 20
 MAX_SHOWN_NAME = 64
@@ -97,12 +97,12 @@ class Receipt(ReceiptContent):
     def to_json(self) -> bytes:
         return self.model_dump_json(indent=1).encode() + b"\n"
 
-    def describe(self) -> str:
+    def describe(self, verdict: str) -> str:
         """Return the line that a successful check prints."""
         who = self.name or f"..{self.peer[-6:]}"
         rounds = f"{self.rounds:,} round{'s' * (self.rounds != 1)}"
         return (
-            f"valid: {who} gave {self.tokens:,} tokens in {rounds} of run {self.run} ({self.share:.1%}); "
+            f"{verdict}: {who} gave {self.tokens:,} tokens in {rounds} of run {self.run} ({self.share:.1%}); "
             f"signed by {fingerprint(self.issuer)}"
         )
 
@@ -184,8 +184,10 @@ def read_receipt(path: Path) -> Receipt:
         raise ReceiptError(f"{path} is not a receipt: {describe_faults(error)}") from error
 
 
-def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> RunLedger:
+def verify_receipts(receipts: Sequence[Receipt], commits: Path, trust: TrustPoint | None = None) -> RunLedger:
     """Check receipts against a file of commits, and return the account of the longest chain that they name.
+
+    `trust` is a point of the chain for which a person vouches.
 
     Raises ReceiptError with the reason, and MissingFileError.
     """
@@ -194,7 +196,7 @@ def verify_receipts(receipts: Sequence[Receipt], commits: Path) -> RunLedger:
     for run_rounds in sorted({receipt.run_rounds for receipt in receipts}):
         asked = [receipt for receipt in receipts if receipt.run_rounds == run_rounds]
         peers = {receipt.peer for receipt in asked}
-        ledger = read_ledger(commits, commit_verifier, peers, up_to_round=run_rounds)
+        ledger = read_ledger(commits, commit_verifier, peers, up_to_round=run_rounds, trust=trust)
         for receipt in asked:
             compare(receipt, ledger)
     return ledger

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.commands.receipts import find_peer, verify_files, write_receipts
+from node.commands.receipts import VerifyOptions, find_peer, verify_files, write_receipts
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from protocol.errors import MissingFileError, ReceiptError, UsageError
@@ -31,14 +31,17 @@ def test_receipts_of_everybody_are_written_and_verified(host: Path) -> None:
     files = sorted((host / "receipts").iterdir())
     assert len(files) == 3 and all(file.parent == host / "receipts" for file in files)
     assert lines[-2] == "together 900 tokens in 5 rounds"
-    checked = verify_files(files, host / COMMIT_FILE_NAME, None)
-    assert len(checked) == 5 and checked[-2] == "together 900 of 900 tokens of the run, exactly"
-    assert checked[-1] == "a quorum of all voters acknowledged each of the 5 rounds"
-    assert any(line.startswith("valid: mary gave 411 tokens in 4 rounds of run small (45.7%)") for line in checked)
+    checked = verify_files(files, host / COMMIT_FILE_NAME)
+    assert len(checked) == 6 and checked[-3] == "together 900 of 900 tokens of the run, exactly"
+    assert checked[-2] == "a quorum of all voters acknowledged each of the 5 rounds"
+    assert any(
+        line.startswith("agrees with the commits: mary gave 411 tokens in 4 rounds of run small (45.7%)")
+        for line in checked
+    )
     assert not any("\x1b" in line for line in checked), "the name of a peer cannot control the terminal"
     assert "receipts for 274 tokens are not among them" in verify_files(
-        [file for file in files if "tom" not in file.name], host / COMMIT_FILE_NAME, None
-    )[-2]  # fmt: skip
+        [file for file in files if "tom" not in file.name], host / COMMIT_FILE_NAME
+    )[-3]  # fmt: skip
 
 
 def test_receipt_of_one_peer_by_name(host: Path) -> None:
@@ -46,10 +49,10 @@ def test_receipt_of_one_peer_by_name(host: Path) -> None:
     write_receipts(host, "mary", out)
     issuer = json.loads(out.read_text())["issuer"]
     assert issuer == Identity.load_or_create(host / "key").peer_id
-    line, _ = verify_files([out], host / COMMIT_FILE_NAME, issuer)
+    line, *_ = verify_files([out], host / COMMIT_FILE_NAME, VerifyOptions(issuer))
     assert line.startswith("valid: mary")
     with pytest.raises(ReceiptError, match="is signed by"):
-        verify_files([out], host / COMMIT_FILE_NAME, TOM.peer_id)
+        verify_files([out], host / COMMIT_FILE_NAME, VerifyOptions(TOM.peer_id))
 
 
 def test_peer_is_found_by_id_end_of_id_or_name() -> None:
@@ -67,11 +70,11 @@ def test_wrong_files_are_one_line_each(host: Path, tmp_path: Path) -> None:
     commits, junk = host / COMMIT_FILE_NAME, tmp_path / "junk"
     junk.write_text("{}")
     with pytest.raises(ReceiptError, match="is not a receipt"):
-        verify_files([junk], commits, None)
+        verify_files([junk], commits)
     write_receipts(host, "mary", tmp_path / "mary.json")
     with pytest.raises(ReceiptError, match="does not hold the commits"):
-        verify_files([tmp_path / "mary.json"], junk, None)
+        verify_files([tmp_path / "mary.json"], junk)
     with pytest.raises(MissingFileError):
-        verify_files([tmp_path / "nothing"], commits, None)
+        verify_files([tmp_path / "nothing"], commits)
     with pytest.raises(UsageError, match=r"has no commits\.log"):
         write_receipts(tmp_path / "receipts", None, None)

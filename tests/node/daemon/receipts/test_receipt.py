@@ -60,7 +60,7 @@ def test_receipts_of_all_peers_add_up_to_the_tokens_of_the_run(commits: Path) ->
     assert sum(receipt.tokens for receipt in receipts) == HEAD.tokens == receipts[0].run_tokens
     late = [entry for entry in receipts[2].contributions if entry.age]
     assert [(entry.round, entry.tokens) for entry in late] == [(2, 75)]
-    assert receipts[0].describe().startswith("valid: mary gave 411 tokens in 4 rounds of run small (45.7%)")
+    assert receipts[0].describe("valid").startswith("valid: mary gave 411 tokens in 4 rounds of run small (45.7%)")
 
 
 def test_receipt_stays_valid_while_the_run_goes_on(commits: Path) -> None:
