@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal
 
-from protocol.audits import Audit, AuditKey, SignedFinding, Verdict, draw_audits
+from protocol.audits import Audit, AuditDraw, AuditKey, SignedFinding, Verdict, draw_audits
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages.contributions import Commit
@@ -145,12 +145,15 @@ class AuditTracker:
         self._early: dict[tuple[PeerId, *AuditKey], SignedFinding] = {}  # of rounds that we have not applied yet
 
     def open_round(self, chain: Chain, share: float) -> list[Consequence]:
-        """Draw the audits of the newest commit of our chain; return those that are ours."""
-        if not chain.log.commits:
+        """Draw the audits of the last commit but one of our chain, by the newest; return those that are ours."""
+        log = chain.log
+        if len(log.commits) < 2:
             return []
-        *earlier, newest = (commit.body for commit in chain.log.commits)
-        audits = draw_audits(newest, chain.digest, share, chain.electorate.voters)
-        return self.open(newest.round, audits, last_work_by_peer(earlier))
+        *earlier, commit, newest = (entry.body for entry in log.commits)
+        draw, voters = AuditDraw.of(commit, newest), log.electorates[-2].voters
+        return self.open(
+            commit.round, draw_audits(commit, newest.base, draw, share, voters), last_work_by_peer(earlier)
+        )
 
     def open(
         self, round_number: int, audits: Sequence[Audit], last_work: Mapping[PeerId, Blob | None] = NOTHING_KNOWN
@@ -181,7 +184,7 @@ class AuditTracker:
 
     @property
     def round(self) -> int:
-        """Return the newest decided round."""
+        """Return the newest round whose audits are drawn."""
         return self._round
 
     @property

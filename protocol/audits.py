@@ -7,21 +7,29 @@ after one contribution is the state before the next one, and the record names th
 invent an inner state either.
 
 *Draw.* Each contribution is drawn with the probability `share`, and its auditors are ranked: first the contributors of
-its round that have a vote, then all other voters.
+its round that have a vote, then all other voters. A digest of the chain would be a bad lot, because whoever contributes
+last could try many contributions of his own. So each contribution seals a secret, which the sender's contribution to
+the next round shows, and the secrets that fit their seals draw the audits of the round before. Nobody knows the draw
+while its contributions can still change, and nobody can choose what to show; whoever shows nothing is audited. What
+remains: a contributor can withhold its next contribution, which then counts for nothing, and the leader of the next
+round those of others, which members count and strike (`protocol.conduct`). A leader that leaves out one of n has n
+draws to choose from. Where nobody contributed twice in a row, the digest of the chain alone decides.
 
 *Findings.* An auditor that finds a difference signs a finding, and so do those that answer it; `audit_tracker` draws
 the consequences.
 """
 
 import hashlib
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal, NamedTuple, Self, get_args
 
+from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import MAX_BLOB_BYTES, Blob, check_digest
+from protocol.consensus.chain import Chain
 from protocol.consensus.messages.contributions import MAX_WORK_RECORD_BYTES, Commit, Contribution
 from protocol.consensus.messages.signed import Digest, SignedMessage, check_round
 from protocol.errors import LimitError, MalformedError
@@ -41,6 +49,8 @@ HexDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 RoundNumber = Annotated[int, Field(ge=0, le=MAX_ROUND)]
 AuditKey = tuple[Digest, PeerId]  # chain and audited peer
 FINDING_KIND = "finding"
+SECRET_KIND = "secret"  # what is signed so is never sent, so nobody else has the signature
+Signer = Callable[[str, Message], wire.Signed]
 MAX_FINDING_BYTES = 512
 Verdict = Literal["equal", "different", "not served", "not auditable"]
 VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
@@ -160,38 +170,78 @@ class Audit(NamedTuple):
         return self.chain, self.contribution.sender
 
 
-def draw_audits(commit: Commit, chain: Digest, share: float, voters: Collection[PeerId]) -> tuple[Audit, ...]:
+def seal_contribution(body: Contribution, chain: Chain, peer: PeerId, sign: Signer) -> Contribution:
+    """Return our contribution with the seal of its secret, and with the secret of the last one if it was included."""
+    last = chain.log.commits[-1].body if chain.log.commits else None
+    is_due = last is not None and peer in last.by_sender
+    return replace(
+        body,
+        seal=hashlib.sha256(_secret_of(body, sign)).digest(),
+        secret=_secret_of(last, sign) if last is not None and is_due else b"",
+    )
+
+
+def _secret_of(place: Contribution | Commit, sign: Signer) -> bytes:
+    """Return our secret of a round: always the same one, which only our key can compute."""
+    named = wire.Contribution(round=place.round, base=place.base)
+    return hashlib.sha256(sign(SECRET_KIND, named).signature).digest()
+
+
+class AuditDraw(NamedTuple):
+    """The seed of the audits of a commit, and the peers that are audited in any case."""
+
+    seed: Digest
+    suspects: Collection[PeerId] = ()
+
+    @classmethod
+    def of(cls, commit: Commit, following: Commit) -> Self:
+        """Draw the audits of a commit by the secrets that the next commit shows."""
+        shown, sealed = list[bytes](), commit.by_sender
+        both = [entry for entry in following.contributions if entry.sender in sealed]
+        suspects = list[PeerId]()
+        for entry in both:
+            if hashlib.sha256(entry.body.secret).digest() == sealed[entry.sender].body.seal:
+                shown.append(entry.body.secret)
+            else:
+                suspects.append(entry.sender)
+        return cls(hashlib.sha256(b"".join([b"murmur draw", following.base, *shown])).digest(), suspects)
+
+
+def draw_audits(
+    commit: Commit, chain: Digest, draw: AuditDraw, share: float, voters: Collection[PeerId]
+) -> tuple[Audit, ...]:
     """Return the audits of a round.
 
     Args:
         commit: the decided commit.
         chain: the digest of the chain after it.
+        draw: that of the next commit.
         share: the probability with which a contribution is audited.
         voters: the keys with a vote, which audit; empty if nobody has one yet. Then all contributors do.
     """
     contributors, voters = commit.by_sender.keys(), frozenset(voters)
     return tuple(
-        Audit(entry, chain, _rank_auditors(entry.sender, chain, voters or contributors, contributors), voters)
+        Audit(entry, chain, _rank_auditors(entry.sender, draw.seed, voters or contributors, contributors), voters)
         for entry in commit.contributions
-        if share > 0 and is_drawn(entry.sender, chain, share)
+        if share > 0 and (entry.sender in draw.suspects or is_drawn(entry.sender, draw.seed, share))
     )
 
 
-def is_drawn(peer: PeerId, chain: Digest, share: float) -> bool:
+def is_drawn(peer: PeerId, seed: Digest, share: float) -> bool:
     """Return whether the contribution of a peer is audited."""
-    return _draw(b"audit", chain, peer) < share * 2**64
+    return _draw(b"audit", seed, peer) < share * 2**64
 
 
 def _rank_auditors(
-    audited: PeerId, chain: Digest, candidates: Collection[PeerId], present: Collection[PeerId]
+    audited: PeerId, seed: Digest, candidates: Collection[PeerId], present: Collection[PeerId]
 ) -> tuple[PeerId, ...]:
     """Order the auditors by the draw; those that contributed to the round are there, and come first."""
-    drawn = {peer: _draw(b"auditor", chain, audited, peer) for peer in candidates if peer != audited}
+    drawn = {peer: _draw(b"auditor", seed, audited, peer) for peer in candidates if peer != audited}
     return tuple(sorted(drawn, key=lambda peer: (peer not in present, drawn[peer], peer)))
 
 
-def _draw(label: bytes, chain: Digest, *peers: PeerId) -> int:
-    text = b"\0".join([b"murmur " + label, chain.hex().encode(), *(peer.encode() for peer in peers)])
+def _draw(label: bytes, seed: Digest, *peers: PeerId) -> int:
+    text = b"\0".join([b"murmur " + label, seed.hex().encode(), *(peer.encode() for peer in peers)])
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
 
 
@@ -199,7 +249,7 @@ def _draw(label: bytes, chain: Digest, *peers: PeerId) -> int:
 class Finding:
     """The verdict of an auditor on one contribution, which it names by its digest.
 
-    `chain` is the digest of the chain after the commit of `round`, which drew the auditors.
+    `chain` is the digest of the chain after the commit of `round`.
     """
 
     round: int

@@ -175,7 +175,7 @@ class KeptState(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket", "ledger")
+    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket", "ledger", "seal", "secret")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +188,8 @@ class Contribution(_message.Message):
     WORK_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     round: int
     age: int
     base: bytes
@@ -200,7 +202,9 @@ class Contribution(_message.Message):
     work: BlobRef
     ticket: Signed
     ledger: bytes
-    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., work: _Optional[_Union[BlobRef, _Mapping]] = ..., ticket: _Optional[_Union[Signed, _Mapping]] = ..., ledger: _Optional[bytes] = ...) -> None: ...
+    seal: bytes
+    secret: bytes
+    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., work: _Optional[_Union[BlobRef, _Mapping]] = ..., ticket: _Optional[_Union[Signed, _Mapping]] = ..., ledger: _Optional[bytes] = ..., seal: _Optional[bytes] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("round", "view", "base", "contributions")

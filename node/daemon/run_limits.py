@@ -24,7 +24,9 @@ def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> Contributi
     count = table.step_microbatches(batch, manifest.model.context) if table.is_exact else 0
     most = batch if table.is_exact else MAX_MULTIPLE * planner.max_steps * batch
     bounds = planner.max_parts, most, planner.max_part_bytes
-    return ContributionLimits(recipe, shapes, *bounds, organiser, manifest.whole_run_id, count)
+    return ContributionLimits(
+        recipe, shapes, *bounds, organiser, manifest.whole_run_id, count, bool(manifest.audits.share)
+    )
 
 
 def max_store_bytes(planner: RoundPlanner) -> int:

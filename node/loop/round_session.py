@@ -13,6 +13,7 @@ from node.loop.actions import CloseRound, FetchBlob, LoopAction, PrecomputeCommi
 from node.loop.contributions import StoredContribution
 from node.loop.events import BlobMissing
 from node.loop.options import RoundOptions
+from protocol.audits import seal_contribution
 from protocol.blobs.blob import Blob
 from protocol.conduct import RoundConduct
 from protocol.consensus.chain import CertifiedCommit, Chain
@@ -183,7 +184,10 @@ class RoundSession:
         header = contribution.header
         self.pacing.record_submit(header.steps if header.round == head.round else None, now)
         body = contribution.to_contribution(head, self._options.limits)
-        self._events.append(LocalContribution(replace(body, ticket=None if has_vote else self._options.ticket)))
+        body = replace(body, ticket=None if has_vote else self._options.ticket)
+        if self._options.limits.audited:
+            body = seal_contribution(body, chain, self._options.peer_id, self._signer)
+        self._events.append(LocalContribution(body))
 
     def receive(
         self, sender: PeerId, messages: Iterable[SignedMessage[Any]], trainers: Collection[PeerId], now: float

@@ -85,7 +85,8 @@ class VirtualSwarm:
         shapes = shape_table(manifest.model, self.config.cut)
         self.numel = shapes.numel
         most = MAX_MULTIPLE * program.max_steps * manifest.train.batch_tokens
-        self.limits = ContributionLimits(method.name, shapes.hash(), program.max_parts, most, program.max_part_bytes)
+        bounds, audited = (program.max_parts, most, program.max_part_bytes), bool(manifest.audits.share)
+        self.limits = ContributionLimits(method.name, shapes.hash(), *bounds, audited=audited)
         self.fake_signer = FakeSigner(self.limits)
         initial = OuterState.initial(self.config.start_weights(), method)
         replicas = 1 if topology_class(method).has_shared_state else self.config.peers

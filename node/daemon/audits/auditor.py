@@ -45,7 +45,7 @@ from protocol.murmur_pb2 import Signed
 
 logger = logging.getLogger(__name__)
 
-KEPT_ANCHORS = 3
+KEPT_ANCHORS = 4
 MAX_WAITING = 2
 MAX_DISPUTES = 16
 MIN_FETCH_SECONDS = 30.0
@@ -102,7 +102,7 @@ class Auditor:
             self._anchors.append((round_number, torch.cat(list(shared))))
 
     def on_commit(self, chain: Chain) -> None:
-        """Draw the audits of the newest commit, and start ours."""
+        """Draw the audits that the newest commit decides, and start ours."""
         consequences = self._tracker.open_round(chain, self._state.manifest.audits.share)
         ours = self._tracker.our_audits
         anchors = {number: anchor for number, anchor in self._anchors if number < chain.round}
@@ -129,7 +129,7 @@ class Auditor:
                                    round_number)  # fmt: skip
                 case PeerStruck(peer, reason):
                     self.refusals[reason] += 1
-                    self._conduct.strike(peer, self._tracker.round, reason)
+                    self._conduct.strike(peer, self._state.replicated.chain.round - 1, reason)
                     logger.info("a strike against %s: %s", peer, reason)
                 case PeerCleared(peer):
                     self._conduct.clear(peer)

@@ -11,17 +11,18 @@ outbox     the parts of the outstanding contribution
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from node.loop.contributions import StoredContribution
 from node.trainer.counters import Counters
 from node.trainer.ipc.channel import ContributionHeader
 from node.trainer.ipc.shared_memory import MAX_META_BYTES, SharedLayout, SharedMemory
-from protocol.audits import MAX_POSITION, MAX_STEPS, BlobName, WorkRecord
+from protocol.audits import MAX_POSITION, MAX_STEPS, BlobName, WorkRecord, WorkTrace
 from protocol.blobs.blob import Blob, Bytes
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError
@@ -30,7 +31,7 @@ from protocol.fault_words import describe_faults
 _LENGTH_BYTES = 4
 _ALIGNMENT = 64
 FLOAT_BYTES = 4
-KEPT_STATES = 4  # an audit begins at the commit, which may be MAX_AGE_ROUNDS after the contribution
+KEPT_STATES = 5  # an audit begins a round after the commit, which may be MAX_AGE_ROUNDS after the contribution
 KEPT_RECORDS = 64
 
 
@@ -97,6 +98,24 @@ def _parse_counters(header: bytes) -> Counters:
     if max(counters.step, counters.began) > MAX_STEPS or counters.position > MAX_POSITION:
         raise MalformedError("an inner state whose counters are out of range")
     return counters
+
+
+def record_interrupted(put: Callable[..., Blob], contribution: StoredContribution) -> StoredContribution:
+    """Give a contribution from before a restart a record, if it has none: nobody can repeat its work."""
+    if contribution.work is not None:
+        return contribution
+    header = contribution.header
+    trace = WorkTrace(obstacle="its peer was restarted")
+    record = WorkRecord(
+        round=header.round,
+        position=0,
+        before=None,
+        after=None,
+        previous=None,
+        trace=trace,
+        conditions=header.conditions,
+    )
+    return replace(contribution, work=put(record.to_bytes()))
 
 
 class WorkLog:

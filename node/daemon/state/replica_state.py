@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from node.daemon.audits.work_log import record_interrupted
 from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest
 from node.daemon.checkpoints.vote_log import ProofFile, VoteLog
 from node.daemon.node_network import NodeNetwork
@@ -106,6 +107,8 @@ class ReplicaState:
         self.contributions = restore_contributions(
             saved, planner, self.shared_memory, self.store, self.contribution_file, errors
         )
+        if manifest.audits.share and (pending := self.contributions.pending) is not None:
+            self.contributions.pending = record_interrupted(self.store.put, pending)
         chain, state, self.has_state = self._begin(node) if saved is None else self._resume(saved)
         self.revisions = node.revisions_of(manifest, run_dir)
         self.revisions.adopted = chain.head.revision

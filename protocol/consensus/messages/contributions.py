@@ -29,7 +29,7 @@ from typing import Final, NamedTuple, Self
 
 from protocol import murmur_pb2 as wire
 from protocol.admission import TICKET_KIND, Ticket
-from protocol.blobs.blob import Blob, check_digest
+from protocol.blobs.blob import DIGEST_BYTES, Blob, check_digest
 from protocol.consensus.messages.signed import (
     Digest,
     OpenNested,
@@ -177,6 +177,7 @@ class ContributionLimits:
     `whole_run`: the run whose revisions and tickets count in a stage of it; empty if that is the run itself.
     `microbatches`: those of an exact step, which a contribution's ledger names; 0 without exact steps, `None` if any
     ledger will do.
+    `audited`: whether others repeat a share of the contributions, so that each has a work record and a seal.
     """
 
     codec: str
@@ -187,6 +188,7 @@ class ContributionLimits:
     organiser: PeerId = ""
     whole_run: RunId = ""
     microbatches: int | None = 0
+    audited: bool = False
 
     def check_ledger(self, ledger: bytes, tokens: int) -> None:
         """Raise MalformedError unless a contribution has a ledger exactly where steps are exact, and its tokens."""
@@ -225,6 +227,7 @@ class Contribution:
     round, so the round machine checks it. `work` names the record of how it was made (`protocol.audits`).
     `ticket`: that of a sender without a vote, in a run of tickets; the commit that includes it gives the sender one.
     `ledger`: the microbatches of an exact step that it contains (`protocol.pipeline.ledger`); else empty.
+    `seal`, `secret`: draw audits (`protocol.audits`); empty in runs without audits.
     """
 
     round: int
@@ -239,6 +242,8 @@ class Contribution:
     work: Blob | None = None
     ticket: SignedMessage[Ticket] | None = None
     ledger: bytes = b""
+    seal: bytes = b""
+    secret: bytes = b""
 
     @cached_property
     def part_blobs(self) -> tuple[PartBlob, ...]:
@@ -259,6 +264,8 @@ class Contribution:
             work=None if self.work is None else self.work.to_wire(),
             ticket=None if self.ticket is None else self.ticket.signed,
             ledger=self.ledger,
+            seal=self.seal,
+            secret=self.secret,
         )
 
     @classmethod
@@ -281,8 +288,22 @@ class Contribution:
             raise MalformedError("a message of another kind in the place of a ticket")
         ticket = open_nested(body.ticket) if body.HasField("ticket") else None
         limits.check_ledger(body.ledger, body.tokens)
-        counts = (body.tokens, body.steps, body.loss)
-        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work, ticket, body.ledger)
+        check_audited(body, limits)
+        counts, digests = (body.tokens, body.steps, body.loss), (body.ledger, body.seal, body.secret)
+        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work, ticket, *digests)
+
+
+def check_audited(body: wire.Contribution, limits: ContributionLimits) -> None:
+    """Raise MalformedError unless a contribution can be audited, in a run with audits.
+
+    So no peer passes it on, and no roster lists it.
+    """
+    if any(digest and len(digest) != DIGEST_BYTES for digest in (body.seal, body.secret)):
+        raise MalformedError("a contribution whose seal or secret is no digest")
+    if limits.audited and not body.HasField("work"):
+        raise MalformedError("a contribution without a work record, in a run with audits")
+    if limits.audited and not body.seal:
+        raise MalformedError("a contribution without a seal, in a run with audits")
 
 
 def read_work_name(reference: wire.BlobRef) -> Blob:

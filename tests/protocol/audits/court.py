@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol import murmur_pb2 as wire
 from protocol.audit_tracker import PANELS, AuditTracker, Consequence, PeerCleared, PeerConvicted, PeerStruck, RepeatWork
-from protocol.audits import FINDING_KIND, Audit, AuditKey, Finding, SignedFinding, Verdict, draw_audits
+from protocol.audits import FINDING_KIND, Audit, AuditDraw, AuditKey, Finding, SignedFinding, Verdict, draw_audits
 from protocol.blobs.blob import Blob
 from protocol.conduct import Conduct
 from protocol.consensus.chain import genesis_head
@@ -80,7 +80,8 @@ class Court:
     def _open(self) -> None:
         entries = [entry for entry in self._entries if entry.sender not in self.found]
         commit = Commit(self.round, 0, HEAD.digest, tuple(sorted(entries, key=lambda entry: entry.sender)), ())
-        audits = draw_audits(commit, self._chance.randbytes(32), self.share, self.peers)
+        seed = self._chance.randbytes(32)
+        audits = draw_audits(commit, seed, AuditDraw(seed), self.share, self.peers)
         self._audits |= {audit.key: (audit, self.round) for audit in audits}
         for judge in self.judges.values():
             self._follow(judge, judge.tracker.open(self.round, audits))

@@ -1,6 +1,6 @@
 """A decided round of a few peers, for tests of audits."""
 
-from protocol.audits import Audit, Finding, SignedFinding, Verdict, draw_audits, sign_finding
+from protocol.audits import Audit, AuditDraw, Finding, SignedFinding, Verdict, draw_audits, sign_finding
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead, genesis_head
 from protocol.consensus.messages.contributions import Commit
@@ -17,7 +17,7 @@ def commit_after(head: ChainHead, peers: int = 6) -> Commit:
 
 def audits_of(share: float = 1.0, peers: int = 6, votes: bool = True) -> tuple[Audit, ...]:
     commit = commit_after(genesis_head(RUN_ID), peers)
-    return draw_audits(commit, b"c" * 32, share, commit.by_sender if votes else ())
+    return draw_audits(commit, b"c" * 32, AuditDraw(b"s" * 32), share, commit.by_sender if votes else ())
 
 
 def finding_of(audit: Audit, auditor: int | str, verdict: Verdict) -> SignedFinding:
