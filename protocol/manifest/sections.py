@@ -111,6 +111,9 @@ def _check_scalar(value: object) -> Scalar:
 OptionTable = dict[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
 
 
+ADDRESS_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
+
+
 class RunSection(Section):
     """The name of the run, its seed, and the peers to ask first."""
 
@@ -128,6 +131,10 @@ class RunSection(Section):
                 public_key(address.rpartition("/p2p/")[2])
             except MalformedError as error:
                 raise ValueError(f"{shorten(address)} does not end in /p2p/ and a peer id; append them") from error
+            if address.split("/")[1] not in ADDRESS_KINDS:
+                raise ValueError(
+                    f"{shorten(address)} is not the address of a machine; begin it with /ip4/, /ip6/ or /dns/"
+                )
         return addresses
 
     @field_validator("organiser_key")
@@ -302,12 +309,21 @@ class AnnealSection(Section):
         return max(LEAST_RATE_FACTOR, self.final_share + (1 - self.final_share) * left)
 
 
+def _require_no_nul(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("has a NUL character; remove it")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_require_no_nul)]
+
+
 class SourceSection(Section):
     """One source of text. The only source of a run may have no name."""
 
     name: Name = Field(default="", description="name of the source in messages and figures")
     source: SourceKind
-    path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
+    path: PathText = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
     split: str = Field(default="train", description="hf only")
     column: str = Field(default="text", description="hf only: the column that holds the text")
     weight: Weight = Field(default=1.0, description="share of the windows that a peer draws, relative to other sources")
@@ -345,10 +361,10 @@ class DataSection(Section):
     source: Literal[SourceKind, "own"] | None = Field(
         default=None, description="the only source; absent: use data.sources"
     )
-    path: str = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
+    path: PathText = Field(default="", description="glob, shard folder or data set name; relative to the manifest")
     split: str = Field(default="train", description="hf only")
     column: str = Field(default="text", description="hf only: the column that holds the text")
-    tokenizer: str = Field(default="", description="tokenizer.json of all sources; empty: bytes")
+    tokenizer: PathText = Field(default="", description="tokenizer.json of all sources; empty: bytes")
     validation_share: float = Field(default=0.02, gt=0, lt=0.5)
     sources: tuple[SourceSection, ...] = Field(default=(), max_length=MAX_SOURCES, description="sources of a mixture")
     phases: tuple[PhaseSection, ...] = Field(

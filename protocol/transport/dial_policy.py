@@ -170,6 +170,23 @@ def _share_block(host: IpAddress, contact: IpAddress) -> bool:
     return any(host in block and contact in block for block in SPECIAL_BLOCKS if block.version == host.version)
 
 
+def may_name(hosts: Sequence[IpAddress], sources: Sequence[IpAddress]) -> bool:
+    """Return whether a manifest from elsewhere may name an endpoint with these addresses.
+
+    The internet may name the internet alone; a machine of a private network also that network, and our own machine all.
+
+    Args:
+        hosts: the addresses of the endpoint.
+        sources: the addresses of the machine that the manifest came from.
+    """
+    for host in hosts:
+        if host.is_link_local or host.is_multicast or host.is_unspecified or host.is_reserved and not host.is_loopback:
+            return False
+        if not (host.is_global or any(each.is_loopback or _share_block(host, each) for each in sources)):
+            return False
+    return True
+
+
 class Resolver:
     """Resolves host names; the caller sets the timeout."""
 

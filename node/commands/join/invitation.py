@@ -8,6 +8,8 @@ RUN is one of:
     murmur://...     fetched from that peer; needs no signature, because the run id is the hash of the manifest
 
 A manifest from a URL or a link must not name files of this machine: its paths are relative to the node's folder `data`.
+Nor does it make this machine call itself or a private network, unless it came from there: other bootstrap addresses are
+dropped, and a person who means one names it with `--peer`.
 `node.commands.join.invitation` pins the organiser's key and resumes a run without its source.
 """
 
@@ -18,7 +20,7 @@ import logging
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from urllib.parse import SplitResult
@@ -52,6 +54,8 @@ from protocol.signing import (
     load_signed_manifest,
     open_signed_manifest,
 )
+from protocol.transport.dial_policy import endpoint_of, may_name, parse_ip
+from protocol.transport.nat import IpAddress
 
 logger = logging.getLogger(__name__)
 DOWNLOAD_SECONDS = 20.0
@@ -135,7 +139,8 @@ def _open_url(url: str, insecure: bool) -> Invitation:
     if signed.organiser is None:
         raise OrganiserError(f"{url} is not signed; ask for the URL that `murmur host` prints, or get it as a file")
     require_paths_inside(signed.manifest)
-    return Invitation(signed.manifest, signed.organiser, None, source=url, trust=signed.trust, text=signed.text)
+    manifest = keep_own_addresses(signed.manifest, _addresses_of(parts.hostname or ""))
+    return Invitation(manifest, signed.organiser, None, source=url, trust=signed.trust, text=signed.text)
 
 
 def _download(url: str) -> bytes:
@@ -162,6 +167,31 @@ def _require_private_host(parts: SplitResult) -> None:
         )
 
 
+def keep_own_addresses(manifest: Manifest, sources: Sequence[IpAddress]) -> Manifest:
+    """Return a manifest without the bootstrap addresses that the machine it came from, at `sources`, may not name."""
+    named = {address: endpoint_of(address) for address in manifest.run.bootstrap}
+    kept = tuple(
+        address
+        for address, endpoint in named.items()
+        if endpoint is not None and may_name(_addresses_of(endpoint.host), sources)
+    )
+    if len(kept) < len(named):
+        logger.debug("%d bootstrap addresses lead to private networks and are not used", len(named) - len(kept))
+    return manifest.model_copy(update={"run": manifest.run.model_copy(update={"bootstrap": kept})})
+
+
+def _addresses_of(host: str) -> tuple[IpAddress, ...]:
+    """Return the addresses of a host; none for a name that does not exist now."""
+    address = parse_ip(host)
+    if address is not None:
+        return (address,)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(address for entry in found if (address := parse_ip(str(entry[4][0]))) is not None)
+
+
 def _open_link(link: str) -> Invitation:
     found = LINK_PATTERN.match(link)
     if not found:
@@ -177,6 +207,8 @@ def _open_link(link: str) -> Invitation:
     if manifest.run_id != run_id:
         raise OrganiserError(f"{address} sent the manifest of another run; ask for a new link")
     require_paths_inside(manifest)
+    endpoint = endpoint_of(address)
+    manifest = keep_own_addresses(manifest, _addresses_of(endpoint.host) if endpoint is not None else ())
     return Invitation(manifest, None, None, link, (address,), text=decode_text(text, link))
 
 

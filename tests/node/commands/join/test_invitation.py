@@ -1,6 +1,7 @@
 """The sources of a run that `murmur join` accepts and refuses."""
 
 import contextlib
+import ipaddress
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from node.commands.join import invitation
-from node.commands.join.invitation import Invitation, open_invitation, require_paths_inside
+from node.commands.join.invitation import Invitation, keep_own_addresses, open_invitation, require_paths_inside
 from protocol.errors import ManifestError, MissingFileError, MurmurError, OrganiserError, UnreachableError, UsageError
 from protocol.identity import Identity
 from protocol.manifest.run import Manifest
 from protocol.signing import sign_manifest
-from tests.node.small_run import MANIFEST
+from tests.node.small_run import MANIFEST, TOML
 
 ORGANISER = Identity.create()
 
@@ -49,6 +50,53 @@ def fixed_response_server(body: bytes, code: int = 200, headers: Mapping[str, st
 
 def data(**values: str) -> Manifest:
     return MANIFEST.model_copy(update={"data": MANIFEST.data.model_copy(update=values)})
+
+
+PEER = ORGANISER.peer_id
+PUBLIC, LOOPBACK = f"/ip4/1.1.1.1/tcp/4001/p2p/{PEER}", f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
+PRIVATE, METADATA = f"/ip4/192.168.1.9/tcp/4001/p2p/{PEER}", f"/ip4/169.254.169.254/tcp/80/p2p/{PEER}"
+NAMED, UNKNOWN = f"/dns4/localhost/tcp/4001/p2p/{PEER}", f"/dns4/nowhere.invalid/tcp/4001/p2p/{PEER}"
+RELAYED = f"/ip4/10.0.0.7/tcp/4001/p2p/{PEER}/p2p-circuit/p2p/{PEER}"
+ALL = (PUBLIC, LOOPBACK, PRIVATE, METADATA, NAMED, UNKNOWN, RELAYED)
+
+
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [
+        ("8.8.8.8", (PUBLIC, UNKNOWN)),
+        ("192.168.1.2", (PUBLIC, PRIVATE, UNKNOWN)),
+        ("10.1.1.1", (PUBLIC, UNKNOWN, RELAYED)),
+        ("127.0.0.1", (PUBLIC, LOOPBACK, PRIVATE, NAMED, UNKNOWN, RELAYED)),
+        ("169.254.0.1", (PUBLIC, UNKNOWN)),
+    ],
+)
+def test_downloaded_manifest_names_only_addresses_of_the_place_it_came_from(source: str, kept: tuple[str, ...]) -> None:
+    manifest = MANIFEST.model_copy(update={"run": MANIFEST.run.model_copy(update={"bootstrap": ALL})})
+    found = keep_own_addresses(manifest, (ipaddress.ip_address(source),))
+    assert found.run.bootstrap == kept and found.run_id == manifest.run_id
+
+
+def test_url_of_this_machine_keeps_its_loopback_addresses_and_a_file_keeps_all(tmp_path: Path) -> None:
+    manifest = MANIFEST.model_copy(update={"run": MANIFEST.run.model_copy(update={"bootstrap": (LOOPBACK, METADATA)})})
+    with fixed_response_server(sign_manifest(manifest, ORGANISER)) as url:
+        assert open_invitation(url, False).manifest.run.bootstrap == (LOOPBACK,)
+    file = tmp_path / "run.toml"
+    file.write_text(manifest.to_toml())
+    assert open_invitation(str(file), False).manifest.run.bootstrap == (LOOPBACK, METADATA)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("[model]", f'bootstrap = ["/unix/run/docker.sock/p2p/{PEER}"]\n[model]', "is not the address of a machine"),
+        ('path = "*.txt"', 'path = "a\\u0000b"', "NUL"),
+    ],
+)
+def test_manifest_with_a_socket_or_a_nul_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TOML.format(target="", min_peers=1).replace(old, new, 1))
+    with pytest.raises(ManifestError, match=text):
+        open_invitation(str(file), False)
 
 
 def test_signed_run_is_downloaded() -> None:
