@@ -5,7 +5,7 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from murmuration.own_model import require_fp32
+from murmuration.own_model import require_fp32, unwrapped_parameters
 from node.daemon.checkpoints.tensor_file import encode_tensors, write_file
 from node.model.custom import to_text
 from protocol.errors import StorageError, UsageError
@@ -13,6 +13,7 @@ from protocol.errors import StorageError, UsageError
 WEIGHTS_SUFFIX: Final = ".safetensors"
 NAMES_SUFFIX: Final = ".json"
 READABLE: Final = 0o644
+CONSTANT_NAMES: Final = {0.0: "zeros", 1.0: "ones"}
 
 
 def describe(model: nn.Module, path: str | Path) -> None:
@@ -20,8 +21,8 @@ def describe(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: the module; its parameters are fp32.
-        path: a new file. One that ends in .json gets names, shapes and for each parameter zeros, ones, or a normal
-            distribution as wide as its values: write it into the manifest as `model.tensors`. One that ends in
+        path: a new file. One that ends in .json gets names, shapes and for each parameter its constant value, or
+            a normal distribution as wide as its values: write it into the manifest as `model.tensors`. One that ends in
             .safetensors gets the values themselves: write it as `model.from`.
 
     Raises:
@@ -29,7 +30,7 @@ def describe(model: nn.Module, path: str | Path) -> None:
         StorageError: The file exists, or cannot be written.
     """
     path = Path(path)
-    parameters = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach().cpu() for name, parameter in unwrapped_parameters(model).items()}
     require_fp32(parameters)
     if path.suffix not in (NAMES_SUFFIX, WEIGHTS_SUFFIX):
         raise UsageError(f"{path} ends in neither {NAMES_SUFFIX} (names) nor {WEIGHTS_SUFFIX} (weights); rename it")
@@ -46,7 +47,7 @@ def describe(model: nn.Module, path: str | Path) -> None:
 
 def _first_values(values: Tensor) -> str:
     """Return the rule that draws values like these."""
-    for name, constant in (("zeros", 0.0), ("ones", 1.0)):
-        if bool((values == constant).all()):
-            return name
+    if values.numel() and bool((values == values.flatten()[0]).all()):
+        constant = float(values.flatten()[0])
+        return CONSTANT_NAMES.get(constant, f"constant {constant:.9g}")
     return f"normal {float(values.double().pow(2).mean().sqrt()):.6f}"

@@ -1,8 +1,8 @@
 """A callback with which transformers' Trainer takes part in a run; it needs transformers and accelerate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,23 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from murmuration.joining import join
 from murmuration.swarm import Swarm
+from protocol.errors import UsageError
+
+IGNORED_LABEL: Final = -100
+OWN_LOSS: Final = (
+    "the callback reports the loss that the model returns; train without label smoothing and compute_loss_func, or "
+    "write a loop of your own with murmuration.join"
+)
 
 
 class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not read
     """Joins the run when training begins, counts each optimizer step, and leaves when training ends.
 
-    Tokens and losses are those of the model's forward passes since the step before. The run's end ends the training.
+    Tokens and losses are those of the model's forward passes since the step before: tokens with a label, and the loss
+    that the model returns. The run's end ends the training.
+
+    Raises:
+        UsageError: the Trainer computes its loss by itself, by label smoothing or a function of the user.
     """
 
     def __init__(
@@ -40,6 +51,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # transformers' typ
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """Join, with the trainer's model and optimizer."""
+        if args.label_smoothing_factor:
+            raise UsageError(f"label_smoothing_factor: {OWN_LOSS}")
         model = objects["model"]
         self._passes.watch(model)
         optimizer = getattr(objects["optimizer"], "optimizer", objects["optimizer"])
@@ -65,12 +78,17 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # transformers' typ
 
 
 class ForwardPasses:
-    """Counts tokens and losses of a model's training passes."""
+    """Counts tokens and losses of a model's training passes.
+
+    With `num_items_in_batch` the Trainer divides the loss of each pass by the tokens of the whole step, so their sum is
+    the mean; without it each pass returns a mean of its own.
+    """
 
     def __init__(self) -> None:
         self._handle: RemovableHandle | None = None
         self._tokens = 0
         self._losses: list[Tensor] = []
+        self._are_shares = False
 
     def watch(self, model: nn.Module) -> None:
         """Count the passes of a model from now on."""
@@ -85,10 +103,22 @@ class ForwardPasses:
         """Return tokens and mean loss since the last call."""
         tokens, losses = self._tokens, self._losses
         self._tokens, self._losses = 0, []
-        return tokens, float(torch.stack(losses).mean()) if losses else 0.0
+        if not losses:
+            raise UsageError(f"the model returned no loss: {OWN_LOSS}")
+        loss = torch.stack(losses)
+        return tokens, float(loss.sum() if self._are_shares else loss.mean())
 
     def _count(self, model: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        loss = output.get("loss")
+        loss = output.get("loss") if isinstance(output, Mapping) else None
         if model.training and loss is not None:
-            self._tokens += int(named["input_ids"].numel())
+            self._tokens += _count_tokens(named)
             self._losses.append(loss.detach())
+            self._are_shares = named.get("num_items_in_batch") is not None
+
+
+def _count_tokens(named: Mapping[str, Any]) -> int:
+    """Return the tokens of a pass that have a label; without labels those that are not padding."""
+    labels, mask = named.get("labels"), named.get("attention_mask")
+    if labels is not None:
+        return int((labels != IGNORED_LABEL).sum())
+    return int(mask.sum()) if mask is not None else int(named["input_ids"].numel())

@@ -1,6 +1,6 @@
 """A module of the user, whose parameters become views of one flat vector."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -13,6 +13,7 @@ from protocol.errors import UsageError
 from protocol.manifest.run import Manifest
 
 MAX_NAMED: Final = 5  # parameters in an error
+WRAPPERS: Final = ("_orig_mod.", "module.")  # of torch.compile, and of DataParallel and its like
 
 
 class OwnModel(FlatModel):
@@ -23,7 +24,7 @@ class OwnModel(FlatModel):
 
     def __init__(self, module: nn.Module, manifest: Manifest) -> None:
         shapes, family = shapes_of(manifest), model_family(manifest.model)
-        parameters = _in_order(dict(module.named_parameters()), shapes, family)
+        parameters = _in_order(unwrapped_parameters(module), shapes, family)
         devices = {parameter.device for parameter in parameters}
         if len(devices) != 1:
             raise UsageError(f"the model is on {len(devices)} devices; move it to one of them before you join")
@@ -36,6 +37,18 @@ class OwnModel(FlatModel):
     def load_flat(self, flat: Tensor) -> None:
         """Copy all weights from `flat` (numel,), fp32 on any device."""
         self.flat.copy_(flat)
+
+
+def unwrapped_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by the names that they have without torch.compile and DistributedDataParallel."""
+    parameters = dict(module.named_parameters())
+    while prefix := next((each for each in WRAPPERS if parameters and _all_begin(parameters, each)), ""):
+        parameters = {name.removeprefix(prefix): parameter for name, parameter in parameters.items()}
+    return parameters
+
+
+def _all_begin(names: Iterable[str], prefix: str) -> bool:
+    return all(name.startswith(prefix) for name in names)
 
 
 def _in_order(parameters: Mapping[str, nn.Parameter], shapes: ShapeTable, family: ModelFamily) -> list[nn.Parameter]:

@@ -80,7 +80,14 @@ def _tokenizer_config(context: int, tokenizer: TextTokenizer) -> Json:
 def _generation_config(vocabulary: int, tokenizer: TextTokenizer) -> Json:
     """Sample as `murmur generate` does, and never an id without a token."""
     holes = sorted({*range(vocabulary)} - {*tokenizer.ids.tolist()})
-    return {"do_sample": True, "temperature": 0.8, **({"suppress_tokens": holes} if holes else {})}
+    # transformers takes the 50 likeliest tokens unless told otherwise.
+    return {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 0,
+        "top_p": 1.0,
+        **({"suppress_tokens": holes} if holes else {}),
+    }
 
 
 def _to_json(values: Json) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from node.model.config_keys import join_faults
+from node.model.decoders.family import EMBEDDING
 from node.model.families import model_family, shape_table
 from node.model.initialization import initial_weights
 from node.model.shapes import WHOLE, Cut, Entry, ShapeTable
@@ -62,9 +63,9 @@ class WeightFiles:
     def __enter__(self) -> Self:
         """Open all files and check them. Raises MissingFileError or CheckpointError, one line."""
         try:
-            for path in _shards(self._folder):
-                self._places |= _open_shard(path, self._stack)
+            self._places = _open_all(self._folder, self._stack)
             faults = list(self._faults())
+            faults = faults or list(self._tied_faults())
             if faults:
                 raise CheckpointError(f"{self._folder} does not have this model's weights: {join_faults(faults)}")
         except BaseException:
@@ -113,6 +114,16 @@ class WeightFiles:
             elif place.dtype not in READABLE_TYPES:
                 yield f"{name} has the type {place.dtype}, not one of {', '.join(READABLE_TYPES)}"
 
+    def _tied_faults(self) -> Iterator[str]:
+        """Yield a fault if the file has another output matrix than the shared one; transformers would use that one."""
+        place = self._places.get(OUTPUT)
+        if not self._config.tied or place is None:
+            return
+        name = self._family.hugging_face_name(EMBEDDING)
+        shared = self._places[name].file.get_tensor(name)
+        if not torch.equal(place.file.get_tensor(OUTPUT).float(), shared.float()):
+            yield f"{OUTPUT} differs from {name}, although tie_word_embeddings is true; set it to false"
+
     def _is_harmless(self, name: str) -> bool:
         """Return whether a tensor repeats what we have: the shared output matrix, or tables of positions."""
         return (self._config.tied and name == OUTPUT) or name.endswith(".rotary_emb.inv_freq")
@@ -121,8 +132,20 @@ class WeightFiles:
 def read_shapes(folder: Path) -> tuple[Entry, ...]:
     """Return names and shapes in a folder, or in one file. Raises MissingFileError or CheckpointError."""
     with ExitStack() as stack:
-        places = [place for path in _shards(folder) for place in _open_shard(path, stack).items()]
-        return tuple((name, place.shape) for name, place in places)
+        return tuple((name, place.shape) for name, place in _open_all(folder, stack).items())
+
+
+def _open_all(folder: Path, stack: ExitStack) -> dict[str, TensorPlace]:
+    """Open the files of a folder, or one file. A tensor in several shards is read from the one that the index names."""
+    paths, assigned = _shards(folder)
+    places = dict[str, TensorPlace]()
+    for path in paths:
+        found = _open_shard(path, stack)
+        missing = [name for name, shard in assigned.items() if shard == path.name and name not in found]
+        if missing:
+            raise CheckpointError(f"{path} lacks {missing[0]}, which the index says is there; download it again")
+        places |= {name: place for name, place in found.items() if assigned.get(name, path.name) == path.name}
+    return places
 
 
 def _open_shard(path: Path, stack: ExitStack) -> dict[str, TensorPlace]:
@@ -154,38 +177,46 @@ def _digest(block: Tensor) -> str:
     return hashlib.sha256(block.numpy().data).hexdigest()
 
 
-def _shards(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder, or the one that is named. Raises MissingFileError or CheckpointError."""
+def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files of weights in a folder, or the one that is named, and the shard of each tensor by the index.
+
+    Raises MissingFileError or CheckpointError.
+    """
     if folder.is_file():
-        return [folder]
+        return [folder], {}
     if not folder.is_dir():
         raise MissingFileError(f"there is no folder {folder}; name one with config.json and model.safetensors")
     if not (folder / INDEX_FILE).exists():
         if not (folder / SINGLE_FILE).exists():
             raise MissingFileError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; save it as safetensors")
-        return [folder / SINGLE_FILE]
-    names = _names_in_index(folder / INDEX_FILE)
+        return [folder / SINGLE_FILE], {}
+    assigned = _read_index(folder / INDEX_FILE)
+    names = sorted(set(assigned.values()))
+    if (folder / SINGLE_FILE).exists() and SINGLE_FILE not in names:
+        # transformers reads the single file, other tools the shards: nobody knows which model is meant.
+        raise CheckpointError(f"{folder} has {SINGLE_FILE} and also shards; remove those of another model")
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         faults = join_faults([f"the shard {name} is missing" for name in missing])
         raise MissingFileError(f"{folder}: {faults}; download all shards of the model")
-    return [folder / name for name in names]
+    return [folder / name for name in names], assigned
 
 
-def _names_in_index(path: Path) -> list[str]:
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the shard of each tensor."""
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError("it is too large")
         index = json.loads(path.read_bytes())
         places: Mapping[str, str] = index["weight_map"]
-        names = sorted({str(name) for name in places.values()})
-        if any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in names):
+        assigned = {str(tensor): str(name) for tensor, name in places.items()}
+        if any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in assigned.values()):
             raise ValueError("it has a file name that is too long")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not an index of shards ({shorten(str(error))}); download it again") from error
-    if any(Path(name).name != name for name in names):
+    if any(Path(name).name != name for name in assigned.values()):
         raise CheckpointError(f"{path} names files in other folders; download the model again")
-    return names
+    return assigned
 
 
 def weights_folder(source: str, base: Path) -> Path:

@@ -5,6 +5,7 @@ A line of text describes each tensor of an organiser's own model, with name, sha
     features.0.weight 16x3x3x3 normal 0.1
     features.0.bias 16 zeros
     scale scalar ones
+    logit_scale scalar constant 2.66
 
 No code travels with a run. A model that starts from weights (`model.from`) needs no first values.
 """
@@ -39,10 +40,13 @@ MAX_ELEMENTS: Final = 2**40
 SCALAR: Final = "scalar"
 LINE: Final = re.compile(
     r"(?P<name>[!-~]{1,200}) (?P<shape>scalar|[1-9]\d{0,11}(x[1-9]\d{0,11}){0,7})"
-    r"( (?P<first>zeros|ones|normal (?P<deviation>\d{1,6}(\.\d{1,12})?(e-?\d{1,2})?)))?",
+    r"( (?P<first>zeros|ones|normal (?P<deviation>\d{1,6}(\.\d{1,12})?(e-?\d{1,2})?)"
+    r"|constant (?P<constant>-?\d{1,6}(\.\d{1,12})?(e-?\d{1,2})?)))?",
     re.ASCII,
 )
-ADVICE: Final = "write NAME SHAPE and zeros, ones or normal DEVIATION, such as 'layer.weight 64x32 normal 0.02'"
+ADVICE: Final = (
+    "write NAME SHAPE and zeros, ones, constant VALUE or normal DEVIATION, such as 'layer.weight 64x32 normal 0.02'"
+)
 DEFAULT_MODEL_KIND = "llama"
 DEFAULT_NORM_EPSILON = 1e-5
 DEFAULT_BALANCE_LOSS = 1e-3
@@ -99,6 +103,8 @@ def parse_tensor(text: str) -> TensorLine:
     shape = () if found["shape"] == SCALAR else tuple(map(int, found["shape"].split("x")))
     if found["first"] is None:
         return TensorLine(found["name"], shape, None)
+    if found["constant"] is not None:
+        return TensorLine(found["name"], shape, (float(found["constant"]), 0.0))
     if found["deviation"] is None:
         return TensorLine(found["name"], shape, (float(found["first"] == "ones"), 0.0))
     return TensorLine(found["name"], shape, (0.0, float(found["deviation"])))

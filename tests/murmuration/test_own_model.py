@@ -60,3 +60,20 @@ def test_each_difference_is_named() -> None:
         OwnModel(extended, MANIFEST)
     with pytest.raises(UsageError, match=r"is torch\.bfloat16 instead of float32 \(use autocast"):
         OwnModel(transformers_model().bfloat16(), MANIFEST)
+
+
+class Wrapped(nn.Module):
+    """Holds a model as DistributedDataParallel does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+
+def test_compiled_and_wrapped_models_are_taken_as_the_models_in_them() -> None:
+    model = build_model(MANIFEST.model)
+    model.load_flat(initial_weights(MANIFEST.model, 1))
+    for wrapped in (Wrapped(model), torch.compile(model), Wrapped(torch.compile(model))):
+        assert torch.equal(OwnModel(wrapped, MANIFEST).flat, initial_weights(MANIFEST.model, 1))
+    with pytest.raises(UsageError, match="is missing"):
+        OwnModel(nn.ModuleDict({"module": model, "more": nn.Linear(2, 2)}), MANIFEST)

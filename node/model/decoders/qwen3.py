@@ -55,8 +55,9 @@ class Qwen3MoeFamily(Qwen3Family):
         sizes=SIZES_OF_EXPERTS,
         options=OPTIONS | {"norm_topk_prob": "normalize_experts", "router_aux_loss_coef": "balance_loss"},
         defaults=DEFAULTS | {"normalize_experts": False, "balance_loss": 0.001},
-        fixed=FIXED | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-        without_effect=WITHOUT_EFFECT | {"intermediate_size", "output_router_logits"},
+        fixed=FIXED
+        | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None), "output_router_logits": (False, True)},
+        without_effect=WITHOUT_EFFECT | {"intermediate_size"},
         aliases={"num_local_experts": "num_experts"},
     )
 

@@ -151,3 +151,29 @@ def test_hub_is_asked_only_where_the_user_allows_it(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DataError, match=r"pip install"):
         load_run_file(write_manifest(tmp_path, 'from = "hf:birds/starling@main"'))
+
+
+HARMLESS = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"dtype": "q4"},
+    "_attn_implementation_autoset": True,
+    "unsloth_fixed": True,
+    "tokenizer_class": "LlamaTokenizer",
+    "torchscript": False,
+    "sep_token_id": None,
+    "partial_rotary_factor": 1.0,
+    "output_router_logits": False,
+    "pruned_heads": {},
+    "top_p": 0.9,
+}
+
+
+def test_keys_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    """Small models that people start from have them: SmolLM2, fine-tunes of transformers 4.46, files of unsloth."""
+    plain = section(tmp_path, config_of("llama"))
+    for name, value in HARMLESS.items():
+        assert section(tmp_path, config_of("llama", **{name: value})) == plain, name
+    for name, value in (("rope_interleaved", True), ("partial_rotary_factor", 0.5), ("pruned_heads", {"0": [1]})):
+        with pytest.raises(ManifestError, match=name):
+            section(tmp_path, config_of("llama", **{name: value}))

@@ -165,7 +165,10 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"w": 3}, r"w has no shape"),
         (entry(dtype="BF16"), r"w has the type BF16; parameters are F32"),
         (entry(shape=[2, "3"]), r"w has a shape or first values of the wrong type"),
-        (entry(shape=[2, 0]), r"'w 2x0 normal 0\.1' is not a tensor; write NAME SHAPE and zeros, ones or normal DEV"),
+        (
+            entry(shape=[2, 0]),
+            r"'w 2x0 normal 0\.1' is not a tensor; write NAME SHAPE and zeros, ones, constant VALUE or",
+        ),
         (entry(shape=[2] * 9), r"is not a tensor"),
         (entry(first="uniform 1"), r"is not a tensor"),
         (entry(first=""), r"model.*tensors.* must have first values: append zeros, ones or normal 0.02 to 'w 2x3'"),
@@ -253,8 +256,22 @@ def test_describe_refuses_what_a_run_cannot_exchange(tmp_path: Path) -> None:
         murmuration.describe(Net(), tmp_path / "net.json")
 
 
-@pytest.mark.parametrize("line", ["w scalar zeros", "a.b.c 3x4 normal 0.5", "x-y 7", "w 2 normal 1e-3"])
+@pytest.mark.parametrize(
+    "line", ["w scalar zeros", "a.b.c 3x4 normal 0.5", "x-y 7", "w 2 normal 1e-3", "w 2 constant -0.25"]
+)
 def test_lines_are_read_as_they_were_written(line: str) -> None:
     tensor = parse_tensor(line)
     first = line.split(" ", 2)[2] if line.count(" ") > 1 else ""
     assert format_tensor(tensor.name, tensor.shape, first) == line
+
+
+def test_constants_stay_constants(tmp_path: Path) -> None:
+    """A network often begins with a slope, a scale or a temperature that is neither 0 nor 1."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.PReLU(3))
+    model.register_parameter("gamma", nn.Parameter(torch.full((3,), 0.1)))
+    model.register_parameter("logit_scale", nn.Parameter(torch.tensor(2.66)))
+    murmuration.describe(model, tmp_path / "net.json")
+    views = shapes_of(manifest := opened(tmp_path, 'tensors = "net.json"')).views(initial_weights(manifest.model, 3))
+    for name in ("1.weight", "gamma", "logit_scale"):
+        assert torch.equal(views[name], dict(model.named_parameters())[name]), name
+    assert views["0.weight"].std() > 0

@@ -101,3 +101,38 @@ def test_many_faults_are_counted(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.q_proj\.weight is missing; .*; and 413 more$"):
         opened(tmp_path)
+
+
+def test_shared_output_matrix_must_be_the_embedding(tmp_path: Path) -> None:
+    """transformers would take the matrix of the file, so to start from the shared one is another model."""
+    save_model(tmp_path / "weights", "llama", tie_word_embeddings=True)
+    file = tmp_path / "weights" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
+    opened(tmp_path)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, file)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        opened(tmp_path)
+
+
+def test_index_decides_between_two_shards_with_the_same_tensor(tmp_path: Path) -> None:
+    save_model(tmp_path / "weights", "llama", shard="20KB")
+    first = opened(tmp_path)
+    index = json.loads((tmp_path / "weights" / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = sorted(set(index.values()))
+    name = next(name for name, shard in index.items() if shard == shards[0])
+    last = tmp_path / "weights" / shards[-1]
+    save_file(load_file(last) | {name: torch.ones(load_file(tmp_path / "weights" / shards[0])[name].shape)}, last)
+    assert opened(tmp_path).model.weights == first.model.weights
+    tensors = load_file(last)
+    del tensors[next(name for name, shard in index.items() if shard == shards[-1])]
+    save_file(tensors, last)
+    with pytest.raises(CheckpointError, match="which the index says is there"):
+        opened(tmp_path)
+
+
+def test_single_file_of_another_model_beside_an_index_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "weights", "llama", shard="20KB")
+    save_file({"lm_head.weight": torch.ones(2)}, tmp_path / "weights" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has model.safetensors and also shards"):
+        opened(tmp_path)
