@@ -133,6 +133,8 @@ class FileTokenizer:
         self._path = path
         self._text, self._tokenizer = _load_without_settings(data, path)
         self._tried: set[str] = set()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = np.array([number for number, token in added.items() if token.special], dtype=np.int64)
         self._may_lose_text = _drops_unknown_characters(json.loads(self._text))
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not self._vocabulary:
@@ -156,7 +158,10 @@ class FileTokenizer:
         whole = text.encode(errors="replace").decode()
         if self._may_lose_text:
             self._warn_of_lost_text(whole)
-        return self._array(self._encode(whole))
+        ids = self._array(self._encode(whole))
+        if self._special.size:
+            self._warn_of_special_words(ids)
+        return ids
 
     def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield text once its tokens are complete.
@@ -195,6 +200,18 @@ class FileTokenizer:
                 lost[0],
             )
             self._may_lose_text = False
+
+    def _warn_of_special_words(self, ids: Shard) -> None:
+        """Warn once if words of a text became special tokens: an end of text in it may cut the attention."""
+        found = np.intersect1d(ids, self._special)
+        if found.size:
+            logger.warning(
+                "the text has the word %s, which the tokenizer %s reads as a special token; if the text only mentions "
+                "it, remove it there or from the tokenizer's added_tokens",
+                self._tokenizer.id_to_token(int(found[0])),
+                self._path,
+            )
+            self._special = self._special[:0]
 
     def _find(self, names: Sequence[str]) -> list[SpecialToken]:
         """Return the first of `names` in the vocabulary, or none."""

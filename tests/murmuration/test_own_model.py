@@ -1,5 +1,7 @@
 """A module of the user: its parameters become views of the run's vector, or each difference is named."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -73,7 +75,8 @@ class Wrapped(nn.Module):
 def test_compiled_and_wrapped_models_are_taken_as_the_models_in_them() -> None:
     model = build_model(MANIFEST.model)
     model.load_flat(initial_weights(MANIFEST.model, 1))
-    for wrapped in (Wrapped(model), torch.compile(model), Wrapped(torch.compile(model))):
+    compiled: Any = torch.compile(model)
+    for wrapped in (Wrapped(model), compiled, Wrapped(compiled)):
         assert torch.equal(OwnModel(wrapped, MANIFEST).flat, initial_weights(MANIFEST.model, 1))
     with pytest.raises(UsageError, match="is missing"):
         OwnModel(nn.ModuleDict({"module": model, "more": nn.Linear(2, 2)}), MANIFEST)

@@ -190,6 +190,18 @@ def test_text_that_a_tokenizer_would_drop_is_named_once(tmp_path: Path, caplog: 
     assert "t.json has no token for '\u4e16', and no unknown token: it leaves such characters out" in record.message
 
 
+def test_special_word_in_a_text_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(byte_level()))
+    tokenizer = FileTokenizer(path)
+    tokenizer.encode("a marker </s closes a sentence")
+    assert not caplog.records
+    for _ in range(2):
+        assert 257 in tokenizer.encode("a marker </s> closes a sentence")
+    (record,) = caplog.records
+    assert "the text has the word </s>, which the tokenizer" in record.message and "special token" in record.message
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_complete_tokenizers_lose_nothing(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     FileTokenizer(write(tmp_path, name)).encode("\u00e9\u4e16\U0001f426 x")

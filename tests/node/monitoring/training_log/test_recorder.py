@@ -66,13 +66,25 @@ async def test_metrics_of_each_round_and_the_last_ones_are_recorded(
     assert "validation_loss" not in lines[2]
 
 
+async def test_node_that_comes_back_writes_no_line_before_its_trainer_reports(tmp_path: Path) -> None:
+    source = Source()
+    recorder = MetricsRecorder(tmp_path, source, Metrics())
+    source.set(round=14)
+    await recorder.record_if_due()
+    await recorder.record_last()
+    assert not lines_in(tmp_path / METRICS_FILE)
+    source.set(step=75, tokens=19_200)
+    await recorder.record_if_due()
+    assert [(line["step"], line["tokens"]) for line in lines_in(tmp_path / METRICS_FILE)] == [(75, 19_200)]
+
+
 async def test_disk_that_fails_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / METRICS_FILE).mkdir()
     source, metrics = Source(), Metrics()
     recorder = MetricsRecorder(tmp_path, source, metrics)
     with caplog.at_level(logging.WARNING):
         for number in range(1, 4):
-            source.set(round=number)
+            source.set(round=number, step=number)
             await recorder.record_if_due()
     assert metrics.recovered_errors["not logged"] == 3
     assert len(caplog.records) == 1 and "cannot write metrics" in caplog.text
@@ -96,11 +108,11 @@ async def test_logger_process_follows_the_metrics_and_ends_with_the_node(
     (folder / METRICS_FILE).write_text('{"time": 1, "round": 77, "comment": "of an earlier start"}\n')
     with caplog.at_level(logging.WARNING):
         async with recorded_metrics(folder, source, metrics, ("wandb",)):
-            source.set(round=1, loss=3.0)
+            source.set(round=1, step=5, loss=3.0)
             async with asyncio.timeout(60):
                 while not lines_in(tmp_path / "got"):
                     await asyncio.sleep(0.02)
-            source.set(round=2, loss=2.0)
+            source.set(round=2, step=10, loss=2.0)
             ended = time.monotonic()
         took = time.monotonic() - ended
     got = [(line["round"], line["loss"]) for line in lines_in(tmp_path / "got")]
