@@ -12,6 +12,7 @@
     revisions.json the organiser's revisions of the manifest
     site-key       the key behind the token of its site (node.trainer.site)
     ticket         the organiser's permission to take part (node.own_ticket)
+    place          tells a folder that was copied or restored from the one that wrote it
     proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.state.proof_file)
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
@@ -57,6 +58,7 @@ class RunDir:
         self.revisions = path / "revisions.json"
         self.ticket = path / "ticket"
         self.proofs = path / "proofs"
+        self.place = path / "place"
         self.blobs = path / "blobs"
         self.activations = path / "activations"
         self.checkpoints = path / "checkpoints"
@@ -87,6 +89,21 @@ class RunDir:
                     f"cannot use the folder {self.path}: {error.strerror}; choose another --dir"
                 ) from error
             yield self
+
+    def was_copied(self) -> bool:
+        """Return whether the folder was copied, or restored from a backup, since the last call, and remember its place.
+
+        A copy of the key has another time of change, which no program that copies files can set. A folder without the
+        mark is new. Raises StorageError.
+        """
+        try:
+            now = str(self.key.stat().st_ctime_ns)
+            before = self.place.read_text() if self.place.exists() else ""
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}; fix its permissions") from error
+        if before != now:
+            write_atomically(self.place, now.encode())
+        return before not in ("", now)
 
     def copy_tokenizer(self, manifest: Manifest, base: Path) -> None:
         """Copy the run's tokenizer, because `murmur export` and `murmur generate` know only this folder.

@@ -10,7 +10,8 @@ sees them:
     part           one sum of the same inputs
 
 Anybody can check a proof with the signatures alone, so a peer needs to trust nobody who passes one on. A node that runs
-with a copied key is guilty as well: nobody can tell it from a liar. Two acknowledgements of one view are no proof,
+with a copied key would be guilty as well, because nobody can tell it from a liar: so one whose folder was copied stays
+quiet first (`node.loop.round_loop.SecondLife`). Two acknowledgements of one view are no proof,
 because two leaders may lead a view, and a member may follow the stronger one after the other.
 
 A strike is for a misdeed without a proof, such as a contribution that nobody could fetch; strikes are local. Each one

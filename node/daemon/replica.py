@@ -176,6 +176,7 @@ def _build_loop(node: NodeNetwork, state: ReplicaState) -> RoundLoop:
             stays=given.stays,
             proofs=tuple(state.proof_file.load()),
             exact=exact_options(manifest),
+            was_copied=RunDir(given.folder).was_copied(),
         ),
         state.replicated.chain,
         state.replicated.blob.digest,

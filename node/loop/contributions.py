@@ -161,6 +161,16 @@ class ContributionTracker:
         submitted += [self.submitted_since] if self.pending else []
         return min([round_number, *(since for since in submitted if since >= round_number - MAX_HISTORY_ROUNDS)])
 
+    def lacks(self, peer_id: PeerId, commits: Sequence[Commit]) -> bool:
+        """Return whether commits include a contribution of ours that is newer than all that we remember.
+
+        The last one is on disk before anybody sees it, so our files are then older than our signatures.
+        """
+        known = [entry.contribution for entry in self.settled] + ([self.pending] if self.pending else [])
+        newest = max((contribution.header.round for contribution in known), default=-1)
+        ours = (entry.body for commit in commits for entry in commit.contributions if entry.sender == peer_id)
+        return any(body.round - body.age > newest for body in ours)
+
     def is_known(self, header: ContributionHeader) -> bool:
         """Return whether a contribution that a restarted trainer repeats is pending or settled."""
         return (

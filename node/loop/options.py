@@ -67,6 +67,7 @@ class LoopOptions:
         proofs: the proofs of misdeeds that we know.
         stays: whether this peer serves the final state until it is stopped, as a host does.
         exact: our part of a pipeline with exact steps.
+        was_copied: whether our folder was copied or restored, so that our key may have signed more than we remember.
     """
 
     round: RoundOptions
@@ -79,6 +80,7 @@ class LoopOptions:
     stays: bool = False
     proofs: tuple[SignedMessage[Proof], ...] = ()
     exact: ExactOptions | None = None
+    was_copied: bool = False
 
     @property
     def compares_states(self) -> bool:

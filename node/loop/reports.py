@@ -16,6 +16,15 @@ NO_WEIGHTS = (
 UNKNOWN_REVISIONS = "it names revisions of the organiser that are not known here"
 
 
+RESTORED = (
+    "this folder was copied or restored, and its key may have signed this round already; going on with the next one"
+)
+RESTORED_ALONE = (
+    "this folder was copied or restored, and no peer is here that knows the rounds since; to go on alone, return to an "
+    "earlier checkpoint with a new key (`murmur rollback`)"
+)
+
+
 def wrong_state(round_number: int) -> list[LoopAction]:
     """Report that most peers on our head have another state."""
     line = f"our state after round {round_number} differs from the others'"

@@ -7,7 +7,7 @@ includes it. Events go in, actions come out; the daemon, the simulator and the t
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from node.daemon.state.outer_state import SignedContributions
 from node.loop import events, reports
@@ -38,10 +38,11 @@ from node.trainer.ipc.channel import ContributionOutcome
 from protocol.consensus.chain import CertifiedCommit, Chain
 from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
 from protocol.consensus.messages.contributions import Adoption, Commit
-from protocol.consensus.messages.signed import Digest
+from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 
 POLL_SECONDS = 0.5  # after a failure, unless an event arrives earlier
+QUIET_SECONDS = 60.0  # for the others to decide a round that we may have signed already, or to show our statement
 Stage = Literal["created", "joining", "starting", "assembling", "running", "done"]
 
 
@@ -85,6 +86,50 @@ class Holds:
         return [ReportPhase("waiting for peers", reports.stage_behind(others))]
 
 
+class SecondLife:
+    """Keeps a peer quiet that may have signed more than it remembers: its folder was restored from a backup, or copied.
+
+    Two statements of one key for one place are a proof of guilt. So it signs nothing at the head at which it finds the
+    others, and begins with the next. If they do not decide that round, it goes on after a while, unless they show a
+    statement of our key: then the round stays closed for us.
+    """
+
+    def __init__(self, peer_id: PeerId, was_copied: bool) -> None:
+        self._peer_id = peer_id
+        self._is_armed = was_copied
+        self._head: Digest = b""  # at which we found the others
+        self._until = 0.0
+
+    def suspect(self) -> None:
+        """Keep quiet at the next head."""
+        self._is_armed, self._head = True, b""
+
+    def listen(self, messages: Iterable[SignedMessage[Any]], chain: Chain) -> None:
+        """Look for statements of our own key about the round that is closed for us."""
+        if not self._is_armed:
+            return
+        for message in messages:
+            senders = {message.sender, *(entry.sender for entry in getattr(message.body, "contributions", ()))}
+            if self._peer_id in senders and (message.body.round, message.body.base) == (chain.round, self._head):
+                self._until = float("inf")
+
+    def holds(self, chain: Chain, snapshot: SwarmSnapshot, now: float) -> list[LoopAction]:
+        """Return the report that our round stays closed; empty if it may open."""
+        self._is_armed = self._is_armed and self._head in (b"", chain.digest)
+        if not self._is_armed:
+            return []
+        if not self._head and not snapshot.trainers_at(frozenset([chain.digest])) - {self._peer_id}:
+            is_alone = not chain.electorate.voters - {self._peer_id}
+            return [] if is_alone else [ReportPhase("waiting for peers", reports.RESTORED_ALONE)]
+        if not self._head:
+            self._head, self._until = chain.digest, now + QUIET_SECONDS
+        self._is_armed = now < self._until
+        return [ReportPhase("waiting for peers", reports.RESTORED)] if self._is_armed else []
+
+    def next_deadline(self) -> float | None:
+        return self._until if self._is_armed and self._head else None
+
+
 class RoundLoop:
     """Handles the events of one replica one by one. Only the loop changes its chain and contributions."""
 
@@ -109,6 +154,7 @@ class RoundLoop:
         self._departure = Departure(options)
         self._holds = Holds(options.steering, chain)
         self._exact = ExactRounds(options.exact)
+        self._second_life = SecondLife(self._peer_id, options.was_copied)
         self._actions = ActionQueue()
 
     @property
@@ -143,7 +189,7 @@ class RoundLoop:
 
     def next_deadline(self, now: float) -> float | None:
         """Return when to send TimePassed."""
-        times = [self.session.next_deadline(now), self._departure.next_deadline()]
+        times = [self.session.next_deadline(now), self._departure.next_deadline(), self._second_life.next_deadline()]
         if self._syncing.is_confirming:
             times.append(self._syncing.next_deadline(now))
         if self._is_free and self._stage not in ("created", "starting", "done"):
@@ -158,6 +204,7 @@ class RoundLoop:
     def _take(self, event: events.LoopEvent, now: float) -> None:
         match event:
             case events.MessagesReceived(sender, messages):
+                self._second_life.listen(messages, self.chain)
                 counted = self.conduct.receive(messages, self.chain.round)
                 self._drop_excluded(now)
                 self.session.receive(sender, counted, self._snapshot.trainers, now)
@@ -279,6 +326,9 @@ class RoundLoop:
         if self._syncing.is_due(self.state, now) and self._begin_sync(now):
             return True
         if self.session.is_open or self.session.decided is not None or self._is_held():
+            return False
+        if quiet := self._second_life.holds(self.chain, self._snapshot, now):
+            self._actions.add(quiet)
             return False
         self._open_round(now)
         return True
@@ -403,6 +453,9 @@ class RoundLoop:
         if (offer := self._syncing.accepted) is None:
             return False
         self.session.close()
+        later = [entry.body for entry in offer.chain.log.commits if entry.body.round >= self.chain.round]
+        if self.contributions.lacks(self._peer_id, later):
+            self._second_life.suspect()
         if not self.steering.learn(Adoption(offer.chain.head.revision, offer.revisions)):
             self._sync_failed(reports.UNKNOWN_REVISIONS, False, now)
         elif self._syncing.is_replay:
