@@ -205,7 +205,7 @@ class StageLoop:
         self._follow(self.owner.handle(owner_events.PeersChanged(self._routes(), self.round), now), now)
         owners = {**self._seen.first_serials, self._me: self._first_serial}
         standing = None if self._seen.standing is None else self._seen.standing | {self._me}
-        self._serve(server_events.OwnersChanged(owners, standing), now)
+        self._serve(server_events.OwnersChanged(owners, standing, self._me), now)
         self._draw(now)
 
     def _routes(self) -> StagePeers:

@@ -28,6 +28,7 @@ AnswerKind = Literal[
     "other life",  # this peer has restarted
     "sealed",  # this peer is leaving
     "refused",  # inputs of the wrong size or kind
+    "no forward",  # a backward of an owner without forwards here
     "known",  # the task is finished, with its outcome
 ]
 OutcomeStatus = Literal[

@@ -9,6 +9,7 @@ contributions, so `EndedMicrobatches` counts by rounds: a gradient added in roun
 r or, if that was already sent, in the next one. Records may be a round late, hence UNSAFE_ROUNDS = 3.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,8 @@ class Request:
     due: float  # when the same peer is asked again
     inputs: Inputs
     replay: bool
+    tasks: int = 0  # of the peer, including this one
+    overdue: float = math.inf  # when an accepted task counts as lost
 
     @property
     def is_bound(self) -> bool:

@@ -13,9 +13,11 @@ backwards in reverse order. Backwards and replays have memory that no forward ca
 can always proceed, and no deadlock is possible.
 """
 
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Container
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
@@ -27,6 +29,12 @@ from protocol.pipeline.stage import StageSettings
 MAX_WAITING = 1024  # owners
 RESERVED_SHARE = 0.25  # for backwards and replays
 REMEMBERED = 4096  # ended microbatches, to answer late tasks
+PATIENCE = 4.0  # multiple of the usual time from a forward to its backward, for which a step waits for one
+MIN_PATIENCE, FIRST_PATIENCE = 1.0, 30.0  # seconds; the second while nothing is measured
+MIN_KEPT_SECONDS, KEPT_PATIENCES = 60.0, 8.0  # for which a microbatch is kept without a word of its owner
+TURNAROUND_SMOOTHING = 0.2
+MAX_LATENESS = 6  # 64 patiences
+FORGIVEN_AFTER = 64  # microbatches in time
 
 
 class OpenStep:
@@ -36,6 +44,7 @@ class OpenStep:
         self.size = size
         self.is_closing = False
         self._open: set[Key] = set()
+        self._late: set[Key] = set()  # left behind; their gradients may still join a later step
         self._added = Ledger()
         self._count = 0
 
@@ -67,15 +76,26 @@ class OpenStep:
         self._open.add(key)
 
     def withdraw(self, key: Key) -> bool:
-        """Stop waiting for a microbatch; return whether the step waited for it."""
+        """Forget a microbatch; return whether the step waited for it."""
+        self._late.discard(key)
         if key not in self._open:
             return False
         self._open.discard(key)
         return True
 
+    def leave_behind(self, key: Key) -> None:
+        """Stop waiting for a microbatch whose owner is late."""
+        self._open.discard(key)
+        self._late.add(key)
+
+    def is_late(self, owner: PeerId) -> bool:
+        """Return whether microbatches of an owner were left behind and have not ended."""
+        return any(key.owner == owner for key in self._late)
+
     def add(self, key: Key) -> None:
         """Count a gradient."""
         self._open.discard(key)
+        self._late.discard(key)
         self._added.add(key)
         self._count += 1
 
@@ -87,6 +107,75 @@ class OpenStep:
         """End the step and return its microbatches; open ones carry over to the next step."""
         added, self._added, self._count, self.is_closing = self._added, Ledger(), 0, False
         return added
+
+
+@dataclass
+class _Lateness:
+    """`level`: how often steps left an owner behind lately. `until`: when its forwards are admitted again."""
+
+    level: int = 0
+    until: float = 0.0
+    in_time: int = 0  # microbatches since
+
+
+class Punctuality:
+    """How soon owners come back with the backwards of their forwards; it decides how long a step waits for one.
+
+    The measure is the time that our own microbatches take, because we trust it, or else the median owner's. An owner
+    that a step has left behind gets no places for twice as long each time.
+    """
+
+    def __init__(self) -> None:
+        self.me: PeerId | None = None
+        self._means: dict[str, float] = {}  # seconds from a forward to its backward, by owner
+        self._late: dict[str, _Lateness] = {}
+
+    @property
+    def patience(self) -> float:
+        """Return the seconds that a step waits for a microbatch."""
+        if not self._means:
+            return FIRST_PATIENCE
+        usual = self._means.get(self.me or "", median(self._means.values()))
+        return max(MIN_PATIENCE, PATIENCE * usual)
+
+    @property
+    def keeping(self) -> float:
+        """Return the seconds that a server keeps a microbatch without a word of its owner."""
+        return max(MIN_KEPT_SECONDS, KEPT_PATIENCES * self.patience)
+
+    def record(self, owner: str, seconds: float, *, is_late: bool) -> None:
+        """Record the backward of a microbatch."""
+        self._means[owner] = self._means.get(owner, seconds) + TURNAROUND_SMOOTHING * (
+            seconds - self._means.get(owner, seconds)
+        )
+        record = self._late.get(owner)
+        if record is None or is_late:
+            return
+        record.in_time += 1
+        if record.in_time >= FORGIVEN_AFTER:
+            record.level, record.in_time = record.level - 1, 0
+        if record.level <= 0:
+            del self._late[owner]
+
+    def leave_behind(self, owner: str, now: float) -> None:
+        """Turn an owner away for a while; more of its microbatches in that time change nothing."""
+        record = self._late.setdefault(owner, _Lateness())
+        if now < record.until:
+            return
+        record.level, record.in_time = min(record.level + 1, MAX_LATENESS), 0
+        record.until = now + 2.0**record.level * self.patience
+
+    def pause(self, owner: str, now: float) -> float:
+        """Return for how many seconds an owner gets no places; 0 if nobody else makes use of them."""
+        record = self._late.get(owner)
+        if record is None or self._means.keys() <= {owner}:
+            return 0.0
+        return max(0.0, record.until - now)
+
+    def keep_only(self, owners: Container[str]) -> None:
+        """Forget owners that are gone."""
+        self._means = {owner: mean for owner, mean in self._means.items() if owner in owners}
+        self._late = {owner: record for owner, record in self._late.items() if owner in owners}
 
 
 class WaitingOwners:
@@ -151,6 +240,10 @@ class Memory:
         strangers = [owner for owner in owners if self.is_stranger(owner)]
         self.shares = max(1, len(owners) - len(strangers) + bool(strangers))
 
+    def share_of(self, owner: PeerId) -> str:
+        """Return the name of the share that an owner uses: its own, or "" for that of all strangers."""
+        return "" if self.is_stranger(owner) else owner
+
     def is_stranger(self, owner: PeerId) -> bool:
         """Return whether an owner has no share of its own."""
         return self._standing is not None and owner not in self._standing
@@ -164,11 +257,20 @@ class Memory:
         """Return how many forwards fit, whoever owns them."""
         return max(0, self.forward_capacity - self._used) // size
 
-    def admits_replay(self, size: int) -> bool:
-        return self._used + size + self.backward_bytes <= self.capacity
+    def admits_replay(self, key: Key, size: int) -> bool:
+        """Return whether a replay fits, and leaves room for a backward in the memory and in its owner's share."""
+        fits = self._used + size + self.backward_bytes <= self.capacity
+        return fits and self._held_in_share(key.owner) + size <= self._whole_share()
 
-    def admits_backward(self, size: int) -> bool:
-        return self._used + size <= self.capacity
+    def admits_backward(self, key: Key, size: int) -> bool:
+        """Return whether a backward fits into the memory and its owner's share."""
+        fits = self._used + size <= self.capacity
+        return fits and self._held_in_share(key.owner) + size <= self._whole_share() + self.backward_bytes
+
+    def _whole_share(self) -> int:
+        """Return the bytes that an owner's forwards and replays may take: a replay fits beside all of its forwards."""
+        forwards = max(self.backward_bytes, self.forward_capacity // self.shares)
+        return max(self.capacity // self.shares, forwards + self.backward_bytes)
 
     def take(self, key: Key, size: int) -> None:
         """Allocate bytes to a microbatch."""
@@ -207,15 +309,30 @@ class Work:
 
 @dataclass
 class Entry:
-    """The state of a microbatch at a server. `deadline`: when it may be forgotten; `number`: its id."""
+    """The state of a microbatch at a server.
+
+    Args:
+        deadline: when it may be forgotten.
+        number: its id in an exact step.
+        began: when its forward was accepted; None if that was at another peer.
+        awaited: until when the open step waits for its backward.
+    """
 
     deadline: float
     number: int | None = None
+    began: float | None = None
+    awaited: float = math.inf
+    is_ready: bool = False  # the inputs of its backward are here
     work: dict[Direction, Work] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return sum(work.size for work in self.work.values())
+
+    @property
+    def waits_for_owner_until(self) -> float:
+        """Return when the open step goes on without this microbatch, because its owner is late."""
+        return math.inf if self.is_ready else self.awaited
 
     def blobs(self) -> frozenset[Blob]:
         """Return the blobs that must stay in memory."""
@@ -229,6 +346,7 @@ class MicrobatchTable:
         self.settings = settings
         self.counts = ServerCounts()
         self.memory = Memory(settings.memory, settings.task_bytes("backward"))
+        self.punctuality = Punctuality()
         self.entries: dict[Key, Entry] = {}
         self.ended: OrderedDict[Key, None] = OrderedDict()
         # Answers for late copies of a request, because the owner may have asked another peer since.
@@ -264,8 +382,8 @@ class MicrobatchTable:
         """Return whether the memory admits a task now."""
         size = self.needed_bytes(task)
         if task.direction == "backward":
-            return self.memory.admits_backward(size)
-        return self.memory.admits_replay(size) if task.replay else self.memory.admits_forward(task.key, size)
+            return self.memory.admits_backward(task.key, size)
+        return self.memory.admits_replay(task.key, size) if task.replay else self.memory.admits_forward(task.key, size)
 
     def add(self, task: Task, now: float) -> None:
         """Add a task, and fetch the inputs that are not here."""
@@ -297,7 +415,7 @@ class MicrobatchTable:
     def extend(self, task: Task, now: float) -> None:
         """Extend the deadline of a microbatch to the deadline of this task, if that is later."""
         entry = self.entries[task.key]
-        entry.deadline = max(entry.deadline, now + task.deadline_ms / 1000)
+        entry.deadline = max(entry.deadline, now + min(task.deadline_ms / 1000, self.punctuality.keeping))
 
     def start(self, action: Compute | TakeStep) -> None:
         """Send work to the trainer, which handles one piece at a time."""
@@ -316,6 +434,7 @@ class MicrobatchTable:
         """Remove a task that cannot be computed; its outcome answers a late copy of the same request."""
         key, direction = work.task.key, work.task.direction
         del self.entries[key].work[direction]
+        self.entries[key].is_ready = False
         self.unfinished.discard(work.token)
         self.free_unneeded(key)
         if outcome.status != "void":  # lost to a restart, so it may be computed again

@@ -48,6 +48,8 @@ MAX_SERVERS = 256  # with ended microbatches
 ASK_SECONDS, RETRY_SECONDS = 5.0, 0.5  # the deadline of a call, and the pause after one without an answer
 MIN_PATIENCE, MAX_PATIENCE = 5.0, 120.0  # from an accepted task to the next request
 PATIENCE = 4.0  # multiple of the expected time
+OVERDUE_PATIENCES, UNPROVEN_PATIENCES = 3.0, 2.0  # until accepted work is lost; the second before any outcome
+STUCK_SECONDS = 60.0  # more for a gradient, which no other peer may add
 STALL_SECONDS = 600.0  # after which a peer that has a task counts as stuck
 SEALED_SECONDS = 0.5  # until a server that has sealed its exact step is asked again
 
@@ -331,6 +333,7 @@ class Owner:
         )
         microbatch.request = request
         self._routers[stage_pass.stage].begin(peer)
+        request.tasks = self._routers[stage_pass.stage].tasks_of(peer)
         self._ask(microbatch, request, now)
 
     def _ask(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
@@ -378,8 +381,10 @@ class Owner:
         router = self._routers[request.stage_pass.stage]
         match answer.kind:
             case "accepted":
-                patience = PATIENCE * router.expected_seconds(request.peer)
-                self._schedule(microbatch, request, now + min(MAX_PATIENCE, max(MIN_PATIENCE, patience)))
+                patience = min(MAX_PATIENCE, max(MIN_PATIENCE, PATIENCE * router.expected_seconds(request.peer)))
+                patiences = OVERDUE_PATIENCES if router.is_proven(request.peer) else UNPROVEN_PATIENCES
+                request.overdue = min(request.overdue, now + patiences * patience)
+                self._schedule(microbatch, request, now + patience)
             case "busy":
                 self._on_busy(microbatch, request, now + answer.retry_ms / 1000, now)
             case "other life":
@@ -389,6 +394,9 @@ class Owner:
                 self._on_busy(microbatch, request, now + self.settings.round_pause, now)
             case "refused":
                 self._on_refusal(microbatch, request, now)
+            case "no forward":
+                microbatch.forget_server(request.stage_pass, request.peer)
+                self._on_refusal(microbatch, request, now, is_fault=False)
             case _:
                 if answer.kind == "sealed" and microbatch.exact is not None:
                     router.record_busy(request.peer, request.sent, now + SEALED_SECONDS)
@@ -406,10 +414,11 @@ class Owner:
         router.refund(request.peer)
         self._go_elsewhere(microbatch, request, now)
 
-    def _on_refusal(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
+    def _on_refusal(self, microbatch: OwnedMicrobatch, request: Request, now: float, *, is_fault: bool = True) -> None:
         microbatch.refused_by.add(request.peer)
         microbatch.refusals += 1
-        self._routers[request.stage_pass.stage].record_failure(request.peer, now)
+        if is_fault:
+            self._routers[request.stage_pass.stage].record_failure(request.peer, now)
         if microbatch.is_refused:
             self._end(microbatch, "refused", now)
         else:
@@ -460,6 +469,9 @@ class Owner:
             self._on_refusal(microbatch, request, now)
         else:
             self._abandon(microbatch, request)
+            if outcome.status == "done":
+                router = self._routers[request.stage_pass.stage]
+                router.record_outcome(request.peer, now - request.opened, request.tasks)
             self.counts.replayed += microbatch.record(request, outcome)
             self._continue(microbatch, now)
 
@@ -506,10 +518,22 @@ class Owner:
         request = microbatch.request
         if request is None or request.attempt != attempt or request.due > now:
             return
-        if now - request.opened > STALL_SECONDS:
+        if now > request.overdue + (STUCK_SECONDS if request.is_bound else 0.0):
+            self._on_lost_work(microbatch, request, now)
+        elif now - request.opened > STALL_SECONDS:
             self._end(microbatch, "stalled", now)
         else:
             self._ask(microbatch, request, now)
+
+    def _on_lost_work(self, microbatch: OwnedMicrobatch, request: Request, now: float) -> None:
+        """Take work back that a peer accepted and does not do; a gradient is given up."""
+        self.counts.overdue += 1
+        self._routers[request.stage_pass.stage].record_loss(request.peer, now)
+        if request.is_bound:
+            self._end(microbatch, "stalled", now)
+        else:
+            microbatch.forget_server(request.stage_pass, request.peer)
+            self._go_elsewhere(microbatch, request, now)
 
     def _note_emptiness(self, stage: int, now: float) -> None:
         """Report a stage that nobody serves while microbatches wait for it."""

@@ -123,6 +123,7 @@ class OwnerCounts:
         duplicates: gradients that two servers of a stage count.
         replayed: passes that were computed again.
         outdated: outcomes of an earlier life.
+        overdue: tasks that a peer accepted and did not do in several times the expected time.
     """
 
     done: int = 0
@@ -131,6 +132,7 @@ class OwnerCounts:
     duplicates: int = 0
     replayed: int = 0
     outdated: int = 0
+    overdue: int = 0
 
     def __post_init__(self) -> None:
         self.dropped = Counter[str]()

@@ -5,6 +5,9 @@ gets; the next microbatch goes to the peer with the lowest virtual time. Servers
 compute time only. Weights from round trips would equalise the requests in flight instead of the use of the machines
 (SWARM's routing reaches 0.78 of the ideal where this one reaches 0.99).
 
+A reported rate counts only up to a multiple of what this owner has measured at the peer, and a peer without outcomes
+has few tasks. A peer that accepts work and does not do it gets none for a while, twice as long each time.
+
 A peer has at most one second of work, plus what is in flight: `ceil(2 rate (2 RTT + 1 s)) + 1` tasks, because a
 microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is skipped, without a ban, until it
 invites us or its pause has passed; an unreachable one is banned for 5 s, doubling to 5 minutes. If all peers
@@ -23,6 +26,7 @@ from statistics import median
 
 from protocol.identity import PeerId
 from protocol.pipeline.messages import MAX_ROUND_DISTANCE
+from protocol.recent import RecentTable
 
 FIRST_BAN_SECONDS, MAX_BAN_SECONDS = 5.0, 300.0
 AHEAD_SECONDS = 1.0  # of work that a peer holds in addition to the round trips
@@ -31,6 +35,11 @@ CREDIT_SECONDS = 2.0  # of missed work that a peer may catch up on after it was 
 SMOOTHING = 0.25
 DEFAULT_RATE = 1.0  # microbatches a second, until a peer reports its rate
 MIN_RATE = 1e-4
+BELIEF = 4.0  # multiple of the rate measured here, up to which a reported rate counts
+KEPT_MEASURE = 0.98  # of the best measured rate, with each outcome
+FIRST_TASKS, PROBATION_TASKS = 8, 1  # before the first outcome; and after work was lost
+FORGIVEN_AFTER = 16  # outcomes
+REMEMBERED_LOSSES = 1024  # peers
 
 
 @dataclass(frozen=True)
@@ -46,10 +55,22 @@ class StagePeer:
 
 
 @dataclass
+class _Loss:
+    """Accepted work that a peer did not do. `until`: when it gets work again."""
+
+    level: int = 0
+    until: float = 0.0
+    outcomes: int = 0  # since
+
+
+@dataclass
 class _Route:
-    rate: float
+    reported: float
     virtual_time: float
     tie: float
+    first_tasks: int = FIRST_TASKS
+    outcomes: int = 0
+    measured: float = 0.0  # microbatches a second; 0 before the first outcome
     outstanding: int = 0
     round_trip: float = 0.0
     failures: int = 0
@@ -58,9 +79,15 @@ class _Route:
     invited: float = -math.inf  # when the peer last invited us
 
     @property
+    def rate(self) -> float:
+        """Return the reported rate, as far as this owner believes it."""
+        return max(MIN_RATE, min(self.reported, BELIEF * self.measured)) if self.measured else self.reported
+
+    @property
     def limit(self) -> int:
         """The most tasks it may have: two for each microbatch, each with two round trips."""
-        return math.ceil(2 * self.rate * (2 * self.round_trip + AHEAD_SECONDS)) + 1
+        wanted = math.ceil(2 * self.rate * (2 * self.round_trip + AHEAD_SECONDS)) + 1
+        return min(wanted, self.first_tasks + self.outcomes)
 
 
 def task_round(own: int, peers: Iterable[StagePeer]) -> int:
@@ -80,6 +107,7 @@ class Router:
         self._rng = rng
         self._routes: dict[PeerId, _Route] = {}
         self._away: dict[PeerId, _Route] = {}  # peers that take no new work and still have some
+        self._losses: RecentTable[PeerId, _Loss] = RecentTable(REMEMBERED_LOSSES)  # also of peers that left since
         self._hidden: frozenset[PeerId] = frozenset()
         self._now_virtual = 0.0
         self._reported_at = -math.inf  # the last report of a stage without peers
@@ -109,6 +137,8 @@ class Router:
     def _enter(self, peer: PeerId, rate: float, start: float) -> None:
         route = self._away.pop(peer, None) or _Route(self._seed_rate(rate), start, self._rng.random())
         route.virtual_time = max(route.virtual_time, start)
+        if peer in self._losses:
+            route.first_tasks = PROBATION_TASKS
         self._routes[peer] = route
 
     def _seed_rate(self, rate: float) -> float:
@@ -147,6 +177,7 @@ class Router:
         wanted = {peer: route for peer, route in self._routes.items() if peer not in excluded}
         if beside_hidden:
             wanted = {peer: route for peer, route in wanted.items() if peer not in self._hidden} or wanted
+        wanted = {peer: route for peer, route in wanted.items() if self._loss_until(peer) <= now} or wanted
         reachable = {peer: route for peer, route in wanted.items() if route.banned_until <= now} or wanted
         return {
             peer: route
@@ -157,6 +188,7 @@ class Router:
     def wake_time(self, now: float) -> float | None:
         """Return when a busy or banned peer may be asked again; None if only outcomes can free a peer."""
         times = [time for route in self._routes.values() for time in (route.busy_until, route.banned_until)]
+        times += map(self._loss_until, self._routes)
         return min((time for time in times if time > now), default=None)
 
     def begin(self, peer: PeerId) -> None:
@@ -183,7 +215,47 @@ class Router:
         """Record the compute rate that a server reports."""
         route = self._find(peer)
         if route is not None and rate > 0:
-            route.rate = max(MIN_RATE, rate)
+            route.reported = max(MIN_RATE, rate)
+
+    def tasks_of(self, peer: PeerId) -> int:
+        """Return how many tasks a peer has."""
+        route = self._find(peer)
+        return route.outstanding if route is not None else 0
+
+    def is_proven(self, peer: PeerId) -> bool:
+        """Return whether a peer has sent an outcome since it entered or lost work."""
+        route = self._find(peer)
+        return route is not None and route.outcomes > 0
+
+    def record_outcome(self, peer: PeerId, seconds: float, tasks: int) -> None:
+        """Record an outcome after so many seconds, while the peer had `tasks`: two for each microbatch."""
+        route = self._find(peer)
+        if route is None:
+            return
+        route.outcomes += 1
+        route.measured = max(KEPT_MEASURE * route.measured, max(1, tasks) / (2 * max(seconds, 1e-3)))
+        loss = self._losses.get(peer)
+        if loss is not None:
+            loss.outcomes += 1
+            if loss.outcomes >= FORGIVEN_AFTER:
+                loss.level, loss.outcomes = loss.level - 1, 0
+            if loss.level <= 0:
+                del self._losses[peer]
+
+    def record_loss(self, peer: PeerId, now: float) -> None:
+        """Give a peer that accepted work and did not do it no more for a while, and little afterwards."""
+        loss = self._losses.get(peer) or _Loss()
+        if now >= loss.until:
+            loss.level, loss.outcomes = loss.level + 1, 0
+            loss.until = now + min(MAX_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(loss.level, 16))
+        self._losses[peer] = loss
+        route = self._find(peer)
+        if route is not None:
+            route.first_tasks, route.outcomes, route.measured = PROBATION_TASKS, 0, route.measured / 2
+
+    def _loss_until(self, peer: PeerId) -> float:
+        loss = self._losses.get(peer)
+        return loss.until if loss is not None else 0.0
 
     def record_answer(self, peer: PeerId, round_trip: float) -> None:
         """Record an answer, and the time that it took."""

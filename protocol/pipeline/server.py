@@ -5,6 +5,7 @@ does the loss of the owner.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -32,6 +33,8 @@ from protocol.pipeline.server_events import (
 from protocol.pipeline.steps import StepPolicy
 
 MIN_PAUSE_MS, MAX_PAUSE_MS, UNINVITED_PAUSE_MS = 50, 2000, 10_000
+MAX_ADOPTED = 16  # backwards of a stranger whose forwards were at other peers
+LATE_PAUSE = 1.0  # seconds, while microbatches of an owner are late
 QUEUE_SECONDS, MAX_QUEUED = 1.25, 64  # queue limit for admitting forwards; in tasks while the rate is unknown
 SMOOTHING = 0.2  # of compute times
 
@@ -70,6 +73,7 @@ class StageServer:
         self.is_draining = False
         self._waiting = WaitingOwners()
         self._owners: Mapping[PeerId, int] = {}  # live owners with their first serials
+        self._forwards = Counter[PeerId]()  # of live owners, less the backwards whose forwards were elsewhere
         self._times = ComputeTimes()
 
     @property
@@ -84,7 +88,12 @@ class StageServer:
 
     def next_deadline(self) -> float | None:
         """Return when to call `advance`."""
-        return min((entry.deadline for entry in self.table.entries.values()), default=None)
+        open_step = self.steps.open_step
+        times = (
+            min(entry.deadline, entry.waits_for_owner_until if open_step.holds(key) else math.inf)
+            for key, entry in self.table.entries.items()
+        )
+        return min(times, default=None)
 
     def ask(self, task: Task, now: float) -> tuple[Answer, list[Action]]:
         """Answer a task at once, and start it if it is accepted."""
@@ -117,8 +126,19 @@ class StageServer:
 
     def advance(self, now: float) -> list[Action]:
         """Return the actions that are due; call it at `next_deadline`."""
+        self._leave_behind(now)
         self._withdraw([key for key, entry in self.table.entries.items() if entry.deadline <= now])
         return self._proceed()
+
+    def _leave_behind(self, now: float) -> None:
+        """Let the open step go on without the microbatches whose owners have been away for too long."""
+        open_step, punctuality = self.steps.open_step, self.table.punctuality
+        for key, entry in self.table.entries.items():
+            if entry.waits_for_owner_until <= now and open_step.holds(key):
+                open_step.leave_behind(key)
+                self.counts.withdrawn += 1
+                self.counts.left_behind += 1
+                punctuality.leave_behind(self.table.memory.share_of(key.owner), now)
 
     def _proceed(self) -> list[Action]:
         self._run()
@@ -146,7 +166,10 @@ class StageServer:
         failed = self.table.failed.get((task.key, task.direction))
         if failed is not None and task.attempt <= failed.attempt:
             return self._answer("known", failed)
-        busy = self._busy_ms(task)
+        if not self._may_add(task):
+            self.counts.without_forward += 1
+            return self._answer("no forward")
+        busy = self._busy_ms(task, now)
         if busy:
             return replace(self._answer("busy"), retry_ms=busy)
         self._accept(task, now)
@@ -171,19 +194,41 @@ class StageServer:
         is_known = task.key in self.table.entries or task.key in self.table.ended
         return is_known and (task.direction == "backward" or self.steps.open_step.holds(task.key))
 
-    def _busy_ms(self, task: Task) -> int:
+    def _may_add(self, task: Task) -> bool:
+        """Return whether an owner may have a gradient added: a stranger only as often as it had forwards here."""
+        adds = task.direction == "backward" and not task.replay
+        is_trusted = not self.table.memory.is_stranger(task.owner) or not self.steps.judges_owners
+        return not adds or is_trusted or self._has_forward(task) or self._forwards[task.owner] > 0
+
+    def _has_forward(self, task: Task) -> bool:
+        return self.table.find(task.key, "forward") is not None
+
+    def _busy_ms(self, task: Task, now: float) -> int:
         """Return after how many milliseconds to ask again; 0 if the task is admitted."""
         self.steps.make_room(task)
         # The task is from an earlier process of the owner, or our list of owners is out of date.
         if task.serial < self._owners.get(task.owner, 0):
             return MAX_PAUSE_MS
-        if task.direction == "forward" and not task.replay and self._places_for(task.owner) <= 0:
+        is_new = task.direction == "forward" and not task.replay
+        if is_new and (seconds := self._pause_of(task.owner, now)):
+            self.counts.turned_away += 1
+            return int(min(UNINVITED_PAUSE_MS, max(MIN_PAUSE_MS, 1000 * seconds)))
+        if is_new and self._places_for(task.owner) <= 0:
             self._waiting.add(task.owner)
             return UNINVITED_PAUSE_MS
+        if task.key not in self.table.entries and self._is_above_share(task.owner):
+            return MAX_PAUSE_MS
         if self.table.has_memory_for(task):
             return 0
         waiting = len(self.table.queue) + 1
         return int(min(MAX_PAUSE_MS, max(MIN_PAUSE_MS, 500 * waiting / max(self.rate, 0.1))))
+
+    def _pause_of(self, owner: PeerId, now: float) -> float:
+        """Return for how many seconds an owner gets no places, because steps had to go on without its microbatches."""
+        if not self.steps.judges_owners:
+            return 0.0
+        pause = self.table.punctuality.pause(self.table.memory.share_of(owner), now)
+        return pause or (LATE_PAUSE if self.steps.open_step.is_late(owner) and len(self._owners) > 1 else 0.0)
 
     def _places(self) -> int:
         """Return how many forwards to admit now; each microbatch puts two tasks into the queue."""
@@ -197,14 +242,41 @@ class StageServer:
         memory, places = self.table.memory, self._places()
         if not memory.is_stranger(owner):
             return places
+        return min(places, self._places_of_strangers())
+
+    def _places_of_strangers(self) -> int:
+        memory = self.table.memory
         held = sum(memory.is_stranger(key.owner) for key in self.table.entries)
-        return min(places, max(1, self.settings.step_size // memory.shares) - held)
+        return max(1, self.settings.step_size // memory.shares) - held
+
+    def _is_above_share(self, owner: PeerId) -> bool:
+        """Return whether strangers have as many microbatches here as their share allows, replays and all."""
+        return self.table.memory.is_stranger(owner) and self._places_of_strangers() <= 0
 
     def _accept(self, task: Task, now: float) -> None:
+        if task.direction == "backward" and not task.replay and not self._has_forward(task):
+            self._forwards[task.owner] -= self._forwards[task.owner] > 0
         self.table.add(task, now)
         if task.direction == "forward" and not task.replay:
+            self._forwards[task.owner] = min(MAX_ADOPTED, self._forwards[task.owner] + 1)
             self.steps.open_step.enter(task.key)
+            patience = min(task.deadline_ms / 1000, self.table.punctuality.patience)
+            entry = self.table.entries[task.key]
+            entry.began, entry.awaited = now, now + patience
+        elif any(work.task.key == task.key for work in self.table.queue):
+            self._on_ready(task, now)
         self._run()
+
+    def _on_ready(self, task: Task, now: float) -> None:
+        """Note that the inputs of a task are here; from now on its end depends on this peer alone."""
+        entry = self.table.entries[task.key]
+        if task.direction == "forward":
+            return
+        entry.is_ready = True
+        if entry.began is not None:
+            share = self.table.memory.share_of(task.owner)
+            self.table.punctuality.record(share, now - entry.began, is_late=now > entry.awaited)
+            entry.began = None
 
     # Progress
 
@@ -217,6 +289,7 @@ class StageServer:
             return
         if isinstance(event, InputsFetched):
             self.table.queue.append(work)
+            self._on_ready(work.task, now)
         elif isinstance(event, InputMissing):
             self._give_up(work, replace(self._outcome(work.task, "missing"), missing=event.missing))
         elif not event.valid:
@@ -245,6 +318,7 @@ class StageServer:
         task = work.task
         self.counts.computed += 1
         self.counts.replayed += task.replay
+        self.counts.clipped += event.clipped
         self._times.record(task.direction, event.compute_ms)
         outcome = replace(
             self._outcome(task, "done"),
@@ -289,7 +363,10 @@ class StageServer:
     def _on_owners(self, event: OwnersChanged) -> None:
         self._owners = event.owners
         self._waiting.keep_only(event.owners)
+        self._forwards = Counter({owner: count for owner, count in self._forwards.items() if owner in event.owners})
         self.table.memory.set_owners(event.owners, event.standing)
+        self.table.punctuality.me = event.me
+        self.table.punctuality.keep_only({self.table.memory.share_of(owner) for owner in event.owners})
         gone = [key for key in self.table.entries if key.serial < event.owners.get(key.owner, math.inf)]
         self.counts.partly_counted += sum(map(self.steps.has_counted, gone))
         self._withdraw(gone)

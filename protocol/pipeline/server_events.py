@@ -16,10 +16,12 @@ class OwnersChanged:
 
     A restarted owner does not know the microbatches of its earlier process, so their serials are below the first.
     `standing`: the owners that each have a share of their own; all others have one share together. None: each has one.
+    `me`: the owner at this peer.
     """
 
     owners: Mapping[PeerId, int]
     standing: frozenset[PeerId] | None = None
+    me: PeerId | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Computed:
     result: Blob | None
     loss: float | None
     compute_ms: float
+    clipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,10 @@ class ServerCounts:
         lost: acknowledged gradients that a crash of the trainer lost.
         duplicates: repeated tasks; nothing was added for them.
         subtracted: gradients taken out of an exact step, because another server counts them too.
+        left_behind: microbatches whose owner was so late that the open step went on without them.
+        turned_away: forwards of owners that steps had to leave behind.
+        without_forward: backwards of owners without forwards here.
+        clipped: gradients whose norm was far above the usual.
     """
 
     computed: int = 0
@@ -192,6 +199,10 @@ class ServerCounts:
     replayed: int = 0
     invalid: int = 0
     subtracted: int = 0
+    left_behind: int = 0
+    turned_away: int = 0
+    without_forward: int = 0
+    clipped: int = 0
 
     def __post_init__(self) -> None:
         self.answers = Counter[str]()

@@ -25,6 +25,8 @@ KEPT_SHARE = 0.5  # of the memory of forwards, for inputs of gradients that coun
 class StepPolicy(ABC):
     """Decides which gradients of the table count. A server calls it for every task and every change of the trainer."""
 
+    judges_owners = True  # whether late owners and gradients without forwards are turned away
+
     def __init__(self, settings: StageSettings) -> None:
         self.table = MicrobatchTable(settings)
         self.open_step = OpenStep(settings.step_size)
@@ -145,6 +147,8 @@ class LocalSteps(StepPolicy):
 
 class ExactSteps(StepPolicy):
     """Steps that all servers make together. The owner of the same peer shares `agreement`."""
+
+    judges_owners = False  # a step has only its own microbatches, and waits for all of them
 
     def __init__(self, settings: StageSettings, agreement: StepAgreement) -> None:
         super().__init__(settings)

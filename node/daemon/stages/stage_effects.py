@@ -73,10 +73,10 @@ DRAIN_SECONDS = 8.0  # less than the ten seconds that a service manager waits be
 MIN_PAUSE_SECONDS = 0.001  # until a deadline, so that one in the past cannot occupy the daemon
 MORE_COMMANDS = 4  # in addition to draws; the trainer has one task or step at a time
 OWN = ""  # owner in the keys of our own tokens, so that they differ from the keys of tasks that we serve
-OWN_COUNTS = ("done", "partly counted", "lost", "duplicates", "replayed", "outdated")
+OWN_COUNTS = ("done", "partly counted", "lost", "duplicates", "replayed", "outdated", "overdue")
 SERVED_COUNTS = (
     *("computed", "steps", "withdrawn", "partly counted", "lost", "duplicates", "replayed", "invalid"),
-    "subtracted",
+    *("subtracted", "left behind", "turned away", "without forward", "clipped"),
 )
 
 
@@ -276,6 +276,7 @@ class StageEffects:
                 result=result,
                 loss=message.loss,
                 compute_ms=1000 * message.seconds,
+                clipped=message.clipped,
             )
         )
 

@@ -9,6 +9,8 @@ Letters in comments: B sequences, T tokens, S values of the stream (`model.strea
 
 import math
 import time
+from collections import deque
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -37,6 +39,8 @@ from protocol.manifest.sections import TrainSection
 from protocol.pipeline.ledger import Ledger, StepLedger
 from protocol.pipeline.messages import Key
 
+NORM_MEDIANS = 5.0  # the most that one microbatch may add, as a multiple of the median norm
+MIN_NORMS, MAX_NORMS = 8, 64  # of which the median is taken; with fewer there is no limit
 EXACT_READER = "exact"  # whose order of the text all trainers read, in place of their own
 
 
@@ -114,6 +118,8 @@ class StageWork:
         is_exact = manifest.pipeline.is_exact
         self.exact = ExactStep(count, model.flat.numel(), model.flat.device) if is_exact else None
         self._count = 0  # gradients in the open step
+        self._norms = deque[float](maxlen=MAX_NORMS)  # of the gradients of microbatches lately
+        self._is_clipped = False  # the gradient of the last task
         self._loss = 0.0
         self.ledger = Ledger()  # of the gradients in the open step
         self.is_step_due = False
@@ -154,6 +160,7 @@ class StageWork:
             return StageComputed(task=command.task, seconds=0.0, fault="other round")
         loss: float | None = None
         fault: StageFault = ""
+        self._is_clipped = False
         try:
             if command.is_backward:
                 loss = self._backward(command)
@@ -163,7 +170,8 @@ class StageWork:
             fault = "wrong input"
         except OverflowError:
             fault = "overflow"
-        return StageComputed(task=command.task, seconds=time.monotonic() - began, loss=loss, fault=fault)
+        seconds = time.monotonic() - began
+        return StageComputed(task=command.task, seconds=seconds, loss=loss, fault=fault, clipped=self._is_clipped)
 
     def take(self) -> tuple[int, float]:
         """End the open step: divide the gradient by the number of microbatches; return their tokens and mean loss."""
@@ -227,12 +235,24 @@ class StageWork:
         if self.exact is not None:
             self._count_exactly(self.exact, command, loss)
         elif command.adds:
+            self._is_clipped = before is not None and self._clip_addition(before)
             self._count += 1
             self._loss += loss or 0.0
             self.ledger.add(Key(command.owner, command.serial))
         else:
             self._restore(before)
         return loss if self._model.cut.has_head else None
+
+    def _clip_addition(self, before: Tensor) -> bool:
+        """Scale the gradient of a microbatch down to a few times the median norm; return whether it was larger."""
+        gradient = self._model.attach_gradient()
+        norm = float((gradient - before).norm())
+        limit = NORM_MEDIANS * median(self._norms) if len(self._norms) >= MIN_NORMS else math.inf
+        self._norms.append(min(norm, limit))
+        if norm <= limit:
+            return False
+        gradient.sub_(before).mul_(limit / norm).add_(before)
+        return True
 
     def _restore(self, before: Tensor | None) -> None:
         """Set the model's gradient back; an exact step has none between two microbatches."""

@@ -16,6 +16,7 @@ from node.model import LanguageModel, build_model, cut_of, initial_weights
 from node.trainer.inner_step import accumulate_gradient
 from node.trainer.ipc.activation_memory import ActivationMemory, SlotSizes
 from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, StageComputed
+from node.trainer.stages import stage_work
 from node.trainer.stages.faulty_stage import build_stage_work
 from node.trainer.stages.stage_work import StageWork, stage_train
 from protocol.manifest.run import Manifest
@@ -225,3 +226,25 @@ def test_injected_fault_adds_a_repeated_gradient_of_an_exact_step_again(
         assert work.exact is not None and list(work.exact.ledger) == [0]
         sums.append(work.exact.total.copy())
     assert sums[0].any() and np.array_equal(sums[1], copies * sums[0])
+
+
+def test_gradient_far_above_the_median_is_scaled_down_and_no_other_changes(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited, control = Pipeline(pipeline_manifest(), corpus), Pipeline(pipeline_manifest(), corpus)
+    for _ in range(10):
+        limited.run()
+    added, before = [], limited.models[0].attach_gradient().clone()
+    for pipeline in (limited, control):
+        if pipeline is control:
+            monkeypatch.setattr(stage_work, "MIN_NORMS", 10**9)
+            for _ in range(10):
+                pipeline.run()
+            assert torch.equal(before, pipeline.models[0].attach_gradient())
+        before = pipeline.models[0].attach_gradient().clone()
+        torch.frombuffer(pipeline.memories[0].slot(1), dtype=torch.float32).mul_(1000)
+        done = pipeline.compute(0, is_backward=True, adds=True, tokens=pipeline.tokens, gradient=1)
+        assert done.clipped == (pipeline is limited)
+        added.append(float((pipeline.models[0].attach_gradient() - before).norm()))
+    usual = sorted(limited.stages[0]._norms)[5]
+    assert added[0] == pytest.approx(5 * usual, rel=0.3) and added[1] > 100 * usual

@@ -30,7 +30,9 @@ def asks_another_peer_after_a_timeout(patch: pytest.MonkeyPatch) -> None:
 
 
 def reserves_nothing_for_backwards(patch: pytest.MonkeyPatch) -> None:
+    """Servers keep microbatches as long as owners ask, too: their own deadline would end a deadlock."""
     patch.setattr(microbatch_table.Memory, "forward_capacity", property(lambda self: self.capacity))
+    patch.setattr(microbatch_table, "MIN_KEPT_SECONDS", float("inf"))
 
 
 def waits_for_dead_owners(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +102,7 @@ def weighs_peers_by_round_trips(patch: pytest.MonkeyPatch) -> None:
     def with_latency(self: Owner, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> None:
         route = self._routers[request.stage_pass.stage]._find(request.peer)
         if route is not None:
-            route.rate += 0.1 * (1 / (now - request.opened) - route.rate)
+            route.reported += 0.1 * (1 / (now - request.opened) - route.reported)
         on_outcome(self, microbatch, request, outcome, now)
 
     patch.setattr(Router, "record_rate", lambda self, peer, rate: None)

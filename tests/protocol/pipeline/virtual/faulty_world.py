@@ -223,6 +223,7 @@ class FaultyWorld(StageWorld):
         self.begun: dict[Key, str] = {}  # how each microbatch ended
         self.dead_additions: set[tuple[int, Key]] = set()
         self.reports: list[str] = []
+        self.standing: frozenset[PeerId] | None = None  # those with a share of their own; None: all
         machines = [
             (stage, index, speed) for stage, speeds in enumerate(scenario.speeds) for index, speed in enumerate(speeds)
         ]
@@ -336,10 +337,15 @@ class FaultyWorld(StageWorld):
             server, loop = each.process.loop.server, each.process.loop
             if server is not None:
                 is_hidden = each.name in self.scenario.hidden
-                entry = StagePeer(each.name, loop.life, loop.round, server.rate, server.is_draining, is_hidden)
+                rate = self.shown_rate(each, server.rate)
+                entry = StagePeer(each.name, loop.life, loop.round, rate, server.is_draining, is_hidden)
                 stages[each.stage].append(entry)
         serials = {each.name: each.first_serial for each in seen}
-        peer.process.post(PeersSeen(tuple(map(tuple, stages)), serials, self.step_reports()))
+        peer.process.post(PeersSeen(tuple(map(tuple, stages)), serials, self.step_reports(), standing=self.standing))
+
+    def shown_rate(self, peer: Peer, rate: float) -> float:
+        """Return the rate that a peer's record names; `rate` is the one that it has measured."""
+        return rate
 
     def step_reports(self) -> StepReports:
         """Return what the peers' records say about exact steps."""
