@@ -11,6 +11,9 @@ voters. A larger panel that contradicts a smaller one takes its strikes back. An
 find a difference exclude the audited peer, and two thirds that find none exclude those that invented one, because their
 signed finding is false. An auditor that finds no difference where others find one is only set aside.
 
+An auditor with another kind of device cannot compare bits. It says "similar" where it finds no difference beyond that
+of devices, which sets accusers aside, but excludes nobody: they may have seen a smaller lie.
+
 Every peer on the chain knows the auditors and their order, so all that receive the same findings decide the same.
 
 A peer that serves neither the record nor the state, or whose work nobody can repeat, lies as little as one whose link
@@ -122,9 +125,9 @@ class _Case:
         """Return whether a member of the panel found a difference, and nobody is convicted for it yet."""
         return bool(self.findings) and bool(self.who_say("different")) and not self.convicted
 
-    def who_say(self, verdict: Verdict) -> list[PeerId]:
-        """Return the members of the panel with this verdict, in their order."""
-        return [peer for peer in self.panel if peer in self.findings and self.findings[peer].body.verdict == verdict]
+    def who_say(self, *verdicts: Verdict) -> list[PeerId]:
+        """Return the members of the panel with one of these verdicts, in their order."""
+        return [peer for peer in self.panel if peer in self.findings and self.findings[peer].body.verdict in verdicts]
 
     def grow(self, round_number: int) -> None:
         self.size = next((size for size in PANELS if size > self.size), max(self.size, len(self.audit.auditors)))
@@ -307,8 +310,9 @@ class AuditTracker:
 def _word(case: _Case) -> Verdict | None:
     """Return the verdict of most of a panel, at least two of it; None if there is none yet."""
     least = max(2, len(case.panel) // 2 + 1)
-    words: tuple[Verdict, ...] = ("different", "equal")
-    return next((verdict for verdict in words if len(case.who_say(verdict)) >= least), None)
+    if len(case.who_say("different")) >= least:
+        return "different"
+    return "equal" if len(case.who_say("equal", "similar")) >= least else None
 
 
 def last_work_by_peer(commits: Sequence[Commit]) -> dict[PeerId, Blob | None]:

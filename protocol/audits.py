@@ -52,7 +52,7 @@ FINDING_KIND = "finding"
 SECRET_KIND = "secret"  # what is signed so is never sent, so nobody else has the signature
 Signer = Callable[[str, Message], wire.Signed]
 MAX_FINDING_BYTES = 512
-Verdict = Literal["equal", "different", "not served", "not auditable"]
+Verdict = Literal["equal", "different", "not served", "not auditable", "similar"]
 VERDICTS: Final[tuple[Verdict, ...]] = get_args(Verdict)
 
 

@@ -18,7 +18,15 @@ def main(arguments: list[str]) -> int:
     with rare_garbage_collection():
         import torch
 
-        from node.daemon.audits.repeater import JOB_FILE, JobResult, Repeater, RepeatJob, read_anchors, read_state
+        from node.daemon.audits.repeater import (
+            JOB_FILE,
+            JobResult,
+            Repeater,
+            RepeatJob,
+            read_anchors,
+            read_claimed,
+            read_state,
+        )
         from node.daemon.audits.work_log import InnerState
         from node.data import open_corpus
         from node.from_manifest import build_program
@@ -43,8 +51,12 @@ def main(arguments: list[str]) -> int:
     try:
         raw = read_state(folder)
         state = None if raw is None else InnerState.from_bytes(raw, SharedLayout.of(planner))
-        repetition = repeater.repeat(job.peer, job.record, state, read_anchors(folder, job.record))
-        result = JobResult(repetition=repetition)
+        work = job.peer, job.record, state, read_anchors(folder, job.record)
+        if job.claimed_parts:
+            repetition, gap = repeater.measure(*work, read_claimed(folder, job.claimed_parts))
+            result = JobResult(repetition=repetition, gap=gap)
+        else:
+            result = JobResult(repetition=repeater.repeat(*work))
     except MalformedError as error:
         result = JobResult(malformed=str(error))
     except (LookupError, ValueError, OverflowError, MurmurError) as error:

@@ -11,6 +11,8 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.messages.contributions import Contribution
 
 MAX_PLANS = 4  # maximal steps of an audit, in planned rounds
+CPU = "cpu "  # two kinds of CPUs differ little; bf16, as on cards, differs from fp32 more than half of the steps do
+PLAIN = (CPU, "cuda ")  # neither compiled nor on several ranks: as an audit repeats it
 MAX_LINKS = 4  # maximal number of records back to the last contribution that the chain includes
 
 
@@ -42,6 +44,10 @@ class RecordCheck:
         lack = self._find_lack(record, rounds)
         return AuditResult("skipped", lack) if lack else None
 
+    def is_other_kind(self, record: WorkRecord) -> bool:
+        """Return whether the last bits of the work are others than those of our repetition."""
+        return record.conditions.device != self._own.device
+
     def _find_excess(self, record: WorkRecord) -> str:
         if record.trace.steps > MAX_PLANS * self._planner.plan(record.round).steps:
             return "too many steps"
@@ -53,7 +59,10 @@ class RecordCheck:
         """Return what this auditor lacks to repeat the work, through no fault of the audited peer."""
         if record.conditions.text != self._own.text:
             return "other text"
-        if record.conditions.device != self._own.device:
+        if not record.conditions.device.startswith(PLAIN):
+            return "another way of training"
+        is_measured = record.conditions.device.startswith(CPU) and self._own.device.startswith(CPU)
+        if self.is_other_kind(record) and not is_measured:
             return "another kind of device"
         return "" if set(record.anchor_rounds) <= set(rounds) else "an old anchor"
 

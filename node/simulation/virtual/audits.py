@@ -48,7 +48,7 @@ class SwarmAudits:
         self._tokens: dict[int, int] = {}  # of the run, by round
         self._judgements: dict[tuple[Digest, PeerId], AuditResult] = {}
         self.conditions = Conditions(
-            device="simulated", text=corpus.fingerprint(swarm.config.manifest.model.context),
+            device="cpu simulated", text=corpus.fingerprint(swarm.config.manifest.model.context),
             microbatch=swarm.config.manifest.train.microbatch,
         )  # fmt: skip
         self.verdicts: Counter[str] = Counter()
