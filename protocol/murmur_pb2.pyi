@@ -27,7 +27,7 @@ class BlobRef(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PeerRecord(_message.Message):
-    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket", "stage", "stage_life", "stage_rate", "microbatches_done", "microbatches_torn", "microbatches_lost", "microbatches_replayed", "microbatches_dropped", "kept", "step_decided", "step_verdicts", "step_round", "more_stages", "stage_move", "validation_by_source")
+    __slots__ = ("sequence", "expires", "addresses", "role", "device", "name", "version", "round", "step", "digest", "state_digest", "chain_tokens", "tokens", "loss", "tokens_per_second", "bytes_sent", "leaving", "validation_loss", "validation_round", "compute_seconds", "exchange_seconds", "wait_seconds", "resting", "bytes_carried", "direct_port", "learning_rate", "gradient_norm", "device_use", "device_memory", "device_memory_total", "bytes_received", "start", "other_start", "revision", "ticket", "stage", "stage_life", "stage_rate", "microbatches_done", "microbatches_torn", "microbatches_lost", "microbatches_replayed", "microbatches_dropped", "kept", "step_decided", "more_stages", "stage_move", "validation_by_source")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
@@ -73,8 +73,6 @@ class PeerRecord(_message.Message):
     MICROBATCHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     STEP_DECIDED_FIELD_NUMBER: _ClassVar[int]
-    STEP_VERDICTS_FIELD_NUMBER: _ClassVar[int]
-    STEP_ROUND_FIELD_NUMBER: _ClassVar[int]
     MORE_STAGES_FIELD_NUMBER: _ClassVar[int]
     STAGE_MOVE_FIELD_NUMBER: _ClassVar[int]
     VALIDATION_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -123,12 +121,10 @@ class PeerRecord(_message.Message):
     microbatches_dropped: int
     kept: bytes
     step_decided: int
-    step_verdicts: str
-    step_round: int
     more_stages: bytes
     stage_move: int
     validation_by_source: bytes
-    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ..., microbatches_done: _Optional[int] = ..., microbatches_torn: _Optional[int] = ..., microbatches_lost: _Optional[int] = ..., microbatches_replayed: _Optional[int] = ..., microbatches_dropped: _Optional[int] = ..., kept: _Optional[bytes] = ..., step_decided: _Optional[int] = ..., step_verdicts: _Optional[str] = ..., step_round: _Optional[int] = ..., more_stages: _Optional[bytes] = ..., stage_move: _Optional[int] = ..., validation_by_source: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., expires: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., leaving: _Optional[bool] = ..., validation_loss: _Optional[float] = ..., validation_round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., resting: _Optional[bool] = ..., bytes_carried: _Optional[int] = ..., direct_port: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., device_use: _Optional[float] = ..., device_memory: _Optional[int] = ..., device_memory_total: _Optional[int] = ..., bytes_received: _Optional[int] = ..., start: _Optional[int] = ..., other_start: _Optional[int] = ..., revision: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., stage: _Optional[int] = ..., stage_life: _Optional[int] = ..., stage_rate: _Optional[float] = ..., microbatches_done: _Optional[int] = ..., microbatches_torn: _Optional[int] = ..., microbatches_lost: _Optional[int] = ..., microbatches_replayed: _Optional[int] = ..., microbatches_dropped: _Optional[int] = ..., kept: _Optional[bytes] = ..., step_decided: _Optional[int] = ..., more_stages: _Optional[bytes] = ..., stage_move: _Optional[int] = ..., validation_by_source: _Optional[bytes] = ...) -> None: ...
 
 class ServedStages(_message.Message):
     __slots__ = ("stages",)
@@ -507,7 +503,7 @@ class ChainLog(_message.Message):
     def __init__(self, electorate: _Optional[bytes] = ..., commits: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., certificates: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
 
 class ChainReply(_message.Message):
-    __slots__ = ("log", "round", "digest", "chain_tokens", "state", "revision", "revisions")
+    __slots__ = ("log", "round", "digest", "chain_tokens", "state", "revision", "revisions", "decided")
     LOG_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +511,7 @@ class ChainReply(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     REVISIONS_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
     log: ChainLog
     round: int
     digest: bytes
@@ -522,7 +519,8 @@ class ChainReply(_message.Message):
     state: BlobRef
     revision: bytes
     revisions: _containers.RepeatedCompositeFieldContainer[Signed]
-    def __init__(self, log: _Optional[_Union[ChainLog, _Mapping]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+    decided: ChainLog
+    def __init__(self, log: _Optional[_Union[ChainLog, _Mapping]] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state: _Optional[_Union[BlobRef, _Mapping]] = ..., revision: _Optional[bytes] = ..., revisions: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., decided: _Optional[_Union[ChainLog, _Mapping]] = ...) -> None: ...
 
 class PiecesRequest(_message.Message):
     __slots__ = ("digest",)

@@ -175,6 +175,7 @@ class Daemon:
         published = run_periodically(PUBLISH_SECONDS, node.publish_progress)
         loops = [node.directory.run(), node.rendezvous.run(), published, trim_periodically(), shown, watched]
         loops += [self._keepers.run()] if self._keepers else []
+        loops += [node.stage_chains.run(node.own_stages)] if node.stage_chains is not None else []
         background = [asyncio.create_task(_forever(loop)) for loop in loops]
         main = asyncio.create_task(self._main(node), name="round loop")
         stopped = asyncio.create_task(self._stop.wait())

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from protocol.murmur_pb2_grpc import (
     add_RunsServicer_to_server,
     add_StagesServicer_to_server,
 )
+from protocol.pipeline.stage import stage_of
 from protocol.signing import TrustPoint
 from protocol.tasks import cancel_and_wait
 from protocol.transport.nat import DialBackResponder, choose_relays, find_own_ip
@@ -73,6 +74,12 @@ class Node(NodeNetwork):
         self.stores.remove(store)
 
     @property
+    def own_stages(self) -> frozenset[int]:
+        """Return the stages of a pipeline that this node serves."""
+        stages = (stage_of(replica.manifest) for replica in self.replicas.values())
+        return frozenset(stage for stage in stages if stage is not None)
+
+    @property
     def trust_point(self) -> TrustPoint | None:
         """Return the trust point at the head of the node's run; None if it holds no state of it."""
         chain = self._chains.get(self.options.run_id)
@@ -114,7 +121,8 @@ class Node(NodeNetwork):
         if not self._chains:
             return always
         stages = [partial(add_StagesServicer_to_server, StagesService(self.stages, self.directory))]
-        rounds = RoundsService(self.replicas, self._chains, self.directory.record_refusal)
+        followed = self.stage_chains.served if self.stage_chains is not None else {}
+        rounds = RoundsService(self.replicas, ChainMap(self._chains, followed), self.directory.record_refusal)
         for counter in (self.blob_service, rounds):
             self.metrics.add_refusal_counter(counter)
         return [

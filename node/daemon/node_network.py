@@ -5,6 +5,7 @@ import random
 
 from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.calls import stage_calls
+from node.daemon.stages.stage_chains import StageChains, build_decisions
 from node.daemon.stages.stage_effects import NodeStages
 from node.daemon.steering.revision_store import RevisionStore
 from node.injected_faults import injected_faults
@@ -50,9 +51,14 @@ class NodeNetwork:
         )
         gate = AdmissionPolicy(manifest)
         self.admitted = AdmittedPeers(self.directory, gate, manifest.pipeline.stages)
-        self.stages = NodeStages(
-            self.admitted, stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
-        )
+        decisions = build_decisions(manifest)
+        calls = stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
+        self.stages = NodeStages(self.admitted, calls, decisions)
+        self.stage_chains: StageChains | None = None
+        if manifest.pipeline.is_cut:
+            self.stage_chains = StageChains(
+                manifest, self.admitted, self.transport.channel, options.contact_ids, decisions, rng
+            )
         self.revisions = RevisionStore(manifest, run_dir.revisions, self.directory, self.transport.channel)
         self.stores = StoreGroup()
         self.blob_service = BlobService(self.stores, caller, CallerLimits.at_rate(options.upload))

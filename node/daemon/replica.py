@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from google.protobuf.message import Message
 
@@ -62,6 +63,7 @@ class Replica:
         self.state = state = ReplicaState(node, manifest, run_dir, planner, workers, status)
         self.peers = peers = ReplicaPeers(node, state, inbox, status)
         self.loop = _build_loop(node, state)
+        state.served_chain = replace(state.served_chain, decided=self.loop.decided_commit)
         self.work = ReplicaWork(node, state, peers, self.loop, inbox, status)
         votes = VoteEffects(state.store, state.vote_log, state.proof_file, inbox)
         self.effects = Effects(
@@ -83,6 +85,9 @@ class Replica:
             self.peers.swarm_view.announce_head(self.state.replicated.chain, self.state.replicated.blob.digest)
         self._node.directory.subscribe(self)
         self.work.open()
+        if self._node.stage_chains is not None and self.work.stage is not None:
+            self._node.stage_chains.subscribe(self)
+            self._node.stage_chains.subscribe(self.work.stage)
         self.state.revisions.subscribe(self.on_revisions_changed)
         self.inbox.post(SwarmChanged(self.peers.swarm_view.snapshot()))
 

@@ -10,6 +10,8 @@ import grpc
 
 from node.daemon.peers.chain_sync import ServedChain
 from node.daemon.replica import Replica
+from protocol.consensus.chain import ChainLog
+from protocol.electorate import NOBODY
 from protocol.errors import LimitError, PeerFault, StaleError, StorageError, TransportError, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest import run as run_manifest
@@ -78,7 +80,9 @@ class RoundsService(RoundsServicer):
         log = chain.log_since(min(request.after_round, chain.round)) or chain.log
         if state is not None and (replica := self._replicas.get(request.run.hex())) is not None:
             replica.state.offered_states.show(state.digest, chain.round - request.after_round, time.monotonic())
+        decided = served.decided()
         return ChainReply(
+            decided=ChainLog(NOBODY, (decided,)).to_wire() if decided is not None else None,
             log=log.to_wire(MAX_REPLY_BYTES),
             round=chain.round,
             digest=chain.digest,

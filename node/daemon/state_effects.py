@@ -138,7 +138,9 @@ class StateEffects:
         self._inbox.post(CommitApplied(self._replicated.blob.digest))
 
     def publish_step(self, action: PublishStep) -> None:
-        self._peers.swarm_view.announce_step(action.fields, action.urgent)
+        self._peers.swarm_view.announce_step(action.round, action.is_complete)
+        if self._work.stage is not None:
+            self._work.stage.on_membership_changed(())
 
     async def publish_head(self, action: PublishHead) -> None:
         await self._checkpointer.wait_until_announceable(self._replicated)

@@ -4,7 +4,7 @@ The actions `Send`, `VoteRecord`, `RequestEarlySubmit` and `Rejected` are those 
 them on.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from node.daemon.state.outer_state import SignedContributions
@@ -109,10 +109,10 @@ class ApplyCommit:
 
 @dataclass(frozen=True)
 class PublishStep:
-    """Let all stages know how ours has decided an exact step: the fields of our peer record."""
+    """Let all stages know how ours has decided an exact step; they fetch the certificate from us."""
 
-    fields: Mapping[str, int | str]
-    urgent: bool
+    round: int
+    is_complete: bool
 
 
 @dataclass(frozen=True)

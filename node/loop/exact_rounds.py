@@ -1,5 +1,6 @@
 """The void rule: a round of exact steps changes nothing unless the commits of all stages cover their step. PURE.
 
+The commits of the other stages count by their certificates alone (`StepDecisions`).
 Without exact steps every round counts.
 """
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 
 from node.loop.actions import LoopAction, PublishStep, ReportPhase, ReportRecovered
 from protocol.consensus.messages.contributions import Commit
-from protocol.pipeline.exact import StepHistory, StepReports
+from protocol.pipeline.exact import StepReports
 from protocol.pipeline.ledger import covers_step
 
 VOID_ROUND = "the step is made again, because a stage lacks microbatches or counts some twice"
@@ -26,17 +27,17 @@ class ExactRounds:
 
     def __init__(self, options: ExactOptions | None) -> None:
         self._options = options
-        self._history = StepHistory()
+        self._published: PublishStep | None = None
 
     def review(self, commit: Commit, reports: StepReports) -> tuple[bool | None, list[LoopAction]]:
         """Return the verdict on a round that our stage has decided, and let the other stages know of the decision."""
         verdict, actions = self.verdict(commit, reports), list[LoopAction]()
         if self._options is None:
             return verdict, actions
-        before = self._history.record_fields()
-        self._history.decide(commit.round, self._covers_step(self._options, commit))
-        if (fields := self._history.record_fields()) != before:
-            actions.append(PublishStep(fields, urgent=True))
+        decision = PublishStep(commit.round, self._covers_step(self._options, commit))
+        if decision != self._published:
+            self._published = decision
+            actions.append(decision)
         if verdict is None:
             actions.append(ReportPhase("waiting for peers", f"other stages have not decided round {commit.round} yet"))
         return verdict, actions
@@ -49,11 +50,9 @@ class ExactRounds:
 
     def apply(self, commit: Commit, counts: bool) -> list[LoopAction]:
         """Record a round that was applied, or passed over as void."""
-        if self._options is None:
+        if self._options is None or counts:
             return []
-        self._history.apply(commit.round, counts)
-        reports = [] if counts else [ReportRecovered("step void", f"{VOID_ROUND} in round {commit.round}")]
-        return [PublishStep(self._history.record_fields(), urgent=False), *reports]
+        return [ReportRecovered("step void", f"{VOID_ROUND} in round {commit.round}")]
 
     def _covers_step(self, options: ExactOptions, commit: Commit) -> bool:
         return covers_step((entry.body.ledger for entry in commit.contributions), options.microbatches)

@@ -333,6 +333,12 @@ class RoundLoop:
         self._open_round(now)
         return True
 
+    def decided_commit(self) -> CertifiedCommit | None:
+        """Return the commit after the head of our chain, once it is decided."""
+        applying = self._applying.commit if self._applying is not None else None
+        commit = self.session.decided or applying
+        return commit if commit is not None and commit.body.round == self.chain.round else None
+
     def _may_apply(self, commit: Commit) -> bool:
         """Return whether a decided round is known to count or to be void."""
         verdict, actions = self._exact.review(commit, self._snapshot.steps)

@@ -238,7 +238,7 @@ class StageLoop:
             return
         for draw in self.mode.draws(room, now):
             serial, self._next_serial = self._next_serial, self._next_serial + 1
-            self.mode.start_draw(serial, draw)
+            self.mode.start_draw(serial, draw, now)
             self._drawing.add(serial)
             self._actions.append(DrawTokens(serial, draw.window))
 

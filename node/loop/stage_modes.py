@@ -67,7 +67,7 @@ class LocalMode:
         """Return the microbatches to draw now, at most `room`."""
         return [Draw()] * room
 
-    def start_draw(self, serial: int, draw: Draw) -> None:
+    def start_draw(self, serial: int, draw: Draw, now: float) -> None:
         """Record that the trainer draws a microbatch."""
 
     def may_begin(self, serial: int, room: int) -> bool:
@@ -142,8 +142,11 @@ class ExactMode(LocalMode):
         lives[self._stage][us.peer] = us.life
         owners = {entry.peer for peers in seen.stages for entry in peers if self._owns(entry, us.round)} - {us.peer}
         # Before we see anybody, others may own all microbatches of the step.
-        is_owner = any(seen.stages) and not is_resting
-        self.agreement.set_peers(lives, owners | {us.peer} if is_owner else owners)
+        if any(seen.stages) and not is_resting:
+            owners |= {us.peer}
+        # A free key would own as many as a peer that works. Where nobody has standing, all may begin.
+        standing = owners if seen.standing is None else owners & seen.standing
+        self.agreement.set_peers(lives, standing or owners)
         self.agreement.take_reports(seen.reports)
 
     def _owns(self, entry: StagePeer, round_number: int) -> bool:
@@ -158,9 +161,10 @@ class ExactMode(LocalMode):
         first = self._step * self.agreement.count
         return [Draw(number, (first + number) * self._sequences) for number in wanted]
 
-    def start_draw(self, serial: int, draw: Draw) -> None:
+    def start_draw(self, serial: int, draw: Draw, now: float) -> None:
         if draw.number is not None:
             self._numbers[serial] = draw.number
+            self.agreement.progress.start(draw.number, now)
 
     def may_begin(self, serial: int, room: int) -> bool:
         if serial in self._numbers and room > 0:

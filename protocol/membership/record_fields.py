@@ -46,7 +46,6 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_CHARACTERS = 256
 DIGEST_SIZES = (0, 32)
 MAX_TICKET_BYTES = 512
-MAX_VERDICTS = 64  # rounds
 
 
 def read_field(listing: Listing, data: bytes) -> Listing:
@@ -307,10 +306,6 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "microbatches_replayed": ANYTHING,
     "microbatches_dropped": ANYTHING,
     "step_decided": Bound(lambda decided: decided <= 2 * MAX_ROUND + 2, "a round above the maximum"),
-    "step_round": ROUND,
-    "step_verdicts": Bound(
-        lambda verdicts: len(verdicts) <= MAX_VERDICTS and set(verdicts) <= {"a", "v"}, "unknown verdicts on steps"
-    ),
     "chain_tokens": Bound(lambda tokens: tokens <= MAX_CHAIN_TOKENS, "a token count above the maximum"),
     "tokens": ANYTHING,
     "loss": NUMBER,

@@ -5,11 +5,15 @@ server seals its sum once, as far as it knows, every microbatch counts at every 
 some. When all servers of its stage that have reported have sealed, it offers its sum. It first removes microbatches
 that another server counts too: the lower peer id keeps them, unless the other server has offered already.
 
+Owners are peers with standing, so a key that only announces owns nothing. If no microbatch of an owner has come to
+count anywhere for a grace, those that are missing pass to the next peer by hash, and an owner that made none in a whole
+round owns none in the next ones. Microbatches that two owners begin are counted once.
+
 This only makes void rounds rare. Whether a round counts is decided by its commit alone (`ledger.covers_step`).
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Self, get_args
@@ -18,10 +22,10 @@ from protocol import murmur_pb2 as wire
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
-from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.ledger import StepLedger
+from protocol.pipeline.ledger import StepLedger, covers_step
 from protocol.pipeline.messages import MAX_LIFE, check_bound, check_run
 from protocol.pipeline.microbatch import ServerLife
+from protocol.recent import RecentTable
 from protocol.signing import MAX_ROUND
 
 Phase = Literal[
@@ -30,10 +34,12 @@ Phase = Literal[
     "offered",  # its contribution has this ledger
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-APPLIED, VOID = "a", "v"
-MAX_VERDICTS = 64  # rounds that a peer reports
+MAX_DECISIONS = 64  # rounds of each stage; peers keep as many commits
 STATEMENT_SECONDS, REPEAT_SECONDS = 0.1, 2.0  # from a change to its statement; between repeats
 RETRY_SECONDS = 1.0  # before a dropped microbatch is tried again
+GRACE_SECONDS, FIRST_GRACE_SECONDS = 10.0, 30.0  # for an owner without progress; while our own pace is unknown
+GRACE_FACTOR = 4.0  # times our slowest microbatch of late
+MAX_IDLE_ROUNDS = 64  # that an idle owner owns nothing
 OVERTAKEN_SECONDS = 1.0  # how far an acknowledgement may overtake a statement
 MAX_STATEMENTS = 4096  # peers
 
@@ -78,25 +84,20 @@ class Statement:
 
 @dataclass(frozen=True)
 class StepReports:
-    """`decided`: by round and stage, whether the commit covers the step; `verdicts`: whether rounds were applied."""
+    """`decided`: by round and stage, whether the certified commit covers the step."""
 
     stages: int
     decided: Mapping[int, Mapping[int, bool]] = field(default_factory=dict)
-    verdicts: Mapping[int, bool] = field(default_factory=dict)
 
     def verdict(self, round_number: int, own: Mapping[int, bool]) -> bool | None:
         """Return whether a round counts; None while it is open. `own`: what our own commit says, by stage."""
-        if round_number in self.verdicts:
-            return self.verdicts[round_number]
         known = {**self.decided.get(round_number, {}), **own}
         if not all(known.values()):
             return False
         return True if len(known) == self.stages else None
 
     def covered_stages(self, round_number: int) -> frozenset[int]:
-        """Return the stages whose commit to a round covers the step; all of them if the round was applied."""
-        if self.verdicts.get(round_number):
-            return frozenset(range(self.stages))
+        """Return the stages whose commit to a round covers the step."""
         return frozenset(stage for stage, covers in self.decided.get(round_number, {}).items() if covers)
 
     def is_void(self, round_number: int) -> bool:
@@ -104,41 +105,37 @@ class StepReports:
         return self.verdict(round_number, {}) is False
 
 
-class StepHistory:
-    """The verdicts on the last rounds that this peer has applied, and its open decision."""
+class StepDecisions:
+    """How the stages have decided the last rounds: by their commits, whose certificates were checked.
 
-    def __init__(self) -> None:
-        self._round = 0  # the round after the last verdict
-        self._verdicts = ""
-        self._decided = 0
+    A peer's record only tells that there is a decision, and which peer to ask for its certificate. So a step is never
+    void by the word of a record.
 
-    def decide(self, round_number: int, is_complete: bool) -> None:
-        """Record how our stage has decided a round."""
-        self._decided = 2 * round_number + is_complete + 1
+    Args:
+        count: the microbatches of a step; 0 where steps are not exact.
+    """
 
-    def apply(self, round_number: int, counts: bool) -> None:
-        """Record a round that was applied, or skipped as void."""
-        kept = self._verdicts if round_number == self._round else ""
-        self._round, self._verdicts = round_number + 1, (kept + (APPLIED if counts else VOID))[-MAX_VERDICTS:]
+    def __init__(self, stages: int, count: int) -> None:
+        self._stages = stages
+        self._count = count
+        self._by_stage = [RecentTable[int, bool](MAX_DECISIONS) for _ in range(stages)]
 
-    def record_fields(self) -> dict[str, int | str]:
-        """Return the fields of our peer record."""
-        return {"step_decided": self._decided, "step_round": self._round, "step_verdicts": self._verdicts}
+    def record(self, stage: int, round_number: int, ledgers: Iterable[bytes]) -> None:
+        """Record a certified commit by the ledgers of its contributions."""
+        if self._count:
+            self.note(stage, round_number, covers_step(ledgers, self._count))
 
+    def note(self, stage: int, round_number: int, is_complete: bool) -> None:
+        """Record whether a certified commit covers its step."""
+        self._by_stage[stage][round_number] = is_complete
 
-def read_step_reports(records: Iterable[PeerRecord], stages: int) -> StepReports:
-    """Read what the trainers of all stages report; where two contradict each other, either may win."""
-    decided: dict[int, dict[int, bool]] = {}
-    verdicts: dict[int, bool] = {}
-    for record in records:
-        if record.role != "trainer" or not 0 < record.stage <= stages:
-            continue
-        if record.step_decided:
-            number, is_complete = divmod(record.step_decided - 1, 2)
-            decided.setdefault(number, {})[record.stage - 1] = bool(is_complete)
-        first = max(0, record.step_round - len(record.step_verdicts))
-        verdicts |= {first + index: letter == APPLIED for index, letter in enumerate(record.step_verdicts)}
-    return StepReports(stages, decided, verdicts)
+    def reports(self) -> StepReports:
+        """Return the known decisions."""
+        decided: dict[int, dict[int, bool]] = {}
+        for stage, rounds in enumerate(self._by_stage):
+            for number, covers in rounds.items():
+                decided.setdefault(number, {})[stage] = covers
+        return StepReports(self._stages, decided)
 
 
 @dataclass(frozen=True)
@@ -157,6 +154,63 @@ class OfferStep:
 
 
 Action = SendStatement | OfferStep
+
+
+class OwnerProgress:
+    """Which owners of an exact step make progress. Times are those of the events, in seconds."""
+
+    def __init__(self) -> None:
+        self._began_at = 0.0
+        self._newest: dict[PeerId, float] = {}  # when a microbatch of the owner last came to count, in this round
+        self._idle = RecentTable[PeerId, tuple[int, int]](MAX_STATEMENTS)  # idle rounds in a row; owns again from round
+        self._started: dict[int, float] = {}  # our microbatches in flight
+        self._slowest = 0.0  # seconds of our slowest microbatch of late
+        self._is_known = False  # whether one of ours has ended
+
+    def begin(self, round_number: int, owners: Collection[PeerId], now: float) -> None:
+        """Begin a round; `owners` had microbatches in the last one."""
+        if now - self._began_at > self.grace and self._newest:
+            for owner in owners:
+                self._judge(owner, round_number)
+        self._began_at = now
+        self._newest.clear()
+        self._started.clear()
+
+    def _judge(self, owner: PeerId, round_number: int) -> None:
+        if owner in self._newest:
+            self._idle.pop(owner, None)
+            return
+        strikes = self._idle.get(owner, (0, 0))[0] + 1
+        self._idle[owner] = strikes, round_number + min(MAX_IDLE_ROUNDS, 2**strikes)
+
+    def active(self, owners: Sequence[PeerId], round_number: int) -> tuple[PeerId, ...]:
+        """Return the owners without those that were idle lately, unless all were."""
+        found = tuple(owner for owner in owners if self._idle.get(owner, (0, 0))[1] <= round_number)
+        return found or tuple(owners)
+
+    @property
+    def grace(self) -> float:
+        """Return how long an owner may make no progress."""
+        return max(GRACE_SECONDS, GRACE_FACTOR * self._slowest) if self._is_known else FIRST_GRACE_SECONDS
+
+    def start(self, number: int, now: float) -> None:
+        """Record that we begin a microbatch."""
+        self._started[number] = now
+
+    def end(self, number: int, now: float) -> None:
+        """Record that a microbatch of ours counts."""
+        began = self._started.pop(number, None)
+        if began is not None:
+            self._is_known, self._slowest = True, max(0.9 * self._slowest, now - began)
+
+    def count(self, owner: PeerId | None, now: float) -> None:
+        """Record that a microbatch of an owner has come to count at a stage, unless it has passed to another peer."""
+        if owner is not None and now < self.passes_at(owner, 1):
+            self._newest[owner] = now
+
+    def passes_at(self, owner: PeerId, rank: int) -> float:
+        """Return when the microbatches of an owner pass to the peer that follows it at a rank."""
+        return self._newest.get(owner, self._began_at) + rank * self.grace
 
 
 class StepAgreement:
@@ -181,16 +235,20 @@ class StepAgreement:
         self._retry_at: dict[int, float] = {}
         self._statement_at: float | None = 0.0
         self._coverage: list[StepLedger] | None = None  # by stage, until something changes
-        self._mine: tuple[int, ...] | None = None  # the microbatches that we own, until something changes
+        self._ranks: dict[int, tuple[PeerId, int]] | None = None  # owner and our rank after it, until something changes
+        self.progress = OwnerProgress()
+        self._looked_at = 0.0  # microbatches that had passed to us by then were seen
 
     def begin(self, round_number: int, life: int, now: float) -> None:
         """Begin the step of a round with an empty sum."""
+        if round_number != self.round:
+            self.progress.begin(round_number, {owner for owner, _ in self._ranked().values()}, now)
         self.round, self.life = round_number, life
         self._is_void, self._decided = False, frozenset()
         self._clear()
         self._acknowledged.clear()
         self._retry_at.clear()
-        self._coverage = self._mine = None
+        self._coverage = self._ranks = None
         self._change(now)
 
     def restart(self, life: int, now: float) -> None:
@@ -218,20 +276,22 @@ class StepAgreement:
         if self.phase == "offered":
             return
         self.ledger |= StepLedger.of(self.count, (number,))
+        self._note_progress((number,), now)
         self._change(now)
 
     def set_peers(self, stages: Sequence[Mapping[PeerId, int]], owners: Collection[PeerId]) -> None:
         """Update the live servers of each stage with their lives, and the peers that own microbatches."""
         self._live = tuple(stages)
         self._owners = tuple(sorted(owners))
-        self._coverage = self._mine = None
+        self._coverage = self._ranks = None
         known = {peer for stage in stages for peer in stage}
         self._statements = {peer: each for peer, each in self._statements.items() if peer in known}
 
     def next_deadline(self) -> float | None:
         """Return when `advance` or `wanted` may change without an event."""
-        times = [*self._retry_at.values(), *([] if self._statement_at is None else [self._statement_at])]
-        return min(times, default=None)
+        passes = (self.progress.passes_at(owner, rank) for owner, rank in set(self._ranked().values()) if rank)
+        times = [*self._retry_at.values(), *(time for time in passes if time > self._looked_at)]
+        return min([*times, *([] if self._statement_at is None else [self._statement_at])], default=None)
 
     def take_reports(self, reports: StepReports) -> None:
         """Update how the stages have decided the round."""
@@ -248,6 +308,9 @@ class StepAgreement:
         known = self._statements.get(peer)
         is_news = known.age <= statement.age if known is not None else len(self._statements) < MAX_STATEMENTS
         if is_news and statement.run in self._runs:
+            if statement.round == self.round:
+                before = known.ledger if known is not None and known.round == self.round else StepLedger(self.count)
+                self._note_progress(statement.ledger - before, now)
             self._statements[peer] = statement
             self._coverage = None
             lacking = [
@@ -260,6 +323,8 @@ class StepAgreement:
 
     def acknowledge(self, number: int, added: Mapping[int, ServerLife], now: float) -> None:
         """Record which servers, in which lives, count a microbatch of ours."""
+        if added:
+            self.progress.end(number, now)
         self._acknowledged |= {(stage, number): (server, now) for stage, server in added.items()}
 
     def postpone(self, number: int, now: float) -> None:
@@ -279,16 +344,32 @@ class StepAgreement:
 
     def wanted(self, started: Collection[int], now: float) -> list[int]:
         """Return our microbatches that some stage lacks and that are not in flight."""
-        if self._mine is None:
-            numbers = range(self.count)
-            self._mine = tuple(each for each in numbers if owner_of(self.round, each, self._owners) == self._me)
         return [
             number
-            for number in self._mine
+            for number, (owner, rank) in self._ranked().items()
             if number not in started
             and self._retry_at.get(number, now) <= now
-            and not all(self._is_counted(stage, number) for stage in range(len(self._runs)))
+            and (not rank or self.progress.passes_at(owner, rank) <= now)
+            and not self._is_complete(number)
         ]
+
+    def _ranked(self) -> dict[int, tuple[PeerId, int]]:
+        """Return for each microbatch its owner, and how many peers come before us; none if we own nothing."""
+        if self._ranks is None:
+            owners = self.progress.active(self._owners, self.round)
+            orders = {number: ranked_owners(self.round, number, owners) for number in range(self.count)}
+            self._ranks = {
+                number: (order[0], order.index(self._me)) for number, order in orders.items() if self._me in order
+            }
+        return self._ranks
+
+    def _note_progress(self, numbers: Iterable[int], now: float) -> None:
+        for number in numbers:
+            owner, _ = self._ranked().get(number, (None, 0))
+            self.progress.count(owner, now)
+
+    def _is_complete(self, number: int) -> bool:
+        return all(self._is_counted(stage, number) for stage in range(len(self._runs)))
 
     def _is_counted(self, stage: int, number: int) -> bool:
         return number in self._covered()[stage] or self._has_acknowledgement(stage, number)
@@ -303,6 +384,7 @@ class StepAgreement:
 
     def advance(self, now: float) -> list[Action]:
         """Seal or reopen the sum, and return the actions that are due."""
+        self._looked_at = now
         self._retry_at = {number: at for number, at in self._retry_at.items() if at > now}
         actions: list[Action] = []
         if self.phase != "offered" and not self.is_adding and not self.is_offering:
@@ -374,7 +456,11 @@ class StepAgreement:
 
 
 @lru_cache(maxsize=8192)
+def ranked_owners(round_number: int, number: int, peers: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
+    """Return the peers in the order in which they may own a microbatch: by a hash that differs for each."""
+    return tuple(sorted(peers, key=lambda peer: hashlib.sha256(f"{round_number} {number} {peer}".encode()).digest()))
+
+
 def owner_of(round_number: int, number: int, peers: tuple[PeerId, ...]) -> PeerId | None:
-    """Return the owner of a microbatch among the live peers: the one with the lowest hash."""
-    rank: Callable[[PeerId], bytes] = lambda peer: hashlib.sha256(f"{round_number} {number} {peer}".encode()).digest()  # noqa: E731
-    return min(peers, key=rank, default=None)
+    """Return the owner of a microbatch among these peers."""
+    return next(iter(ranked_owners(round_number, number, peers)), None)

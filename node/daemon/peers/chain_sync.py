@@ -13,7 +13,7 @@ from node.daemon.peers.swarm_view import SwarmView
 from node.loop.peers.catch_up import RETAINED_ROUNDS, SyncOffer
 from node.loop.steering import Steering
 from protocol.blobs.blob import Blob, check_digest
-from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog
+from protocol.consensus.chain import MAX_KEPT_COMMITS, CertifiedCommit, Chain, ChainHead, ChainLog, open_certified
 from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.kinds import nested_parser
@@ -39,12 +39,14 @@ class ServedChain:
         state: returns the blob of the state at its head, None before there is one.
         steering: has the revisions of the manifest that the chain has adopted.
         has_shared_state: whether all peers on one head hold the same state.
+        decided: returns the commit after the head that is decided but not applied yet.
     """
 
     chain: Chain
     state: Callable[[], Blob | None]
     steering: Steering
     has_shared_state: bool = True
+    decided: Callable[[], CertifiedCommit | None] = lambda: None
 
     @property
     def trust_point(self) -> TrustPoint | None:
@@ -57,12 +59,16 @@ class ServedChain:
 
 
 class ShownChain(NamedTuple):
-    """The chain of a peer as it shows it: its head, the commits that lead to it, and the blob of its state."""
+    """The chain of a peer as it shows it: its head, the commits that lead to it, and the blob of its state.
+
+    `decided`: the commit after the head that is not applied yet.
+    """
 
     head: ChainHead
     log: ChainLog
     state: Blob | None
     revisions: tuple[SignedRevision, ...]
+    decided: CertifiedCommit | None = None
 
 
 class ChainReader:
@@ -103,7 +109,8 @@ class ChainReader:
         # A chain of a thousand peers has a hundred thousand signatures.
         log = await asyncio.to_thread(ChainLog.from_wire, reply.log, self._rule, self._limits, open_nested)
         state = Blob.from_wire(reply.state) if reply.HasField("state") else None
-        return ShownChain(head, log, state, self._open_revisions(reply))
+        decided = open_certified(reply.decided, self._limits, open_nested) if reply.HasField("decided") else None
+        return ShownChain(head, log, state, self._open_revisions(reply), decided)
 
     def _open_revisions(self, reply: ChainReply) -> tuple[SignedRevision, ...]:
         if len(reply.revisions) > MAX_REVISIONS:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from node.daemon.peers.admitted_peers import AdmittedPeers
-from node.daemon.stages.missing_peers import MissingPeers
-from node.daemon.stages.stage_peers import lowest_round
+from node.daemon.stages.stage_peers import MissingPeers, lowest_round
 from node.daemon.stages.stage_record import StageRecord
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.monitoring.status import StatusSource
@@ -18,7 +17,7 @@ from protocol.identity import PeerId
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.membership.record_fields import parse_kept_states, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.exact import StepReports, read_step_reports
+from protocol.pipeline.exact import StepReports
 from protocol.recent import RecentTable
 from protocol.transport.nat import is_relay_only, relays_of
 
@@ -43,7 +42,7 @@ class SwarmView:
         self._stage_record = stage
         self._stage = stage.stage if stage is not None else None
         self._missing = MissingPeers(stage.timing) if stage is not None else None
-        self._exact_stages = stage.exact_stages if stage is not None else 0
+        self._decisions = stage.decisions if stage is not None else None
         self._admitted_peers = admitted
         self._directory = admitted.directory
         self._status = status
@@ -132,7 +131,7 @@ class SwarmView:
         records = list(self._admitted_peers.standing_records().values())
         trainers = sum(record.role == "trainer" for record in records)
         missed = self._missing.missed_by_most(trainers, time.monotonic())
-        steps = read_step_reports(records, self._exact_stages) if self._exact_stages else StepReports(0)
+        steps = self._decisions.reports() if self._decisions is not None else StepReports(0)
         return SwarmSnapshot(states, left, lowest_round(records, self._stage), missed, steps)
 
     def stage_witnesses(self) -> list[PeerId]:
@@ -186,12 +185,11 @@ class SwarmView:
             **self._status.status().record_fields(),
         )  # fmt: skip
 
-    def announce_step(self, fields: Mapping[str, int | str], urgent: bool) -> None:
-        """Announce how our stage has decided an exact step, at once or with our next head."""
-        if urgent:
-            self._directory.publish(urgent=True, **fields)
-        else:
-            self._directory.update(**fields)
+    def announce_step(self, round_number: int, is_complete: bool) -> None:
+        """Announce how our stage has decided an exact step."""
+        if self._stage is not None and self._decisions is not None:
+            self._decisions.note(self._stage, round_number, is_complete)
+        self._directory.publish(urgent=True, step_decided=1 + 2 * round_number + is_complete)
 
     def _with_standing(self, voters: frozenset[PeerId]) -> frozenset[PeerId]:
         """Return the voters of our stage, and the trainers of the others, whose voters we do not know."""

@@ -61,7 +61,7 @@ from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.murmur_pb2 import StepStatement
 from protocol.pipeline import owner_events, server_events
-from protocol.pipeline.exact import SendStatement, Statement, StepReports, read_step_reports
+from protocol.pipeline.exact import SendStatement, Statement, StepDecisions, StepReports
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Answer, Key, Outcome, Task, first_serial
 from protocol.pipeline.owner_events import OwnerCounts
@@ -162,7 +162,7 @@ class StageEffects:
 
     def take_statement(self, peer: PeerId, body: StepStatement) -> None:
         """Post another server's statement about its sum. Raises MalformedError."""
-        if not self._record.exact_stages:
+        if self._record.decisions is None:
             raise MalformedError("a statement about a step, where steps are not exact")
         self.post(StatementReceived(peer, Statement.from_wire(body, self.loop.settings.step_size)))
 
@@ -179,7 +179,8 @@ class StageEffects:
         live, stages = self._node.admitted.records(), self.loop.settings.stages
         seen, standing = stage_peers(live, stages), self._node.admitted.standing_records()
         serials = {entry.peer: first_serial(live[entry.peer].start) for peers in seen for entry in peers}
-        reports = read_step_reports(standing.values(), stages) if self._record.exact_stages else StepReports(stages)
+        decisions = self._record.decisions
+        reports = decisions.reports() if decisions is not None else StepReports(stages)
         self.post(PeersSeen(seen, serials, reports, len(self._node) == stages, frozenset(standing)))
 
     def on_trainer_message(self, message: FromTrainer) -> None:
@@ -434,11 +435,11 @@ class StageEffects:
 class NodeStages:
     """The stages of a node by run id; it passes each call about microbatches to the stage that the call names."""
 
-    def __init__(self, admitted: AdmittedPeers, calls: StageCalls) -> None:
+    def __init__(self, admitted: AdmittedPeers, calls: StageCalls, decisions: StepDecisions | None = None) -> None:
         self.admitted = admitted
         self.directory = directory = admitted.directory
         self.calls = calls
-        self.records = StageRecords(directory)
+        self.records = StageRecords(directory, decisions)
         self.blobs = NodeBlobs()
         self._stages: dict[RunId, StageEffects] = {}
 

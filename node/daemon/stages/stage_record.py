@@ -10,6 +10,7 @@ from typing import Any
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import FieldValue
 from protocol.membership.record_fields import ServedStage, encode_served_stages
+from protocol.pipeline.exact import StepDecisions
 from protocol.pipeline.stage import StageManifest
 
 ENTRY_FIELDS = frozenset(asdict(ServedStage(0))) - {"stage"}
@@ -21,8 +22,12 @@ class StageRecord:
     def __init__(self, records: "StageRecords", manifest: StageManifest) -> None:
         self.stage = manifest.stage
         self.timing = manifest.membership
-        self.exact_stages = manifest.pipeline.stages if manifest.pipeline.is_exact else 0
         self._records = records
+
+    @property
+    def decisions(self) -> StepDecisions | None:
+        """Return how all stages decide exact steps; None where steps are not exact."""
+        return self._records.decisions
 
     @property
     def is_first(self) -> bool:
@@ -39,10 +44,14 @@ class StageRecord:
 
 
 class StageRecords:
-    """The stages of one node, in the order in which it began to serve them."""
+    """The stages of one node, in the order in which it began to serve them.
 
-    def __init__(self, directory: PeerDirectory) -> None:
+    `decisions`: how all stages of the run decide exact steps; None where steps are not exact.
+    """
+
+    def __init__(self, directory: PeerDirectory, decisions: StepDecisions | None = None) -> None:
         self.directory = directory
+        self.decisions = decisions
         self.first: int | None = None
         self._others: dict[int, ServedStage] = {}
 

@@ -34,6 +34,7 @@ class Node:
     def __init__(self, trainer: Any) -> None:
         self.directory = SimpleNamespace(run=for_ever, leave=at_once)
         self.rendezvous = SimpleNamespace(run=for_ever)
+        self.stage_chains = None
         self.run_replicas = trainer
         self.finish = self.drain = at_once
         self.reporter = StatusReporter(NodeStatus(peer_id="p", run="demo", run_id="0", step=300), Metrics())

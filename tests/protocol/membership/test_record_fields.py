@@ -34,8 +34,6 @@ UNORDERED = KeptStates(states=[kept_at(stage).to_wire() for stage in (3, 1)]).Se
 TOO_MANY = encode_kept_states(kept_at(stage) for stage in range(MAX_KEPT_STATES + 1))
 OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "step_decided": (2 * 2**24 + 3,),
-    "step_round": (2**24 + 1,),
-    "step_verdicts": ("a" * 65, "ax"),
     "role": ("king", ""),
     "device": ("a\nb",),
     "name": ("\x1b[2J", "n" * (MAX_TEXT_CHARACTERS + 1)),

@@ -1,7 +1,9 @@
 """Seeded swarms with exact steps: whatever dies, each microbatch of an applied step counts once at each stage."""
 
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,12 +11,12 @@ from node.loop.stage_events import PeersSeen
 from node.loop.stage_modes import ExactMode
 from node.simulation.virtual.stage import InvariantError
 from protocol.pipeline import ledger as ledgers
-from protocol.pipeline.exact import StepAgreement, StepReports
+from protocol.pipeline.exact import OwnerProgress, StepAgreement, StepReports
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.steps import ExactSteps
 from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
-from tests.protocol.pipeline.virtual.exact_world import ExactWorld
+from tests.protocol.pipeline.virtual.exact_world import ExactWorld, Liar
 from tests.protocol.pipeline.virtual.faulty_world import Peer
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, Scenario
 
@@ -137,11 +139,16 @@ def each_stage_judges_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ExactWorld, "_hear_decision", hear)
 
 
+def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OwnerProgress, "passes_at", lambda self, owner, rank: math.inf)
+
+
 def dead_lives_count(patch: pytest.MonkeyPatch) -> None:
-    """An acknowledgement of a process that has died since is honoured."""
+    """An acknowledgement of a process that has died since is honoured, and no other owner takes over."""
     patch.setattr(
         StepAgreement, "_has_acknowledgement", lambda self, stage, number: (stage, number) in self._acknowledged
     )
+    nobody_takes_over(patch)
 
 
 def repeated_tasks_add_again(patch: pytest.MonkeyPatch) -> None:
@@ -181,6 +188,7 @@ def owners_never_change(patch: pytest.MonkeyPatch) -> None:
         set_peers_truly(self, stages, self._owners or owners)  # type: ignore[arg-type]
 
     patch.setattr(StepAgreement, "set_peers", set_peers)
+    nobody_takes_over(patch)
 
 
 def decided_stages_lose_what_their_dead_had(patch: pytest.MonkeyPatch) -> None:
@@ -202,8 +210,32 @@ def exact_steps_have_no_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ExactMode, "next_deadline", lambda self: None)
 
 
+# The old rules, which liars use.
+
+
+def records_decide(patch: pytest.MonkeyPatch) -> None:
+    """A record counts without the certificate of its decision."""
+    believe = ExactWorld.believe
+
+    def take(self: ExactWorld, stage: int, number: int, *, is_complete: bool, has_certificate: bool) -> None:
+        believe(self, stage, number, is_complete=is_complete, has_certificate=True)
+
+    patch.setattr(ExactWorld, "believe", take)
+
+
+def announced_keys_own_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Each announced key owns its share, and nobody takes over from it."""
+    patch.setattr(ExactWorld, "known_standing", lambda self: None)
+    nobody_takes_over(patch)
+
+
+def keys_without_standing_own(patch: pytest.MonkeyPatch) -> None:
+    """Each announced key owns its share, as before the first commit; others take over from it."""
+    patch.setattr(ExactWorld, "known_standing", lambda self: None)
+
+
 BUGS: list[tuple[Bug, int, str]] = [  # with a seed that shows it, and the word by which it does
-    (no_void_rule, 18, "otherwise than once"),
+    (no_void_rule, 7, "otherwise than once"),
     (each_stage_judges_alone, 18, "apart"),
     (dead_lives_count, 25, "deadlock"),
     (repeated_tasks_add_again, 0, "otherwise than once"),
@@ -243,6 +275,40 @@ def test_each_bug_is_found(bug: Bug, seed: int, word: str, monkeypatch: pytest.M
     assert word in outcome(seed)
     monkeypatch.undo()
     assert outcome(seed) == "", "the same seed without the bug"
+
+
+LIARS: list[tuple[Liar, Bug]] = [("voids", records_decide), ("announces", announced_keys_own_for_ever)]
+LIAR_SECONDS, LIAR_SEEDS, LEAST_PACE = 60.0, (1, 2), 0.8
+
+
+def steps_of(seed: int, liar: Liar | None, seconds: float = LIAR_SECONDS) -> int:
+    """Return how many steps a swarm without faults makes, and check that each of them is one."""
+    scenario, count = scenario_of(seed)
+    world = ExactWorld(replace(scenario, loss=0.0), seed, count, liar)
+    world.run(seconds)
+    print(f"seed {seed}, {liar}: {world.steps} steps, {world.void_rounds} void rounds")
+    return world.steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", LIAR_SEEDS)
+@pytest.mark.parametrize(("liar", "old_rule"), LIARS, ids=["voids", "announces"])
+def test_one_free_key_neither_voids_steps_nor_stops_them(
+    liar: Liar, old_rule: Bug, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, beside = steps_of(seed, None), steps_of(seed, liar)
+    assert honest >= 10 and beside >= LEAST_PACE * honest
+    old_rule(monkeypatch)
+    assert steps_of(seed, liar) == 0, "the control"
+
+
+@pytest.mark.slow
+def test_idle_owner_costs_a_grace_in_ever_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A liar with standing that begins nothing: first its microbatches pass to others, then it owns none."""
+    keys_without_standing_own(monkeypatch)
+    remembered = steps_of(2, "announces", 150.0)
+    monkeypatch.setattr(OwnerProgress, "active", lambda self, owners, round_number: owners)
+    assert remembered >= 2 * steps_of(2, "announces", 150.0) > 0
 
 
 def outcome(seed: int) -> str:

@@ -5,18 +5,19 @@ from itertools import combinations
 import pytest
 
 from protocol.errors import MalformedError
-from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import (
+    FIRST_GRACE_SECONDS,
+    MAX_DECISIONS,
     OVERTAKEN_SECONDS,
     OfferStep,
     Phase,
     SendStatement,
     Statement,
     StepAgreement,
-    StepHistory,
+    StepDecisions,
     StepReports,
     owner_of,
-    read_step_reports,
+    ranked_owners,
 )
 from protocol.pipeline.ledger import StepLedger, covers_step
 from protocol.pipeline.microbatch import ServerLife
@@ -165,12 +166,32 @@ def test_round_counts_only_if_all_stages_cover_its_step() -> None:
     assert StepReports(3, {5: {0: False}}).is_void(5), "one stage is enough"
 
 
-def test_records_say_how_rounds_ended() -> None:
-    history = StepHistory()
-    history.decide(0, True)
-    history.apply(0, True)
-    history.decide(1, False)
-    record = PeerRecord(role="trainer", stage=1, **history.record_fields())  # type: ignore[arg-type]
-    reports = read_step_reports([record], 2)
-    assert reports.verdicts == {0: True} and reports.decided == {1: {0: False}}
-    assert read_step_reports([PeerRecord(role="trainer", stage=9, step_decided=3)], 2).decided == {}
+def test_decisions_are_those_of_certified_commits() -> None:
+    decisions = StepDecisions(2, COUNT)
+    decisions.record(0, 5, [ledger(0, 1).to_bytes(), ledger(2, 3).to_bytes()])
+    decisions.record(1, 5, [ledger(0, 1).to_bytes(), ledger(1, 2, 3).to_bytes()])
+    assert decisions.reports().decided == {5: {0: True, 1: False}}
+    for number in range(MAX_DECISIONS):
+        decisions.note(0, 6 + number, True)
+    assert 0 not in decisions.reports().decided[5], "it is bounded"
+
+
+def test_microbatch_without_progress_passes_to_the_next_peer_by_hash() -> None:
+    made = agreement()
+    orders = {number: ranked_owners(0, number, ("a", "b", "c", "z")) for number in range(COUNT)}
+    at_first = [number for number, order in orders.items() if order[0] == "b"]
+    assert made.wanted([], 1.0) == at_first
+    due = [FIRST_GRACE_SECONDS * order.index("b") for order in orders.values()]
+    assert made.next_deadline() == 0.0, "its first statement"
+    for now in sorted({*due, FIRST_GRACE_SECONDS - 0.1}):
+        expected = [number for number, order in orders.items() if FIRST_GRACE_SECONDS * order.index("b") <= now]
+        assert made.wanted([], now) == expected
+
+
+def test_owner_that_makes_progress_keeps_its_microbatches() -> None:
+    made, order = agreement(), ("a", "b", "c", "z")
+    number = next(each for each in range(COUNT) if ranked_owners(0, each, order)[0] != "b")
+    owner, mine = ranked_owners(0, number, order)[0], made.wanted([], 1.0)
+    made.record("z", say(RUNS[1], ledger(number)), FIRST_GRACE_SECONDS - 1)
+    theirs = [each for each in range(COUNT) if ranked_owners(0, each, order)[0] == owner]
+    assert not set(theirs) & set(made.wanted([], FIRST_GRACE_SECONDS + 1)) - set(mine)

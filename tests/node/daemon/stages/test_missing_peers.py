@@ -1,4 +1,4 @@
-from node.daemon.stages.missing_peers import MissingPeers
+from node.daemon.stages.stage_peers import MissingPeers
 from protocol.manifest.sections import MembershipSection
 from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.murmur_pb2 import PeerRecord

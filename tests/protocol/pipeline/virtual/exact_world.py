@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 from node.loop.stage_events import StageAnchorApplied, StageContributed, TrainerReady
 from node.loop.stage_loop import EXACT_PAUSE, StageLoop
@@ -17,14 +18,19 @@ from node.simulation.virtual.stage import InvariantError
 from protocol.identity import PeerId
 from protocol.pipeline import ledger as ledgers
 from protocol.pipeline import server_events
-from protocol.pipeline.exact import StepAgreement, StepReports
+from protocol.pipeline.exact import StepAgreement, StepDecisions, StepReports
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.messages import Key, Task
 from protocol.pipeline.microbatch import OwnerSettings
+from protocol.pipeline.routing import StagePeer
 from tests.protocol.pipeline.virtual.faulty_world import FaultyTrainer, FaultyWorld, Peer
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, Scenario
 
 GRACE = 2.0
+LIAR = "a liar"
+Liar = Literal["announces", "voids"]
+FALSE_ROUNDS = 16  # in the record of a liar
+LATE_ROUNDS = 8
 
 
 @dataclass
@@ -84,10 +90,16 @@ class SumTrainer(FaultyTrainer):
 
 
 class ExactWorld(FaultyWorld):
-    """All peers, the network, and the rounds of all stages; a step has `count` microbatches."""
+    """All peers, the network, and the rounds of all stages; a step has `count` microbatches.
 
-    def __init__(self, scenario: Scenario, seed: int, count: int) -> None:
+    `liar`: "announces": a key of stage 0 that does nothing else; "voids": its record says in addition that its stage
+    decided all rounds without their steps.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int, count: int, liar: Liar | None = None) -> None:
         self.step_count = count
+        self.liar = liar
+        self.decisions = StepDecisions(len(scenario.speeds), count)
         self.steps = 0
         self.void_rounds = 0
         self.round_ended = 0.0  # when the newest round did
@@ -161,7 +173,32 @@ class ExactWorld(FaultyWorld):
         return trainer
 
     def step_reports(self) -> StepReports:
-        return StepReports(len(self.scenario.speeds), self._decided)
+        newest = max(self._decided, default=0)
+        for number in range(newest, newest + FALSE_ROUNDS) if self.liar == "voids" else ():
+            self.believe(0, number, is_complete=False, has_certificate=False)
+        return self.decisions.reports()
+
+    def believe(self, stage: int, number: int, *, is_complete: bool, has_certificate: bool) -> None:
+        """Look at what a record says of a round: it counts if the peer has shown the certificate."""
+        if has_certificate:
+            self.decisions.note(stage, number, is_complete)
+
+    def announced(self) -> list[tuple[int, StagePeer]]:
+        number = max([0, *(number + 1 for _, number in self._applied)])
+        return [(0, StagePeer(LIAR, 1, number, rate=16.0))] if self.liar else []
+
+    def known_standing(self) -> frozenset[PeerId] | None:
+        """Return those who contributed to one of the last commits of their stage; all of a stage before its first."""
+        found = {peer.name for peer in self.peers.values() if not self._has_commit(peer.stage)}
+        found |= set() if self._has_commit(0) else {LIAR}
+        newest = max(self._decided, default=0)
+        for (stage, number), offered in self._offered.items():
+            if number > newest - LATE_ROUNDS and self._is_decided((stage, number)):
+                found |= offered.keys()
+        return frozenset(found)
+
+    def _has_commit(self, stage: int) -> bool:
+        return any(stage in stages for stages in self._decided.values())
 
     def learn(self, peer: Peer) -> None:
         super().learn(peer)
@@ -215,6 +252,7 @@ class ExactWorld(FaultyWorld):
             return
         decided = self._decided.setdefault(number, {})
         decided[stage] = ledgers.covers_step([each.total.ledger.to_bytes() for each in left], self.step_count)
+        self.believe(stage, number, is_complete=decided[stage], has_certificate=True)
         self._offered[place] = {name: each for name, each in self._offered[place].items() if each in left}
         for peer in self.peers.values():
             self.clock.schedule(5 * self.latency(), partial(self.learn, peer))

@@ -340,12 +340,23 @@ class FaultyWorld(StageWorld):
                 rate = self.shown_rate(each, server.rate)
                 entry = StagePeer(each.name, loop.life, loop.round, rate, server.is_draining, is_hidden)
                 stages[each.stage].append(entry)
+        for stage, entry in self.announced():
+            stages[stage].append(entry)
         serials = {each.name: each.first_serial for each in seen}
-        peer.process.post(PeersSeen(tuple(map(tuple, stages)), serials, self.step_reports(), standing=self.standing))
+        seen_now = PeersSeen(tuple(map(tuple, stages)), serials, self.step_reports(), standing=self.known_standing())
+        peer.process.post(seen_now)
 
     def shown_rate(self, peer: Peer, rate: float) -> float:
         """Return the rate that a peer's record names; `rate` is the one that it has measured."""
         return rate
+
+    def announced(self) -> list[tuple[int, StagePeer]]:
+        """Return the keys that announce to serve a stage, and have no process."""
+        return []
+
+    def known_standing(self) -> frozenset[PeerId] | None:
+        """Return the peers that commits vouch for; None if nothing is known of that."""
+        return self.standing
 
     def step_reports(self) -> StepReports:
         """Return what the peers' records say about exact steps."""
