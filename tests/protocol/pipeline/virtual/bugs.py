@@ -111,7 +111,7 @@ def weighs_peers_by_round_trips(patch: pytest.MonkeyPatch) -> None:
 
 def invites_nobody(patch: pytest.MonkeyPatch) -> None:
     """Let owners that found a server busy ask again and again, and let any number of forwards queue at a server."""
-    patch.setattr(microbatch_table.WaitingOwners, "invite", lambda self, places: [])
+    patch.setattr(microbatch_table.WaitingOwners, "invite", lambda self, places, last=(): [])
     patch.setattr(server, "UNINVITED_PAUSE_MS", 200)
     patch.setattr(server, "QUEUE_SECONDS", 1e6)
 
