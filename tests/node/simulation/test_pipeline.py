@@ -117,7 +117,7 @@ def test_deaths_lose_counted_microbatches_and_no_stage_counts_one_twice(monkeypa
         return compute(self, order, inputs)
 
     monkeypatch.setattr(MicrobatchTrainer, "compute", observed)
-    swarm = run(pipelined(3, 4, 12, churn=0.25))
+    swarm = run(pipelined(3, 4, 16, churn=0.25))
     counts = swarm.result(1.0).counts
     assert counts.lost > 0 and counts.replayed > 0, counts
     living = {name_of(peer) for stage in swarm.stages for peer in stage.live_peers}
