@@ -117,6 +117,10 @@ def test_auto_classes_load_the_folder_and_generate(tmp_path: Path) -> None:
     tokens = tokenizer("def ", return_tensors="pt")
     written = model.generate(**tokens, max_new_tokens=5, pad_token_id=0)
     assert written.shape == (1, 9)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    torch.manual_seed(0)
+    first = model.generate(torch.zeros(500, 1, dtype=torch.long), max_new_tokens=1, min_new_tokens=1, pad_token_id=0)
+    assert first[:, -1].unique().numel() > 150, "it samples from all tokens, as `murmur generate` does"
 
 
 @pytest.mark.parametrize("text", TEXTS)
