@@ -119,7 +119,7 @@ def lacks_justification(state: RoundState, proposal: SignedMessage[Commit]) -> b
         return True
     votes = [vote for bounds in shown.body.bounds for vote in (bounds.acknowledged, bounds.confirmed)]
     lock = shown.body.certificate
-    is_lock = lock is None or (lock.basis == state.basis and state.voter_set.is_quorum(lock.signers))
+    is_lock = lock is None or (lock.basis == state.basis and state.voter_set.is_locked(lock.signers))
     return not is_lock or any(vote is not None and vote.view >= proposal.body.view for vote in votes)
 
 

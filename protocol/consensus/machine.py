@@ -149,7 +149,7 @@ def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> lis
         case Acknowledgement():
             state.knowledge.learn_acknowledgement(message)
         case CommitCertificate():
-            state.knowledge.learn_certificate(message, state.voter_set.known)
+            state.knowledge.learn_certificate(message, state.voter_set.known | state.voter_set.original)
     return []
 
 
@@ -620,7 +620,7 @@ class RoundMachine:
         if view is None or lock is None or lock.sender != state.me or lock.digest in self._knowledge.locks:
             return
         acknowledged = self._knowledge.acknowledgements[lock.digest]
-        if not state.voter_set.tolerated or not state.voter_set.is_quorum(acknowledged.keys()):
+        if not state.voter_set.tolerated or not state.voter_set.is_locked(acknowledged.keys()):
             return
         view.quorum_since = now if view.quorum_since is None else view.quorum_since
         due = state.lock_due_at()
@@ -636,7 +636,7 @@ class RoundMachine:
         if lock is None or lock.body.view != state.view or state.is_confirmed(lock) or not state.voter_set.tolerated:
             return
         certificate = self._knowledge.locks.get(lock.digest)
-        if certificate is None or not state.voter_set.is_quorum(certificate.body.signers):
+        if certificate is None or not state.voter_set.is_locked(certificate.body.signers):
             return
         state.confirmed = Lock(lock, certificate)
         vote = self._sign(Acknowledgement.of(lock, state.basis, confirms=True))

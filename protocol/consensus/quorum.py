@@ -116,14 +116,15 @@ class VoterSet:
         # Members of the round before that have not appeared in this one yet: late rather than gone.
         self._not_yet_seen = set(last_seen)
         self._forgotten: dict[PeerId, float] = {}  # since when
-        self._most_voters = 0
+        self._most_voters: frozenset[PeerId] = frozenset()
         self._recount()
 
     def _recount(self) -> None:
         self.members: frozenset[PeerId] = self.live.union(self._vanished) if self._vanished else self.live
         self.known = self.members.union(self._forgotten) if self._forgotten else self.members
         self.voters = self._electorate.counted(self.members, self.known)
-        self._most_voters = max(self._most_voters, len(self.voters))
+        if len(self.voters) > len(self._most_voters):
+            self._most_voters = self.voters
         self.voting_members = self.members & self.voters
         # The members that may lead.
         self.electable = self.live & self.voters or self.live
@@ -203,7 +204,17 @@ class VoterSet:
     @property
     def tolerated(self) -> int:
         """Return how many voters of the round may lie; while nobody has a vote yet, by the most members that it had."""
-        return self._electorate.tolerated_liars(len(self._electorate.voters) or self._most_voters)
+        return self._electorate.tolerated_liars(len(self.original))
+
+    @property
+    def original(self) -> frozenset[PeerId]:
+        """Return all that had a vote when the round began, with those that are gone or excluded by now."""
+        return self._electorate.voters or self._most_voters
+
+    def is_locked(self, peers: Set[PeerId]) -> bool:
+        """Return whether a proposal has a lock that these peers acknowledged, some of whom may be excluded by now."""
+        original = self.original
+        return self.is_quorum(peers) or len(original & peers) >= self._electorate.quorum_size(len(original))
 
     def may_be_unanimous(self, peers: Set[PeerId]) -> bool:
         """Return whether all voters that are not among these peers are alive."""
