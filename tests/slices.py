@@ -6,8 +6,9 @@ import pytest
 
 
 def nightly(values: Iterable[object]) -> list[object]:
-    """Return parameters that `make nightly` alone tries."""
-    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+    """Return parameters that `make nightly` alone tries; a tuple holds the values of several names."""
+    rows = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*row, marks=pytest.mark.nightly) for row in rows]
 
 
 def sliced(values: Iterable[object], count: int) -> list[object]:
