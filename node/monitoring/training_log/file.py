@@ -50,12 +50,9 @@ def _is_odd(value: object) -> bool:
 
 
 def is_line_due(newest: MetricsLine | None, now: MetricsLine) -> bool:
-    """Return whether to write a line: once a round, and now and then within a long one.
-
-    Until the trainer reports, a node that comes back knows its round but not its steps and tokens.
-    """
+    """Return whether to write a line: once a round, and now and then within a long one."""
     if newest is None:
-        return now.step > 0
+        return now.round > 0 or now.step > 0
     if now.round != newest.round:
         return True
     return now.step != newest.step and now.time - newest.time >= INTERVAL_SECONDS
@@ -64,7 +61,7 @@ def is_line_due(newest: MetricsLine | None, now: MetricsLine) -> bool:
 def is_new(newest: MetricsLine | None, now: MetricsLine) -> bool:
     """Return whether the last line of a node says more than the one before."""
     if newest is None:
-        return now.step > 0
+        return now.round > 0 or now.step > 0
     return now.model_copy(update={"time": newest.time}) != newest
 
 

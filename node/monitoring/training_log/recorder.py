@@ -114,15 +114,22 @@ class MetricsRecorder:
 
     async def record_if_due(self) -> None:
         """Write a line if one is due."""
-        line = MetricsLine.of(self._source.status(), time.time())
-        if is_line_due(self._newest, line):
+        line = self._line()
+        if line is not None and is_line_due(self._newest, line):
             await self._write(line)
 
     async def record_last(self) -> None:
         """Write a last line if it says more than the one before."""
-        line = MetricsLine.of(self._source.status(), time.time())
-        if is_new(self._newest, line):
+        line = self._line()
+        if line is not None and is_new(self._newest, line):
             await self._write(line)
+
+    def _line(self) -> MetricsLine | None:
+        """Return the line of now; None while a node that came back waits for its trainer to report steps and tokens."""
+        status = self._source.status()
+        if status.step == 0 and status.phase != "watching":
+            return None
+        return MetricsLine.of(status, time.time())
 
     async def _write(self, line: MetricsLine) -> None:
         self._newest = line

@@ -73,9 +73,12 @@ async def test_node_that_comes_back_writes_no_line_before_its_trainer_reports(tm
     await recorder.record_if_due()
     await recorder.record_last()
     assert not lines_in(tmp_path / METRICS_FILE)
-    source.set(step=75, tokens=19_200)
+    source.set(phase="watching")
     await recorder.record_if_due()
-    assert [(line["step"], line["tokens"]) for line in lines_in(tmp_path / METRICS_FILE)] == [(75, 19_200)]
+    assert [line["round"] for line in lines_in(tmp_path / METRICS_FILE)] == [14], "a host has no steps to wait for"
+    source.set(phase="training", round=15, step=75, tokens=19_200)
+    await recorder.record_if_due()
+    assert [(line["step"], line["tokens"]) for line in lines_in(tmp_path / METRICS_FILE)[1:]] == [(75, 19_200)]
 
 
 async def test_disk_that_fails_costs_lines_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
