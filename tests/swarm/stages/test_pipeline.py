@@ -12,7 +12,7 @@ from node.dashboard.event_log import EventLog, read_events
 from node.injected_faults import VARIABLE
 from node.processes.process import python_environment
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
 RUN = Path(__file__).parent / "pipeline.toml"
 PEERS, STAGES = 4, 2
@@ -26,7 +26,7 @@ def run_up(folder: Path, *options: str, run: Path = RUN, faults: str = FAULTS) -
     words = ["up", str(run), "--dir", str(folder), "--peers", str(PEERS), "--json", *options]
     command = [sys.executable, "-m", "node.cli", *words]
     ended = subprocess.run(
-        command, env={**python_environment(), VARIABLE: faults}, capture_output=True, text=True, timeout=450
+        command, env={**python_environment(), VARIABLE: faults}, capture_output=True, text=True, timeout=800
     )
     assert ended.returncode == 0, ended.stderr + _logs(folder)
     return dict(json.loads(ended.stdout))

@@ -10,7 +10,7 @@ from benchmarks.pipelining.exact_reference import SingleProcess, read_stages
 from protocol.manifest.reading import load_manifest
 from tests.swarm.stages.test_pipeline import final_status, run_up
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 RUN = Path(__file__).parent / "exact.toml"
 # Each trainer dies before the daemon learns of its 25th gradient; answers and outcomes are lost, tasks come twice.
