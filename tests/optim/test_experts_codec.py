@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optim.codecs.base import Codec
@@ -85,6 +85,7 @@ def test_a_mask_that_does_not_fit_the_values_is_refused(flags: list[bool], claim
 
 
 @pytest.mark.parametrize("codec", USABLE, ids=repr)
+@settings(deadline=None)  # the first call may compile a kernel
 @given(data=st.data())
 def test_hostile_bytes_are_refused_or_harmless(codec: Codec, data: st.DataObject) -> None:
     one = masked(codec)
