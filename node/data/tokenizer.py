@@ -133,8 +133,8 @@ class FileTokenizer:
         self._path = path
         self._text, self._tokenizer = _load_without_settings(data, path)
         self._tried: set[str] = set()
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special = np.array([number for number, token in added.items() if token.special], dtype=np.int64)
+        self._added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
+        self._special = np.array([number for number, token in self._added.items() if token.special], dtype=np.int64)
         self._may_lose_text = _drops_unknown_characters(json.loads(self._text))
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not self._vocabulary:
@@ -203,12 +203,12 @@ class FileTokenizer:
 
     def _warn_of_special_words(self, ids: Shard) -> None:
         """Warn once if words of a text became special tokens: an end of text in it may cut the attention."""
-        found = np.intersect1d(ids, self._special)
+        found = ids[np.isin(ids, self._special)]  # without sorting the text
         if found.size:
             logger.warning(
                 "the text has the word %s, which the tokenizer %s reads as a special token; if the text only mentions "
                 "it, remove it there or from the tokenizer's added_tokens",
-                self._tokenizer.id_to_token(int(found[0])),
+                self._tokenizer.id_to_token(int(found.min())),
                 self._path,
             )
             self._special = self._special[:0]
@@ -216,8 +216,7 @@ class FileTokenizer:
     def _find(self, names: Sequence[str]) -> list[SpecialToken]:
         """Return the first of `names` in the vocabulary, or none."""
         found = [(name, self._vocabulary[name]) for name in names if name in self._vocabulary]
-        added = self._tokenizer.get_added_tokens_decoder()
-        return [SpecialToken(name, number, number in added) for name, number in found[:1]]
+        return [SpecialToken(name, number, number in self._added) for name, number in found[:1]]
 
     def _decode(self, tokens: list[int]) -> str:
         with _blame(self._path, "cannot decode tokens"):
