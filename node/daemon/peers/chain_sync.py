@@ -163,9 +163,7 @@ class ChainSyncClient:
             shown = await self._reader.read(peer, max(0, min(since, common - MAX_KEPT_COMMITS)))
         state = self._checked_state(shown, peer)
         offer = self._to_offer(shown)
-        word = None
-        if needs_word(self._chain, offer):
-            word = await ask_for_word(self._reader, self._contacts, self._swarm_view.stage_witnesses(), offer)
+        word = await ask_for_word(self._reader, self._chain, offer, self._contacts, self._swarm_view.stage_witnesses)
         return SyncOffer(offer, state, shown.revisions, word)
 
     def _to_offer(self, shown: ShownChain) -> ChainOffer:
@@ -179,18 +177,24 @@ class ChainSyncClient:
         return state
 
 
-def needs_word(own: Chain, offer: ChainOffer) -> bool:
-    """Return whether no voters are known that could certify a chain."""
-    common = [head for head in offer.heads if own.has_head(head.digest)]
-    return not common or not own.electorate_at(common[-1].digest).voters
-
-
 async def ask_for_word(
-    reader: ChainReader, contacts: Sequence[PeerId], witnesses: Sequence[PeerId], offer: ChainOffer
+    reader: ChainReader,
+    own: Chain,
+    offer: ChainOffer,
+    contacts: Sequence[PeerId],
+    witnesses: Callable[[], Sequence[PeerId]],
 ) -> bool | None:
-    """Return the word of the contacts; if none of them knows the chain, that of the peers of its stage."""
+    """Return the word of the contacts about a chain; if none of them knows it, that of the peers of its stage.
+
+    None if nobody knows it, or nobody is asked, because we know voters that could certify it.
+    """
+    common = [head for head in offer.heads if own.has_head(head.digest)]
+    if common and own.electorate_at(common[-1].digest).voters:
+        return None
     word = await ask_contacts(reader, contacts, offer)
-    return word if word is not None or not witnesses else await ask_contacts(reader, witnesses, offer)
+    if word is None and (others := witnesses()):
+        return await ask_contacts(reader, others, offer)
+    return word
 
 
 async def ask_contacts(reader: ChainReader, contacts: Sequence[PeerId], offer: ChainOffer) -> bool | None:

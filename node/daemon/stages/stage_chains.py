@@ -10,9 +10,10 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from node.daemon.peers.admitted_peers import AdmittedPeers
-from node.daemon.peers.chain_sync import ChainReader, ServedChain, ShownChain, ask_for_word, needs_word
+from node.daemon.peers.chain_sync import ChainReader, ServedChain, ShownChain, ask_for_word
 from node.daemon.peers.peer_rpc import ChannelTo
 from node.daemon.peers.swarm_view import stage_witnesses, states_at
 from node.daemon.run_limits import contribution_limits
@@ -161,13 +162,10 @@ class StageChains:
             offer = followed.offer_of(await reader.read(peer, max(0, shown.head.round - MAX_KEPT_COMMITS)))
         if chain.has_head(offer.head.digest):
             raise StaleError("it shows nothing new")
-        states = states_at(self._admitted.records(), followed.stage)
+        states, me = states_at(self._admitted.records(), followed.stage), self._admitted.directory.peer_id
         live = frozenset(other for other, state in states.items() if state.is_trainer)
-        word = None
-        if needs_word(chain, offer):
-            witnesses = stage_witnesses(states, self._admitted.directory.peer_id)
-            word = await ask_for_word(reader, self._contacts, witnesses, offer)
-        judgement = judge(chain, offer, LocalEvidence(self._admitted.directory.peer_id, live, None, word))
+        word = await ask_for_word(reader, chain, offer, self._contacts, partial(stage_witnesses, states, me))
+        judgement = judge(chain, offer, LocalEvidence(me, live, None, word))
         if judgement.relation != "ahead":
             raise StaleError(judgement.reason or "its chain is not preferred")
         self._learn(followed, followed.adopt(offer))

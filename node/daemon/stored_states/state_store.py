@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from node.daemon.node import Node
 from node.daemon.peers.admitted_peers import AdmittedPeers
-from node.daemon.peers.chain_sync import ChainReader, ServedChain, ask_for_word, needs_word
+from node.daemon.peers.chain_sync import ChainReader, ServedChain, ask_for_word
 from node.daemon.peers.swarm_view import find_newest_validation, stage_witnesses, states_at
 from node.daemon.run_limits import contribution_limits
 from node.daemon.stored_states.announcing import StateAnnouncer
@@ -394,14 +394,16 @@ class StateStore:
 
         Raises UncertifiedError unless the certificates lead from the chain that we hold to this one.
         """
-        word = None
-        if needs_word(self.chain, chain):
-            witnesses = stage_witnesses(self._states(), self._rules.peer_id) if self._stage is not None else []
-            word = await ask_for_word(self._sources.reader, self._sources.contacts, witnesses, chain)
+        word = await ask_for_word(
+            self._sources.reader, self.chain, chain, self._sources.contacts, self._stage_witnesses
+        )
         judgement = judge(self.chain, chain, self._evidence(word))
         if judgement.relation != "ahead":
             raise UncertifiedError(judgement.reason or "the chain of the state that we hold is preferred")
         return word
+
+    def _stage_witnesses(self) -> list[PeerId]:
+        return stage_witnesses(self._states(), self._rules.peer_id) if self._stage is not None else []
 
     def _evidence(self, word: bool | None) -> LocalEvidence:
         states = self._states()
