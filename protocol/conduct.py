@@ -19,6 +19,7 @@ doubles the number of rounds for which a peer is set aside, up to a limit; good 
 whose link was broken is back soon after it is repaired.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -113,10 +114,33 @@ class Proof:
 
 
 @dataclass
-class _StrikeRecord:
+class Suspension:
+    """How often a peer misbehaved lately, and until when it is set aside; times are in the unit of the caller.
+
+    The caller sets `until`, later with each level; good deeds take levels back.
+    """
+
     level: int = 0
-    until: int = 0  # the round from which the peer counts again
-    good_rounds: int = 0
+    until: float = 0
+    good: int = 0  # deeds since the level last changed
+
+    def raise_level(self, now: float, most: float = math.inf) -> bool:
+        """Count a misdeed and return True, unless the peer is set aside: then further ones do not count."""
+        if now < self.until:
+            return False
+        self.level, self.good = int(min(self.level + 1, most)), 0
+        return True
+
+    def count_good(self, needed: int) -> bool:
+        """Count a good deed, `needed` of which lower the level; return whether nothing is left of the misdeeds."""
+        self.good += 1
+        if self.good >= needed:
+            self.level, self.good = self.level - 1, 0
+        return self.level <= 0
+
+
+@dataclass
+class _StrikeRecord(Suspension):
     reason: str = ""
 
 
@@ -131,19 +155,14 @@ class Strikes:
         if peer not in self._records and len(self._records) >= MAX_PEERS:
             del self._records[min(self._records, key=lambda known: self._records[known].level)]
         record = self._records.setdefault(peer, _StrikeRecord())
-        if number < record.until:
-            return
-        record.level, record.good_rounds, record.reason = min(record.level + 1, MAX_LEVEL), 0, reason
-        record.until = number + 1 + 2**record.level
+        if record.raise_level(number, MAX_LEVEL):
+            record.until, record.reason = number + 1 + 2**record.level, reason
 
     def forgive(self, peers: Iterable[PeerId]) -> None:
         """Record a good round of these peers, which also ends the time for which they are set aside."""
         for peer in self._records.keys() & set(peers):
-            record = self._records[peer]
-            record.until, record.good_rounds = 0, record.good_rounds + 1
-            if record.good_rounds >= GOOD_ROUNDS:
-                record.level, record.good_rounds = record.level - 1, 0
-            if record.level <= 0:
+            self._records[peer].until = 0
+            if self._records[peer].count_good(GOOD_ROUNDS):
                 del self._records[peer]
 
     def struck(self, number: int, live: Collection[PeerId]) -> dict[PeerId, str]:
@@ -158,7 +177,7 @@ class Strikes:
     def until(self, peer: PeerId) -> int:
         """Return the round from which a peer counts again."""
         record = self._records.get(peer)
-        return record.until if record else 0
+        return int(record.until) if record else 0
 
 
 def _statements_in(message: SignedMessage[Any]) -> tuple[SignedMessage[Any], ...]:

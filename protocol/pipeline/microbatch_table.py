@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from protocol.blobs.blob import Blob
+from protocol.conduct import Suspension
 from protocol.identity import PeerId
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Direction, Key, Outcome, Task
@@ -109,15 +110,6 @@ class OpenStep:
         return added
 
 
-@dataclass
-class _Lateness:
-    """`level`: how often steps left an owner behind lately. `until`: when its forwards are admitted again."""
-
-    level: int = 0
-    until: float = 0.0
-    in_time: int = 0  # microbatches since
-
-
 class Punctuality:
     """How soon owners come back with the backwards of their forwards; it decides how long a step waits for one.
 
@@ -128,7 +120,7 @@ class Punctuality:
     def __init__(self) -> None:
         self.me: PeerId | None = None
         self._means: dict[str, float] = {}  # seconds from a forward to its backward, by owner
-        self._late: dict[str, _Lateness] = {}
+        self._late: dict[str, Suspension] = {}  # owners that steps left behind, until their forwards are admitted
 
     @property
     def patience(self) -> float:
@@ -149,21 +141,14 @@ class Punctuality:
             seconds - self._means.get(owner, seconds)
         )
         record = self._late.get(owner)
-        if record is None or is_late:
-            return
-        record.in_time += 1
-        if record.in_time >= FORGIVEN_AFTER:
-            record.level, record.in_time = record.level - 1, 0
-        if record.level <= 0:
+        if record is not None and not is_late and record.count_good(FORGIVEN_AFTER):
             del self._late[owner]
 
     def leave_behind(self, owner: str, now: float) -> None:
         """Turn an owner away for a while; more of its microbatches in that time change nothing."""
-        record = self._late.setdefault(owner, _Lateness())
-        if now < record.until:
-            return
-        record.level, record.in_time = min(record.level + 1, MAX_LATENESS), 0
-        record.until = now + 2.0**record.level * self.patience
+        record = self._late.setdefault(owner, Suspension())
+        if record.raise_level(now, MAX_LATENESS):
+            record.until = now + 2.0**record.level * self.patience
 
     def pause(self, owner: str, now: float) -> float:
         """Return for how many seconds an owner gets no places; 0 if nobody else makes use of them."""

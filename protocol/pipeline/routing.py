@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from protocol.conduct import Suspension
 from protocol.identity import PeerId
 from protocol.pipeline.messages import MAX_ROUND_DISTANCE
 from protocol.recent import RecentTable
@@ -52,15 +53,6 @@ class StagePeer:
     rate: float = 0.0
     draining: bool = False
     hidden: bool = False
-
-
-@dataclass
-class _Loss:
-    """Accepted work that a peer did not do. `until`: when it gets work again."""
-
-    level: int = 0
-    until: float = 0.0
-    outcomes: int = 0  # since
 
 
 @dataclass
@@ -107,7 +99,8 @@ class Router:
         self._rng = rng
         self._routes: dict[PeerId, _Route] = {}
         self._away: dict[PeerId, _Route] = {}  # peers that take no new work and still have some
-        self._losses: RecentTable[PeerId, _Loss] = RecentTable(REMEMBERED_LOSSES)  # also of peers that left since
+        # Peers that accepted work and did not do it, until they get work again; also those that left since.
+        self._losses = RecentTable[PeerId, Suspension](REMEMBERED_LOSSES)
         self._hidden: frozenset[PeerId] = frozenset()
         self._now_virtual = 0.0
         self._reported_at = -math.inf  # the last report of a stage without peers
@@ -235,18 +228,13 @@ class Router:
         route.outcomes += 1
         route.measured = max(KEPT_MEASURE * route.measured, max(1, tasks) / (2 * max(seconds, 1e-3)))
         loss = self._losses.get(peer)
-        if loss is not None:
-            loss.outcomes += 1
-            if loss.outcomes >= FORGIVEN_AFTER:
-                loss.level, loss.outcomes = loss.level - 1, 0
-            if loss.level <= 0:
-                del self._losses[peer]
+        if loss is not None and loss.count_good(FORGIVEN_AFTER):
+            del self._losses[peer]
 
     def record_loss(self, peer: PeerId, now: float) -> None:
         """Give a peer that accepted work and did not do it no more for a while, and little afterwards."""
-        loss = self._losses.get(peer) or _Loss()
-        if now >= loss.until:
-            loss.level, loss.outcomes = loss.level + 1, 0
+        loss = self._losses.get(peer) or Suspension()
+        if loss.raise_level(now):
             loss.until = now + min(MAX_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(loss.level, 16))
         self._losses[peer] = loss
         route = self._find(peer)
