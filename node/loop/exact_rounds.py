@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from node.loop.actions import LoopAction, PublishStep, ReportPhase, ReportRecovered
 from protocol.consensus.messages.contributions import Commit
-from protocol.pipeline.exact import StepReports
-from protocol.pipeline.ledger import covers_step
+from protocol.pipeline.exact import StepReports, commit_covers_step
 
 VOID_ROUND = "the step is made again, because a stage lacks microbatches or counts some twice"
 
@@ -34,7 +33,7 @@ class ExactRounds:
         verdict, actions = self.verdict(commit, reports), list[LoopAction]()
         if self._options is None:
             return verdict, actions
-        decision = PublishStep(commit.round, self._covers_step(self._options, commit))
+        decision = PublishStep(commit.round, commit_covers_step(commit, self._options.microbatches))
         if decision != self._published:
             self._published = decision
             actions.append(decision)
@@ -46,13 +45,11 @@ class ExactRounds:
         """Return whether a decided round counts; None until all stages have decided it, or one without its step."""
         if self._options is None:
             return True
-        return reports.verdict(commit.round, {self._options.stage: self._covers_step(self._options, commit)})
+        covers = commit_covers_step(commit, self._options.microbatches)
+        return reports.verdict(commit.round, {self._options.stage: covers})
 
     def apply(self, commit: Commit, counts: bool) -> list[LoopAction]:
         """Record a round that was applied, or passed over as void."""
         if self._options is None or counts:
             return []
         return [ReportRecovered("step void", f"{VOID_ROUND} in round {commit.round}")]
-
-    def _covers_step(self, options: ExactOptions, commit: Commit) -> bool:
-        return covers_step((entry.body.ledger for entry in commit.contributions), options.microbatches)

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Literal, Self, get_args
 
 from protocol import murmur_pb2 as wire
+from protocol.consensus.messages.contributions import Commit
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
@@ -105,6 +106,11 @@ class StepReports:
         return self.verdict(round_number, {}) is False
 
 
+def commit_covers_step(commit: Commit, count: int) -> bool:
+    """Return whether the contributions of a commit have each of the microbatches of a step exactly once."""
+    return covers_step((entry.body.ledger for entry in commit.contributions), count)
+
+
 class StepDecisions:
     """How the stages have decided the last rounds: by their commits, whose certificates were checked.
 
@@ -112,7 +118,7 @@ class StepDecisions:
     void by the word of a record.
 
     Args:
-        count: the microbatches of a step; 0 where steps are not exact.
+        count: the microbatches of a step.
     """
 
     def __init__(self, stages: int, count: int) -> None:
@@ -120,10 +126,9 @@ class StepDecisions:
         self._count = count
         self._by_stage = [RecentTable[int, bool](MAX_DECISIONS) for _ in range(stages)]
 
-    def record(self, stage: int, round_number: int, ledgers: Iterable[bytes]) -> None:
-        """Record a certified commit by the ledgers of its contributions."""
-        if self._count:
-            self.note(stage, round_number, covers_step(ledgers, self._count))
+    def record(self, stage: int, commit: Commit) -> None:
+        """Record a certified commit."""
+        self.note(stage, commit.round, commit_covers_step(commit, self._count))
 
     def note(self, stage: int, round_number: int, is_complete: bool) -> None:
         """Record whether a certified commit covers its step."""

@@ -173,11 +173,9 @@ class StageChains:
 
     def _learn(self, followed: FollowedStage, commits: Sequence[CertifiedCommit]) -> None:
         self._admitted.learn(followed.stage, followed.chain.electorate)
-        if self._decisions is None:
-            return
-        for entry in commits:
-            ledgers = [contribution.body.ledger for contribution in entry.body.contributions]
-            self._decisions.record(followed.stage, entry.body.round, ledgers)
+        if self._decisions is not None:
+            for entry in commits:
+                self._decisions.record(followed.stage, entry.body)
 
 
 def _is_ahead(record: PeerRecord, followed: FollowedStage) -> bool:

@@ -1,9 +1,13 @@
 """Ledgers of exact steps, the void rule, and the agreement of one server."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
+from protocol.blobs.blob import DIGEST_BYTES, Blob
+from protocol.consensus.chain import ChainHead
+from protocol.consensus.messages.contributions import Commit
 from protocol.errors import MalformedError
 from protocol.pipeline.exact import (
     FIRST_GRACE_SECONDS,
@@ -21,6 +25,7 @@ from protocol.pipeline.exact import (
 )
 from protocol.pipeline.ledger import StepLedger, covers_step
 from protocol.pipeline.microbatch import ServerLife
+from tests.node.small_run import PEERS, contribution_of, stated
 
 RUNS = ("aa" * 32, "bb" * 32)
 COUNT = 4
@@ -166,10 +171,18 @@ def test_round_counts_only_if_all_stages_cover_its_step() -> None:
     assert StepReports(3, {5: {0: False}}).is_void(5), "one stage is enough"
 
 
+def commit_with(*ledgers: StepLedger) -> Commit:
+    """Return a commit to round 5 with contributions of these ledgers."""
+    head = ChainHead(5, bytes(DIGEST_BYTES), 0)
+    bodies = [replace(contribution_of(head, [Blob.of(b"sum")]), ledger=each.to_bytes()) for each in ledgers]
+    statements = [stated(peer, body) for peer, body in zip(PEERS, bodies, strict=False)]
+    return Commit(5, 0, head.digest, tuple(statements), ())
+
+
 def test_decisions_are_those_of_certified_commits() -> None:
     decisions = StepDecisions(2, COUNT)
-    decisions.record(0, 5, [ledger(0, 1).to_bytes(), ledger(2, 3).to_bytes()])
-    decisions.record(1, 5, [ledger(0, 1).to_bytes(), ledger(1, 2, 3).to_bytes()])
+    decisions.record(0, commit_with(ledger(0, 1), ledger(2, 3)))
+    decisions.record(1, commit_with(ledger(0, 1), ledger(1, 2, 3)))
     assert decisions.reports().decided == {5: {0: True, 1: False}}
     for number in range(MAX_DECISIONS):
         decisions.note(0, 6 + number, True)
