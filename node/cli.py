@@ -412,18 +412,29 @@ def ticket(
     note: Annotated[str, typer.Option(help="a word for yourself, such as the holder's name")] = "",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="write the ticket to a file")] = None,
     revoke: Annotated[bool, typer.Option("--revoke", help="take the key out of the run")] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="instead vouch for the key of a host, which saves the line as DIR/voucher")
+    ] = False,
     key: Annotated[
         Path | None, typer.Option(help="the organiser's key (default: ~/.local/state/murmur/organiser.key)")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
 ) -> None:
-    """Let a key take part in a run of tickets as its organiser; without a KEY, list the tickets so far."""
+    """Let a key take part in a run of tickets, or host it, as its organiser; without a KEY, list the tickets so far."""
     from node.commands.tickets import TicketOptions, run_tickets
 
     run_tickets(
         TicketOptions(
-            run=run, holder=holder, until=until, note=note, out=out, revoke=revoke, key=key, insecure=insecure
-        )
+            run=run,
+            holder=holder,
+            until=until,
+            note=note,
+            out=out,
+            revoke=revoke,
+            host=host,
+            key=key,
+            insecure=insecure,
+        )  # fmt: skip
     )
 
 

@@ -12,6 +12,7 @@
     revisions.json the organiser's revisions of the manifest
     site-key       the key behind the token of its site (node.trainer.site)
     ticket         the organiser's permission to take part (node.own_ticket)
+    voucher        the organiser's word for this node as a host (node.own_voucher)
     place          tells a folder that was copied or restored from the one that wrote it
     proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.state.proof_file)
 
@@ -57,6 +58,7 @@ class RunDir:
         self.contribution_file = path / "offer.json"
         self.revisions = path / "revisions.json"
         self.ticket = path / "ticket"
+        self.voucher = path / "voucher"
         self.proofs = path / "proofs"
         self.place = path / "place"
         self.blobs = path / "blobs"

@@ -381,7 +381,7 @@ class Finding(_message.Message):
     def __init__(self, round: _Optional[int] = ..., chain: _Optional[bytes] = ..., audited: _Optional[str] = ..., contribution: _Optional[bytes] = ..., verdict: _Optional[int] = ...) -> None: ...
 
 class PublicRun(_message.Message):
-    __slots__ = ("run", "expires", "name", "recipe", "parameters", "peers", "round", "target_rounds", "tokens", "target_tokens", "link")
+    __slots__ = ("run", "expires", "name", "recipe", "parameters", "peers", "round", "target_rounds", "tokens", "target_tokens", "link", "organiser", "voucher")
     RUN_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +393,8 @@ class PublicRun(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TARGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    ORGANISER_FIELD_NUMBER: _ClassVar[int]
+    VOUCHER_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     expires: float
     name: str
@@ -404,7 +406,9 @@ class PublicRun(_message.Message):
     tokens: int
     target_tokens: int
     link: str
-    def __init__(self, run: _Optional[bytes] = ..., expires: _Optional[float] = ..., name: _Optional[str] = ..., recipe: _Optional[str] = ..., parameters: _Optional[int] = ..., peers: _Optional[int] = ..., round: _Optional[int] = ..., target_rounds: _Optional[int] = ..., tokens: _Optional[int] = ..., target_tokens: _Optional[int] = ..., link: _Optional[str] = ...) -> None: ...
+    organiser: str
+    voucher: bytes
+    def __init__(self, run: _Optional[bytes] = ..., expires: _Optional[float] = ..., name: _Optional[str] = ..., recipe: _Optional[str] = ..., parameters: _Optional[int] = ..., peers: _Optional[int] = ..., round: _Optional[int] = ..., target_rounds: _Optional[int] = ..., tokens: _Optional[int] = ..., target_tokens: _Optional[int] = ..., link: _Optional[str] = ..., organiser: _Optional[str] = ..., voucher: _Optional[bytes] = ...) -> None: ...
 
 class RecordUpdate(_message.Message):
     __slots__ = ("name", "base", "fields", "cleared", "signature")

@@ -4,11 +4,18 @@ Anyone who receives a signed message from anyone can verify which peer wrote it.
 "murmur/1" NUL kind NUL run-id body, so a message of one kind or run is invalid as another. Only the canonical encoding
 of a body is accepted, so a message has a single digest, and nobody can append unknown fields that we would pass on.
 
-An organiser publishes a manifest as TOML text followed by two comments that name the signer:
+A host publishes a manifest as TOML text followed by two comments that name the signer:
 
     [run]
     name = "demo"
     ...
+    # organiser 12D3KooW...
+    # signature BASE64
+
+A run that its organiser can steer (`run.organiser_key`) has a third one above them, with which the organiser vouches
+for the key of the host (`Voucher`). Then the signature is the host's, and people compare and pin the organiser's key:
+
+    # voucher 12D3KooW(host) BASE64
     # organiser 12D3KooW...
     # signature BASE64
 
@@ -182,6 +189,7 @@ def peer_id_of(address: str) -> PeerId:
 
 
 SIGNATURE_LINES = re.compile(
+    rb"(?:# voucher (?P<host>[1-9A-HJ-NP-Za-km-z]{52}) (?P<voucher>[A-Za-z0-9+/]{86}==)\n)?"
     rb"# organiser (?P<organiser>[1-9A-HJ-NP-Za-km-z]{52})\n"
     rb"# signature (?P<signature>[A-Za-z0-9+/]{86}==)\n\Z"
 )
@@ -196,21 +204,58 @@ TRUST_LINE = re.compile(rb"\n# trust (" + TRUST_PATTERN.encode() + rb")\n\Z")
 LINE_START = re.compile(rb"[^\w\"']*")
 
 
-SIGNATURE_WORD = re.compile(rb"(?:organiser|signature)(?:\W{0,8}\Z|\W{1,8}[A-Za-z0-9+/]{20})", re.IGNORECASE)
+SIGNATURE_WORD = re.compile(rb"(?:organiser|signature|voucher)(?:\W{0,8}\Z|\W{1,8}[A-Za-z0-9+/]{20})", re.IGNORECASE)
 
 
-SIGNER = re.compile(rb"organiser\W{1,8}12D3Koo", re.IGNORECASE)
+SIGNER = re.compile(rb"(?:organiser|voucher)\W{1,8}12D3Koo", re.IGNORECASE)
 
 
-MAX_SIGNATURE_LINES_BYTES = 200
+MAX_SIGNATURE_LINES_BYTES = 360
 
 
 MAX_SIGNED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + MAX_SIGNATURE_LINES_BYTES
 
 
+VOUCHER_KIND = "host"
+VOUCHER_PATTERN = re.compile(r"(?P<host>[1-9A-HJ-NP-Za-km-z]{52}) (?P<signature>[A-Za-z0-9+/]{86}==)")
+
+
+@dataclass(frozen=True)
+class Voucher:
+    """The organiser's statement that a host serves its run; `signature` covers the run and the key of the host."""
+
+    organiser: PeerId
+    host: PeerId
+    signature: bytes
+
+    @classmethod
+    def issue(cls, organiser: Identity, run_id: RunId, host: PeerId) -> Self:
+        """Sign the key of a host."""
+        signature = organiser.sign(_signed_bytes(VOUCHER_KIND, run_id, host.encode()))
+        return cls(organiser.peer_id, host, signature)
+
+    @classmethod
+    def parse(cls, text: str, organiser: PeerId) -> Self:
+        """Read the line of a voucher, whose signature is not verified. Raises MalformedError."""
+        found = VOUCHER_PATTERN.fullmatch(text.strip())
+        if found is None:
+            raise MalformedError("a voucher is one line with the host's key and a signature; copy all of it")
+        return cls(organiser, found["host"], base64.b64decode(found["signature"]))
+
+    def verify(self, run_id: RunId) -> None:
+        """Raise ForgedError unless the organiser signed the host's key for this run; MalformedError for a bad key."""
+        verify(self.organiser, _signed_bytes(VOUCHER_KIND, run_id, self.host.encode()), self.signature)
+
+    def __str__(self) -> str:
+        return f"{self.host} {base64.b64encode(self.signature).decode()}"
+
+
 @dataclass(frozen=True)
 class SignedManifest:
-    """A manifest and its organiser, which is None if nobody signed it."""
+    """A manifest and the key that people pin: its organiser's, or that of a host for which no organiser vouches.
+
+    `organiser` is None if nobody signed the manifest.
+    """
 
     manifest: Manifest
     organiser: PeerId | None
@@ -218,11 +263,15 @@ class SignedManifest:
     text: ManifestText = field(compare=False, repr=False, default=ManifestText("", ""))  # to find the line of a key
 
 
-def sign_manifest(manifest: Manifest, identity: Identity, trust: TrustPoint | None = None) -> bytes:
-    """Return the manifest's text with its signature, and with a trust point if there is one."""
+def sign_manifest(
+    manifest: Manifest, identity: Identity, trust: TrustPoint | None = None, voucher: Voucher | None = None
+) -> bytes:
+    """Return the manifest's text with its signature, and with a trust point and a voucher if there is one."""
     text = manifest.published().to_toml().encode() + (f"# trust {trust}\n".encode() if trust else b"")
     signature = base64.b64encode(identity.sign(_signed_manifest_bytes(text))).decode()
-    return text + f"# organiser {identity.peer_id}\n# signature {signature}\n".encode()
+    vouched = f"# voucher {voucher}\n" if voucher else ""
+    organiser = voucher.organiser if voucher else identity.peer_id
+    return text + f"{vouched}# organiser {organiser}\n# signature {signature}\n".encode()
 
 
 def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
@@ -232,24 +281,43 @@ def open_signed_manifest(text: bytes, origin: str) -> SignedManifest:
 
     Raises:
         ManifestError: The manifest is invalid.
-        OrganiserError: The signature is wrong or damaged.
+        OrganiserError: The signature is wrong or damaged, or the organiser does not vouch for the host.
     """
     match = SIGNATURE_LINES.search(text[-MAX_SIGNATURE_LINES_BYTES:])
     body = text[: len(text) - len(match[0])] if match else text
     _refuse_damaged_signature(body, origin)
     if match is None:
         return SignedManifest(parse_manifest(body, origin), None, None, decode_text(body, origin))
-    organiser = match["organiser"].decode()
+    organiser, signer = match["organiser"].decode(), (match["host"] or match["organiser"]).decode()
     try:
-        verify(organiser, _signed_manifest_bytes(body), base64.b64decode(match["signature"], validate=True))
+        verify(signer, _signed_manifest_bytes(body), base64.b64decode(match["signature"], validate=True))
     except (PeerFault, binascii.Error) as error:
         raise OrganiserError(
-            f"{origin}: the text is not what {organiser} signed; get it again, or remove the last two lines of a file "
-            "that you changed yourself"
+            f"{origin}: the text is not what {signer} signed; get it again, or remove the last "
+            f"{'three' if match['host'] else 'two'} lines of a file that you changed yourself"
         ) from error
+    manifest = parse_manifest(body, origin)
+    if match["voucher"]:
+        signature = base64.b64decode(match["voucher"], validate=True)
+        _require_voucher(manifest, Voucher(organiser, signer, signature), origin)
     found = TRUST_LINE.search(body[-MAX_SIGNATURE_LINES_BYTES:])
     trust = TrustPoint.parse(found[1].decode()) if found else None
-    return SignedManifest(parse_manifest(body, origin), organiser, trust, decode_text(body, origin))
+    return SignedManifest(manifest, organiser, trust, decode_text(body, origin))
+
+
+def _require_voucher(manifest: Manifest, voucher: Voucher, origin: str) -> None:
+    """Raise OrganiserError unless the organiser of the run vouches for the host."""
+    is_right = voucher.organiser == manifest.run.organiser_key
+    try:
+        if is_right:
+            voucher.verify(manifest.run_id)
+    except PeerFault:
+        is_right = False
+    if not is_right:
+        raise OrganiserError(
+            f"{origin}: the run's organiser does not vouch for the host {voucher.host}, as the text claims; ask the "
+            "organiser for the line to join"
+        )
 
 
 def load_signed_manifest(path: Path) -> SignedManifest:

@@ -30,6 +30,7 @@ from protocol.manifest.model import ModelSection
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import NAME_PATTERN
+from protocol.signing import fingerprint
 
 STDLIB = "python-stdlib"
 BYTES_VOCABULARY = 256
@@ -323,6 +324,7 @@ def next_steps(target: Path, manifest: Manifest, key: Path) -> list[str]:
         f"{format_count(manifest.target.tokens or 0)} tokens",
         f"a peer needs at least {format_bytes(cpu)} on a CPU, or {format_bytes(cuda)} on a GPU",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",
+        f"its fingerprint, which volunteers compare, is {fingerprint(manifest.run.organiser_key)}",
         f"try it here:     murmur up {target} --peers 2 --rounds 5",
         f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",
     ]

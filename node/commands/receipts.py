@@ -12,6 +12,7 @@ from node.daemon.receipts.receipt import Receipt, describe_missing, issue_receip
 from node.dashboard.event_log import EVENT_FILE_NAME, read_events
 from node.dashboard.events import PeerAppeared
 from node.monitoring.logs import sanitize
+from node.own_voucher import find_voucher
 from node.run_dir import RunDir, write_atomically
 from node.run_file import load_run_file
 from protocol.errors import MalformedError, ReceiptError, StorageError, UsageError
@@ -36,10 +37,11 @@ def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]
     names = read_names(folder)
     peers = None if who is None else {find_peer(who, names, read_own_ledger(folder).accounts.keys())}
     ledger = read_own_ledger(folder, peers)
-    run, issuer = _run_of(folder, ledger.header.run_id), Identity.load_or_create(RunDir(folder).key)
+    manifest, issuer = load_manifest(folder / "run.toml"), Identity.load_or_create(RunDir(folder).key)
+    run, voucher = _run_of(manifest, ledger.header.run_id), find_voucher(manifest, RunDir(folder), issuer.peer_id)
     lines = []
     for peer in sorted(peers or ledger.accounts, key=lambda peer: (-ledger.accounts[peer].tokens, peer)):
-        receipt = issue_receipt(ledger, run, peer, names.get(peer, ""), issuer)
+        receipt = issue_receipt(ledger, run, peer, names.get(peer, ""), issuer, voucher)
         path = out or folder / RECEIPTS_FOLDER / receipt_file_name(receipt)
         _write(path, receipt.to_json())
         lines.append(f"{path}: {receipt.tokens:,} tokens in {receipt.rounds:,} rounds ({receipt.share:.1%})")
@@ -48,9 +50,8 @@ def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]
     return [*lines, f"check them with `murmur verify RECEIPT... {folder / COMMIT_FILE_NAME}`"]
 
 
-def _run_of(folder: Path, run_id: RunId) -> str:
+def _run_of(manifest: Manifest, run_id: RunId) -> str:
     """Return the name of the run whose commits a folder has, with the stage of a pipeline."""
-    manifest = load_manifest(folder / "run.toml")
     if not manifest.pipeline.is_cut:
         return manifest.run.name
     stages = (StageManifest.of(manifest, stage) for stage in range(manifest.pipeline.stages))
@@ -90,7 +91,7 @@ def verify_files(paths: Sequence[Path], commits: Path, options: VerifyOptions = 
     """
     receipts = [read_receipt(path) for path in paths]
     for receipt in receipts:
-        if options.issuer not in (None, receipt.issuer):
+        if options.issuer not in (None, receipt.issuer, receipt.signer):
             raise ReceiptError(f"the receipt of {receipt.peer} is signed by {receipt.issuer}, not by {options.issuer}")
     signed = load_run_file(options.run) if options.run is not None else None
     trust = options.trust or (_trust_of(signed) if signed is not None else None)
@@ -132,12 +133,12 @@ def _find_binding(
     receipts: Sequence[Receipt], ledger: RunLedger, options: VerifyOptions, signed: SignedManifest | None
 ) -> str:
     """Return the words for the thing to which receipts are bound; empty if a stranger could have made them up."""
-    issuers = {receipt.issuer for receipt in receipts}
+    signers = {receipt.signer for receipt in receipts}
     if options.issuer is not None:
         return f"the word of {fingerprint(options.issuer)}, the key that you named"
     if signed is not None:
         organiser = signed.manifest.run.organiser_key or signed.organiser
-        if organiser and issuers == {organiser}:
+        if organiser and signers == {organiser}:
             return f"the word of {fingerprint(organiser)}, the organiser's key of the manifest"
     if ledger.passes_trust and ledger.unbound_from is None:
         return f"the trust point {options.trust or 'of the manifest'}: voters acknowledged each round from there on"

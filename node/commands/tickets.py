@@ -1,4 +1,4 @@
-"""`murmur ticket`: issue, list and revoke the tickets of a run as its organiser.
+"""`murmur ticket`: issue, list and revoke the tickets of a run as its organiser, and vouch for its hosts.
 
 A list of the issued tickets is kept next to the organiser's key. Tickets need no connection: they are verified offline.
 A revocation is a revision of the manifest (`admission.revoked`), which the next commit adopts.
@@ -31,6 +31,7 @@ from protocol.electorate import REVOKED_KEY
 from protocol.errors import MalformedError, StorageError, UnreachableError, UsageError
 from protocol.identity import Identity, public_key
 from protocol.manifest.run import Manifest
+from protocol.signing import Voucher
 
 DEFAULT_END = "30d"
 SPAN = re.compile(r"^([0-9]{1,5})([hd])\Z")
@@ -47,6 +48,7 @@ class TicketOptions:
     note: str = ""
     out: Path | None = None
     revoke: bool = False
+    host: bool = False
     key: Path | None = None
     insecure: bool = False
 
@@ -55,6 +57,8 @@ def run_tickets(options: TicketOptions) -> None:
     """Issue or revoke a ticket, or list those that were issued. Raises MurmurError."""
     manifest, addresses = open_run(options.run, options.insecure)
     require_organiser_key(manifest)
+    if options.host and (options.revoke or not options.holder):
+        raise UsageError("--host needs the KEY of a host, without --revoke; `murmur key DIR` shows it")
     if not options.holder:
         _print_issued(manifest)
         return
@@ -63,7 +67,9 @@ def run_tickets(options: TicketOptions) -> None:
     except MalformedError as error:
         raise UsageError(f"{error}; `murmur key DIR` shows the key of a node") from error
     identity = load_organiser_key(options.key, manifest)
-    if options.revoke:
+    if options.host:
+        _vouch(manifest, identity, options)
+    elif options.revoke:
         asyncio.run(_revoke(manifest, addresses, identity, options))
     else:
         _issue(manifest, identity, options)
@@ -96,6 +102,16 @@ def _issue(manifest: Manifest, identity: Identity, options: TicketOptions) -> No
         return
     _write(options.out, text + "\n")
     print(f"{options.out}: a ticket for {ticket.key} until {_day(ticket.until)}; its holder joins with --ticket FILE")
+
+
+def _vouch(manifest: Manifest, identity: Identity, options: TicketOptions) -> None:
+    """Print or write the voucher for a host."""
+    voucher = Voucher.issue(identity, manifest.run_id, options.holder)
+    if options.out is None:
+        print(voucher)
+        return
+    _write(options.out, f"{voucher}\n")
+    print(f"{options.out}: a voucher for the host {options.holder}, which saves it as the file voucher in its folder")
 
 
 async def _revoke(manifest: Manifest, addresses: tuple[str, ...], identity: Identity, options: TicketOptions) -> None:

@@ -37,7 +37,7 @@ from node.monitoring.metrics import Metrics, serve_metrics
 from node.monitoring.status import NodeStatus
 from node.monitoring.training_log.recorder import recorded_metrics
 from node.options import NodeOptions, parse_node_options
-from node.own_loops import WEIGHTS_ONLY, needs_own_loop, require_our_loop
+from node.own_loops import WEIGHTS_ONLY, require_our_loop
 from node.own_ticket import require_admission
 from node.paths import host_dir, registered
 from node.processes.process import handle_stop_signals, raise_fd_limit
@@ -223,20 +223,20 @@ async def _host_and_train(
     async def dashboard_of(node: Node) -> AsyncIterator[None]:
         handle = node_handle(node)
         async with serve_dashboard(handle, folder, address, evaluates=options.evaluates) as dashboard:
-            print_join_info(dashboard.page_url, handle.peer_id, address, is_own=needs_own_loop(handle.manifest))
+            print_join_info(dashboard, handle, address)
             if options.public:
-                _announce_run(node.rendezvous, handle, dashboard.event_log, address)
+                _announce_run(node.rendezvous, handle, dashboard, address)
             yield
 
     await run_node(settings.model_copy(update={"stays": True}), display, dashboard_of)
 
 
 def _announce_run(
-    rendezvous: Rendezvous, node: NodeHandle, event_log: EventLog, dashboard_address: DashboardAddress
+    rendezvous: Rendezvous, node: NodeHandle, dashboard: RunningDashboard, address: DashboardAddress
 ) -> None:
     entry_points = {peer_id_of(address): (address,) for address in packaged_peers()}
     rendezvous.advertise_run(
-        lambda now: build_announcement(node, event_log.state, dashboard_address, now), entry_points
+        lambda now: build_announcement(node, dashboard.event_log.state, address, now, dashboard.voucher), entry_points
     )
     logger.info("the run is announced; `murmur runs --peer ADDRESS` shows it")
 
@@ -255,7 +255,7 @@ async def _host_and_observe(
         dashboard = await stack.enter_async_context(
             serve_dashboard(handle, folder, address, evaluates=options.evaluates)
         )
-        print_join_info(dashboard.page_url, handle.peer_id, address, is_own=needs_own_loop(handle.manifest))
+        print_join_info(dashboard, handle, address)
         status = ObserverStatus(handle, dashboard, observer.metrics, keeper)
         port = await stack.enter_async_context(serve_metrics(settings.metrics, observer.metrics, status))
         enable_frequent_gc()
@@ -264,7 +264,7 @@ async def _host_and_observe(
         await stack.enter_async_context(recorded)
         stack.enter_context(registered(folder.path))
         if options.public:
-            _announce_run(observer.rendezvous, handle, dashboard.event_log, address)
+            _announce_run(observer.rendezvous, handle, dashboard, address)
         keeping = [asyncio.create_task(keeper.run(), name="state keeper")] if keeper else []
         await _run_until_stopped(observer, {dashboard.watcher_task, *keeping}, display, status)
         folder.write_final_status(status.status().model_dump_json())

@@ -29,14 +29,14 @@ from node.dashboard.swarm_watcher import SwarmWatcher, run_facts
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
 from node.own_loops import join_line, needs_own_loop
+from node.own_voucher import find_voucher
 from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, StorageError, TransportError, UnreachableError, UsageError
-from protocol.identity import PeerId
 from protocol.membership.dht_storage import Announcement
 from protocol.membership.rendezvous import make_run_announcement
 from protocol.murmur_pb2 import PublicRun
-from protocol.signing import fingerprint, sign_manifest
+from protocol.signing import Voucher, fingerprint, sign_manifest
 from protocol.tasks import cancel_and_wait
 from protocol.transport.nat import find_own_ip
 
@@ -77,8 +77,9 @@ class DashboardAddress:
 class ManifestPublisher:
     """Signs the manifest with the addresses at which the run can be joined now."""
 
-    def __init__(self, node: NodeHandle) -> None:
+    def __init__(self, node: NodeHandle, voucher: Voucher | None) -> None:
         self._node = node
+        self._voucher = voucher
         self._text = b""
         self._valid_until = 0.0
 
@@ -87,9 +88,8 @@ class ManifestPublisher:
         if time.monotonic() > self._valid_until:
             manifest = self._node.manifest
             run = manifest.run.model_copy(update={"bootstrap": await self._bootstrap_addresses()})
-            self._text = sign_manifest(
-                manifest.model_copy(update={"run": run}), self._node.identity, self._node.trust_point
-            )
+            served = manifest.model_copy(update={"run": run})
+            self._text = sign_manifest(served, self._node.identity, self._node.trust_point, self._voucher)
             self._valid_until = time.monotonic() + SIGNED_TEXT_SECONDS
         return self._text
 
@@ -123,12 +123,16 @@ def _reach_rank(address: str) -> int:
 
 @dataclass(frozen=True)
 class RunningDashboard:
-    """A dashboard that is being served; `watcher_task` ends only if the watcher fails."""
+    """A dashboard that is being served; `watcher_task` ends only if the watcher fails.
+
+    `voucher` is the organiser's for this host, None if it has none.
+    """
 
     watcher_task: asyncio.Task[None]
     event_log: EventLog
     page_url: str
     sampler: Sampler
+    voucher: Voucher | None = None
 
 
 @contextlib.asynccontextmanager
@@ -143,7 +147,9 @@ async def serve_dashboard(
 
     Samples are of the newest model in this node's folder or in `more_models`, folders of other nodes on this machine.
     """
-    facts, shown = run_facts(node.manifest, node.peer_id), shown_manifest(node.manifest)
+    voucher = find_voucher(node.manifest, run_dir, node.peer_id)
+    organiser = voucher.organiser if voucher else node.peer_id
+    facts, shown = run_facts(node.manifest, organiser), shown_manifest(node.manifest)
     listener = open_listener(address.host, address.port, "--http")
     event_log = EventLog.open(run_dir.path / EVENT_FILE_NAME, LogOpened(at=time.time(), facts=facts))
     commit_log = CommitLog.open(run_dir.path / COMMIT_FILE_NAME, commit_file_header(shown))
@@ -156,13 +162,13 @@ async def serve_dashboard(
     sampling = asyncio.create_task(_sample_while_possible(sampler), name="sampler")
     data = DashboardData(
         event_log,
-        ManifestPublisher(node).signed_text,
+        ManifestPublisher(node, voucher).signed_text,
         address.public_url,
         own_loops=needs_own_loop(node.manifest),
         is_live=lambda: not watcher.done(),
         model=model,
         receipts=ReceiptIssuer(
-            commit_log, receipt_name(shown), node.identity, lambda peer: event_log.state.name_of(peer)
+            commit_log, receipt_name(shown), node.identity, lambda peer: event_log.state.name_of(peer), voucher
         ),
     )
     evaluations = asyncio.create_task(_evaluate_while_possible(run_dir.path, event_log, evaluates), name="evaluations")
@@ -170,7 +176,7 @@ async def serve_dashboard(
     report_task = asyncio.create_task(report_writer.run(), name="report writer")
     try:
         async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
-            yield RunningDashboard(watcher, event_log, f"{address.base_url(port)}/", sampler)
+            yield RunningDashboard(watcher, event_log, f"{address.base_url(port)}/", sampler, voucher)
     finally:
         await cancel_and_wait((sampling, evaluations, watcher, report_task))
         report_writer.write()
@@ -197,13 +203,22 @@ def is_final_round(event_log: EventLog, number: int) -> bool:
     return run_status(state)[0] == "done" and state.rows.last is not None and number > state.rows.last.round
 
 
-def print_join_info(page_url: str, organiser: PeerId, address: DashboardAddress, *, is_own: bool = False) -> None:
-    """Print where the page is, the line that others copy, and the fingerprint of the host's key."""
-    print(f"page         {page_url}", flush=True)
-    print(f"to take part {join_line(f'{page_url}run.toml', is_own)}", flush=True)
-    print(f"fingerprint  {fingerprint(organiser)}", flush=True)
+def print_join_info(dashboard: RunningDashboard, node: NodeHandle, address: DashboardAddress) -> None:
+    """Print where the page is, the line that others copy, and the fingerprint that they compare."""
+    voucher, manifest = dashboard.voucher, node.manifest
+    join = join_line(f"{dashboard.page_url}run.toml", needs_own_loop(manifest))
+    print(f"page         {dashboard.page_url}", flush=True)
+    print(f"to take part {join}", flush=True)
+    print(f"fingerprint  {fingerprint(voucher.organiser if voucher else node.peer_id)}", flush=True)
     if address.is_loopback_only:
         print("open to      this machine alone; --http 0.0.0.0:PORT opens it to others", flush=True)
+    if manifest.run.organiser_key not in ("", node.peer_id) and voucher is None:
+        logger.warning(
+            "the organiser of this run does not vouch for this host, so volunteers see the host's own fingerprint; "
+            "the organiser writes a voucher with `murmur ticket RUN %s --host`: save it as the file voucher in this "
+            "host's folder, and start the host again",
+            node.peer_id,
+        )
 
 
 def _log_watcher_end(task: asyncio.Task[None], is_trainer: bool) -> None:
@@ -217,8 +232,10 @@ def _log_watcher_end(task: asyncio.Task[None], is_trainer: bool) -> None:
         logger.error("the watcher has failed and the page is no longer updated%s", note, exc_info=error)
 
 
-async def build_announcement(node: NodeHandle, state: RunState, address: DashboardAddress, now: float) -> Announcement:
-    """Build the public announcement of the run: its progress, and the link to join it.
+async def build_announcement(
+    node: NodeHandle, state: RunState, address: DashboardAddress, now: float, voucher: Voucher | None = None
+) -> Announcement:
+    """Build the public announcement of the run: its progress, its organiser, and the link to join it.
 
     `now` is in swarm time. Raises TransportError while this node's addresses cannot be read.
     """
@@ -234,6 +251,8 @@ async def build_announcement(node: NodeHandle, state: RunState, address: Dashboa
         tokens=last.tokens if last else 0,
         target_tokens=(facts.target_tokens if facts else None) or 0,
         link=join_link(manifest.run_id, sort_reachable_first(await node.transport.addresses()), address),
+        organiser=voucher.organiser if voucher else "",
+        voucher=voucher.signature if voucher else b"",
     )
     return make_run_announcement(node.identity, run, now)
 

@@ -35,7 +35,7 @@ from protocol.membership.dht_storage import (
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
 from protocol.membership.record_fields import MAX_ADDRESSES
 from protocol.murmur_pb2 import PublicRun
-from protocol.signing import read_unverified, sign, verify_signed
+from protocol.signing import Voucher, read_unverified, sign, verify_signed
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,13 @@ def make_run_announcement(identity: Identity, run: PublicRun, now: float) -> Ann
 
 
 def parse_public_run(value: bytes) -> tuple[PeerId, PublicRun]:
-    """Return the organiser and its announcement; raise MalformedError or ForgedError."""
+    """Return the host that signed an announcement, and the announcement; raise MalformedError or ForgedError."""
     signed = parse_envelope(value, MAX_VALUE_BYTES, "the announcement of a run")
     run = read_unverified(signed, KIND, PublicRun, MAX_VALUE_BYTES)
     _check(run)
     verify_signed(signed, run.run.hex())
+    if run.organiser:
+        Voucher(run.organiser, signed.peer, run.voucher).verify(run.run.hex())
     return signed.peer, run
 
 
@@ -81,8 +83,8 @@ def require_current(run: PublicRun, now: float, tolerance: float) -> None:
 
 
 def parse_run_announcement(value: bytes) -> Announcement:
-    organiser, run = parse_public_run(value)
-    return Announcement(f"{organiser}/{run.run.hex()[:16]}", value, run.expires)
+    host, run = parse_public_run(value)
+    return Announcement(f"{host}/{run.run.hex()[:16]}", value, run.expires)
 
 
 def _check(run: PublicRun) -> None:

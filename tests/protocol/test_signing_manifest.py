@@ -9,10 +9,12 @@ import pytest
 from protocol.errors import ManifestError, OrganiserError
 from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
-from protocol.signing import TrustPoint, fingerprint, open_signed_manifest, sign_manifest
+from protocol.signing import TrustPoint, Voucher, fingerprint, open_signed_manifest, sign_manifest
 from tests.node.small_run import MANIFEST
 
-ORGANISER = Identity.create()
+ORGANISER, HOST = Identity.create(), Identity.create()
+STEERED = MANIFEST.model_copy(update={"run": MANIFEST.run.model_copy(update={"organiser_key": ORGANISER.peer_id})})
+VOUCHER = Voucher.issue(ORGANISER, STEERED.run_id, HOST.peer_id)
 
 
 def test_signed_manifest_is_opened() -> None:
@@ -44,6 +46,40 @@ def test_trust_point_is_signed_with_the_manifest() -> None:
     unsigned = text[: text.index(b"# organiser")]
     assert open_signed_manifest(unsigned, "here").trust is None, "nobody vouches for it"
     assert open_signed_manifest(sign_manifest(MANIFEST, ORGANISER), "here").trust is None
+
+
+@pytest.mark.parametrize("host", [HOST, Identity.create()])
+def test_manifest_of_each_host_that_the_organiser_vouches_for_is_the_organisers(host: Identity) -> None:
+    """Control: without the voucher, it is the host's own."""
+    trust = TrustPoint.of(40, bytes(32), bytes(32), bytes(32))
+    voucher = Voucher.issue(ORGANISER, STEERED.run_id, host.peer_id)
+    signed = open_signed_manifest(sign_manifest(STEERED, host, trust, voucher), "here")
+    assert (signed.manifest, signed.organiser, signed.trust) == (STEERED, ORGANISER.peer_id, trust)
+    assert open_signed_manifest(sign_manifest(STEERED, host), "here").organiser == host.peer_id
+
+
+def test_voucher_for_another_host_run_or_organiser_is_refused() -> None:
+    stranger = Identity.create()
+    forged = (
+        sign_manifest(STEERED, stranger, None, VOUCHER),  # whose host signed nothing of this
+        sign_manifest(STEERED, HOST, None, Voucher.issue(ORGANISER, MANIFEST.run_id, HOST.peer_id)),
+        sign_manifest(STEERED, HOST, None, Voucher.issue(stranger, STEERED.run_id, HOST.peer_id)),
+        sign_manifest(STEERED, HOST, None, Voucher(ORGANISER.peer_id, HOST.peer_id, bytes(64))),
+        sign_manifest(MANIFEST, HOST, None, Voucher.issue(ORGANISER, MANIFEST.run_id, HOST.peer_id)),
+    )
+    for text in forged:
+        with pytest.raises(OrganiserError, match="does not vouch for the host|is not what"):
+            open_signed_manifest(text, "here")
+    assert open_signed_manifest(sign_manifest(STEERED, HOST, None, VOUCHER), "here").organiser == ORGANISER.peer_id
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_changed_byte_of_a_vouched_manifest_never_passes(seed: int) -> None:
+    text = bytearray(sign_manifest(STEERED, HOST, None, VOUCHER))
+    offset = len(text) - 1 - random.Random(seed).randrange(340)
+    text[offset] ^= 1 << random.Random(seed + 1).randrange(8)
+    with pytest.raises((OrganiserError, ManifestError)):
+        open_signed_manifest(bytes(text), "here")
 
 
 def test_unsigned_manifest_has_no_organiser() -> None:

@@ -107,4 +107,6 @@ def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
     save_invitation(node_dir, invitation)
     if invitation.organiser is not None:
         when = "seen for the first time and saved" if is_new else "as before"
-        logger.info("organiser's fingerprint %s, %s", fingerprint(invitation.organiser), when)
+        is_host = run.organiser_key not in ("", invitation.organiser)
+        whose = "fingerprint of the host, for which no organiser vouches:" if is_host else "organiser's fingerprint"
+        logger.info("%s %s, %s", whose, fingerprint(invitation.organiser), when)

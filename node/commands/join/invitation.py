@@ -10,7 +10,8 @@ RUN is one of:
 A manifest from a URL or a link must not name files of this machine: its paths are relative to the node's folder `data`.
 Nor does it make this machine call itself or a private network, unless it came from there: other bootstrap addresses are
 dropped, and a person who means one names it with `--peer`.
-`node.commands.join.invitation` pins the organiser's key and resumes a run without its source.
+The key of the organiser is pinned where it vouches for the host, else the host's key. A run is resumed without its
+source.
 """
 
 import asyncio
@@ -292,9 +293,21 @@ def check_pin(folder: Path, invitation: Invitation) -> bool:
         return False
     own = read_saved_invitation(folder)
     for saved in [own, *(_saved_from(joined_dirs(), invitation.source) if invitation.source else [])]:
-        if saved and saved.organiser not in (None, invitation.organiser):
+        if (
+            saved
+            and saved.organiser not in (None, invitation.organiser)
+            and not _is_joined_organiser(saved, invitation)
+        ):
             raise OrganiserError(_changed_key_text(saved, invitation.organiser))
     return own is None or own.organiser is None
+
+
+def _is_joined_organiser(saved: SavedInvitation, invitation: Invitation) -> bool:
+    """Return whether the run that was joined with a host's key names the organiser that vouches for the host now."""
+    path, organiser = saved.path.parent / MANIFEST_FILE, invitation.manifest.run.organiser_key
+    if not organiser or invitation.organiser != organiser or not path.exists():
+        return False
+    return load_signed_manifest(path).manifest.run.organiser_key == organiser
 
 
 def recall_invitation(source: str, folder: Path | None) -> Invitation | None:

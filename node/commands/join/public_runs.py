@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_QUERIED_PEERS = 16
 SEARCH_SECONDS = 30.0
-AnnouncedRuns = dict[tuple[PeerId, bytes], PublicRun]  # by organiser and run
+AnnouncedRuns = dict[tuple[PeerId, bytes], PublicRun]  # by host and run
 
 
 def show_runs(peers: Sequence[str], as_json: bool) -> None:
@@ -46,9 +46,7 @@ def show_runs(peers: Sequence[str], as_json: bool) -> None:
     Raises UsageError if no peer to ask is known, UnreachableError if none of them answers.
     """
     runs, answered = asyncio.run(search_runs(peers_to_query(peers)))
-    rows = [
-        describe_run(organiser, run) for (organiser, _), run in sorted(runs.items(), key=lambda entry: entry[1].name)
-    ]
+    rows = [describe_run(host, run) for (host, _), run in sorted(runs.items(), key=lambda entry: entry[1].name)]
     if as_json:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
     elif rows:
@@ -108,20 +106,21 @@ async def search_runs(peers: dict[PeerId, tuple[str, ...]]) -> tuple[AnnouncedRu
 
 
 def add_announcement(runs: AnnouncedRuns, value: bytes, now: float) -> None:
-    """Keep the newest announcement of each organiser and run; log and drop an invalid or expired one."""
+    """Keep the newest announcement of each host and run; log and drop an invalid or expired one."""
     try:
-        organiser, run = parse_public_run(value)
+        host, run = parse_public_run(value)
         require_current(run, now, CLOCK_TOLERANCE_SECONDS)
     except PeerFault as fault:
         logger.warning("dropped the announcement of a public run: %s", fault)
         return
-    known = runs.get((organiser, run.run))
+    known = runs.get((host, run.run))
     if known is None or run.expires > known.expires:
-        runs[organiser, run.run] = run
+        runs[host, run.run] = run
 
 
-def describe_run(organiser: PeerId, run: PublicRun) -> dict[str, Any]:
-    """Return the fields of the run for the table and for --json."""
+def describe_run(host: PeerId, run: PublicRun) -> dict[str, Any]:
+    """Return the fields of the run for the table and for --json; the host's key where no organiser vouches for it."""
+    organiser = run.organiser or host
     return {
         "name": run.name,
         "run_id": run.run.hex(),

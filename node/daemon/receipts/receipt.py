@@ -1,5 +1,7 @@
 """A receipt: the counted work of one volunteer, signed by the host, and checked offline against the signed commits.
 
+Where the run has an organiser, the receipt carries its voucher for the host's key (`protocol.signing.Voucher`).
+
 The host's signature covers "murmur/1" NUL "receipt" NUL and the JSON of the receipt without its signature, with sorted
 keys and without spaces. It states which chain the run followed. Everything else follows from the commits: who signed
 which contribution, in which round it counts, and with how many tokens.
@@ -21,8 +23,9 @@ from node.daemon.receipts.ledger import CountedWork, PeerAccount, RunLedger, com
 from protocol.errors import MissingFileError, PeerFault, ReceiptError
 from protocol.fault_words import describe_faults
 from protocol.identity import Identity, PeerId, verify
+from protocol.manifest.run import RunId
 from protocol.recent import RecentTable
-from protocol.signing import DOMAIN, TrustPoint, fingerprint
+from protocol.signing import DOMAIN, TrustPoint, Voucher, fingerprint
 
 MAX_RECEIPT_BYTES = 256 << 20
 MAX_SHOWN_NAME = 64
@@ -77,11 +80,19 @@ class ReceiptContent(ReceiptModel):
     segments: tuple[ReceiptSegment, ...]
     contributions: tuple[ReceiptEntry, ...]
     issuer: PeerId
+    voucher: str = Field(default="", description="with which the organiser vouches for the issuer; empty: it does not")
 
     def signed_bytes(self) -> bytes:
         content = {name: value for name, value in self.model_dump(mode="json").items() if name != "signature"}
+        if not self.voucher:
+            del content["voucher"]  # as before receipts had one
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return b"\0".join((DOMAIN, b"receipt", text.encode()))
+
+    @property
+    def signer(self) -> PeerId:
+        """Return the key that answers for the receipt: the organiser's if it vouches for the issuer."""
+        return self.organiser if self.voucher else self.issuer
 
     @property
     def share(self) -> float:
@@ -103,13 +114,16 @@ class Receipt(ReceiptContent):
         rounds = f"{self.rounds:,} round{'s' * (self.rounds != 1)}"
         return (
             f"{verdict}: {who} gave {self.tokens:,} tokens in {rounds} of run {self.run} ({self.share:.1%}); "
-            f"signed by {fingerprint(self.issuer)}"
+            f"signed by {fingerprint(self.signer)}"
         )
 
 
-def issue_receipt(ledger: RunLedger, run: str, peer: PeerId, name: str, issuer: Identity) -> Receipt:
-    """Sign a receipt for a peer that the ledger follows."""
-    return sign_content(build_content(ledger, run, peer, name[:MAX_SHOWN_NAME], issuer.peer_id), issuer)
+def issue_receipt(
+    ledger: RunLedger, run: str, peer: PeerId, name: str, issuer: Identity, voucher: Voucher | None = None
+) -> Receipt:
+    """Sign a receipt for a peer that the ledger follows; `voucher` is that of the run's organiser for the issuer."""
+    content = build_content(ledger, run, peer, name[:MAX_SHOWN_NAME], issuer.peer_id)
+    return sign_content(content.model_copy(update={"voucher": str(voucher or "")}), issuer)
 
 
 def sign_content(content: ReceiptContent, issuer: Identity) -> Receipt:
@@ -212,6 +226,20 @@ def verify_issuer(receipt: Receipt) -> None:
         ) from error
 
 
+def _verify_voucher(receipt: Receipt, run_id: RunId) -> None:
+    """Raise ReceiptError unless the organiser of the whole run vouches for the issuer."""
+    try:
+        voucher = Voucher.parse(receipt.voucher, receipt.organiser)
+        voucher.verify(run_id)
+        is_right = voucher.host == receipt.issuer
+    except (PeerFault, ValueError):
+        is_right = False
+    if not is_right:
+        raise ReceiptError(
+            f"the organiser of the run does not vouch for {receipt.issuer}, which signed the receipt of {receipt.peer}"
+        )
+
+
 def compare(receipt: Receipt, ledger: RunLedger) -> None:
     """Raise ReceiptError unless the receipt agrees with the commits in every field."""
     expected = build_content(ledger, receipt.run, receipt.peer, receipt.name, receipt.issuer)
@@ -222,6 +250,8 @@ def compare(receipt: Receipt, ledger: RunLedger) -> None:
         shown, found = getattr(receipt, field), getattr(expected, field)
         if shown != found:
             raise ReceiptError(f"the receipt and the commits differ in {field}: {_shorten(shown)}, {_shorten(found)}")
+    if receipt.voucher:
+        _verify_voucher(receipt, ledger.header.whole_run or ledger.header.run_id)
 
 
 def _compare_entries(receipt: Receipt, expected: dict[int, ReceiptEntry]) -> None:
@@ -247,11 +277,15 @@ def _shorten(value: Any) -> str:
 class ReceiptIssuer:
     """Issues receipts from a commit log; `name_of` returns the name of a peer, or an empty text."""
 
-    def __init__(self, commit_log: CommitLog, run: str, identity: Identity, name_of: Callable[[PeerId], str]) -> None:
+    def __init__(
+        self, commit_log: CommitLog, run: str, identity: Identity, name_of: Callable[[PeerId], str],
+        voucher: Voucher | None = None,
+    ) -> None:  # fmt: skip
         self._commit_log = commit_log
         self._run = run
         self._identity = identity
         self._name_of = name_of
+        self._voucher = voucher
         self._lock = asyncio.Lock()
         self._kept = RecentTable[tuple[PeerId, bytes], Receipt](MAX_KEPT_RECEIPTS)
 
@@ -273,6 +307,7 @@ class ReceiptIssuer:
             "missing_tokens": ledger.missing_tokens,
             "chain_digest": ledger.head.digest.hex(),
             "issuer": self._identity.peer_id,
+            "voucher": str(self._voucher or ""),
             "peers": [
                 {"peer": peer, "name": self._name_of(peer), "tokens": account.tokens, "rounds": account.rounds}
                 for peer, account in accounts
@@ -293,4 +328,4 @@ class ReceiptIssuer:
 
     def _build(self, peer: PeerId, round_number: int) -> Receipt:
         ledger = read_ledger(self.path, commit_reader, {peer}, up_to_round=round_number)
-        return issue_receipt(ledger, self._run, peer, self._name_of(peer), self._identity)
+        return issue_receipt(ledger, self._run, peer, self._name_of(peer), self._identity, self._voucher)

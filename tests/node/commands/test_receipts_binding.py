@@ -9,6 +9,8 @@ from node.commands.receipts import VerifyOptions, verify_files, write_receipts
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME, Start, encode_commit, encode_start
 from node.daemon.receipts.commit_log import commit_file_header
 from node.daemon.receipts.ledger import RunLedger
+from node.daemon.receipts.receipt import read_receipt, sign_content
+from node.run_dir import RunDir
 from protocol.admission import Ticket, issue_ticket
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import CertifiedCommit, Chain
@@ -18,7 +20,7 @@ from protocol.errors import ReceiptError, UsageError
 from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
-from protocol.signing import TrustPoint, sign_manifest
+from protocol.signing import TrustPoint, Voucher, fingerprint, sign_manifest
 from tests.certificates import certify
 from tests.node.small_run import PEERS, SHAPES, TOML, stated
 
@@ -95,10 +97,12 @@ class Writer:
         return self.folder / "r.json"
 
     is_forged = False
+    line = ""  # about the receipt that was verified last
 
     def verify(self, options: VerifyOptions) -> tuple[str, str]:
         """Return the verdict, and the line about the binding."""
         lines = verify_files([self.receipt()], self.folder / COMMIT_FILE_NAME, options)
+        self.line = lines[0]
         return lines[0].partition(":")[0], lines[-1]
 
     def verify_run(self) -> tuple[str, str]:
@@ -188,6 +192,30 @@ def test_word_of_the_organiser_or_of_a_named_key_binds_a_receipt(tmp_path: Path)
     assert verdict == "valid" and "the organiser's key of the manifest" in binding
     signed.write_bytes(sign_manifest(OPEN, PEERS[MALLORY]))
     assert writer.verify(VerifyOptions(run=signed))[0] == UNBOUND, "another key signed the receipt"
+
+
+def test_receipt_of_a_host_is_signed_by_the_organiser_that_vouches_for_it(tmp_path: Path) -> None:
+    """Page, join and verify print one fingerprint. Control: a host for which the organiser does not vouch."""
+    writer = Writer(tmp_path, STEERED_OPEN)
+    writer.write(3, HONEST)
+    host = Identity.load_or_create(tmp_path / "key").peer_id
+    verdict, binding = writer.verify(VerifyOptions(issuer=host))
+    assert fingerprint(host) in writer.line and fingerprint(ORGANISER.peer_id) not in writer.line
+    voucher = Voucher.issue(ORGANISER, STEERED_OPEN.run_id, host)
+    RunDir(tmp_path).voucher.write_text(f"{voucher}\n")
+    for options in (VerifyOptions(run=writer.run), VerifyOptions(issuer=ORGANISER.peer_id), VerifyOptions(issuer=host)):
+        verdict, binding = writer.verify(options)
+        assert verdict == "valid", binding
+        assert f"signed by {fingerprint(ORGANISER.peer_id)}" in writer.line
+    receipt = tmp_path / "r.json"
+    assert f'"voucher": "{voucher}"' in receipt.read_text()
+    forged = sign_content(
+        read_receipt(receipt).model_copy(update={"voucher": str(Voucher.issue(ORGANISER, OPEN.run_id, host))}),
+        Identity.load_or_create(tmp_path / "key"),
+    )
+    receipt.write_bytes(forged.to_json())
+    with pytest.raises(ReceiptError, match="does not vouch for"):
+        verify_files([receipt], tmp_path / COMMIT_FILE_NAME)
 
 
 def test_trust_point_of_a_key_that_is_not_the_organisers_counts_for_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from node.commands.join.invitation import MANIFEST_FILE as KEPT
 from node.paths import state_home
 from protocol.errors import ManifestError, MissingFileError, OrganiserError, UnreachableError
 from protocol.identity import Identity
-from protocol.signing import fingerprint, sign_manifest
+from protocol.signing import Voucher, fingerprint, open_signed_manifest, sign_manifest
 from tests.node.small_run import MANIFEST
 
 FIRST, OTHER = (Identity.create().peer_id for _ in range(2))
@@ -138,3 +138,40 @@ def test_folder_of_a_node_resumes_its_run(home: Path, tmp_path: Path) -> None:
     (home / "key").touch()
     resumed = open_or_recall(str(home), None, False)
     assert (resumed.folder, resumed.base, resumed.organiser) == (home, tmp_path, FIRST)
+
+
+ORGANISER, OLD_HOST, NEW_HOST = (Identity.create() for _ in range(3))
+STEERED = MANIFEST.model_copy(update={"run": MANIFEST.run.model_copy(update={"organiser_key": ORGANISER.peer_id})})
+
+
+def served(host: Identity, organiser: Identity | None) -> Invitation:
+    """Return what a host of the steered run serves, with the voucher of an organiser if there is one."""
+    manifest = STEERED
+    if organiser is not None:
+        run = STEERED.run.model_copy(update={"organiser_key": organiser.peer_id})
+        manifest = STEERED.model_copy(update={"run": run})
+    voucher = None if organiser is None else Voucher.issue(organiser, manifest.run_id, host.peer_id)
+    signed = open_signed_manifest(sign_manifest(manifest, host, None, voucher), URL)
+    return Invitation(signed.manifest, signed.organiser, None, source=URL)
+
+
+def test_run_that_moves_to_another_host_of_its_organiser_is_joined_without_a_question(home: Path) -> None:
+    """Controls: a host for which nobody vouches, and another organiser at the same URL, are refused."""
+    assert check_pin(home, served(OLD_HOST, ORGANISER))
+    save_invitation(home, served(OLD_HOST, ORGANISER))
+    assert not check_pin(home, served(NEW_HOST, ORGANISER))
+    for stranger in (served(NEW_HOST, None), served(NEW_HOST, Identity.create())):
+        with pytest.raises(OrganiserError, match="ask the organiser; if the new key is right, remove") as refused:
+            check_pin(home, stranger)
+        assert refused.value.exit_code == 14 and fingerprint(ORGANISER.peer_id) in str(refused.value)
+
+
+def test_organiser_that_vouches_for_its_host_later_takes_the_place_of_the_hosts_key(home: Path) -> None:
+    """The run that was joined names the organiser. Control: before the run was kept, another key is refused."""
+    save_invitation(home, served(OLD_HOST, None))
+    with pytest.raises(OrganiserError):
+        check_pin(home, served(OLD_HOST, ORGANISER))
+    (home / KEPT).write_text(STEERED.to_toml())
+    assert not check_pin(home, served(NEW_HOST, ORGANISER))
+    with pytest.raises(OrganiserError):
+        check_pin(home, served(NEW_HOST, None))

@@ -72,7 +72,7 @@ def make_publisher(transport: FakeTransport, known_addresses: dict[str, tuple[st
     handle = SimpleNamespace(
         manifest=MANIFEST, identity=PEERS[0], transport=transport, directory=directory, trust_point=None
     )
-    return ManifestPublisher(handle)  # type: ignore[arg-type]
+    return ManifestPublisher(handle, None)  # type: ignore[arg-type]
 
 
 async def test_manifest_names_the_host_first_and_some_peers() -> None:
