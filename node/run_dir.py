@@ -14,7 +14,8 @@
     ticket         the organiser's permission to take part (node.own_ticket)
     voucher        the organiser's word for this node as a host (node.own_voucher)
     place          tells a folder that was copied or restored from the one that wrote it
-    proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.state.proof_file)
+    proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.checkpoints.vote_log)
+    convictions.json  the keys that audits excluded, with the signed findings of two thirds of the voters
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
@@ -60,6 +61,7 @@ class RunDir:
         self.ticket = path / "ticket"
         self.voucher = path / "voucher"
         self.proofs = path / "proofs"
+        self.convictions = path / "convictions.json"
         self.place = path / "place"
         self.blobs = path / "blobs"
         self.activations = path / "activations"

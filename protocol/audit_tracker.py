@@ -24,12 +24,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from protocol.audits import Audit, AuditDraw, AuditKey, SignedFinding, Verdict, draw_audits
 from protocol.blobs.blob import Blob
+from protocol.conduct import PeerConvicted
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import StaleError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -59,6 +61,25 @@ def votes_to_convict(voters: int) -> int:
     return -(-2 * voters // 3)
 
 
+def proves(conviction: PeerConvicted, findings: Sequence[SignedFinding], contribution: SignedMessage[Any]) -> bool:
+    """Return whether the checked findings of a conviction are those of two thirds of its voters.
+
+    `contribution`: the one that they judge, with the signature of the audited peer.
+    """
+    voters, audited = conviction.voters, contribution.sender
+    about = {(each.body.audited, each.body.contribution) for each in findings}
+    if not voters or about != {(audited, contribution.digest)} or len({each.body.chain for each in findings}) != 1:
+        return False
+    say: dict[Verdict, set[PeerId]] = {"different": set(), "equal": set()}
+    for each in findings:
+        say.get(each.body.verdict, set()).add(each.auditor)
+    needed = votes_to_convict(len(voters))
+    if conviction.offence == "audit: lied":
+        return conviction.peer == audited and len(say["different"] & voters) >= needed
+    is_accuser = conviction.offence == _FALSE and conviction.peer in say["different"] - say["equal"]
+    return is_accuser and len(say["equal"] & voters - {audited}) + (audited in voters) >= needed
+
+
 @dataclass(frozen=True)
 class RepeatWork:
     """We are to repeat a contribution; another auditor found a difference in it if it `is_disputed`.
@@ -69,19 +90,6 @@ class RepeatWork:
     audit: Audit
     last_work: Blob | None = None
     is_disputed: bool = False
-
-
-@dataclass(frozen=True)
-class PeerConvicted:
-    """Two thirds of the voters contradict a peer: its contribution of `round`, or its finding on one.
-
-    `findings` is the proof.
-    """
-
-    peer: PeerId
-    offence: Offence
-    round: int
-    findings: tuple[Signed, ...]
 
 
 @dataclass(frozen=True)
@@ -133,8 +141,8 @@ class _Case:
         self.size = next((size for size in PANELS if size > self.size), max(self.size, len(self.audit.auditors)))
         self.grown_at = round_number
 
-    def proof(self, verdict: Verdict) -> tuple[Signed, ...]:
-        return tuple(self.findings[peer].signed for peer in self.who_say(verdict))
+    def proof(self, *verdicts: Verdict) -> tuple[Signed, ...]:
+        return tuple(self.findings[peer].signed for peer in self.who_say(*verdicts))
 
 
 class AuditTracker:
@@ -274,17 +282,18 @@ class AuditTracker:
             return self._convict_all(case, [audited], "audit: lied", "different")
         # With its contribution the audited peer has signed that it did this work.
         if len(case.who_say("equal")) + (audited in voters) >= needed:
-            return self._convict_all(case, accusers, _FALSE, "equal")
+            return self._convict_all(case, accusers, _FALSE, "equal", "different")
         return []
 
     def _convict_all(
-        self, case: _Case, peers: Sequence[PeerId], offence: Offence, verdict: Verdict
+        self, case: _Case, peers: Sequence[PeerId], offence: Offence, *verdicts: Verdict
     ) -> list[Consequence]:
         new = [peer for peer in peers if peer not in case.convicted]
         case.convicted.update(new)
         if offence == _FALSE:
             self._ignore(new)
-        return [PeerConvicted(peer, offence, case.round, case.proof(verdict)) for peer in new]
+        proof, voters, contribution = case.proof(*verdicts), case.audit.voters, case.audit.contribution.signed
+        return [PeerConvicted(peer, offence, case.round, proof, voters, contribution) for peer in new]
 
     def _ignore(self, liars: Sequence[PeerId]) -> None:
         """Forget what liars found elsewhere, so that nobody repeats work for their sake."""

@@ -14,6 +14,9 @@ with a copied key would be guilty as well, because nobody can tell it from a lia
 quiet first (`node.loop.round_loop.SecondLife`). Two acknowledgements of one view are no proof,
 because two leaders may lead a view, and a member may follow the stronger one after the other.
 
+A conviction by audits rests on the findings of two thirds of the voters (`protocol.audit_tracker`). They are kept with
+it, so that a restarted peer still excludes the key, and can show why.
+
 A strike is for a misdeed without a proof, such as a contribution that nobody could fetch; strikes are local. Each one
 doubles the number of rounds for which a peer is set aside, up to a limit; good rounds halve it again. So an honest peer
 whose link was broken is back soon after it is repaired.
@@ -113,6 +116,26 @@ class Proof:
         return proof
 
 
+@dataclass(frozen=True)
+class PeerConvicted:
+    """Two thirds of the voters contradict a peer: its contribution of `round`, or its finding on one.
+
+    `findings`, `voters` and the audited peer's signed `contribution` are the proof.
+    """
+
+    peer: PeerId
+    offence: str
+    round: int
+    findings: tuple[wire.Signed, ...]
+    voters: frozenset[PeerId]
+    contribution: wire.Signed
+
+    def describe(self) -> str:
+        """Return the misdeed in plain words."""
+        what = "its work" if self.offence == "audit: lied" else "its finding on the work of another"
+        return f"two thirds of the voters contradict {what} in round {self.round + 1}"
+
+
 @dataclass
 class Suspension:
     """How often a peer misbehaved lately, and until when it is set aside; times are in the unit of the caller.
@@ -208,13 +231,15 @@ class RoundConduct:
 class Conduct:
     """Finds proofs in the statements that pass by, and turns rounds into strikes; owned by the round loop."""
 
-    def __init__(self, me: PeerId, proofs: Iterable[SignedMessage[Proof]] = ()) -> None:
+    def __init__(
+        self, me: PeerId, proofs: Iterable[SignedMessage[Proof]] = (), convictions: Iterable[PeerConvicted] = ()
+    ) -> None:
         self._me = me
         self._statements: dict[PeerId, RecentTable[Place, SignedMessage[Any]]] = {}
         self.proofs: dict[PeerId, SignedMessage[Proof]] = {proof.body.culprit: proof for proof in proofs}
         self.found: dict[PeerId, Proof] = {}  # those that this peer found itself
         self.wrong_sums: dict[PeerId, int] = {}  # the round in which this peer computed another sum
-        self._convicted: set[PeerId] = set()  # by the findings of two thirds of the voters
+        self.convictions: dict[PeerId, PeerConvicted] = {each.peer: each for each in convictions if each.peer != me}
         self.serving = Strikes()
         self.leading = Strikes()
         self._led: Counter[PeerId] = Counter()
@@ -223,16 +248,19 @@ class Conduct:
     @property
     def excluded(self) -> frozenset[PeerId]:
         """Return the keys whose misdeeds are proved."""
-        return frozenset({*self.proofs, *self.found, *self.wrong_sums, *self._convicted})
+        return frozenset({*self.proofs, *self.found, *self.wrong_sums, *self.convictions})
 
     def is_excluded(self, peer: PeerId) -> bool:
         """Return whether the misdeeds of a key are proved."""
-        return any(peer in keys for keys in (self.proofs, self.found, self.wrong_sums, self._convicted))
+        return any(peer in keys for keys in (self.proofs, self.found, self.wrong_sums, self.convictions))
 
-    def convict(self, peer: PeerId) -> None:
-        """Exclude a peer whose work or finding two thirds of the voters contradict."""
-        if peer != self._me and len(self.excluded) < MAX_EXCLUDED:
-            self._convicted.add(peer)
+    def convict(self, conviction: PeerConvicted) -> bool:
+        """Exclude a peer whose work or finding two thirds of the voters contradict; return whether that is news."""
+        peer = conviction.peer
+        if peer == self._me or peer in self.convictions or len(self.excluded) >= MAX_EXCLUDED:
+            return False
+        self.convictions[peer] = conviction
+        return True
 
     def accuse(self, peer: PeerId, number: int) -> None:
         """Strike a peer that signed a statement about a round that no honest peer signs; it cannot be passed on."""
@@ -352,6 +380,7 @@ class Conduct:
         """Return the conduct of others in plain words, a line each; `number` is the next round."""
         proved = {**{peer: proof.body for peer, proof in self.proofs.items()}, **self.found}
         lines = [f"excluded: {peer} signed {proof.describe()}" for peer, proof in sorted(proved.items())]
+        lines += [f"excluded: {peer}: {each.describe()}" for peer, each in sorted(self.convictions.items())]
         lines += [f"excluded: {peer} made up a sum in round {at + 1}" for peer, at in sorted(self.wrong_sums.items())]
         for strikes, effect in ((self.serving, "nobody waits for"), (self.leading, "does not lead:")):
             for peer, reason in sorted(strikes.struck(number, live).items()):

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.merge.random_vectors import random_vector, relative_error
 from benchmarks.merge.worker import OrderChannel, peer_parser
-from node.daemon.checkpoints.vote_log import ProofFile, VoteLog
+from node.daemon.checkpoints.vote_log import ConvictionFile, ProofFile, VoteLog
 from node.daemon.effects import Effects, RoundEffects, VoteEffects
 from node.daemon.inbox import InboundQuota, Inbox, MessageReceiver
 from node.daemon.peers.downloads import Downloads
@@ -110,6 +110,7 @@ class Peer:
         self._contributions = ContributionTracker(self.program)
         self._state = MergeState(self.inbox, self._replica, self._wishes)
         self._proof_file = ProofFile(folder / "proofs", RUN_ID, self._terms)
+        self._conviction_file = ConvictionFile(folder / "convictions.json", RUN_ID, self._terms)
         self._build_loop(VoteLog(folder / "vow.json", RUN_ID, self._terms))
 
     def _build_loop(self, vote_log: VoteLog) -> None:
@@ -126,7 +127,7 @@ class Peer:
         self._receiver = MessageReceiver(RUN_ID, self._terms, seen, self.inbox, status)
         rpc = PeerRpc(RUN_ID, self.transport, BriefCache(seen))
         outbox = Outbox(rpc, self._receiver.receive, self.suspect, self.inbox, status)
-        votes = VoteEffects(self._store, vote_log, self._proof_file, self.inbox)
+        votes = VoteEffects(self._store, vote_log, self._proof_file, self._conviction_file, self.inbox)
         round_effects = RoundEffects(self._wishes, self._workshop, self._work, votes, self.inbox, status)
         state_effects = cast(StateEffects, self._state)
         self.effects = Effects(self.loop, self.inbox, self._receiver, outbox, round_effects, state_effects)

@@ -6,7 +6,7 @@
 
 import asyncio
 
-from node.daemon.checkpoints.vote_log import ProofFile, VoteLog
+from node.daemon.checkpoints.vote_log import ConvictionFile, ProofFile, VoteLog
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.peers.downloads import Downloads
 from node.daemon.peers.peer_rpc import Outbox
@@ -53,9 +53,7 @@ from node.loop.round_loop import RoundLoop
 from node.monitoring.status_reporter import StatusReporter
 from node.processes.workers import BackgroundTasks, RunInThread
 from protocol.blobs.store import BlobStore
-from protocol.conduct import Proof
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
-from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import DeniedError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import PeerId
 
@@ -110,8 +108,8 @@ class Effects:
                 self._round.reduce(action)
             case VoteRecord():
                 self._round.votes.persist(action)
-            case SaveProofs(proofs):
-                self._round.votes.save_proofs(proofs)
+            case SaveProofs():
+                self._round.votes.save_proofs(action)
             case CloseRound():
                 self._round.close_round()
             case _:
@@ -256,10 +254,13 @@ class RoundEffects:
 class VoteEffects:
     """Writes what a replica is bound by: its votes, and the proofs of misdeeds that it knows."""
 
-    def __init__(self, store: BlobStore, vote_log: VoteLog, proof_file: ProofFile, inbox: Inbox) -> None:
+    def __init__(
+        self, store: BlobStore, vote_log: VoteLog, proof_file: ProofFile, conviction_file: ConvictionFile, inbox: Inbox
+    ) -> None:
         self._store = store
         self._vote_log = vote_log
         self._proof_file = proof_file
+        self._conviction_file = conviction_file
         self._inbox = inbox
         self._tasks = BackgroundTasks(inbox)  # they outlive the round, because two threads must not write at once
         self._proof_lock = asyncio.Lock()
@@ -267,8 +268,8 @@ class VoteEffects:
     def persist(self, vote: VoteRecord) -> None:
         self._tasks.spawn(self._persist(vote))
 
-    def save_proofs(self, proofs: tuple[SignedMessage[Proof], ...]) -> None:
-        self._tasks.spawn(self._save_proofs(proofs))
+    def save_proofs(self, action: SaveProofs) -> None:
+        self._tasks.spawn(self._save_proofs(action))
 
     async def _persist(self, vote: VoteRecord) -> None:
         try:
@@ -284,9 +285,10 @@ class VoteEffects:
             self._store.persist(blob.digest)
         self._vote_log.save(vote)
 
-    async def _save_proofs(self, proofs: tuple[SignedMessage[Proof], ...]) -> None:
+    async def _save_proofs(self, action: SaveProofs) -> None:
         try:
             async with self._proof_lock:  # the last call wins
-                await asyncio.to_thread(self._proof_file.save, proofs)
+                await asyncio.to_thread(self._proof_file.save, action.proofs)
+                await asyncio.to_thread(self._conviction_file.save, action.convictions)
         except StorageError as error:
             self._inbox.fail(error)  # the user has to act on it

@@ -65,7 +65,7 @@ class Replica:
         self.loop = _build_loop(node, state)
         state.served_chain = replace(state.served_chain, decided=self.loop.decided_commit)
         self.work = ReplicaWork(node, state, peers, self.loop, inbox, status)
-        votes = VoteEffects(state.store, state.vote_log, state.proof_file, inbox)
+        votes = VoteEffects(state.store, state.vote_log, state.proof_file, state.conviction_file, inbox)
         self.effects = Effects(
             self.loop,
             inbox,
@@ -180,6 +180,7 @@ def _build_loop(node: NodeNetwork, state: ReplicaState) -> RoundLoop:
             state_bytes=state.state_bytes,
             stays=given.stays,
             proofs=tuple(state.proof_file.load()),
+            convictions=tuple(state.conviction_file.load()),
             exact=exact_options(manifest),
             was_copied=RunDir(given.folder).was_copied(),
         ),

@@ -59,7 +59,7 @@ class ReplicaWork:
         self._background = BackgroundTasks(inbox)
         self.auditor: Auditor | None = None
         if state.manifest.audits.share:
-            self.auditor = Auditor(node, state, peers, loop.conduct.conduct, inbox)
+            self.auditor = Auditor(node, state, peers, loop.conduct, inbox)
             peers.receiver.on_finding = self.auditor.receive
             node.metrics.add_refusal_counter(self.auditor)
         self.stage = build_stage(state.manifest, state.run_dir, node.stages, node.transport, self._background, inbox)

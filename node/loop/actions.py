@@ -13,7 +13,7 @@ from node.loop.peers.catch_up import SyncOffer
 from node.monitoring.status import CatchUpKind, Phase, RecoveredErrorKind
 from node.trainer.ipc.channel import ContributionOutcome
 from protocol.blobs.blob import Blob
-from protocol.conduct import Proof
+from protocol.conduct import PeerConvicted, Proof
 from protocol.consensus.chain import CertifiedCommit, ChainHead
 from protocol.consensus.events import (
     Reduce,
@@ -216,9 +216,10 @@ class ReportConduct:
 
 @dataclass(frozen=True)
 class SaveProofs:
-    """Keep these proofs on disk, instead of those that are there."""
+    """Keep these proofs and convictions on disk, instead of those that are there."""
 
     proofs: tuple[SignedMessage[Proof], ...]
+    convictions: tuple[PeerConvicted, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
 from protocol.admission import Ticket
-from protocol.conduct import Proof
+from protocol.conduct import PeerConvicted, Proof
 from protocol.consensus.messages.contributions import ContributionLimits
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.settings import RoundSettings
@@ -65,6 +65,7 @@ class LoopOptions:
         sync: how this peer follows other chains.
         state_bytes: size of a state.
         proofs: the proofs of misdeeds that we know.
+        convictions: the keys that audits excluded, with the findings.
         stays: whether this peer serves the final state until it is stopped, as a host does.
         exact: our part of a pipeline with exact steps.
         was_copied: whether our folder was copied or restored, so that our key may have signed more than we remember.
@@ -79,6 +80,7 @@ class LoopOptions:
     state_bytes: int = 0
     stays: bool = False
     proofs: tuple[SignedMessage[Proof], ...] = ()
+    convictions: tuple[PeerConvicted, ...] = ()
     exact: ExactOptions | None = None
     was_copied: bool = False
 

@@ -145,7 +145,7 @@ class RoundLoop:
         self.steering = options.steering
         self._peer_id = options.round.peer_id
         self._syncing = Syncing(self._peer_id, chain, contributions, options.sync)
-        self.conduct = PeerConduct(self._peer_id, options.proofs, session.signer)
+        self.conduct = PeerConduct(self._peer_id, options.proofs, session.signer, options.convictions)
         self._snapshot = SwarmSnapshot({})
         self._stage: Stage = "created"
         self._applying: Applying | None = None

@@ -4,6 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from node.loop.actions import SaveProofs
+from node.loop.peers.peer_conduct import PeerConduct
+from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
+from protocol import conduct as conduct_module
 from protocol.conduct import (
     GOOD_ROUNDS,
     LEFT_OUT_STRIKE,
@@ -15,6 +19,7 @@ from protocol.conduct import (
     Strikes,
     excludes,
 )
+from protocol.consensus.events import Send
 from protocol.consensus.messages.contributions import Commit, Contribution, Roster
 from protocol.consensus.messages.kinds import Acknowledgement, Body, ReducedPart, kind_of
 from protocol.consensus.messages.signed import SignedMessage
@@ -22,7 +27,7 @@ from protocol.errors import ForgedError, MalformedError
 from protocol.identity import PeerId
 from tests.protocol.consensus.cluster import BASE, Cluster
 from tests.protocol.consensus.test_knowledge import entries_of, signed_message
-from tests.simulation.virtual.network import NAMES, fake_reduce, make_contribution
+from tests.simulation.virtual.network import NAMES, fake_reduce, make_contribution, make_signer
 
 ME, LIAR, *OTHERS = NAMES[:6]
 TABLE = Cluster(6, "butterfly", 2)
@@ -53,6 +58,18 @@ def test_statements_that_exclude_each_other_are_a_proof_that_anybody_can_check(f
     other = Conduct(OTHERS[0])
     assert other.learn(reported) and not other.learn(reported) and other.excluded == {LIAR}
     assert LIAR in " ".join(other.describe(1, NAMES))
+
+
+@pytest.mark.parametrize("limit", [10, 1 << 19], ids=["large", "small"])
+def test_proof_that_is_too_large_to_pass_on_is_saved_too(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conduct_module, "MAX_PROOF_BYTES", limit)
+    peer = PeerConduct(ME, (), make_signer(ME))
+    peer.view(SwarmSnapshot({name: PeerState(None) for name in NAMES[:4]}))
+    peer.receive(both(*PAIRS[0]), 0)
+    actions = peer.take_actions()
+    (saved,) = [action for action in actions if isinstance(action, SaveProofs)]
+    assert [proof.body.culprit for proof in saved.proofs] == [LIAR] and peer.excluded == {LIAR}
+    assert any(isinstance(action, Send) for action in actions) == (limit > 10)
 
 
 @pytest.mark.parametrize(

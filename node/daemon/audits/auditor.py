@@ -21,9 +21,10 @@ from node.daemon.audits.work_log import WorkLog, max_state_bytes
 from node.daemon.node_network import NodeNetwork
 from node.daemon.peers.replica_peers import ReplicaPeers
 from node.daemon.state.replica_state import ReplicaState
+from node.loop.peers.peer_conduct import PeerConduct
 from node.processes.workers import BackgroundTasks, FaultSink, run_module
 from node.step_settings import StepSettings, step_settings
-from protocol.audit_tracker import AuditTracker, Consequence, PeerCleared, PeerConvicted, PeerStruck, RepeatWork
+from protocol.audit_tracker import AuditTracker, Consequence, PeerCleared, PeerStruck, RepeatWork
 from protocol.audits import (
     Audit,
     AuditKey,
@@ -36,7 +37,7 @@ from protocol.audits import (
     sign_finding,
 )
 from protocol.blobs.blob import Blob
-from protocol.conduct import Conduct
+from protocol.conduct import PeerConvicted
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages.contributions import Contribution
 from protocol.consensus.messages.signed import Digest
@@ -86,12 +87,13 @@ class Auditor:
     """
 
     def __init__(
-        self, node: NodeNetwork, state: ReplicaState, peers: ReplicaPeers, conduct: Conduct, faults: FaultSink
+        self, node: NodeNetwork, state: ReplicaState, peers: ReplicaPeers, conduct: PeerConduct, faults: FaultSink
     ) -> None:
         self._node = node
         self._state = state
         self._peers = peers
-        self._conduct = conduct
+        self._peer_conduct = conduct
+        self._conduct = conduct.conduct
         self._tracker = AuditTracker(node.peer_id)
         self.work_log = WorkLog(state.store.put, state.shared_memory)
         self._tasks = BackgroundTasks(faults)
@@ -134,12 +136,10 @@ class Auditor:
             match consequence:
                 case RepeatWork():
                     self._begin(consequence)
-                case PeerConvicted(peer, offence, round_number):
-                    self.refusals[offence] += 1
-                    self._conduct.convict(peer)
-                    words = "its work" if offence == "audit: lied" else "the work of another"
-                    logger.warning("two thirds of the voters agree that %s lied about %s in round %d", peer, words,
-                                   round_number)  # fmt: skip
+                case PeerConvicted():
+                    self.refusals[consequence.offence] += 1
+                    self._peer_conduct.convict(consequence)
+                    logger.warning("%s is excluded: %s", consequence.peer, consequence.describe())
                 case PeerStruck(peer, reason):
                     self.refusals[reason] += 1
                     self._conduct.strike(peer, self._state.replicated.chain.round - 1, reason)

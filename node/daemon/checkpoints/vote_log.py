@@ -1,16 +1,21 @@
-"""Persist the vote of the open round, so that a node restarted after a kill does not vote differently, and the proofs.
+"""Persist the vote of the open round, so that a node restarted after a kill does not vote differently.
+
+The proofs of misdeeds, and the convictions of audits with their findings, are in files next to it.
 
 The file is next to the node's key: a node that loses the folder loses both, and returns as a new peer without votes.
 """
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from protocol import murmur_pb2 as wire
-from protocol.conduct import Proof
+from protocol.audit_tracker import proves
+from protocol.audits import open_finding
+from protocol.conduct import PeerConvicted, Proof
 from protocol.consensus.events import VoteRecord
 from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.kinds import parse
@@ -95,3 +100,60 @@ class ProofFile:
         except PeerFault:
             return None
         return message if isinstance(message.body, Proof) else None
+
+
+class ConvictionFile:
+    """The file with the keys that audits excluded: JSON, an entry for each audited contribution.
+
+    An entry has what anybody needs to judge it again: the signed contribution, the signed findings on it, and the
+    voters of its round. `limits` are the run's, to check the contribution.
+    """
+
+    def __init__(self, path: Path, run_id: RunId, limits: ContributionLimits) -> None:
+        self._path = path
+        self._run_id = run_id
+        self._limits = limits
+
+    def save(self, convictions: Iterable[PeerConvicted]) -> None:
+        """Write all convictions. Raises StorageError."""
+        entries: dict[tuple[bytes, ...], dict[str, Any]] = {}
+        for each in convictions:
+            findings = tuple(signed.SerializeToString() for signed in each.findings)
+            entry = entries.setdefault(
+                findings,
+                {
+                    "offence": each.offence,
+                    "round": each.round,
+                    "peers": [],
+                    "voters": sorted(each.voters),
+                    "contribution": each.contribution.SerializeToString().hex(),
+                    "findings": [signed.hex() for signed in findings],
+                },
+            )
+            entry["peers"].append(each.peer)
+        if entries or self._path.exists():
+            write_atomically(self._path, json.dumps(list(entries.values())).encode())
+
+    def load(self) -> list[PeerConvicted]:
+        """Return the convictions whose findings prove them; a damaged file has none. Raises StorageError."""
+        try:
+            entries = json.loads(self._path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return []
+        except OSError as error:
+            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
+            raise StorageError(text) from error
+        return [found for entry in (entries if isinstance(entries, list) else ()) for found in self._proved(entry)]
+
+    def _proved(self, entry: Any) -> Iterator[PeerConvicted]:
+        """Yield the convictions of an entry that its signed findings prove."""
+        try:
+            findings = tuple(Signed.FromString(bytes.fromhex(text)) for text in entry["findings"])
+            signed = Signed.FromString(bytes.fromhex(entry["contribution"]))
+            voters, offence, number = frozenset(entry["voters"]), str(entry["offence"]), int(entry["round"])
+            found = [PeerConvicted(str(peer), offence, number, findings, voters, signed) for peer in entry["peers"]]
+            contribution = parse(signed, self._run_id, self._limits)
+            opened = [open_finding(each, self._run_id) for each in findings]
+        except (ValueError, TypeError, KeyError, DecodeError, PeerFault):
+            return
+        yield from (each for each in found if proves(each, opened, contribution))

@@ -8,7 +8,7 @@ import torch
 
 from node.daemon.audits.work_log import record_interrupted
 from node.daemon.checkpoints.checkpoint import Checkpoint, load_newest
-from node.daemon.checkpoints.vote_log import ProofFile, VoteLog
+from node.daemon.checkpoints.vote_log import ConvictionFile, ProofFile, VoteLog
 from node.daemon.node_network import NodeNetwork
 from node.daemon.peers.chain_sync import ServedChain
 from node.daemon.run_limits import blob_memory_bytes, contribution_limits, max_store_bytes
@@ -101,6 +101,7 @@ class ReplicaState:
         self.contribution_file = ContributionFile(run_dir.contribution_file)
         self.vote_log = VoteLog(run_dir.vote_log, self.run_id, self.limits)
         self.proof_file = ProofFile(run_dir.proofs, self.run_id, self.limits)
+        self.conviction_file = ConvictionFile(run_dir.convictions, self.run_id, self.limits)
         self.offered_states = OfferedStates()
 
         saved = self._load_checkpoint(errors)

@@ -7,7 +7,7 @@ from typing import Any
 
 from node.loop.actions import LoopAction, ReportConduct, SaveProofs
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
-from protocol.conduct import Conduct, Proof, RoundConduct
+from protocol.conduct import Conduct, PeerConvicted, Proof, RoundConduct
 from protocol.consensus.chain import Chain, ChainLog
 from protocol.consensus.events import MembershipChanged, MisbehaviourSeen, Rejected, Send
 from protocol.consensus.machine import Signer
@@ -25,12 +25,18 @@ class PeerConduct:
 
     Args:
         peer_id: our own id.
-        proofs: those of earlier processes.
+        proofs, convictions: those of earlier processes.
         signer: signs the proofs that we find.
     """
 
-    def __init__(self, peer_id: PeerId, proofs: Iterable[SignedMessage[Proof]], signer: Signer) -> None:
-        self.conduct = Conduct(peer_id, proofs)
+    def __init__(
+        self,
+        peer_id: PeerId,
+        proofs: Iterable[SignedMessage[Proof]],
+        signer: Signer,
+        convictions: Iterable[PeerConvicted] = (),
+    ) -> None:
+        self.conduct = Conduct(peer_id, proofs, convictions)
         self._peer_id = peer_id
         self._signer = signer
         self.unfiltered = self._snapshot = SwarmSnapshot({})
@@ -85,12 +91,17 @@ class PeerConduct:
             self.conduct.strike(peer, number)
         self._report()
 
+    def convict(self, conviction: PeerConvicted) -> None:
+        """Exclude a peer that two thirds of the voters contradict; the next event saves and shows it."""
+        if self.conduct.convict(conviction):
+            self._save()
+            self._report()
+
     def _found(self, proof: Proof) -> None:
         self._actions.append(Rejected(proof.culprit, "proved"))
-        if self.conduct.is_small(proof):
-            signed = SignedMessage.of(self._signer(kind_of(proof), proof.to_wire()), proof)
-            self.conduct.learn(signed)
-            self._spread(signed)
+        signed = SignedMessage.of(self._signer(kind_of(proof), proof.to_wire()), proof)
+        self.conduct.learn(signed)
+        self._spread(signed)
         self._report()
 
     def _learn(self, proof: SignedMessage[Proof]) -> None:
@@ -100,11 +111,15 @@ class PeerConduct:
             self._report()
 
     def _spread(self, proof: SignedMessage[Proof]) -> None:
-        """Pass a proof on to all others, once for each culprit."""
+        """Save a proof, and pass it on to all others, once for each culprit; a large one counts here alone."""
         peers = tuple(sorted(self._snapshot.trainers - {self._peer_id, proof.body.culprit}))
-        self._actions.append(SaveProofs(tuple(self.conduct.proofs.values())))
-        if peers:
+        self._save()
+        if peers and self.conduct.is_small(proof.body):
             self._actions.append(Send(peers, proof.signed))
+
+    def _save(self) -> None:
+        conduct = self.conduct
+        self._actions.append(SaveProofs(tuple(conduct.proofs.values()), tuple(conduct.convictions.values())))
 
     def view(self, snapshot: SwarmSnapshot) -> SwarmSnapshot:
         """Return a snapshot without excluded peers: they count as departed, so that they lose their votes at once."""
@@ -124,7 +139,8 @@ class PeerConduct:
             key=lambda peer: hashlib.sha256(f"{peer} {newcomer}".encode()).digest(),
         )
         if self._peer_id in others[:NEWCOMER_HELPERS]:
-            for proof in list(self.conduct.proofs.values())[:MAX_PROOFS_TOLD]:
+            small = [proof for proof in self.conduct.proofs.values() if self.conduct.is_small(proof.body)]
+            for proof in small[:MAX_PROOFS_TOLD]:
                 self._actions.append(Send((newcomer,), proof.signed))
 
     def membership(self, chain: Chain, avoided: frozenset[PeerId]) -> MembershipChanged:

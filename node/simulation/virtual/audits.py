@@ -17,7 +17,7 @@ from node.step_settings import StepSettings, step_settings
 from node.trainer.ipc.channel import ContributionHeader
 from node.trainer.ipc.shared_memory import SharedLayout
 from protocol import murmur_pb2 as wire
-from protocol.audit_tracker import AuditTracker, Consequence, PeerConvicted, PeerStruck, RepeatWork
+from protocol.audit_tracker import AuditTracker, Consequence, PeerStruck, RepeatWork
 from protocol.audits import (
     FINDING_KIND,
     Audit,
@@ -27,6 +27,7 @@ from protocol.audits import (
     WorkRecord,
 )
 from protocol.blobs.blob import Blob
+from protocol.conduct import PeerConvicted
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages.signed import Digest
 from protocol.errors import MalformedError, MissingFileError, StaleError
@@ -157,8 +158,8 @@ class PeerAudits:
             match consequence:
                 case RepeatWork(audit, last_work):
                     self._repeat(audit, last_work)
-                case PeerConvicted(peer, _, round_number):
-                    self._shared.caught.setdefault(peer, round_number)
+                case PeerConvicted():
+                    self._shared.caught.setdefault(consequence.peer, consequence.round)
                 case PeerStruck(_, reason):
                     self._shared.struck[reason] += 1
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from node.daemon.checkpoints.vote_log import ProofFile, VoteLog
+from node.daemon.checkpoints.vote_log import ConvictionFile, ProofFile, VoteLog
 from node.daemon.effects import Effects, RoundEffects, VoteEffects
 from node.daemon.inbox import Inbox, MessageReceiver
 from node.daemon.peers.downloads import Downloads
@@ -194,7 +194,8 @@ class LoopbackPeer:
         downloads = Downloads(cast(Any, self.fetcher), sources, sources, RecordedErrors())
         compute = RoundCompute(self.network.program, self.store, lambda *_: 1.0)
         proof_file = ProofFile(self._proofs, RUN_ID, self.network.terms)
-        votes = VoteEffects(self.store, vote_log, proof_file, self.inbox)
+        conviction_file = ConvictionFile(self._proofs.with_suffix(".json"), RUN_ID, self.network.terms)
+        votes = VoteEffects(self.store, vote_log, proof_file, conviction_file, self.inbox)
         return RoundEffects(downloads, compute, at_once, votes, self.inbox, cast(Any, self.status))
 
     @property

@@ -14,10 +14,10 @@ from typing import Literal
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol import murmur_pb2 as wire
-from protocol.audit_tracker import PANELS, AuditTracker, Consequence, PeerCleared, PeerConvicted, PeerStruck, RepeatWork
+from protocol.audit_tracker import PANELS, AuditTracker, Consequence, PeerCleared, PeerStruck, RepeatWork
 from protocol.audits import FINDING_KIND, Audit, AuditDraw, AuditKey, Finding, SignedFinding, Verdict, draw_audits
 from protocol.blobs.blob import Blob
-from protocol.conduct import Conduct
+from protocol.conduct import Conduct, PeerConvicted
 from protocol.consensus.chain import genesis_head
 from protocol.consensus.messages.contributions import Commit
 from protocol.identity import Identity, PeerId
@@ -118,9 +118,9 @@ class Court:
             match consequence:
                 case RepeatWork(audit):
                     self._repeat(judge, audit)
-                case PeerConvicted(peer):
-                    judge.conduct.convict(peer)
-                    self.found.setdefault(peer, self.round)
+                case PeerConvicted():
+                    judge.conduct.convict(consequence)
+                    self.found.setdefault(consequence.peer, self.round)
                 case PeerStruck(peer):
                     judge.conduct.strike(peer, self.round)
                     self.aside.update({peer} - self.lying)

@@ -11,12 +11,12 @@ from protocol.audit_tracker import (
     AuditTracker,
     Consequence,
     PeerCleared,
-    PeerConvicted,
     PeerStruck,
     RepeatWork,
     votes_to_convict,
 )
 from protocol.audits import Audit, Verdict
+from protocol.conduct import PeerConvicted
 from protocol.errors import StaleError
 from tests.protocol.audits.panel import audits_of, finding_of
 
@@ -69,7 +69,8 @@ def test_two_thirds_of_the_votes_exclude_with_their_findings() -> None:
     assert [votes_to_convict(voters) for voters in range(8)] == [0, 1, 2, 2, 3, 4, 4, 5]
     *_, convicted = learned(LAST, *DIFFERENT[:4])
     findings = tuple(finding_of(AUDIT, place, "different").signed for place in range(4))
-    assert convicted == PeerConvicted(AUDITED, "audit: lied", 0, findings)
+    proof = findings, AUDIT.voters, AUDIT.contribution.signed
+    assert convicted == PeerConvicted(AUDITED, "audit: lied", 0, *proof)
 
 
 def test_larger_panel_clears_the_peer_that_two_set_aside_and_excludes_both_accusers() -> None:
@@ -85,7 +86,7 @@ def test_auditor_that_invents_a_difference_is_set_aside_by_its_panel_and_exclude
     assert learned(LAST, "different", "equal", "equal") == [PeerStruck(accuser, "audit: false finding")]
     *_, convicted = learned(LAST, "different", "equal", "equal", "equal")  # and the audited peer signed its work
     assert isinstance(convicted, PeerConvicted)
-    assert (convicted.peer, convicted.offence, len(convicted.findings)) == (accuser, "audit: false finding", 3)
+    assert (convicted.peer, convicted.offence, len(convicted.findings)) == (accuser, "audit: false finding", 4)
 
 
 def test_honest_auditor_among_liars_is_set_aside_until_the_panel_has_grown() -> None:

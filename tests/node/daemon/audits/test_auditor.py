@@ -14,6 +14,7 @@ from node.daemon.audits.work_log import WorkLog, record_interrupted
 from node.daemon.node import Node
 from node.daemon.replica import Replica
 from node.data import open_corpus
+from node.loop.actions import SaveProofs
 from node.loop.contributions import StoredContribution
 from node.model import build_model
 from node.options import NodeOptions
@@ -173,6 +174,10 @@ async def test_lazy_peer_is_excluded_by_three_of_four_votes_and_not_by_two(audit
     audited.receive(THIRD, "different")
     assert conduct.excluded == {AUDITED.peer_id}
     assert audited.auditor.refusals == {"audit: doubted": 1, "audit: lied": 1}
+    (saved,) = (action for action in audited.replica.loop.conduct.take_actions() if isinstance(action, SaveProofs))
+    file = audited.replica.state.conviction_file
+    file.save(saved.convictions)
+    assert [each.peer for each in file.load()] == [AUDITED.peer_id], "what the next process reads"
 
 
 @pytest.mark.parametrize(("skipped", "verdict"), [(0, "similar"), (15, "different")])
