@@ -22,12 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from node.data.corpus import Corpus, SourceText, TokenIds, WindowNumbers, WindowStream, require_held_out_tokens
+from node.data.corpus import UNCOUNTED, Corpus, SourceText, TokenIds, WindowNumbers, WindowStream
 from node.data.skipped_rows import Fault, RowPass, name_source_faults
 from protocol.manifest.sections import NUMBER_BITS, PLACE_BITS
 
 CIRCLE = 1 << NUMBER_BITS
 GOLDEN_STEP = 0x9E3779B97F4A7C15  # CIRCLE times the golden ratio, without its whole part
+IGNORED = -100  # a target that does not count, as in torch
 VALIDATION_SEQUENCES = 16
 VALIDATION_TOKENS = 16_384  # of the loss that a node measures while it trains
 Selection = npt.NDArray[np.bool_]
@@ -134,7 +135,7 @@ class BatchReader:
         self._windows = MixedWindows(self._corpus.sources, self._context, self._keys, self._weights, position)
 
     def next_batch(self, sequences: int) -> Tensor:
-        """Read the next batch of tokens: (sequences, context + 1), int64."""
+        """Read the next batch of tokens: (sequences, context + 1), int64, some perhaps with the bit `UNCOUNTED`."""
         windows = self._take_usable(sequences)
         while len(windows) < sequences:
             windows = np.concatenate([windows, self._take_usable(sequences - len(windows))])
@@ -160,7 +161,7 @@ def find_usable(windows: TokenIds, vocabulary_size: int, row_pass: RowPass, part
 
     On an accelerator such an id would kill the process without a message.
     """
-    highest = windows.max(axis=1)
+    highest = (windows & (UNCOUNTED - 1)).max(axis=1)
     is_usable: Selection = highest < vocabulary_size
     row_pass.keep(int(is_usable.sum()))
     for token in highest[~is_usable]:
@@ -173,6 +174,17 @@ def order_key(seed: int, peer_id: str, source: str = "") -> int:
     """Return the 128-bit key of the order in which this peer reads a source, by its name."""
     text = f"murmur order 1 {seed} {peer_id} {source}".rstrip()
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big")
+
+
+def inputs_and_targets(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return token ids and targets (B, T) of windows (B, T + 1); a target that does not count is `IGNORED`."""
+    tokens = windows & (UNCOUNTED - 1)
+    return tokens[:, :-1], torch.where(windows[:, 1:] < UNCOUNTED, tokens[:, 1:], IGNORED)
+
+
+def count_targets(windows: Tensor) -> int:
+    """Return how many targets of windows (B, T + 1) count."""
+    return int((windows[:, 1:] < UNCOUNTED).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,12 +211,9 @@ def validation_batches(corpus: Corpus, context: int, max_tokens: int) -> list[Te
 
 
 def _held_out_windows(corpus: Corpus, source: SourceText, context: int, max_tokens: int) -> HeldOut:
-    held, row_pass = source.validation, RowPass(corpus.skip_log)
+    row_pass = RowPass(corpus.skip_log)
     with name_source_faults(source.config):
-        require_held_out_tokens(len(held), context)
-        count = min((len(held) - 1) // context, max(1, max_tokens // context))
-        starts = [(len(held) - 1 - context) * index // max(1, count - 1) for index in range(count)]
-        windows = np.stack([held.read(start, context + 1) for start in starts])
+        windows = source.validation.spread(context, max_tokens)
         usable = windows[find_usable(windows, source.vocabulary_size, row_pass, "held-out text")]
         row_pass.finish()
     batches = torch.split(torch.from_numpy(usable), VALIDATION_SEQUENCES)

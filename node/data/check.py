@@ -18,7 +18,10 @@ from typing import NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from node.data.batches import BatchReader, validation_sets
+from node.data.chat import ChatEncoder, open_encoder
+from node.data.conversations import read_conversations
 from node.data.corpus import (
+    UNCOUNTED,
     Corpus,
     Shard,
     TokenArray,
@@ -181,11 +184,12 @@ class _TokenCount:
 def _read_documents(
     manifest: Manifest, source: SourceSection, base: Path, clock: Callable[[], float] = time.monotonic
 ) -> TextReport:
-    tokenizer, log = open_tokenizer(manifest.data.tokenizer, base), SkipLog()
+    encoder, log = open_encoder(manifest.data, base), SkipLog()
+    tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
     count = _TokenCount(manifest.data.validation_share)
     require_vocabulary(tokenizer.size, manifest.model.vocabulary)
     deadline, is_complete = math.inf, True
-    for piece in _pieces(manifest.data, source, base, tokenizer, log):
+    for piece in _pieces(manifest.data, source, base, encoder, log):
         count.add(piece)
         if count.tokens and deadline == math.inf:
             deadline = clock() + READ_SECONDS  # opening a data set takes time of its own
@@ -194,6 +198,8 @@ def _read_documents(
             break
     if is_complete:
         _require_windows(manifest, source, count)
+    if manifest.data.chat is not None and is_complete:
+        open_source(source, manifest.data, base, SkipLog()).training.windows(manifest.model.context, 0, 0)
     report = log.take_report()
     return TextReport(
         documents=count.documents,
@@ -207,8 +213,13 @@ def _read_documents(
 
 
 def _pieces(
-    data: DataSection, source: SourceSection, base: Path, tokenizer: TextTokenizer, log: SkipLog
+    data: DataSection, source: SourceSection, base: Path, tokenizer: TextTokenizer | ChatEncoder, log: SkipLog
 ) -> Iterator[_CheckedPart]:
+    if isinstance(tokenizer, ChatEncoder):
+        for text in read_conversations(source, base, tokenizer, data.validation_share, log):
+            yield _CheckedPart(tokenizer.encode(text), text.encode(), is_first=True)
+            yield _CheckedPart(tokenizer.end, text.encode(), is_first=False)
+        return
     for name, text in _documents(data, source, base, tokenizer, log):
         for start in range(0, max(1, len(text)), PIECE_CHARACTERS):
             yield _CheckedPart(tokenizer.encode(text[start : start + PIECE_CHARACTERS]), name, is_first=start == 0)
@@ -229,6 +240,8 @@ def _documents(
 def _require_windows(manifest: Manifest, source: SourceSection, count: _TokenCount) -> None:
     if not count.tokens:
         raise DataError(f"the text {source.path!r} is empty; give files with text")
+    if manifest.data.chat is not None:
+        return  # they are packed, so a few fill a window
     held_out = count.held_out_tokens(are_files=source.source != "hf")
     require_training_tokens(count.tokens - held_out, manifest.model.context)
     require_held_out_tokens(held_out, manifest.model.context)
@@ -236,7 +249,7 @@ def _require_windows(manifest: Manifest, source: SourceSection, count: _TokenCou
 
 def _decode_sample(tokenizer: TextTokenizer, tokens: Sequence[int]) -> str:
     """Return the beginning of the tokens' text as one line that a terminal may show."""
-    text = "".join(tokenizer.decode(iter(tokens[:SAMPLE_TOKENS])))
+    text = "".join(tokenizer.decode(token % UNCOUNTED for token in tokens[:SAMPLE_TOKENS]))
     line = sanitize(" ".join(text.split()))
     return line if len(line) <= SAMPLE_CHARACTERS else line[: SAMPLE_CHARACTERS - 3] + "..."
 

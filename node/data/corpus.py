@@ -1,11 +1,15 @@
 """The common form of every source of text: training text, a fixed held-out part and the number of token ids.
 
-A window is `context + 1` tokens: the inputs, and the targets shifted by one.
+A window is `context + 1` tokens: the inputs, and the targets shifted by one. Ordinary text is cut into windows
+anywhere; conversations are packed into them, and tokens outside of answers have the bit `UNCOUNTED`.
 """
 
+import bisect
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from functools import cached_property
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +19,8 @@ from protocol.errors import DataError
 from protocol.manifest.sections import SourceSection
 
 FINGERPRINT_WINDOWS = 256
+OPEN_WINDOWS: Final = 64  # that take further conversations
+UNCOUNTED: Final = 1 << 31  # bit of a token that is read and not learned; ids are below it
 TokenIds = npt.NDArray[np.int64]
 WindowNumbers = npt.NDArray[np.uint64]
 Shard = npt.NDArray[np.unsignedinteger[Any]]
@@ -73,10 +79,83 @@ class TokenArray:
             ]
         )
 
+    def part(self, number: int, count: int) -> "TokenArray":
+        """Return one of `count` equal parts."""
+        return self.slice(*(len(self) * edge // count for edge in (number, number + 1)))
+
     def windows(self, context: int, key: int, place: int) -> "RandomWindows":
         """Open the windows of `key`; raises DataError if the text is shorter than one."""
         require_training_tokens(len(self), context)
         return RandomWindows(self, context, key)
+
+    def spread(self, context: int, max_tokens: int) -> TokenIds:
+        """Return windows (n, context + 1) from all over the text. Raises DataError if it is shorter than one."""
+        require_held_out_tokens(len(self), context)
+        count = min((len(self) - 1) // context, max(1, max_tokens // context))
+        starts = [(len(self) - 1 - context) * index // max(1, count - 1) for index in range(count)]
+        return np.stack([self.read(start, context + 1) for start in starts])
+
+
+class PackedText:
+    """Conversations with random access, each closed by `end`, which is one token or none: whole ones fill a window."""
+
+    def __init__(self, conversations: Sequence[Shard], end: Shard) -> None:
+        self._conversations = conversations
+        self._end = end
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def tokens(self) -> TokenArray:
+        """Return all conversations in sequence."""
+        return TokenArray(list(self._conversations))
+
+    def part(self, number: int, count: int) -> "PackedText":
+        """Return one of `count` parts with equally many conversations."""
+        first, last = (len(self._conversations) * edge // count for edge in (number, number + 1))
+        return PackedText(self._conversations[first:last], self._end)
+
+    def windows(self, context: int, key: int, place: int) -> "RandomWindows":
+        """Open the windows of `key`; raises DataError if no conversation has an answer that fits into one."""
+        packed = pack(self._conversations, context, self._end)
+        return RandomWindows(TokenArray([packed.reshape(-1)]), context, key, stride=context + 1)
+
+    def spread(self, context: int, max_tokens: int) -> TokenIds:
+        """Return windows (n, context + 1) from all over the text. Raises DataError if there is none."""
+        packed = pack(self._conversations, context, self._end)
+        count = min(len(packed), max(1, max_tokens // context))
+        return packed[[(len(packed) - 1) * index // max(1, count - 1) for index in range(count)]].astype(np.int64)
+
+
+def pack(conversations: Iterable[Shard], context: int, end: Shard) -> Shard:
+    """Return windows (n, context + 1), uint32, each of which begins with the uncounted `end` and holds whole ones.
+
+    A conversation goes to the open window with the least room that holds it, in the order of the text. One that is
+    longer than a window ends with it, and is left out if its window has no answer. Raises DataError if nothing is left.
+    """
+    windows, open_windows, room = list[list[Shard]](), list[tuple[int, int]](), context + 1 - len(end)
+    for conversation in conversations:
+        kept = conversation[:room]
+        if not (kept < UNCOUNTED).any():
+            continue
+        place = bisect.bisect_left(open_windows, (len(kept), -1))
+        left, number = open_windows.pop(place) if place < len(open_windows) else (room, len(windows))
+        if number == len(windows):
+            windows.append([end])
+        windows[number].append(kept)
+        bisect.insort(open_windows, (left - len(kept), number))
+        if len(open_windows) > OPEN_WINDOWS:
+            del open_windows[0]  # the fullest one
+    if not windows:
+        raise DataError(f"no conversation has an answer within {context} tokens; give more, or raise model.context")
+    packed = np.full(
+        (len(windows), context + 1), UNCOUNTED | int(end[0] % UNCOUNTED) if len(end) else UNCOUNTED, np.uint32
+    )
+    for row, parts in zip(packed, windows, strict=True):
+        joined = np.concatenate(parts)
+        row[: len(joined)] = joined
+    return packed
 
 
 def require_training_tokens(count: int, context: int) -> None:
@@ -102,10 +181,11 @@ class RandomWindows:
 
     place = 0
 
-    def __init__(self, tokens: TokenArray, context: int, key: int) -> None:
+    def __init__(self, tokens: TokenArray, context: int, key: int, stride: int = 1) -> None:
         self._tokens = tokens
         self._length = context + 1
         self._key = key
+        self._stride = stride  # offsets are its multiples
 
     def take(self, numbers: WindowNumbers) -> TokenIds:
         """Read the windows of these numbers, shape (len(numbers), context + 1)."""
@@ -115,8 +195,9 @@ class RandomWindows:
         # One counter step gives four words. Only the first is used, so a window depends on nothing but its number.
         stream = np.random.Philox(key=self._key, counter=first)
         words = np.asarray(stream.random_raw(4 * (last - first + 1)), dtype=np.uint64)[::4]
-        starts = words[numbers - np.uint64(first)] % np.uint64(len(self._tokens) - self._length + 1)
-        return np.stack([self._tokens.read(int(start), self._length) for start in starts])
+        places = (len(self._tokens) - self._length) // self._stride + 1
+        starts = words[numbers - np.uint64(first)] % np.uint64(places)
+        return np.stack([self._tokens.read(int(start) * self._stride, self._length) for start in starts])
 
 
 @dataclass(frozen=True)
@@ -124,20 +205,20 @@ class SourceText:
     """The text of one source, opened. Token ids are below `vocabulary_size`."""
 
     training: TrainingText
-    validation: TokenArray
+    validation: TokenArray | PackedText
     vocabulary_size: int
     config: SourceSection = SourceSection(source="text")
 
     def part(self, number: int, count: int) -> Self:
         """Return the source of which only one of `count` equal parts is there to train on."""
-        if not isinstance(self.training, TokenArray):
+        if not isinstance(self.training, TokenArray | PackedText):
             return self
-        first, last = (len(self.training) * edge // count for edge in (number, number + 1))
-        return replace(self, training=self.training.slice(first, last))
+        return replace(self, training=self.training.part(number, count))
 
     def hash_into(self, hasher: "hashlib._Hash", context: int) -> None:
         """Add a sample of both parts; of a streamed source only the held-out part, as the rest would be downloaded."""
-        for part in (self.training, self.validation):
+        texts = (part.tokens if isinstance(part, PackedText) else part for part in (self.training, self.validation))
+        for part in texts:
             if isinstance(part, TokenArray):
                 hasher.update(len(part).to_bytes(8, "big"))
                 for start in np.linspace(0, max(0, len(part) - context), FINGERPRINT_WINDOWS, dtype=np.int64):

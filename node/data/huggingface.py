@@ -20,12 +20,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from node.data.corpus import Shard, SourceText, TokenArray, is_held_out
+from node.data.chat import ChatEncoder
+from node.data.corpus import PackedText, Shard, SourceText, TokenArray, is_held_out
 from node.data.skipped_rows import Fault, RowPass, SkipLog, TooManyFaultsError
 from node.data.tokenizer import TextTokenizer
 from node.data.window_blocks import BlockStream, Document, RowPlace
@@ -45,6 +47,9 @@ VALIDATION_EXAMPLES = 50_000  # searched for held-out text
 TEXT_COLUMN = "text"  # the only column of text files
 FILES_PER_FAULT = 20  # at least, for each one that is unreadable
 _NO_TOKENS: Shard = np.empty(0, dtype=np.uint8)
+
+
+FindText = Callable[[dict[str, Any], str], str | Fault]
 
 
 class Row(NamedTuple):
@@ -134,8 +139,8 @@ def _read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         yield size, None
 
 
-def parse_json_row(line: bytes, column: str) -> str | Fault:
-    """Return the text of a line of JSON, or why it has none."""
+def parse_json_row(line: bytes, column: str, find: FindText | None = None) -> str | Fault:
+    """Return the text of a line of JSON, or why it has none; `find` takes it from the values of the row."""
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -144,7 +149,7 @@ def parse_json_row(line: bytes, column: str) -> str | Fault:
         return Fault("malformed row", f"not JSON ({describe_error(error)})")
     if not isinstance(values, dict):
         return Fault("malformed row", "not a JSON object")
-    return find_text(values, column)
+    return (find or find_text)(values, column)
 
 
 def parse_text_row(line: bytes, column: str) -> str | Fault:
@@ -180,11 +185,12 @@ class LibraryFile:
     name: str
     column: str
     examples: Any
+    find: FindText = find_text
 
     def rows(self, start: int) -> Iterator[Row]:
         """Yield the rows from number `start` on."""
         for number, values in enumerate(self.examples.skip(start), start + 1):
-            yield Row(number, f"row {number}", find_text(values, self.column))
+            yield Row(number, f"row {number}", self.find(values, self.column))
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,7 @@ class ParquetRows:
 
     name: str
     column: str
+    find: FindText = find_text
 
     def rows(self, start: int) -> Iterator[Row]:
         """Yield the rows from number `start` on."""
@@ -210,7 +217,7 @@ class ParquetRows:
                     first = max(0, start - number)
                     number += len(batch)
                     for index, text in enumerate(batch.column(0)[first:].to_pylist(), number - len(batch) + first + 1):
-                        yield Row(index, f"row {index}", find_text({self.column: text}, self.column))
+                        yield Row(index, f"row {index}", self.find({self.column: text}, self.column))
 
 
 def read_rows(file: RowFile, start: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[Row]:
@@ -252,7 +259,7 @@ def first_line(error: BaseException) -> str:
 
 
 def open_huggingface(
-    config: SourceSection, base: Path, tokenizer: TextTokenizer, validation_share: float, log: SkipLog
+    config: SourceSection, base: Path, tokenizer: TextTokenizer | ChatEncoder, validation_share: float, log: SkipLog
 ) -> SourceText:
     """Open the folder `config.path` below `base` if it exists, else the data set of that name on the hub."""
     stream = open_examples(config, base, tokenizer, validation_share, log)
@@ -260,10 +267,11 @@ def open_huggingface(
 
 
 def open_examples(
-    config: SourceSection, base: Path, tokenizer: TextTokenizer, validation_share: float, log: SkipLog
+    config: SourceSection, base: Path, tokenizer: TextTokenizer | ChatEncoder, validation_share: float, log: SkipLog
 ) -> "ExampleStream":
     """Open the data set without reading its examples."""
-    return ExampleStream(_open_files(config, base), config, tokenizer, validation_share, log)
+    find = tokenizer.find if isinstance(tokenizer, ChatEncoder) else find_text
+    return ExampleStream(_open_files(config, base, find), config, tokenizer, validation_share, log)
 
 
 @dataclass
@@ -272,14 +280,18 @@ class ExampleStream:
 
     files: list[RowFile]
     config: SourceSection
-    tokenizer: TextTokenizer
+    tokenizer: TextTokenizer | ChatEncoder
     validation_share: float
     skip_log: SkipLog
     _unreadable: set[str] = field(default_factory=set)
 
     def windows(self, context: int, key: int, place: int) -> BlockStream:
         """Open the windows of `key` at `place`."""
-        return BlockStream(self, context, key, place)
+        return BlockStream(self, context, key, place, self.tokenizer.end if self._packs else None)
+
+    @property
+    def _packs(self) -> bool:
+        return isinstance(self.tokenizer, ChatEncoder)
 
     def documents(self, key: int, start: RowPlace) -> Iterator[Document]:
         """Yield the documents to train on without end; one with no tokens marks the end of each epoch."""
@@ -297,7 +309,7 @@ class ExampleStream:
         """Yield the text of each usable example in the order of the data set."""
         return (text for _, text in self._texts(self.files, RowPlace(0, 0, 0)))
 
-    def validation(self) -> TokenArray:
+    def validation(self) -> TokenArray | PackedText:
         """Collect the tokens of the first held-out examples."""
         shards: list[Shard] = []
         tokens = 0
@@ -307,7 +319,7 @@ class ExampleStream:
                 tokens += len(shards[-1])
             if tokens >= VALIDATION_TOKENS:
                 break
-        return TokenArray(shards)
+        return PackedText(shards, self.tokenizer.end) if self._packs else TokenArray(shards)
 
     def is_held_out(self, text: str) -> bool:
         """Return whether an example is kept for validation."""
@@ -362,7 +374,7 @@ def _shuffle(files: list[RowFile], key: int, epoch: int) -> list[RowFile]:
     return [files[index] for index in np.argsort(words, kind="stable")]
 
 
-def _open_files(config: SourceSection, base: Path) -> list[RowFile]:
+def _open_files(config: SourceSection, base: Path, find: FindText) -> list[RowFile]:
     try:
         import datasets
         from datasets.packaged_modules.parquet.parquet import ParquetConfig
@@ -381,7 +393,7 @@ def _open_files(config: SourceSection, base: Path) -> list[RowFile]:
         builder = datasets.load_dataset_builder(str(folder) if os.path.exists(folder) else config.path)
         if isinstance(builder.config, ParquetConfig):
             _read_only_the_column(builder, config)
-        return _list_files(builder, config)
+        return _list_files(builder, config, find)
     except FileNotFoundError as error:
         raise MissingFileError(f"no data set {config.path!r}: {first_line(error)}; fix data.path") from error
     except (MemoryError, DataError):
@@ -401,20 +413,20 @@ def _read_only_the_column(builder: Any, config: SourceSection) -> None:
     builder.config.columns = [config.column]
 
 
-def _list_files(builder: Any, config: SourceSection) -> list[RowFile]:
+def _list_files(builder: Any, config: SourceSection, find: FindText) -> list[RowFile]:
     """Return the files of the split, each with its reader."""
     from datasets.packaged_modules.parquet.parquet import ParquetConfig
 
     names = [str(name) for name in (builder.config.data_files or {}).get(config.split, ())]
     asked = names[:1] if names and "://" in names[0] else names  # each answer of the hub takes a moment
     if asked and all(has_json_lines(name) for name in asked):
-        return [LinesFile(name, config.column, parse_json_row) for name in names]
+        return [LinesFile(name, config.column, partial(parse_json_row, find=find)) for name in names]
     if names and all(TEXT_NAME.search(name) for name in names) and config.column == TEXT_COLUMN:
         return [LinesFile(name, config.column, parse_text_row) for name in names]
     if names and isinstance(builder.config, ParquetConfig):
-        return [ParquetRows(name, config.column) for name in names]
+        return [ParquetRows(name, config.column, find) for name in names]
     examples = builder.as_streaming_dataset(split=config.split)
     count = examples.num_shards
     if len(names) != count:
         names = [f"{config.path} part {index + 1}" for index in range(count)]
-    return [LibraryFile(name, config.column, examples.shard(count, index)) for index, name in enumerate(names)]
+    return [LibraryFile(name, config.column, examples.shard(count, index), find) for index, name in enumerate(names)]

@@ -1,15 +1,18 @@
 """Open the sources of text that the manifest's [data] table names."""
 
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from node.data.corpus import Corpus, SourceText
+from node.data.chat import LONG_TALK, ChatEncoder, open_encoder
+from node.data.conversations import open_conversations
+from node.data.corpus import UNCOUNTED, Corpus, SourceText
 from node.data.huggingface import open_huggingface
 from node.data.skipped_rows import SkipLog, name_source_faults
 from node.data.text_files import open_files
 from node.data.token_shards import open_tokens
-from node.data.tokenizer import open_tokenizer, tokenizer_digest
+from node.data.tokenizer import tokenizer_digest
 from node.own_loops import NO_DATA
 from protocol.errors import DataError
 from protocol.manifest.model import ModelSection
@@ -38,15 +41,19 @@ def open_source(source: SourceSection, data: DataSection, base: Path, log: SkipL
     with name_source_faults(source):
         if source.source == "tokens":
             return open_tokens(source, base, data.validation_share, tokenizer_digest(data.tokenizer, base))
+        encoder = open_encoder(data, base)
+        if isinstance(encoder, ChatEncoder):
+            return open_conversations(source, base, encoder, data.validation_share, log)
         open_texts = open_huggingface if source.source == "hf" else open_files
-        return open_texts(source, base, open_tokenizer(data.tokenizer, base), data.validation_share, log)
+        return open_texts(source, base, encoder, data.validation_share, log)
 
 
 def require_document_end(model: ModelSection, data: DataSection, base: Path) -> None:
     """Raise DataError if documents do not end with the token that the model takes for their end."""
     if model.document_end is None:
         return
-    end = open_tokenizer(data.tokenizer, base).end.tolist()
+    encoder = open_encoder(data, base)
+    end = [token % UNCOUNTED for token in encoder.end.tolist()]
     if not end:
         raise DataError(
             "model.document_end needs a tokenizer with an end-of-text token, which closes each document; name one in "
@@ -56,6 +63,11 @@ def require_document_end(model: ModelSection, data: DataSection, base: Path) -> 
         raise DataError(
             f"model.document_end is {model.document_end}, but {data.tokenizer} closes documents with token {end[0]}; "
             f"write {end[0]}"
+        )
+    if isinstance(encoder, ChatEncoder) and end[0] in encoder.encode(json.dumps(LONG_TALK)) % UNCOUNTED:
+        raise DataError(
+            "data.chat.template writes the token that ends documents within a conversation, which model.document_end "
+            "would cut; remove model.document_end"
         )
 
 

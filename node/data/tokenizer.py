@@ -56,6 +56,11 @@ class ByteTokenizer:
         """Return the bytes of `text`; a lone surrogate becomes a question mark."""
         return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8)
 
+    def encode_with_places(self, text: str) -> tuple[Shard, TokenIds]:
+        """Return the bytes of `text`, and the place of the character of each."""
+        first = np.repeat(np.arange(len(text)), [len(each.encode(errors="replace")) for each in text])
+        return self.encode(text), np.stack([first, first + 1], axis=1)
+
     def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield text once its bytes are complete; `after` was whole text, so it changes nothing."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -118,6 +123,9 @@ class TextTokenizer(Protocol):
     def encode(self, text: str) -> Shard:
         """Return the token ids in the narrowest unsigned type that holds every id."""
 
+    def encode_with_places(self, text: str) -> tuple[Shard, TokenIds]:
+        """Return the token ids, words of special tokens included, and the characters (n, 2) that each is made of."""
+
     def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield the text of `tokens`, which continue `after`, as soon as it is certain; a piece may be empty."""
 
@@ -162,6 +170,13 @@ class FileTokenizer:
         if self._special.size:
             self._warn_of_special_words(ids)
         return ids
+
+    def encode_with_places(self, text: str) -> tuple[Shard, TokenIds]:
+        """Return the token ids, words of special tokens included, and the characters (n, 2) that each is made of."""
+        whole = text.encode(errors="replace").decode()
+        with _blame(self._path, "cannot encode the text"):
+            found = self._tokenizer.encode(whole, add_special_tokens=False)
+            return self._array(list(found.ids)), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield text once its tokens are complete.

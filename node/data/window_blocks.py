@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from node.data.corpus import Shard, TokenArray, TokenIds, WindowNumbers, require_training_tokens
+from node.data.corpus import Shard, TokenArray, TokenIds, WindowNumbers, pack, require_training_tokens
 
 BLOCK_TOKENS = 2**22
 MAX_BLOCK_TOKENS = 2**25
@@ -71,8 +71,10 @@ class Block:
         has_enough = self.tokens >= BLOCK_TOKENS and len(self._documents) >= MIN_BLOCK_DOCUMENTS
         self.is_full = has_enough or ends_with_epoch or self.tokens >= MAX_BLOCK_TOKENS
 
-    def windows(self, context: int, key: int) -> "BlockWindows":
-        """Return the windows of the full block in the order of `key`."""
+    def windows(self, context: int, key: int, end: Shard | None = None) -> "BlockWindows | PackedWindows":
+        """Return the windows of the full block in the order of `key`; with `end` they hold whole conversations."""
+        if end is not None:
+            return PackedWindows(pack(self._documents, context, end), key, self.start)
         require_training_tokens(self.tokens, context)
         joined = np.concatenate(self._documents)
         return BlockWindows(joined, context, key, self.start)
@@ -102,10 +104,28 @@ class BlockWindows:
         return self._ring.read(start, self._context + 1)
 
 
-class BlockStream:
-    """One peer's endless sequence of windows, block by block."""
+class PackedWindows:
+    """The packed windows (n, context + 1) of a block in random order."""
 
-    def __init__(self, stream: DocumentStream, context: int, key: int, place: int) -> None:
+    def __init__(self, windows: Shard, key: int, start: RowPlace) -> None:
+        self._windows = windows
+        words = np.random.Philox(key=key, counter=_as_integer(start)).random_raw(len(windows))
+        self._order = np.argsort(words, kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def read(self, index: int) -> TokenIds:
+        """Return the window at `index` of the order."""
+        window: TokenIds = self._windows[self._order[index]].astype(np.int64)
+        return window
+
+
+class BlockStream:
+    """One peer's endless sequence of windows, block by block; with `end` they hold whole conversations."""
+
+    def __init__(self, stream: DocumentStream, context: int, key: int, place: int, end: Shard | None = None) -> None:
+        self._end = end
         block, self._index = divmod(place, _INDEX)
         start = _from_integer(block)
         self._context = context
@@ -137,7 +157,7 @@ class BlockStream:
     def _open_next(self) -> None:
         self._next.fill(self._documents)
         self._start = self._next.start
-        self._windows = self._next.windows(self._context, self._key)
+        self._windows = self._next.windows(self._context, self._key, self._end)
         self._next = Block(self._next.end)
 
 

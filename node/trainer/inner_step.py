@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from node.data import HeldOut
+from node.data.batches import count_targets, inputs_and_targets
 from node.from_manifest import learning_rate_scale
 from node.model import LanguageModel
 from node.trainer.devices.device import autocast_context
@@ -134,10 +135,10 @@ class InnerOptimizer:
 def accumulate_gradient(
     model: LanguageModel, windows: Tensor, microbatch: int, at_weights: Tensor | None = None
 ) -> float:
-    """Add the gradient of the mean loss over a batch to the model's; returns the loss in nats per token.
+    """Add the gradient of the mean loss over a batch to the model's; returns the loss in nats per counted token.
 
     Args:
-        windows: (sequences, context + 1) token ids.
+        windows: (sequences, context + 1) token ids, those that are not learned with the bit `UNCOUNTED`.
         microbatch: sequences of one forward pass.
         at_weights: take the gradient at these weights; the model keeps its own.
     """
@@ -147,9 +148,12 @@ def accumulate_gradient(
     device = model.flat.device
     model.attach_gradient()
     total = torch.zeros((), device=device)
-    for piece in torch.split(windows.to(device), microbatch):
+    counts = [count_targets(piece) for piece in torch.split(windows, microbatch)]
+    for piece, count in zip(torch.split(windows.to(device), microbatch), counts, strict=True):
+        if not count:
+            continue
         with autocast_context(device):
-            loss = model(piece[:, :-1], piece[:, 1:]) * (len(piece) / len(windows))
+            loss = model(*inputs_and_targets(piece)) * (count / sum(counts))
         loss.backward()
         total += loss.detach()
     return float(total)
@@ -157,7 +161,7 @@ def accumulate_gradient(
 
 @torch.no_grad()
 def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor]) -> tuple[float, int]:
-    """Return the mean loss of the weights `flat` in nats per token, and the number of tokens.
+    """Return the mean loss of the weights `flat` in nats per counted token, and the number of these.
 
     The model keeps its own weights.
     """
@@ -165,12 +169,13 @@ def validation_loss(model: LanguageModel, flat: Tensor, batches: Iterable[Tensor
     total, tokens = 0.0, 0
     with loaded_weights(model, flat):
         for windows in batches:
-            piece = windows.to(device)
+            counted = count_targets(windows)
+            if not counted:
+                continue
             with autocast_context(device):
-                loss = model(piece[:, :-1], piece[:, 1:])
-            counted = len(piece) * (piece.shape[1] - 1)
+                loss = model(*inputs_and_targets(windows.to(device)))
             total, tokens = total + float(loss) * counted, tokens + counted
-    return total / tokens, tokens
+    return total / max(1, tokens), tokens
 
 
 @contextmanager

@@ -52,6 +52,7 @@ DEFAULTS_OUTSIDE_RUN_ID: tuple[tuple[str, str, object], ...] = (  # runs older t
     ("data", "sources", []),
     ("data", "phases", []),
     ("data", "weights", None),
+    ("data", "chat", None),
     ("run", "organiser_key", ""),
     ("target", "keepers", DEFAULT_KEEPERS),
     ("audits", "share", 0.0),
@@ -101,6 +102,8 @@ class Manifest(Section):
             raise ValueError("train.batch_tokens must be a multiple of model.context")
         if self.model.document_end is not None and self.pipeline.is_cut:
             raise ValueError("model.document_end needs pipeline.stages = 1, as middle stages do not see the tokens")
+        if self.data.chat is not None and self.pipeline.is_cut:
+            raise ValueError("data.chat needs pipeline.stages = 1, as stages count every token")
         self.pipeline.require_fit(self.train.batch_tokens, self.model.context, self.model.stream_width)
         self.pipeline.require_exact_fit(self.data.mixture, self.train.batch_tokens, self.model.context)
         return self

@@ -44,6 +44,7 @@ NUMBER_BITS: Final = 64  # of a window, in the position of a peer in the text
 PLACE_BITS: Final = 128  # of each source above them
 MAX_PHASES: Final = 16
 MAX_WEIGHT: Final = 1e6
+MAX_TEMPLATE_CHARACTERS: Final = 2**15
 SourceKind = Literal["python-stdlib", "text", "tokens", "hf"]
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 MAX_STAGES: Final = 128
@@ -355,6 +356,14 @@ class PhaseSection(Section):
         return tokens >= self.tokens if self.tokens is not None else progress >= (self.share or 0.0)
 
 
+class ChatSection(Section):
+    """How conversations become text: the template of Hugging Face, and the tokens that it may write."""
+
+    template: str = Field(default="", max_length=MAX_TEMPLATE_CHARACTERS, description="in Jinja; empty: ChatML")
+    bos: str = Field(default="", max_length=100, description="the template's bos_token")
+    eos: str = Field(default="", max_length=100, description="the template's eos_token")
+
+
 class DataSection(Section):
     """The sources of the tokens: one, or a mixture of several."""
 
@@ -370,6 +379,9 @@ class DataSection(Section):
     phases: tuple[PhaseSection, ...] = Field(
         default=(), max_length=MAX_PHASES, description="weights of later parts of the run"
     )
+    chat: ChatSection | None = Field(
+        default=None, description="the texts are conversations, of which answers alone are learned"
+    )
     weights: SourceWeights | None = Field(
         default=None, description="weights by name; they replace the weights of sources and phases"
     )
@@ -381,6 +393,13 @@ class DataSection(Section):
         if self.sources and (self.source is not None or self.path):
             key = "path" if self.source is None else "source"
             raise ValueError(f"{key} cannot be combined with [[data.sources]]; move it into one of these tables")
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_are_read_as_text(self) -> Self:
+        other = next((entry for entry in self.mixture if entry.source in ("tokens", "python-stdlib")), None)
+        if self.chat is not None and (self.source == "own" or other is not None):
+            raise ValueError('chat needs the source "text" (JSON lines or Parquet) or "hf"; change source')
         return self
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from node.data import HeldOut, open_corpus, validation_sets
 from node.data.batches import VALIDATION_TOKENS
+from node.data.corpus import UNCOUNTED
 from node.data.tokenizer import ByteTokenizer, TextTokenizer
 from node.model.interface import LanguageModel
 from node.model.opened_model import OpenedModel
@@ -146,9 +147,12 @@ class _Measured:
 
 def _measure(held: HeldOut, scorer: Scorer, tokenizer: TextTokenizer) -> _Measured:
     windows = torch.cat(held.batches)
-    losses = -scorer.score(windows).log_probabilities.double().mean(-1)  # of each window
-    size = count_bytes(tokenizer, windows) / windows[:, 1:].numel()
-    return _Measured(float(losses.mean()), standard_error(losses), size, len(windows))
+    windows = windows[(windows[:, 1:] < UNCOUNTED).any(dim=-1)]  # of conversations, those with an answer
+    counted, tokens = (windows[:, 1:] < UNCOUNTED).double(), windows & (UNCOUNTED - 1)
+    counts = counted.sum(-1)
+    losses = -(scorer.score(tokens).log_probabilities.double() * counted).sum(-1) / counts  # of each window
+    size = count_bytes(tokenizer, tokens) / tokens[:, 1:].numel()
+    return _Measured(float(losses @ counts / counts.sum()), standard_error(losses), size, len(windows))
 
 
 def _mix(measured: Sequence[_Measured], weights: Sequence[float]) -> _Measured:

@@ -8,6 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from node.data.batches import count_targets, inputs_and_targets
+from node.data.corpus import UNCOUNTED
 from node.from_manifest import build_program
 from node.model import LanguageModel
 from node.options import TrainerOptions
@@ -131,13 +133,13 @@ class Rank:
         anchor = self._shared_memory.anchor(command.round) if self._shared_memory else None
         with uncompiled(self._is_compiled), self._model.loaded(anchor):
             for windows in batches:
-                counted = len(windows) * self._context
                 self.group.broadcast(windows)
+                counted = count_targets(windows)
                 for piece in own_pieces(windows, self.group.ranks, self.group.rank, len(windows)):
                     loss = float(self._loss(piece.windows))
                     total += loss * piece.weight * counted
                 tokens += counted
-        return self.group.sum(total)[0] / tokens, tokens
+        return self.group.sum(total)[0] / max(1, tokens), tokens
 
     def _add_up(self, value: float) -> float:
         return self.group.sum(value)[0]
@@ -169,9 +171,10 @@ class Rank:
 
     def _loss(self, windows: Tensor) -> Tensor:
         device = self.group.device
-        moved = windows.to(device)
+        if not count_targets(windows):  # its loss has no weight, and must be finite
+            windows = windows & (UNCOUNTED - 1)
         with autocast_context(device):
-            loss: Tensor = self._model.module(moved[:, :-1], moved[:, 1:])
+            loss: Tensor = self._model.module(*inputs_and_targets(windows.to(device)))
         return loss
 
     def _room(self, rows: int) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from node.data.batches import count_targets
 from optim.layout import Layout, Shape, Span
 
 
@@ -64,4 +65,5 @@ def own_pieces(windows: Tensor, ranks: int, rank: int, microbatch: int) -> list[
     part = torch.tensor_split(windows, ranks)[rank]
     passes = -(-len(windows) // (ranks * microbatch))
     pieces = torch.tensor_split(part, passes)
-    return [Piece(piece if len(piece) else windows[:1], len(piece) / len(windows)) for piece in pieces]
+    total = max(1, count_targets(windows))
+    return [Piece(piece if len(piece) else windows[:1], count_targets(piece) / total) for piece in pieces]

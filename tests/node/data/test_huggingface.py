@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from node.data import BatchReader, open_corpus, window_blocks
-from node.data.corpus import TokenArray
+from node.data.corpus import PackedText, TokenArray
 from protocol.errors import DataError, MurmurError
 from tests.node.data.data_sets import hf_config, numbers, open_only, write_rows
 
@@ -23,7 +23,8 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def held_out_tokens(corpus_validation: TokenArray) -> set[int]:
+def held_out_tokens(corpus_validation: TokenArray | PackedText) -> set[int]:
+    assert isinstance(corpus_validation, TokenArray)
     return set(corpus_validation.read(0, len(corpus_validation)).tolist())
 
 
