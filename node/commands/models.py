@@ -52,11 +52,16 @@ def export(
 def generate(
     source: ModelArgument,
     prompt: Annotated[str, typer.Option(help="the beginning of the text")],
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="number of tokens to generate")] = 200,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_COUNT, help="most tokens to generate; the end of a document ends it")
+    ] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
     top_k: Annotated[
         int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
     ] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="sample from the most likely tokens of this probability together")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
     peer: PeerOption = None,
     insecure: InsecureOption = False,
@@ -64,11 +69,12 @@ def generate(
     """Continue a text with the newest checkpoint of a node, an exported model, or the newest model of a run."""
     with loading():
         from node.commands.console import open_model
-        from node.model.generate import continue_text, require_sampling
+        from node.model.generate import Sampling, continue_text, require_sampling
     from node.monitoring.logs import sanitize
 
-    require_sampling(prompt, tokens, temperature, top_k)
-    pieces = continue_text(open_model(source, peer or (), insecure), prompt, tokens, temperature, top_k, seed)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    require_sampling(prompt, tokens, sampling)
+    pieces = continue_text(open_model(source, peer or (), insecure), prompt, tokens, sampling)
     for piece in itertools.chain((sanitize(prompt, "\n\t"),), pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()

@@ -40,6 +40,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from node.model.cache import KeyValueCache
 from node.model.config_keys import ConfigKeys
 from node.model.shapes import WHOLE, Cut, Entry, ShapeTable, deal_blocks, require_stages
 from optim.kernels.vectors import slabs
@@ -252,6 +253,23 @@ class LanguageModel(nn.Module, ABC):
 
     def see(self, tokens: Tensor) -> None:  # most models have nothing to note
         """Take note of the token ids (B, T) of a pass, before its first block."""
+
+    def new_cache(self, padding: Tensor, length: int) -> KeyValueCache | None:
+        """Make a cache for texts that this model continues; `None` if it has to read the whole window for each token.
+
+        Args:
+            padding: unused slots before each text, (B,) int64.
+            length: slots of a row, for its padding and its tokens.
+        """
+        return None
+
+    def next_logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Compute the logits (B, vocabulary) in fp32 after the last of the token ids (B, T), which follow the cache."""
+        self.see(tokens)
+        stream = tokens
+        for block in self.blocks[:-1]:
+            stream = block(stream)
+        return F.linear(*self.output_factors(stream[:, -1:]))[:, 0].float()
 
     def read_stream(self, values: Tensor, tokens: Tensor | None) -> Tensor:
         """Return the stream (B, T, W) of what a stage receives (B, T, S)."""

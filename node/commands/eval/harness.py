@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from node.commands.eval.scoring import Score, Scorer
-from node.model.generate import sample_tokens, usable_tokens
+from node.model.generate import Sampling, sample_tokens, usable_tokens
 from node.model.opened_model import OpenedModel
 from protocol.errors import DataError, MissingFileError, MurmurError, UsageError, describe_error
 from protocol.fault_words import shorten
@@ -91,8 +91,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval's types are not
         temperature = float(options.get("temperature", 1.0)) if options.get("do_sample") else 0.0
         start, text = self.tok_encode(context) or [self.eot_token_id], ""
         end = self._tokenizer.special_tokens.get("eos")
-        sampled = sample_tokens(self._scorer.model, start, temperature, None, seed, self._usable)
-        tokens = itertools.takewhile(lambda token: end is None or token != end.id, itertools.islice(sampled, count))
+        sampling, ends = Sampling(temperature, seed=seed), frozenset(() if end is None else (end.id,))
+        tokens = sample_tokens(self._scorer.model, start, count, sampling, self._usable, ends)
         for piece in self._tokenizer.decode(tokens, after=start):
             text += piece
             if found := [place for stop in stops if (place := text.find(stop)) >= 0]:

@@ -21,7 +21,7 @@ from node.dashboard.events import MAX_SAMPLE_CHARACTERS
 from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
 from node.data.corpus import is_held_out
 from node.data.text_files import list_stdlib_files
-from node.model.generate import continue_text
+from node.model.generate import Sampling, continue_text
 from node.model.opened_model import open_folder
 from node.monitoring.logs import sanitize
 from node.paths import newest_checkpoints
@@ -117,7 +117,7 @@ def token_count(manifest: Manifest) -> int:
 def write_sample(folder: Path, prompt: str, tokens: int) -> Sample:
     """Continue the prompt, until all tokens are written or the time is over."""
     opened, deadline = open_folder(folder), time.monotonic() + WRITING_SECONDS
-    text = "".join(_until(continue_text(opened, prompt, tokens), deadline))
+    text = "".join(_until(continue_text(opened, prompt, tokens, Sampling()), deadline))
     assert opened.run is not None, "it is the folder of a node"
     return Sample(round=opened.run.round, prompt=prompt, text=text[:MAX_SAMPLE_CHARACTERS])
 

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.cache import KeyValueCache
 from node.model.decoders.subspace import Subspace
 from node.model.interface import Block, LanguageModel, ModelFamily
 from node.model.products import has_bf16, join_rows, multiply, require_fp8_sizes
@@ -325,6 +326,7 @@ class CausalAttention(nn.Module):
             self.register_buffer(name, table.to(device), persistent=False)
         end = config.document_end
         self.documents = None if end is None else self.document_attention(end, device, config.head_width)
+        self.cache: KeyValueCache | None = None  # of the present pass
 
     def document_attention(self, end: int, device: torch.device | str, head_width: int) -> DocumentAttention:
         """Build the attention within documents that end with the token `end`."""
@@ -332,16 +334,22 @@ class CausalAttention(nn.Module):
 
     def see(self, tokens: Tensor) -> None:
         """Take note of the token ids (B, T) of a pass, before its first layer."""
-        if self.documents is not None:
+        if self.cache is not None:
+            self.cache.see(tokens)
+        elif self.documents is not None:
             self.documents.see(tokens)
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Apply rotary positions to `heads` (B, T, N, D)."""
+        if self.cache is not None:
+            return apply_rotary(heads, self.cosines[self.cache.positions], self.sines[self.cache.positions])
         length = heads.shape[1]
         return apply_rotary(heads, self.cosines[:length], self.sines[:length])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Apply causal attention to `query` (B, N, T, D), `key` and `value` (B, K, T, D); return (B, N, T, D)."""
+        if self.cache is not None:
+            return self.cache.attend(query, key, value)
         if self.documents is not None:
             return self.documents.attend(query, key, value)
         grouped = key.shape[1] != query.shape[1]
@@ -430,9 +438,14 @@ class NormalizedAttention(Attention):
 
 
 def apply_rotary(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i + D/2}) by the angle of its position: `heads` (B, T, N, D), tables (T, D/2)."""
+    """Rotate each pair (x_i, x_{i + D/2}) by the angle of its position.
+
+    Args:
+        heads: (B, T, N, D).
+        cosines, sines: (T, D/2), or (B, T, D/2) if the positions of rows differ.
+    """
     first, second = heads.chunk(2, dim=-1)
-    cosines, sines = cosines[:, None], sines[:, None]
+    cosines, sines = cosines[..., None, :], sines[..., None, :]
     rotated = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
     return rotated.type_as(heads)
 
@@ -518,6 +531,18 @@ class Decoder(LanguageModel):
         """Take note of the documents in the token ids (B, T) of a pass."""
         self._causal.see(tokens)
 
+    def new_cache(self, padding: Tensor, length: int) -> KeyValueCache | None:
+        """Make a cache for texts of this model."""
+        return KeyValueCache(padding, length, self.config.document_end)
+
+    def next_logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Compute the logits (B, vocabulary) after the last of the token ids (B, T)."""
+        self._causal.cache = cache
+        try:
+            return super().next_logits(tokens)
+        finally:
+            self._causal.cache = None
+
     def read_stream(self, values: Tensor, tokens: Tensor | None) -> Tensor:
         """Return the stream from the values that a stage receives."""
         if self.subspace is None:
@@ -578,6 +603,10 @@ class CompiledDecoder(Decoder):
             if isinstance(module, SparseMlp):
                 module.exclude_from_compiler()
         self._compile()
+
+    def new_cache(self, padding: Tensor, length: int) -> KeyValueCache | None:
+        """Make none: the program is compiled for windows of one size."""
+        return None
 
     def _compile(self) -> None:
         self.compile(dynamic=False)

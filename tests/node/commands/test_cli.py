@@ -189,7 +189,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]
         return ["text"]
 
     monkeypatch.setitem(sys.modules, "node.model.export", module(export=note))
-    monkeypatch.setitem(sys.modules, "node.model.generate", module(continue_text=note, require_sampling=note))
+    generation = module(continue_text=note, require_sampling=note, Sampling=lambda *words: words)
+    monkeypatch.setitem(sys.modules, "node.model.generate", generation)
     monkeypatch.setitem(sys.modules, "node.commands.console", module(open_model=lambda source, *_: source))
     evaluation = module(EvalOptions=dict, evaluate=lambda options: note(**options), print_results=note)
     monkeypatch.setitem(sys.modules, "node.commands.eval.command", evaluation)
@@ -213,12 +214,12 @@ def test_commands_pass_on_their_arguments(
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     run(monkeypatch, "export", str(tmp_path), "out")
-    run(monkeypatch, "generate", str(tmp_path), "--prompt", "def ", "--tokens", "9", "--seed", "3")
+    run(monkeypatch, "generate", str(tmp_path), "--prompt", "def ", "--tokens", "9", "--seed", "3", "--top-p", "0.9")
     run(monkeypatch, "tokenize", "words.json", "shards", "a.txt", "b.txt")
     assert called == [
         (tmp_path, Path("out")),
-        ("def ", 9, 0.8, None),
-        (str(tmp_path), "def ", 9, 0.8, None, 3),
+        ("def ", 9, (0.8, None, 0.9, 3)),
+        (str(tmp_path), "def ", 9, (0.8, None, 0.9, 3)),
         (Path("words.json"), [Path("a.txt"), Path("b.txt")], Path("shards")),
     ]
     assert "def text\n" in capsys.readouterr().out

@@ -32,13 +32,13 @@ TEXTS = ["def main():\n    return 0\n", "Grüße, 世界! 🐦", "", "  two  spa
 
 
 def manifest(model: Mapping[str, object] | None = None, tokenizer: str = "") -> Manifest:
-    sizes = {"vocabulary": 256, "width": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 16}
+    sizes = {"vocabulary": 256, "width": 32, "layers": 2, "heads": 4, "hidden": 48, "context": 16, **(model or {})}
     return Manifest.model_validate(
         {
             "run": {"name": "starlings"},
-            "model": {**sizes, **(model or {})},
+            "model": sizes,
             "data": {"source": "python-stdlib", "tokenizer": tokenizer},
-            "train": {"batch_tokens": 16, "learning_rate": 0.1},
+            "train": {"batch_tokens": sizes["context"], "learning_rate": 0.1},
             "method": {"recipe": "diloco"},
         }
     )

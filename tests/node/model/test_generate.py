@@ -1,10 +1,9 @@
 """Generation: sampling rules, the sliding window, and text that arrives in whole characters."""
 
-import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from torch import Tensor
 
 from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
 from node.data.tokenizer import ByteTokenizer, FileTokenizer
-from node.model import build_model, initial_weights, shape_table
+from node.model import LanguageModel, build_model, initial_weights, shape_table
+from node.model.cache import KeyValueCache
 from node.model.decoders.decoder import Decoder
 from node.model.decoders.llama import LlamaFamily
-from node.model.generate import generate, sample_token, sample_tokens
+from node.model.generate import Sampling, draw, generate, sample_tokens
+from optim.public_noise import gumbel_noise
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest.run import Manifest
 from tests.node.data.odd_tokenizers import ODD, odd_tokenizer
@@ -54,42 +55,63 @@ class Successor(Decoder):
         super().__init__(LlamaFamily(), LlamaFamily().layer, manifest().model)
         self.shown: list[int] = []
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
-        self.shown.append(inputs.shape[1])
-        return torch.nn.functional.one_hot((inputs + 1) % 256, 256).float() * 100
+    def next_logits(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        self.shown.append(tokens.shape[1])
+        return torch.nn.functional.one_hot((tokens[:, -1] + 1) % 256, 256).float() * 100
 
 
-def test_sampling_follows_the_model_and_the_window_slides() -> None:
+def take(model: LanguageModel, prompt: Sequence[int], count: int, temperature: float, usable: int = 256) -> list[int]:
+    return list(sample_tokens(model, prompt, count, Sampling(temperature), torch.arange(usable)))
+
+
+def test_sampling_reads_each_token_once_until_the_window_is_full() -> None:
     model = Successor()
-    tokens = list(itertools.islice(sample_tokens(model, [5, 6], 1.0, None, 0, torch.arange(256)), 10))
-    assert tokens == list(range(7, 17))
-    assert model.shown == [2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
+    assert take(model, [5, 6], 10, 1.0) == list(range(7, 17))
+    assert model.shown == [2, 1, 1, 1, 1, 1, 1, 4, 1, 1], "of nine tokens the newest half of the context is read again"
 
 
 def test_a_long_prompt_is_cut_to_its_end() -> None:
     model = Successor()
-    assert next(sample_tokens(model, range(100), 0.0, None, 0, torch.arange(256))) == 100
+    assert take(model, range(100), 1, 0.0) == [100]
     assert model.shown == [8]
 
 
 def test_tokens_beyond_the_vocabulary_are_never_taken() -> None:
-    assert next(sample_tokens(Successor(), [99], 0.0, None, 0, torch.arange(50))) < 50
+    assert take(Successor(), [99], 1, 0.0, usable=50)[0] < 50
+
+
+def drawn(logits: Tensor, sampling: Sampling, count: int = 4000) -> Counter[int]:
+    """Draw at `count` positions of one text."""
+    rows, keys = logits.expand(count, -1), torch.full((count,), 7)
+    noise = gumbel_noise(keys, torch.arange(count), torch.arange(len(logits)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("node.model.generate.gumbel_noise", lambda *_: noise)
+        places, _ = draw(rows, sampling, keys, 0, torch.arange(len(logits)))
+    return Counter(places.tolist())
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
-    generator = torch.Generator().manual_seed(0)
-    assert {sample_token(torch.tensor([0.0, 0.1, 0.05]), 0, None, generator) for _ in range(20)} == {1}
+    assert set(drawn(torch.tensor([0.0, 0.1, 0.05]), Sampling(0))) == {1}
 
 
-def test_frequencies_follow_temperature_and_top_k() -> None:
-    logits, generator = torch.tensor([0.1, 0.2, 0.7]).log(), torch.Generator().manual_seed(0)
-    drawn = Counter(sample_token(logits, 1.0, None, generator) for _ in range(4000))
-    assert [drawn[token] / 4000 for token in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.03)
-    hot = Counter(sample_token(logits, 100.0, None, generator) for _ in range(4000))
+def test_frequencies_follow_temperature_top_k_and_top_p() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.7]).log()
+    whole = drawn(logits, Sampling(1.0))
+    assert [whole[token] / 4000 for token in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.03)
+    hot = drawn(logits, Sampling(100.0))
     assert [hot[token] / 4000 for token in range(3)] == pytest.approx([1 / 3] * 3, abs=0.04)
-    few = Counter(sample_token(logits, 1.0, 2, generator) for _ in range(4000))
-    assert few[0] == 0 and few[1] / 4000 == pytest.approx(2 / 9, abs=0.03)
-    assert sample_token(logits, 1.0, 99, generator) in range(3)
+    for few in (drawn(logits, Sampling(1.0, top_k=2)), drawn(logits, Sampling(1.0, top_p=0.8))):
+        assert few[0] == 0 and few[1] / 4000 == pytest.approx(2 / 9, abs=0.03)
+    assert set(drawn(logits, Sampling(1.0, top_p=0.7))) == {2}, "the smallest set of that probability"
+    assert len(drawn(logits, Sampling(1.0, top_k=99))) == 3
+
+
+def test_log_probabilities_are_those_of_the_temperature() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.7], [0.7, 0.2, 0.1]]).log()
+    keys, ids = torch.tensor([1, 2]), torch.arange(3)
+    places, found = draw(logits, Sampling(2.0, top_k=2), keys, 5, ids)
+    expected = torch.log_softmax(logits / 2.0, dim=-1).gather(1, places[:, None])[:, 0]
+    assert found == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_characters_arrive_whole() -> None:
@@ -142,7 +164,7 @@ def test_only_tokens_are_sampled_whatever_the_tokenizer(
     run = manifest(tokenizer="odd.json", vocabulary=tokenizer.size + 200)
 
     def note(*arguments: Any) -> Iterator[int]:
-        for token in sample_tokens(*arguments):
+        for token in sample_tokens(*arguments[:-1]):  # without the end of a document, which would end the text
             sampled.add(token)
             yield token
 
@@ -150,7 +172,7 @@ def test_only_tokens_are_sampled_whatever_the_tokenizer(
     assert "".join(generate(node_folder(tmp_path, run), "the", 100, 50.0))
     assert len(sampled) > 1 and sampled <= set(tokenizer.ids.tolist())
     everything = torch.arange(run.model.vocabulary)
-    free = set(itertools.islice(sample_tokens(build_model(run.model), [0], 50.0, None, 0, everything), 100))
+    free = set(sample_tokens(build_model(run.model), [0], 100, Sampling(50.0), everything))
     assert not free <= set(tokenizer.ids.tolist()), "the control: the model itself takes others"
 
 
@@ -203,9 +225,9 @@ def test_a_prompt_outside_the_model_is_refused(tmp_path: Path) -> None:
         generate(folder, "z")
 
 
-@pytest.mark.parametrize("options", [{"tokens": 0}, {"temperature": -1.0}, {"top_k": 0}])
+@pytest.mark.parametrize("options", [{"tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}])
 def test_options_out_of_range_are_refused_at_the_call(tmp_path: Path, options: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="at least"):
+    with pytest.raises(UsageError, match=r"at least|at most"):
         generate(tmp_path, "x", **options)
 
 

@@ -1,7 +1,6 @@
 """`murmur eval` on a run, on one checkpoint and on an export; the tasks of lm-eval where the package is installed."""
 
 import importlib.util
-import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from node.data.batches import VALIDATION_TOKENS
 from node.data.tokenizer import ByteTokenizer
 from node.model import build_model, shape_table
 from node.model.export import export
-from node.model.generate import sample_tokens, usable_tokens
+from node.model.generate import Sampling, sample_tokens, usable_tokens
 from node.model.opened_model import OpenedModel
 from node.trainer.inner_step import validation_loss
 from protocol.errors import DataError, MissingFileError, UsageError
@@ -168,7 +167,7 @@ def test_requests_are_answered() -> None:
 
 def generate_greedily(opened: OpenedModel, prompt: str, count: int) -> Iterator[str]:
     usable, start = usable_tokens(opened), list(prompt.encode())
-    tokens = itertools.islice(sample_tokens(opened.build(), start, 0.0, None, 0, usable), count)
+    tokens = sample_tokens(opened.build(), start, count, Sampling(0.0), usable)
     return opened.tokenizer.decode(tokens, after=start)
 
 

@@ -1,0 +1,142 @@
+"""Gumbel-max sampling with public noise, and the test of a claimed text (Token-DiFR, arXiv 2511.20621).
+
+A token is drawn from softmax(l / T) as the maximum of a score (Gumbel 1954; Maddison et al., arXiv 1411.0030):
+
+    token = argmax_i  l_i / T + g_i,    g_i = -log(-log u_i),    u_i = hash(key, position, i) in (0, 1)
+
+The noise g follows from a public key alone, so nobody who claims a text can choose it: not another temperature, other
+weights, or the best of many texts. A trainer has the model and computes the scores of all positions in one pass:
+
+    margin_t = max_i score_i - score_claimed  >= 0,    0 if the claimed token is the one that the noise draws
+
+Devices of one kind compute nearly equal logits, so each margin is 0 or tiny: `is_exact`. Elsewhere logits differ by
+rounding, and a near tie may fall to the other side by a small margin. `SumTest` compares the sum of the margins, each
+cut at `cap`, with that of honest devices. Bernstein's inequality bounds how often it refuses an honest text of n tokens
+whose margins have the mean m and the variance v:
+
+    P(sum >= n m + t)  <=  exp(-t^2 / (2 n v + 2 cap t / 3))
+
+The hash is the finaliser of SplitMix64 in wrapping 64-bit integers, and both logarithms are series in fp64 of
+additions, multiplications and divisions, which IEEE 754 rounds alike everywhere. So the noise has the same bits on all
+processors and cards.
+
+Letters in comments: B texts, T positions, V token ids.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64 as signed integers
+FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+SECOND_FACTOR: Final = 0x94D049BB133111EB - (1 << 64)
+FRACTION_BITS: Final = 52  # a half more is still exact in fp64
+SERIES_TERMS: Final = 6  # of the logarithm; the rest is below 1e-10
+EXACT_MARGIN: Final = 1e-3  # of honest devices of one kind, whose batches may differ
+LARGEST_HONEST_MARGIN: Final = 1.0  # of any honest device; rounding moves logits by some hundredths
+
+
+def noise_key(*parts: str | int) -> int:
+    """Make the key of a text's noise, a signed 64-bit integer, such as `noise_key(run_id, round, group, sample)`."""
+    text = "\0".join(f"{type(part).__name__} {part}" for part in ("murmur public noise", *parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def gumbel_noise(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Compute the noise (B, V) in fp32 of token ids.
+
+    Args:
+        keys: of each row, (B,) int64.
+        positions: of the drawn token in each row's text, (B,) int64.
+        ids: (V,) int64.
+    """
+    rows = _mix(keys + _mix(positions + GOLDEN))
+    words = _mix(rows[:, None] + ids * GOLDEN)
+    uniform = (_shift_right(words, 64 - FRACTION_BITS).double() + 0.5) * 2.0**-FRACTION_BITS
+    return -_log(-_log(uniform)).float()
+
+
+def _mix(words: Tensor) -> Tensor:
+    words = (words ^ _shift_right(words, 30)) * FIRST_FACTOR
+    words = (words ^ _shift_right(words, 27)) * SECOND_FACTOR
+    return words ^ _shift_right(words, 31)
+
+
+def _shift_right(words: Tensor, count: int) -> Tensor:
+    """Move the bits of unsigned words, which torch holds as signed ones."""
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def _log(values: Tensor) -> Tensor:
+    """Compute the logarithm of positive fp64 values by the series of artanh, equal to the bit on all machines."""
+    mantissa, exponent = torch.frexp(values)
+    is_low = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(is_low, mantissa * 2, mantissa)
+    ratio = (mantissa - 1) / (mantissa + 1)
+    square, total = ratio * ratio, torch.zeros_like(ratio)
+    for term in reversed(range(SERIES_TERMS)):
+        total = total * square
+        total = total + 1 / (2 * term + 1)
+    return (exponent - is_low.int()).double() * math.log(2) + ratio * 2 * total
+
+
+def scores_of(logits: Tensor, temperature: float, noise: Tensor) -> Tensor:
+    """Add the noise to logits of the same shape, in fp32 and in this order everywhere."""
+    return logits.float() / temperature + noise
+
+
+def margins_of(logits: Tensor, temperature: float, key: int, tokens: Tensor, ids: Tensor) -> Tensor:
+    """Compute how far each claimed token is below the one that the noise draws, (T,) in units of noise.
+
+    Args:
+        logits: before each claimed token, of `ids` alone, (T, V).
+        key: of the text's noise.
+        tokens: the claimed ones, (T,) int64.
+        ids: the tokens that may be drawn, (V,) int64, ascending. Another token has an infinite margin.
+    """
+    positions = torch.arange(len(tokens), device=logits.device)
+    scores = scores_of(logits, temperature, gumbel_noise(torch.full_like(positions, key), positions, ids))
+    places = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    claimed = scores.gather(1, places[:, None])[:, 0]
+    return torch.where(ids[places] == tokens, scores.amax(dim=1) - claimed, math.inf)
+
+
+def is_exact(margins: Tensor) -> bool:
+    """Check a text that a device of the same kind claims.
+
+    A single margin above rounding proves that the text was not drawn by its noise from this model.
+    """
+    return bool((margins <= EXACT_MARGIN).all())
+
+
+@dataclass(frozen=True)
+class SumTest:
+    """The test of texts from devices of other kinds, by the mean and variance of honest margins below `cap`."""
+
+    mean: float
+    variance: float
+    cap: float = LARGEST_HONEST_MARGIN
+    false_alarms: float = 1e-3
+
+    @classmethod
+    def calibrate(cls, honest: Tensor, cap: float = LARGEST_HONEST_MARGIN, false_alarms: float = 1e-3) -> Self:
+        """Estimate mean and variance from margins (T,) of honest texts, with one more margin at the cap.
+
+        The additional one keeps the test from expecting that rare near ties never occur.
+        """
+        kept = torch.cat((honest.double().clamp(max=cap), torch.tensor([cap], dtype=torch.float64)))
+        return cls(float(kept.mean()), float(kept.var(correction=0)), cap, false_alarms)
+
+    def limit(self, count: int) -> float:
+        """Compute the largest sum of the margins of an honest text of `count` tokens, from Bernstein's inequality."""
+        need, spread = -math.log(self.false_alarms), count * self.variance
+        linear = self.cap * need / 3
+        return count * self.mean + linear + math.sqrt(linear * linear + 2 * spread * need)
+
+    def accepts(self, margins: Tensor) -> bool:
+        """Check the margins (T,) of one text, or of all texts of a peer together."""
+        return float(margins.double().clamp(max=self.cap).sum()) <= self.limit(len(margins))
