@@ -7,12 +7,13 @@
             break
     swarm.close()
 
-`docs/user/own-loop.md` explains it.
+`docs/user/own-loop.md` explains it. `check_component` is for methods of your own (`docs/user/own-method.md`).
 """
 
 from murmuration.describing import describe
 from murmuration.joining import join, transformers_config
 from murmuration.swarm import Swarm
+from optim.component_checks import check_component
 from protocol.errors import MurmurError
 
-__all__ = ["MurmurError", "Swarm", "describe", "join", "transformers_config"]
+__all__ = ["MurmurError", "Swarm", "check_component", "describe", "join", "transformers_config"]

@@ -16,6 +16,7 @@ from node.commands import models
 from node.commands.console import (
     MAX_COUNT,
     MAX_SEED,
+    ImportOption,
     InsecureOption,
     JsonOption,
     ModelArgument,
@@ -114,7 +115,9 @@ def up(
     folder: Annotated[
         Path | None, typer.Option("--dir", help="run directory, resumed if it exists (default: runs/NAME-N)")
     ] = None,
-    recipe: Annotated[str | None, typer.Option(help="train with this method and its defaults")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="train with this method, or a variant such as diloco:inner_steps=30")
+    ] = None,
     drill: Annotated[
         bool | None, typer.Option(help="kill one peer half-way and restart it (default in the demo)")
     ] = None,
@@ -127,6 +130,7 @@ def up(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="only say what it takes of this machine, and how fast it can be")
     ] = False,
+    imports: ImportOption = None,
     flags: MachineFlags,
     as_json: JsonOption = False,
 ) -> None:
@@ -146,6 +150,7 @@ def up(
         json=as_json,
         http=http,
         dry_run=dry_run,
+        imports=tuple(imports or ()),
         flags=flags,
     )
     raise typer.Exit(run_swarm(options))
@@ -166,6 +171,7 @@ def join(
     ticket: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the organiser's ticket for this node; it is kept")
     ] = None,
+    _: ImportOption = None,
     flags: NodeFlags,
 ) -> None:
     """Join a run and train. A restarted node resumes."""
@@ -199,6 +205,7 @@ def host(
     tasks: Annotated[
         list[str] | None, typer.Option("--tasks", metavar="TASK", help="for --eval-every: as for `murmur eval`")
     ] = None,
+    _: ImportOption = None,
     flags: NodeFlags,
 ) -> None:
     """Host a run: a first peer for others to connect to, a web page, and the link to join."""
@@ -262,6 +269,7 @@ def doctor(
     ] = None,
     listen: Annotated[list[str] | None, typer.Option(metavar="MULTIADDR", help="as for `murmur join`")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+    _: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check whether this machine can take part, and show what to fix."""
@@ -277,6 +285,7 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="TOML file of the machines (default: typical volunteers)")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="also accept plain http:// over the internet")] = False,
+    _: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the share of their compute that peers can use in a run, and show what limits it."""
@@ -392,6 +401,7 @@ def rank(
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of all ranks here together (default: all cores)")
     ] = None,
+    _: ImportOption = None,
 ) -> None:
     """Train on this machine as a part of another machine's node, which runs with --site."""
     with loading():
@@ -465,6 +475,7 @@ def evaluate_model(
     allow_data: Annotated[
         bool, typer.Option("--allow-data", help="let a downloaded manifest stream its data set from the internet")
     ] = False,
+    _: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model on held-out text, or on tasks of lm-eval, and note the results in its folder."""

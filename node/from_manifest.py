@@ -8,6 +8,7 @@ from dataclasses import asdict
 from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
 from node.model import Cut, all_cuts, cut_of, shape_table
+from node.own_modules import own_registry
 from optim.compose import COMPONENTS, compose, with_small_memory
 from optim.errors import OptimError, UnknownOption, UnknownRecipe
 from optim.exact import exact_method
@@ -31,10 +32,16 @@ OPTION_IN_ERROR = re.compile(r"^(?P<part>\w+)(?:\.(?P<option>\w+)| '[^']*' has n
 
 
 def build_method(manifest: Manifest) -> Method:
-    """Build the manifest's method. Raises ManifestError for an unknown recipe or option."""
+    """Build the manifest's method.
+
+    Raises:
+        ManifestError: unknown recipe or option.
+        ComponentError: this machine lacks a module that the manifest names, or has another version of it.
+    """
     table = manifest.pipeline
+    registry = own_registry(manifest.method.modules)
     try:
-        method = compose(manifest.method.recipe, manifest.method.overrides())
+        method = compose(manifest.method.recipe, manifest.method.overrides(), registry)
         if not table.is_exact:
             return method
         count = table.step_microbatches(manifest.train.batch_tokens, manifest.model.context)

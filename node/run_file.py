@@ -1,12 +1,14 @@
 """Read a manifest whose [model] names a config.json, or a folder of weights, instead of single keys.
 
-Only a file that a user names may do so. The manifest that peers get has the keys and the hashes of the weights.
+Only a file that a user names may do so. The manifest that peers get has the keys and the hashes of the weights. In the
+same way `method.modules` of such a file may name modules without the SHA-256 of their sources.
 """
 
 import logging
 from pathlib import Path
 from typing import Any, Final
 
+from node.own_modules import complete_line
 from protocol.manifest.model import CUSTOM_KIND, ModelSection, format_tensor
 from protocol.manifest.reading import ManifestText, parse_manifest_values, read_manifest_bytes, validate_manifest
 from protocol.signing import MAX_SIGNED_MANIFEST_BYTES, SignedManifest, open_signed_manifest
@@ -27,11 +29,24 @@ def load_run_file(path: Path) -> SignedManifest:
     if SIGNATURE in text:
         return open_signed_manifest(text, str(path))
     values, decoded = parse_manifest_values(text, str(path))
+    has_modules = _complete_modules(values.get("method"))
     if not _names_files(values.get("model")):
+        if has_modules:
+            return SignedManifest(validate_manifest(values, decoded), None, None, decoded)
         return open_signed_manifest(text, str(path))
     base = path.parent.resolve() if path.is_file() else Path.cwd()
     _expand(values, decoded, base)
     return SignedManifest(validate_manifest(values, decoded), None, None, decoded)
+
+
+def _complete_modules(method: object) -> bool:
+    """Add the hashes of the sources to the names of modules; return whether one lacked its hash."""
+    lines = method.get("modules") if isinstance(method, dict) else None
+    if not isinstance(method, dict) or not isinstance(lines, list) or not all(isinstance(each, str) for each in lines):
+        return False
+    complete = [complete_line(line) for line in lines]
+    method["modules"] = complete
+    return complete != lines
 
 
 def _names_files(model: object) -> bool:

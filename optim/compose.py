@@ -115,6 +115,7 @@ REGISTRY: Final[Mapping[str, Mapping[str, type[Any]]]] = types.MappingProxyType(
         "adoption": MERGE_POLICIES,
     }
 )
+Registry = Mapping[str, Mapping[str, type[Any]]]  # the kinds of each component
 COMPONENTS: Final = tuple(REGISTRY)
 SCHEDULABLE: Final = (
     "schedule",
@@ -126,11 +127,11 @@ SCHEDULABLE: Final = (
 NO_OVERRIDES: Final[OptionTables] = types.MappingProxyType({})
 
 
-def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES) -> Method:
+def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES, registry: Registry = REGISTRY) -> Method:
     """Return the method of a recipe, with some options changed: {"codec": {"k": 128}, "update": {"kind": "sgd"}}.
 
     A table with a different `kind` replaces the recipe's component; options that it does not set have that kind's
-    defaults.
+    defaults. `registry` has the kinds to choose from (`optim.own_components`).
 
     Raises:
         UnknownRecipe: no recipe has that name; one line that suggests the nearest one.
@@ -146,14 +147,16 @@ def compose(recipe: str, overrides: OptionTables = NO_OVERRIDES) -> Method:
         {
             component: _merge_tables(recipe_row.tables[component], overrides.get(component, {}))
             for component in COMPONENTS
-        }
+        },
+        registry,
     )
+    build = functools.partial(_build_method, recipe_row, options, registry)
     breakpoints = tuple(sorted({0, *_breakpoints_of(options)}))
     for number in _rounds_to_check(breakpoints):
-        _build_method(recipe_row, options, number)  # find every fault now
+        build(number)  # find every fault now
     if len(breakpoints) == 1:
-        return _build_method(recipe_row, options, 0)
-    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(functools.partial(_build_method, recipe_row, options))
+        return build(0)
+    in_round = functools.lru_cache(maxsize=MAX_CACHED_METHODS)(build)
     return dataclasses.replace(in_round(0), breakpoints=breakpoints, build_for_round=in_round)
 
 
@@ -166,9 +169,9 @@ def _rounds_to_check(breakpoints: tuple[int, ...]) -> Iterable[int]:
     return (*breakpoints, *range(breakpoints[-1])) if breakpoints[-1] < MAX_CHECKED_ROUNDS else breakpoints
 
 
-def _build_method(recipe: Recipe, options: Mapping[str, ReadOptions], round_number: int) -> Method:
+def _build_method(recipe: Recipe, options: Mapping[str, ReadOptions], registry: Registry, round_number: int) -> Method:
     components = {
-        component: _build_component(component, REGISTRY[component], options[component], round_number)
+        component: _build_component(component, registry[component], options[component], round_number)
         for component in COMPONENTS
     }
     method = Method(name=recipe.name, paper=recipe.paper, **components)
@@ -177,14 +180,14 @@ def _build_method(recipe: Recipe, options: Mapping[str, ReadOptions], round_numb
     return method
 
 
-def _read_tables(tables: OptionTables) -> Mapping[str, ReadOptions]:
+def _read_tables(tables: OptionTables, registry: Registry) -> Mapping[str, ReadOptions]:
     """Read every option's schedule; a bit budget becomes the schedule that it pays for."""
     budget = read_bit_budget(tables["schedule"].get("inner_steps", 0))
     if budget is None:
         return {component: _read_table(component, table) for component, table in tables.items()}
     unspent = {**tables, "schedule": {**tables["schedule"], "inner_steps": 1}}
     options = {component: _read_table(component, table) for component, table in unspent.items()}
-    return {**options, "schedule": {**options["schedule"], "inner_steps": _spend(budget, options)}}
+    return {**options, "schedule": {**options["schedule"], "inner_steps": _spend(budget, options, registry)}}
 
 
 def _read_table(component: str, table: OptionTable) -> ReadOptions:
@@ -199,11 +202,11 @@ def _read_option(component: str, option: str, value: OptionValue) -> Scalar | Op
     return value
 
 
-def _spend(budget: BitBudget, options: Mapping[str, ReadOptions]) -> int | OptionSchedule:
+def _spend(budget: BitBudget, options: Mapping[str, ReadOptions], registry: Registry) -> int | OptionSchedule:
     if any(isinstance(value, OptionSchedule) for value in options["codec"].values()):
         raise UnknownOption("schedule.inner_steps: a budget needs a codec that does not change over the rounds")
-    codec = _build_component("codec", CODECS, options["codec"], 0)
-    vectors = _build_component("signal", SIGNALS, options["signal"], 0).vector_count
+    codec = _build_component("codec", registry["codec"], options["codec"], 0)
+    vectors = _build_component("signal", registry["signal"], options["signal"], 0).vector_count
     fragments = options["schedule"].get("fragments", 1)
     bits = codec.bits_per_parameter(SAMPLE_SIZE) * vectors
     return budget.inner_steps(bits, fragments if isinstance(fragments, int) else 1)

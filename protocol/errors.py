@@ -20,6 +20,7 @@ MurmurError                      1   any of the errors below, unspecified
 ├── ReceiptError                15   a receipt or the commits behind it do not verify
 ├── KeyInUseError               16   a node that started earlier uses the same key
 ├── AdmissionError              17   the run does not admit this node's key
+├── ComponentError              18   a module of the run's own is missing here, has other content, or cannot be used
 └── PeerFault                    -   a peer sent something wrong; never leaves the daemon
     ├── MalformedError               bytes that do not parse, or parse to invalid values
     ├── ForgedError                  a signature that does not verify
@@ -132,6 +133,10 @@ class KeyInUseError(MurmurError):
 
 class AdmissionError(MurmurError):
     exit_code = 17
+
+
+class ComponentError(MurmurError):
+    exit_code = 18
 
 
 class PeerFault(MurmurError):  # noqa: N818

@@ -29,6 +29,25 @@ PeerOption = Annotated[
     list[str] | None,
     typer.Option("--peer", metavar="MULTIADDR", help="of a RUN: connect to it first (repeatable)"),
 ]
+
+
+def _allow_modules(given: list[str] | None) -> list[str] | None:
+    if given:
+        from node.own_modules import allow_modules
+
+        allow_modules(given)
+    return given
+
+
+ImportOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="FILE.py",
+        callback=_allow_modules,
+        help="allow a module with parts of a method, a file or an installed one (repeatable)",
+    ),
+]
 ModelArgument = Annotated[
     str,
     typer.Argument(

@@ -10,6 +10,7 @@ import typer
 from node.commands.console import (
     MAX_COUNT,
     MAX_SEED,
+    ImportOption,
     InsecureOption,
     JsonOption,
     ModelArgument,
@@ -30,6 +31,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory")],
     peer: PeerOption = None,
     insecure: InsecureOption = False,
+    _: ImportOption = None,
 ) -> None:
     """Export the newest model as a Hugging Face directory: that of a node's directory, or that of a run's peers."""
     from node.paths import find_trained_dir
@@ -65,6 +67,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
     peer: PeerOption = None,
     insecure: InsecureOption = False,
+    _: ImportOption = None,
 ) -> None:
     """Continue a text with the newest checkpoint of a node, an exported model, or the newest model of a run."""
     with loading():
@@ -95,7 +98,12 @@ def tokenize(
 
 
 def sim(
-    recipe: Annotated[list[str], typer.Argument(metavar="RECIPE", help="names from `murmur recipes`")],
+    recipe: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE", help="names from `murmur recipes`, also with options: frugal:inner_steps=30,codec.k=32"
+        ),
+    ],
     peers: Annotated[int, typer.Option(min=1, max=1000, help="number of virtual peers")] = 8,
     steps: Annotated[int | None, typer.Option(min=1, help="inner steps per peer (default: 200)")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="tokens of all peers together, instead of --steps")] = None,
@@ -128,7 +136,12 @@ def sim(
         list[str] | None, typer.Option("--set", metavar="PART.OPTION=VALUE", help="set a recipe option (repeatable)")
     ] = None,
     as_json: JsonOption = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE.csv", help="write the figures as CSV, a row a seed"),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="plot the loss against bytes and time")] = None,
+    imports: ImportOption = None,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="compile the model in bf16 (needs a C++ compiler); for long runs")
     ] = False,
@@ -139,7 +152,7 @@ def sim(
 
     options = SimulationOptions(
         tuple(recipe), peers, steps, tokens, speeds, bandwidth, latency, churn, liars, seeds, run,
-        tuple(option or ()), as_json, plot, compiled, stages,
+        tuple(option or ()), as_json, plot, compiled, stages, tuple(imports or ()), csv,
     )  # fmt: skip
     with say_when_interrupted(NOTHING_WRITTEN):
         simulate(options)
@@ -161,6 +174,6 @@ COMMANDS = (
     (export, "Example: murmur export runs/demo-1 model, or murmur export https://run.example.org/run.toml model"),
     (generate, "Example: murmur generate runs/demo-1 --prompt 'def '"),
     (tokenize, "Example: murmur tokenize tokenizer.json shards corpus/*.txt"),
-    (sim, "Example: murmur sim diloco sparseloco --peers 8 --steps 200 --bandwidth 20"),
+    (sim, "Example: murmur sim frugal:inner_steps=30 frugal:inner_steps=100 diloco --steps 400 --csv curves.csv"),
     (recipes, "Example: murmur recipes sparseloco"),
 )  # each with its example

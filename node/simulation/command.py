@@ -2,10 +2,9 @@
 
 import json
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -18,6 +17,7 @@ from node.data.source import require_document_end
 from node.model import has_compiler
 from node.monitoring.tables import table_console
 from node.own_loops import require_our_loop
+from node.own_modules import own_registry, with_modules
 from node.run_dir import write_atomically
 from node.run_file import load_run_file
 from node.simulation import plot, report
@@ -25,14 +25,11 @@ from node.simulation.adversary import LIE_KINDS, Adversaries, LieKind
 from node.simulation.comparison import DATA_PARALLEL, LOCAL, Comparison, compare, count_steps
 from node.simulation.config import SimulationConfig, default_manifest, expand_per_peer, with_stages
 from node.simulation.virtual.network import BYTES_PER_MEGABIT
-from optim.compose import compose
-from optim.errors import OptimError
+from node.variants import merge_tables, parse_overrides, read_variant
+from optim.compose import REGISTRY, Registry
 from optim.method import Method
-from optim.options import OptionValue
-from optim.recipes import OptionTable, OptionTables
+from optim.recipes import OptionTables
 from protocol.errors import UsageError
-from protocol.fault_words import shorten
-from protocol.manifest.reading import describe_toml_fault
 from protocol.manifest.run import Manifest
 
 DEFAULT_STEPS = 200
@@ -59,12 +56,15 @@ class SimulationOptions:
     plot: Path | None = None
     compiled: bool = False
     stages: int | None = None
+    imports: tuple[str, ...] = ()
+    csv: Path | None = None
 
 
 def simulate(options: SimulationOptions) -> None:
     """Run the comparison and print it. Raises MurmurError."""
     config = build_config(options)
-    methods = compose_methods(options.recipes, config.manifest, parse_overrides(options.overrides))
+    registry = own_registry(with_modules(config.manifest, options.imports).method.modules)
+    methods = compose_methods(options.recipes, config.manifest, parse_overrides(options.overrides), registry)
     corpus = open_corpus(config.manifest.data, config.base)
     corpus.require_vocabulary(config.manifest.model.vocabulary)
     require_document_end(config.manifest.model, config.manifest.data, config.base)
@@ -76,6 +76,8 @@ def simulate(options: SimulationOptions) -> None:
     with _progress_bar(count_steps(config, len(methods), options.seeds)) as on_step:
         comparison = compare(config, methods, corpus, options.seeds, points, on_step)
     _print_comparison(comparison, options.json)
+    if options.csv:
+        write_atomically(options.csv, report.render_csv(comparison).encode())
     if options.plot:
         write_atomically(options.plot, plot.render_svg(comparison).encode())
 
@@ -86,7 +88,12 @@ def _print_comparison(comparison: Comparison, as_json: bool) -> None:
         return
     console = table_console()
     console.print(report.build_table(comparison, console.width))
-    for line in (*report.format_pipelines(comparison), report.format_logic_time(comparison)):
+    lines = (
+        *report.format_short_runs(comparison),
+        *report.format_pipelines(comparison),
+        report.format_logic_time(comparison),
+    )
+    for line in lines:
         console.print(line)
 
 
@@ -96,8 +103,9 @@ def build_config(options: SimulationOptions) -> SimulationConfig:
         raise UsageError("--steps and --tokens both set the length of the run; give only one of them")
     if options.compiled and not has_compiler():
         raise UsageError("--compiled needs a C++ compiler (g++ or clang++); install one, or omit the option")
-    if options.plot and not options.plot.parent.is_dir():  # checked now, because a comparison may take hours
-        raise UsageError(f"--plot: {options.plot.parent} is not a directory; create it, or name another file")
+    for name, path in (("--plot", options.plot), ("--csv", options.csv)):
+        if path and not path.parent.is_dir():  # checked now, because a comparison may take hours
+            raise UsageError(f"{name}: {path.parent} is not a directory; create it, or name another file")
     given = load_run_file(options.run).manifest if options.run else None
     if given is not None:
         require_our_loop(given)
@@ -134,48 +142,22 @@ def _peers_per_stage(options: SimulationOptions, stages: int) -> int:
     return options.peers // stages
 
 
-def compose_methods(recipes: Sequence[str], manifest: Manifest, overrides: OptionTables) -> Mapping[str, Method]:
-    """Compose each recipe with its defaults and the options of `--set`.
+def compose_methods(
+    recipes: Sequence[str], manifest: Manifest, overrides: OptionTables, registry: Registry = REGISTRY
+) -> Mapping[str, Method]:
+    """Compose each recipe, or variant of one, with its defaults, the options of `--set`, and its own.
 
     The manifest's own recipe also gets the manifest's options.
     """
     methods = {}
-    for name in recipes:
-        if name in (DATA_PARALLEL, LOCAL):
+    for text in recipes:
+        if text in (DATA_PARALLEL, LOCAL):
             continue  # the baselines are always included
-        tables = dict[str, OptionTable](manifest.method.overrides() if name == manifest.method.recipe else {})
-        for part, options in overrides.items():
-            tables[part] = {**tables.get(part, {}), **options}
-        try:
-            methods[name] = compose(name, tables)
-        except OptimError as error:
-            raise UsageError(str(error)) from error
+        variant = read_variant(text, registry)
+        tables = manifest.method.overrides() if variant.recipe == manifest.method.recipe else {}
+        changed = merge_tables(merge_tables(tables, overrides), variant.tables)
+        methods[text] = replace(variant, tables=changed).compose(registry)
     return methods
-
-
-def parse_overrides(texts: Sequence[str]) -> OptionTables:
-    """Return tables of options from texts `part.option=value`, each value as in a manifest; text needs no quotes."""
-    found: dict[str, dict[str, OptionValue]] = {}
-    for option in texts:
-        key, equals, text = option.partition("=")
-        part, dot, name = key.partition(".")
-        if not (equals and dot and part and name and text):
-            raise UsageError(f"--set {option!r}: write it as part.option=value, such as codec.k=128")
-        found.setdefault(part, {})[name] = _parse_value(option, text)
-    return found
-
-
-def _parse_value(option: str, text: str) -> OptionValue:
-    try:
-        value: OptionValue = tomllib.loads(f"value = {text}")["value"]
-    except RecursionError as error:
-        raise UsageError(f"--set {shorten(option)}: nested too deeply") from error
-    except ValueError as error:
-        if not isinstance(error, tomllib.TOMLDecodeError) or text.lstrip().startswith(("{", "[")):
-            fault = describe_toml_fault(error)
-            raise UsageError(f"--set {shorten(repr(option))}: not a TOML value: {fault}") from error
-        return text
-    return value if isinstance(value, bool | int | float | str | dict | list) else text
 
 
 def _parse_numbers(text: str, option: str) -> list[float]:

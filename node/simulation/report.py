@@ -1,13 +1,26 @@
-"""The table that `murmur sim` prints."""
+"""The table that `murmur sim` prints, the same figures as CSV, and a word about comparisons that are too short."""
+
+import csv
+import io
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from node.monitoring.tables import choose_columns, describe_left_out
-from node.simulation.comparison import Comparison, PipelineResults, RecipeResults, logic_time_fraction
+from node.simulation.comparison import (
+    DATA_PARALLEL,
+    FIGURES,
+    LOCAL,
+    Comparison,
+    PipelineResults,
+    RecipeResults,
+    logic_time_fraction,
+)
 from node.units import format_bytes
 
 PADDING = 2
+FEW_ROUNDS = 5  # fewer say little about a method: momentum, residuals and usual norms have hardly begun to act
 EXPENDABLE = (  # in a narrow terminal
     "bits/param/sync", "rounds", "compute", "data parallel, same time", "virtual s", "sent per peer", "bits/param/step",
 )  # fmt: skip
@@ -48,6 +61,33 @@ def _cells(series: RecipeResults, comparison: Comparison) -> tuple[str, ...]:
         f"{series.mean('rounds'):g}",
         "-" if then is None else f"{then:.4f}",
     )
+
+
+def format_short_runs(comparison: Comparison) -> list[str]:
+    """Return a line about the recipes that exchanged too rarely to be compared; none if all did often enough."""
+    rounds = {recipe.name: recipe.mean("rounds") for recipe in comparison.recipes}
+    few = {name: count for name, count in rounds.items() if count < FEW_ROUNDS and name not in (DATA_PARALLEL, LOCAL)}
+    if not few:
+        return []
+    shown = ", ".join(f"{name} {_times(count)}" for name, count in few.items())
+    advice = f"their losses say little; use more --steps or fewer inner_steps, for at least {FEW_ROUNDS} rounds"
+    return [f"too short to compare: {shown} exchanged in the whole run, so {advice}"]
+
+
+def _times(count: float) -> str:
+    return "never" if count == 0 else "once" if count == 1 else f"{count:g} times"
+
+
+def render_csv(comparison: Comparison) -> str:
+    """Return the figures as CSV: a row for each recipe and seed."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("recipe", "seed", "validation_loss", *FIGURES))
+    for recipe in comparison.recipes:
+        for seed, result in enumerate(recipe.results):
+            figures: Sequence[object] = [getattr(result, figure) for figure in FIGURES]
+            rows.writerow((recipe.name, seed, result.validation_loss, *figures))
+    return text.getvalue()
 
 
 def format_pipelines(comparison: Comparison) -> list[str]:

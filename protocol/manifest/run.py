@@ -54,6 +54,7 @@ DEFAULTS_OUTSIDE_RUN_ID: tuple[tuple[str, str, object], ...] = (  # runs older t
     ("data", "weights", None),
     ("data", "chat", None),
     ("run", "organiser_key", ""),
+    ("method", "modules", []),
     ("target", "keepers", DEFAULT_KEEPERS),
     ("audits", "share", 0.0),
     ("train", "memory", "normal"),

@@ -110,6 +110,15 @@ def _check_scalar(value: object) -> Scalar:
 
 
 OptionTable = dict[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
+MAX_MODULES: Final = 8
+MAX_MODULE_CHARACTERS: Final = 200
+MODULE_PATTERN: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)* [0-9a-f]{64}", re.ASCII)
+
+
+def _check_module(line: str) -> str:
+    if len(line) > MAX_MODULE_CHARACTERS or not MODULE_PATTERN.fullmatch(line):
+        raise ValueError("write the name of a Python module and the SHA-256 of its source, as `--import` does")
+    return line
 
 
 ADDRESS_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
@@ -204,6 +213,9 @@ class MethodSection(Section):
     """A recipe by name; each table overrides one of its parts."""
 
     recipe: str
+    modules: tuple[Annotated[str, AfterValidator(_check_module)], ...] = Field(
+        default=(), max_length=MAX_MODULES, description="modules with parts of the organiser's own: name and SHA-256"
+    )
     inner: OptionTable = {}
     signal: OptionTable = {}
     schedule: OptionTable = {}
@@ -215,7 +227,7 @@ class MethodSection(Section):
     adoption: OptionTable = {}
 
     def overrides(self) -> dict[str, OptionTable]:
-        tables: dict[str, OptionTable] = self.model_dump(exclude={"recipe"})
+        tables: dict[str, OptionTable] = self.model_dump(exclude={"recipe", "modules"})
         return {part: table for part, table in tables.items() if table}
 
 

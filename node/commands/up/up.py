@@ -39,11 +39,13 @@ from node.options import (
     threads_per_process,
 )
 from node.own_loops import require_our_loop
+from node.own_modules import own_registry, with_modules
 from node.paths import registered
 from node.processes.process import raise_fd_limit
 from node.run_dir import RunDir
 from node.run_file import load_run_file
 from node.trainer.devices.device import choose_devices
+from node.variants import read_variant
 from protocol.errors import UsageError
 from protocol.manifest.reading import manifest_of_values
 from protocol.manifest.run import Manifest
@@ -117,6 +119,7 @@ class UpOptions:
     json: bool = False
     http: str | None = None
     dry_run: bool = False
+    imports: tuple[str, ...] = ()
     flags: MachineFlags = MachineFlags()
 
 
@@ -166,7 +169,7 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     if not paths.is_utf8(source.resolve()):  # the manifest of the peers names it
         raise UsageError(f"the path {ascii(str(source.resolve()))} is not UTF-8 text; use another folder")
     signed = load_run_file(source)
-    manifest = signed.manifest
+    manifest = with_modules(signed.manifest, options.imports)
     if options.recipe is None:
         require_program(manifest, signed.text)  # a fault in the file is reported with its line
     require_our_loop(manifest)
@@ -242,7 +245,9 @@ def adapt_manifest(manifest: Manifest, base: Path, peers: int, options: UpOption
     if options.rounds is not None:
         values["target"] = {"rounds": options.rounds}
     if options.recipe is not None and options.recipe != manifest.method.recipe:
-        values["method"] = {"recipe": options.recipe}  # the other recipe's parts have other options
+        modules = manifest.method.modules
+        variant = read_variant(options.recipe, own_registry(modules))  # the other recipe's parts have other options
+        values["method"] = {"recipe": variant.recipe, "modules": list(modules), **variant.tables}
         if options.rounds is None and manifest.target.rounds is not None:
             values["target"] = {"tokens": tokens_in_rounds(manifest, manifest.target.rounds, peers)}
     values.pop("admission", None)  # the peers of this machine need neither tickets nor a list

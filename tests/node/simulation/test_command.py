@@ -12,7 +12,8 @@ import torch
 from node.commands.recipes import describe_recipe, show_recipes
 from node.simulation import command
 from node.simulation.adversary import Adversaries
-from node.simulation.command import SimulationOptions, build_config, compose_methods, parse_overrides, simulate
+from node.simulation.command import SimulationOptions, build_config, compose_methods, simulate
+from node.variants import parse_overrides
 from optim.compose import COMPONENTS
 from optim.recipes import RECIPES
 from protocol.errors import MurmurError, StorageError, UsageError

@@ -1,5 +1,6 @@
 """The baselines, the comparison, its figures and its charts."""
 
+import csv
 import io
 import json
 from dataclasses import replace
@@ -86,6 +87,41 @@ def test_charts_are_well_formed(comparison: Comparison) -> None:
         for dot in chart.iter(f"{space}circle"):
             assert plot.LEFT <= float(dot.attrib["cx"]) <= plot.CHART_WIDTH - plot.RIGHT
             assert plot.TOP <= float(dot.attrib["cy"]) <= plot.CHART_HEIGHT - plot.BOTTOM
+
+
+def test_charts_show_the_deviation_over_seeds_and_a_single_seed_has_none(comparison: Comparison) -> None:
+    single = Comparison(tuple(replace(recipe, results=recipe.results[:1]) for recipe in comparison.recipes))
+    bars = plot.render_svg(comparison).count('class="error"')
+    assert bars > 4 and 'class="error"' not in plot.render_svg(single)
+    first = comparison.recipes[0]
+    losses = [result.curve[-1].loss for result in first.results]
+    assert plot.deviations(first)[-1] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
+
+
+def test_csv_has_a_row_for_each_recipe_and_seed(comparison: Comparison) -> None:
+    rows = list(csv.DictReader(io.StringIO(report.render_csv(comparison))))
+    assert [(row["recipe"], row["seed"]) for row in rows[:3]] == [("diloco", "0"), ("diloco", "1"), ("sparseloco", "0")]
+    assert len(rows) == 8 and {"rounds", "sent_bytes", "virtual_seconds"} <= rows[0].keys()
+    losses = [float(row["validation_loss"]) for row in rows[:2]]
+    assert sum(losses) / 2 == pytest.approx(comparison.recipes[0].loss)
+
+
+def test_recipes_that_exchanged_too_rarely_are_named(comparison: Comparison) -> None:
+    rounds = {"diloco": 1, "sparseloco": 0, "data-parallel": 1, "local": 0}
+    few = Comparison(
+        tuple(
+            replace(recipe, results=tuple(replace(result, rounds=rounds[recipe.name]) for result in recipe.results))
+            for recipe in comparison.recipes
+        )
+    )
+    (line,) = report.format_short_runs(few)
+    assert line.startswith("too short to compare: diloco once, sparseloco never exchanged in the whole run")
+    rounds |= {"diloco": 5, "sparseloco": 9}
+    enough = (
+        replace(recipe, results=tuple(replace(result, rounds=rounds[recipe.name]) for result in recipe.results))
+        for recipe in comparison.recipes
+    )
+    assert report.format_short_runs(Comparison(tuple(enough))) == []
 
 
 def test_data_parallel_step_takes_the_time_of_its_all_reduce() -> None:

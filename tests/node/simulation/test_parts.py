@@ -15,7 +15,7 @@ from node.simulation.accounting import Accounting
 from node.simulation.comparison import RecipeResults
 from node.simulation.fake_signer import FakeSigner
 from node.simulation.measurement import CurvePoint, CurveRecorder, Evaluator, compute_result
-from node.simulation.plot import mean_curve
+from node.simulation.plot import linear_ticks, log_ticks, mean_curve
 from node.simulation.shared_compute import KEPT_ROUNDS, AppliedState, SharedCompute
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from node.trainer.ipc.channel import ContributionHeader
@@ -245,3 +245,11 @@ def test_drawn_curve_is_the_mean_over_the_seeds() -> None:
     first = replace(one, curve=(CurvePoint(1, 1.0, 10.0, 4.0), CurvePoint(2, 2.0, 20.0, 3.0)))
     second = replace(one, curve=(CurvePoint(1, 3.0, 30.0, 2.0),))
     assert mean_curve(RecipeResults("x", (first, second))) == [CurvePoint(1, 2.0, 20.0, 3.0)]
+
+
+@pytest.mark.parametrize("low, high", [(3.845, 4.83), (0.0, 6.2), (1.0, 1.05), (-2.0, 0.4)])
+def test_ticks_are_few_round_numbers_within_the_axis(low: float, high: float) -> None:
+    for ticks, ends in ((log_ticks(low, high), (10**low, 10**high)), (linear_ticks(low, high), (low, high))):
+        assert 3 <= len(ticks) <= 8
+        assert all(ends[0] - 1e-9 <= tick <= ends[1] + 1e-9 for tick in ticks)
+        assert all(float(f"{tick:.3g}") == pytest.approx(tick) for tick in ticks)
