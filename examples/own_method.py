@@ -54,4 +54,5 @@ class Ternary(Codec):
 
     @staticmethod
     def _values(codes: np.typing.NDArray[np.integer[Any]], scale: np.float32) -> Floats:
-        return np.array([0, scale, -scale], np.float32)[codes]
+        values: Floats = np.array([0, scale, -scale], np.float32)[codes]
+        return values

@@ -93,7 +93,8 @@ class Greedy(Echo):
 class Growing(Echo):
     @staticmethod
     def _values(codes: Any, scale: np.float32) -> Floats:
-        return np.array([0, 9 * scale, -9 * scale], np.float32)[codes]
+        values: Floats = np.array([0, 9 * scale, -9 * scale], np.float32)[codes]
+        return values
 
 
 @own
