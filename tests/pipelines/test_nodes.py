@@ -16,6 +16,7 @@ from node.run_dir import RunDir
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from tests.pipelines.patched_node import MOVE
+from tests.slices import nightly
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, running_swarm
 from tests.swarm.stages.test_pipeline import final_status
 
@@ -80,7 +81,7 @@ def _compare(folder: Path, ended: Sequence[PeerProcess]) -> Outcome:
     return Outcome(steps, differing, tuple(final_status(peer.folder) for peer in ended))
 
 
-@pytest.mark.parametrize("naive", [False, True])
+@pytest.mark.parametrize("naive", [False, *nightly([True])])
 def test_all_or_none_apply_a_sum_whose_peer_dies_while_it_travels(naive: bool, tmp_path: Path) -> None:
     """The control: nodes that apply a round whose sums lack microbatches."""
     word = "counts incomplete steps" if naive else ""
@@ -91,7 +92,7 @@ def test_all_or_none_apply_a_sum_whose_peer_dies_while_it_travels(naive: bool, t
     assert (outcome.differing > 0) == naive
 
 
-@pytest.mark.parametrize("naive", [False, True])
+@pytest.mark.parametrize("naive", [False, *nightly([True])])
 def test_microbatches_with_two_owners_count_once(naive: bool, tmp_path: Path) -> None:
     """The control: trainers that add every gradient that they compute."""
     word = "adds always" if naive else ""

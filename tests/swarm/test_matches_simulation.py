@@ -62,7 +62,7 @@ def real(manifest: Manifest, folder: Path) -> dict[str, str]:
         return {status.peer_id: status.state_digest for status in swarm.poll()}
 
 
-@pytest.mark.parametrize("recipe", sliced(("diloco", "noloco", "streaming-diloco"), 2))
+@pytest.mark.parametrize("recipe", sliced(("diloco", "noloco", "streaming-diloco"), 1))
 def test_real_peers_come_to_what_the_simulator_says(recipe: str, tmp_path: Path) -> None:
     manifest = manifest_of(recipe, RECIPES[recipe])
     write_run(tmp_path / "simulated", manifest)

@@ -8,7 +8,7 @@ import pytest
 from node.commands.up.peer_process import PeerProcess
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, isolated_processes, join_command, manifest_with
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)

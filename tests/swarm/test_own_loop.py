@@ -74,6 +74,7 @@ def wait_until(condition: Callable[[], bool], describe: Callable[[], str], secon
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 def test_loops_of_the_user_train_beside_an_ordinary_peer(tmp_path: Path) -> None:
     manifest = manifest_with(
         run={"min_peers": 3}, target={"rounds": ROUNDS}, round=PATIENT, method={"schedule": {"inner_steps": 8}}

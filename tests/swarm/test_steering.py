@@ -61,6 +61,7 @@ def forge(manifest: Manifest, addresses: tuple[str, ...]) -> None:
     assert asyncio.run(publish()) == 0, "nobody takes it"
 
 
+@pytest.mark.nightly
 def test_peers_follow_a_revision_from_one_round_on_though_one_was_down(tmp_path: Path) -> None:
     organiser = Organiser(tmp_path)
     with running_swarm(tmp_path, steered_run(organiser)) as swarm:

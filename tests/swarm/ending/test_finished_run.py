@@ -110,6 +110,7 @@ def restarted(peer: PeerProcess) -> PeerProcess:
     return peer
 
 
+@pytest.mark.nightly
 def test_last_peer_stays_until_a_host_holds_the_final_state(tmp_path: Path) -> None:
     """A host that keeps nothing does not release it; one that does, does."""
     with hosted_run(tmp_path, short_run(data=LOCAL), "--no-keep") as scene:
@@ -136,6 +137,7 @@ def test_last_peer_stays_until_a_host_holds_the_final_state(tmp_path: Path) -> N
             keeping.host.kill()
 
 
+@pytest.mark.nightly
 def test_run_goes_on_from_the_state_of_a_host_when_all_trainers_have_gone(tmp_path: Path) -> None:
     run = short_run(inner_steps=100)  # a state that is gone after a seventh of a second can hardly be fetched
     manifest = run.model_copy(update={"target": run.target.model_copy(update={"rounds": 10_000})})
