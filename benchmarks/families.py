@@ -23,8 +23,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from node.commands.up.report import VALIDATION_TOKENS
 from node.data import open_corpus, validation_batches
+from node.data.check import VALIDATION_TOKENS
 from node.processes.process import python_environment
 from node.run_file import load_run_file
 

@@ -48,6 +48,7 @@ Beside = Callable[[Node], AbstractAsyncContextManager[None]]  # runs next to the
 class FinishedRun:
     """The end of a run that a node has seen; `is_ours` says whether this node has the final model.
 
+    `validation_round`: the rounds of the model that was measured, fewer than `round` if nobody measured the final one.
     `is_extended`: the organiser has moved the target meanwhile.
     """
 
@@ -56,6 +57,7 @@ class FinishedRun:
     validation_loss: float | None
     is_ours: bool
     is_extended: bool = False
+    validation_round: int | None = None
 
 
 async def run_node(
@@ -218,9 +220,12 @@ def _end_of(node: Node) -> FinishedRun | None:
     replica = next(iter(node.replicas.values()))
     if (reached := replica.effects.reached) is None:
         return None
-    loss = replica.peers.swarm_view.newest_validation_loss() or replica.status_reporter.status().validation_loss
+    replica.adopt_final_loss()
+    status = replica.status_reporter.status()
     return FinishedRun(
-        reached.head.round, reached.head.tokens, loss, reached.is_ours, is_extended=replica.inbox.is_extended
+        *(reached.head.round, reached.head.tokens, status.validation_loss, reached.is_ours),
+        is_extended=replica.inbox.is_extended,
+        validation_round=status.validation_round,
     )
 
 

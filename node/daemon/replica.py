@@ -30,6 +30,7 @@ from optim.method import Method
 from optim.round_plan import RoundPlanner
 from protocol.manifest.run import Manifest
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
+from protocol.membership.record_fields import losses_by_source
 from protocol.murmur_pb2 import Signed
 from protocol.signing import sign
 from protocol.tasks import cancel_and_wait
@@ -126,7 +127,18 @@ class Replica:
         for event in events:
             if isinstance(event, PeerLeft):
                 self.peers.outbox.drop_peer(event.peer)
+        self.adopt_final_loss()
         self.inbox.post(SwarmChanged(self.peers.swarm_view.snapshot()))
+
+    def adopt_final_loss(self) -> None:
+        """Show the validation loss of the final model as its peer has measured it, once the run is over."""
+        if (reached := self.effects.reached) is None:
+            return
+        record = self.peers.swarm_view.newest_validation(reached.head.round)
+        if record is not None and record.validation_round > (self.status_reporter.status().validation_round or 0):
+            names = [source.name for source in self.manifest.data.sources]
+            by_source = losses_by_source(record.validation_by_source, names)
+            self.status_reporter.adopt_validation(record.validation_round, record.validation_loss, by_source)
 
     def on_revisions_changed(self) -> None:
         self.inbox.post(RevisionsChanged())

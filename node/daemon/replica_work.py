@@ -13,7 +13,7 @@ from node.daemon.state.contributions import ContributionIntake
 from node.daemon.state.replica_state import ReplicaState
 from node.daemon.trainer_link import TrainerLink
 from node.data.batches import VALIDATION_TOKENS
-from node.loop.events import ContributionReady
+from node.loop.events import ContributionReady, SwarmChanged
 from node.loop.round_loop import RoundLoop
 from node.monitoring.status_reporter import StatusReporter
 from node.options import NodeOptions
@@ -22,6 +22,7 @@ from node.run_dir import RunDir
 from node.trainer.ipc.channel import (
     AnchorApplied,
     ContributionHeader,
+    Evaluated,
     FromTrainer,
     PauseChanged,
     Ready,
@@ -144,6 +145,9 @@ class ReplicaWork:
                 self._inbox.post(ContributionReady())
             case PauseChanged():
                 directory.publish(urgent=True, resting=bool(message.reason))
+            case Evaluated() if self._state.steering.is_target_reached:
+                self._peers.swarm_view.publish_loss()
+                self._inbox.post(SwarmChanged(self._peers.swarm_view.snapshot()))
             case AnchorApplied() if self._is_to_be_evaluated(message):
                 self.trainer.expect_evaluation()
                 self._background.spawn(self.trainer.request_evaluation())

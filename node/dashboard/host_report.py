@@ -28,6 +28,7 @@ def build_host_report(state: RunState) -> RunReport:
     rows = list(state.rows)
     facts, last, validations = state.facts, state.rows.last, [row.validation_loss for row in rows]
     measured = [loss for loss in validations if loss is not None]
+    measured_rounds = [row.round + 1 for row in rows if row.validation_loss is not None]
     mean = mean_seconds(row.seconds for row in rows)
     return RunReport(
         run=facts.run if facts else "",
@@ -42,6 +43,7 @@ def build_host_report(state: RunState) -> RunReport:
         loss=last.loss if last else None,
         initial_validation_loss=measured[0] if measured else None,
         validation_loss=measured[-1] if measured else None,
+        validation_round=measured_rounds[-1] if measured else None,
         contributors=_count_contributors(state),
         missing_rounds=state.missing_rounds,
         evaluations=tuple(newest_of_each(state.evaluations)),

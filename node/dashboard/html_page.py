@@ -22,6 +22,7 @@ STATIC_DIR = ASSETS_DIR / "static"
 MAX_BROAD_LANES = 8  # lanes that have room for broad bars
 WEB_ADDRESS_PREFIXES = ("https://", "http://")
 Values = Mapping[str, Any]
+NO_ROUND: Final = '<p class="empty no-round needs-script">The first round is not finished yet.</p>'
 RESULT_COLUMNS: Final = {
     "Task": "",
     "Metric": "",
@@ -57,6 +58,7 @@ def render_page(values: Values, join_line: str | None, version: str, end: str = 
         over="yes" if values["end_version"] else "no",
         end=end,
         manifest_link=' · <a href="/run.toml">manifest</a>' if join_line else "",
+        no_round="" if values["round"] else NO_ROUND,
         hidden_progress="" if values["progress"] is not None else " hidden",
         lane_round="" if timeline["round"] is None else timeline["round"] + 1,
         few=" few" if len(timeline["lanes"]) <= MAX_BROAD_LANES else "",
@@ -98,7 +100,7 @@ def _tile_texts(values: Values) -> dict[str, object]:
         "progress": _default_if_none(values["progress"], 0),
         "target": format_target(values),
         "loss": format_number(values["loss"], 3),
-        "validation": f"validation {format_number(validation, 3)}{_describe_sources(values['validation_by_source'])}",
+        "validation": _describe_validation(validation, values["validation_by_source"]),
         "speed": format_si(values["tokens_per_second"]),
         "active": values["active"],
         "coming": f"{values['joining']} joining · {values['left_today']} left today",
@@ -110,6 +112,12 @@ def _tile_texts(values: Values) -> dict[str, object]:
     }
 
 
+def _describe_validation(loss: float | None, by_source: Mapping[str, float]) -> str:
+    """Return the text below the training loss, which the script writes too: what it measures, the validation loss."""
+    validation = f"validation {format_number(loss, 3)}{_describe_sources(by_source)}"
+    return f"of the peers' own weights; of the shared model: {validation}"
+
+
 def _describe_sources(losses: Mapping[str, float]) -> str:
     """Return the validation losses of the sources of a mixture in brackets; empty for a single source."""
     words = ", ".join(f"{name} {format_number(loss, 3)}" for name, loss in losses.items())
@@ -117,10 +125,10 @@ def _describe_sources(losses: Mapping[str, float]) -> str:
 
 
 def _describe_in_time(values: Values) -> str:
-    if values["expected"]:
-        where = " at the last stage" if values["stages"] else ""
-        return f"{values['in_time']} of {values['expected']} in time{where}"
-    return "no round yet"
+    if not values["round"]:
+        return "no round yet"
+    where = " at the last stage" if values["stages"] else ""
+    return f"{values['in_time']} of {values['expected']} in time{where}"
 
 
 def format_target(values: Values) -> str:

@@ -34,17 +34,21 @@ EMPTY_SECTION = '<section id="end" data-version="" hidden></section>'
 
 
 class Figure(NamedTuple):
-    """One figure of a report; `before` is its value at the beginning, and the page leaves the `note` out."""
+    """One figure of a report, and what it was measured on.
+
+    `before` is its value at the beginning, and the page leaves the `note` out.
+    """
 
     label: str
     value: str
     before: str = ""
     note: str = ""
+    meaning: str = ""
 
     @property
     def text(self) -> str:
         start = f"{self.before} -> " if self.before else ""
-        return f"{start}{self.value}{self.note}"
+        return f"{start}{self.value}{self.note}{self.meaning and f', {self.meaning}'}"
 
 
 class ReportModel(BaseModel):
@@ -83,6 +87,7 @@ class RunReport(ReportModel):
     loss: float | None = None
     initial_validation_loss: float | None = None
     validation_loss: float | None = None
+    validation_round: int | None = Field(default=None, description="rounds of the model that was measured")
     contributors: tuple[ContributorReport, ...] = ()
     missing_rounds: int = 0
     evaluations: tuple[Result, ...] = Field(default=(), description="the newest result of each metric of `murmur eval`")
@@ -94,11 +99,16 @@ class RunReport(ReportModel):
         figures = (
             Figure("tokens", f"{self.tokens:,}", note=f" in {format_plural(self.rounds, 'round')}{missing}"),
             Figure("time in rounds", format_duration(self.seconds)),
-            _loss_figure("training loss", self.initial_loss, self.loss),
-            _loss_figure("validation loss", self.initial_validation_loss, self.validation_loss),
+            _loss_figure("training loss", self.initial_loss, self.loss, "of the peers' own weights"),
+            _loss_figure("validation loss", self.initial_validation_loss, self.validation_loss, self._measured_on()),
             Figure("parameters", f"{self.parameters:,}"),
         )
         return [figure for figure in figures if figure.value]
+
+    def _measured_on(self) -> str:
+        """Return the words for the model whose validation loss the report has."""
+        is_final = self.validation_round in (None, self.rounds)
+        return "of the shared model" + ("" if is_final else f" after round {self.validation_round:,}")
 
     def lines(self) -> list[str]:
         """Return the report for a terminal."""
@@ -137,12 +147,12 @@ class RunReport(ReportModel):
         )
 
 
-def _loss_figure(label: str, before: float | None, after: float | None) -> Figure:
-    """Return how a loss changed; without a value if it is not known."""
+def _loss_figure(label: str, before: float | None, after: float | None, meaning: str) -> Figure:
+    """Return how a loss changed, and what it measures; without a value if it is not known."""
     if after is None:
         return Figure(label, "")
     start = "" if before is None else format_number(before, 3)
-    return Figure(label, format_number(after, 3), start, " nats per token")
+    return Figure(label, format_number(after, 3), start, " nats per token", meaning)
 
 
 def escape_markdown(text: str) -> str:
@@ -196,7 +206,8 @@ def _render_figures(report: RunReport) -> str:
 
 def _render_value(figure: Figure) -> str:
     value = escape(figure.value)
-    return f'<span class="from">{escape(figure.before)} \u2192</span> <b>{value}</b>' if figure.before else value
+    shown = f'<span class="from">{escape(figure.before)} \u2192</span> <b>{value}</b>' if figure.before else value
+    return f"{shown}<small>{escape(figure.meaning)}</small>" if figure.meaning else shown
 
 
 def _render_links(values: Mapping[str, Any], has_receipts: bool) -> str:

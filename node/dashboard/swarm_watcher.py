@@ -50,7 +50,7 @@ from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import MAX_STAGES, DataSection, SourceSection
 from protocol.membership import peer_table
-from protocol.membership.record_fields import parse_source_losses, record_of_stage
+from protocol.membership.record_fields import losses_by_source, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import stage_of
 from protocol.tasks import run_until_one_ends
@@ -211,9 +211,9 @@ class SwarmWatcher:
             if self._newest_validation < record.validation_round <= self._known_round + 1:
                 self._newest_validation = record.validation_round
                 loss = min(record.validation_loss, MAX_SHOWN_LOSS)
-                losses = [min(found, MAX_SHOWN_LOSS) for found in parse_source_losses(record.validation_by_source)]
                 names = [source.name for source in self._node.manifest.data.sources]
-                by_source = dict(zip(names, losses, strict=True)) if len(names) == len(losses) else {}
+                found = losses_by_source(record.validation_by_source, names)
+                by_source = {name: min(each, MAX_SHOWN_LOSS) for name, each in found.items()}
                 self._event_log.record(
                     ValidationMeasured(at=now, peer=peer, round=record.validation_round, loss=loss, by_source=by_source)
                 )

@@ -1,7 +1,8 @@
 """Decide when a peer whose run has reached its target may leave. PURE.
 
-It stays for trainers that are about to reach the target, because they may need its blobs; for hosts that fetch the
-final state; and until `target.keepers` other machines hold that state, because nobody could get the model otherwise.
+It stays for trainers that are about to reach the target, because they may need its blobs; for the validation loss of
+the final model, which one of them measures; for hosts that fetch the final state; and until `target.keepers` other
+machines hold that state, because nobody could get the model otherwise.
 A machine holds the state once its record names it, also if it has left since. Every wait has an end: the last peer of
 a run that nobody comes back to leaves after a day, with the model on its disk.
 """
@@ -15,6 +16,7 @@ from protocol.identity import PeerId
 
 RETURN_SECONDS = 10.0  # for a peer that is back to hear whether the organiser has extended the run
 ARRIVAL_SECONDS = 20.0  # for trainers that are about to reach the target
+MEASURING_SECONDS = 30.0  # for the peer whose turn it is to measure the loss of the final model
 KEEPING_SECONDS = 24 * 3600.0  # for a machine to come that takes the state
 MIN_HANDOVER_SECONDS = 60.0  # for a host to fetch the state, plus its size / MIN_HANDOVER_BYTES_PER_SECOND
 MIN_HANDOVER_BYTES_PER_SECOND = 500_000
@@ -34,6 +36,7 @@ class Departure:
         self._since = 0.0
         self._patience = 0.0
         self._hears_until = 0.0
+        self._measured_until = 0.0
         self._holders: set[PeerId] = set()  # other machines with the final state; counted up to `keepers`
         self._hosts_since: dict[PeerId, float] = {}  # hosts that lack the final state, and since when we know them
         self._deadline: float | None = None
@@ -54,6 +57,7 @@ class Departure:
         self._patience = 0.0 if is_alone else options.expiry if has_restarted else KEEPING_SECONDS
         self._head, self._state, self._since = head, state, now
         is_steered = bool(options.steering.base.run.organiser_key)
+        self._measured_until = now if has_restarted else now + MEASURING_SECONDS
         self._hears_until = now + RETURN_SECONDS if has_restarted and is_steered and not is_alone else now
 
     def advance(self, now: float) -> list[ReportPhase | LeaveRun]:
@@ -88,6 +92,8 @@ class Departure:
         options, late = self._options, self._count_late_trainers(head)
         if late and self._is_before(self._since + ARRIVAL_SECONDS, now):
             return f"for {late} other {'peer' if late == 1 else 'peers'}"
+        if self._awaits_loss(head) and self._is_before(self._measured_until, now):
+            return "for the validation loss of the final model"
         if self._is_before(self._hears_until, now):
             return "to hear whether the organiser has extended the run"
         if not options.steering.knows_all(self._snapshot) and self._is_before(self._since + ARRIVAL_SECONDS, now):
@@ -101,6 +107,12 @@ class Departure:
         if missing > 0 and self._is_before(self._since + self._patience, now):
             return f"until {missing} other {'machine holds' if missing == 1 else 'machines hold'} the final model"
         return None
+
+    def _awaits_loss(self, head: ChainHead) -> bool:
+        """Return whether losses of earlier models were measured, but none of the final one is known."""
+        known = {**self._snapshot.left, **self._snapshot.peers}.values()
+        measured = {state.validation_round for state in known} - {0}
+        return bool(measured) and head.round not in measured
 
     def _is_before(self, deadline: float, now: float) -> bool:
         self._deadline = deadline if now < deadline else None

@@ -245,6 +245,10 @@ class StatusReporter:
                 validation_by_source=dict(message.by_source),
             )
 
+    def adopt_validation(self, round_number: int, loss: float, by_source: Mapping[str, float]) -> None:
+        """Take over the validation loss that another peer has measured of the final model."""
+        self._update(validation_loss=loss, validation_round=round_number, validation_by_source=dict(by_source))
+
     def _describe_stall(self) -> str:
         """Describe a stall of the round; empty while there is none. Its cause is not known here."""
         longest, now = max(self._round_seconds, default=math.inf), self._clock()
@@ -330,10 +334,10 @@ class StatusReporter:
     def _describe_losses(self) -> list[str]:
         """Return the recent training loss, and the validation loss if no line had it before."""
         status = self._status
-        found = [] if status.loss is None else [f"loss {status.loss:.3f}"]
+        found = [] if status.loss is None else [f"loss {status.loss:.3f} (own weights)"]
         if status.validation_loss is not None and status.validation_round != self._logged_validation:
             self._logged_validation = status.validation_round
-            found.append(status.describe_validation())
+            found.append(f"{status.describe_validation()} (shared model)")
         return found
 
     def record_revised(self, settled: Sequence[SettledContribution]) -> None:

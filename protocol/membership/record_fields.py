@@ -90,6 +90,12 @@ def parse_source_losses(data: bytes) -> tuple[float, ...]:
     return losses
 
 
+def losses_by_source(data: bytes, names: Sequence[str]) -> dict[str, float]:
+    """Return the losses in a field by the names of the sources; none if it has another number of them."""
+    losses = parse_source_losses(data)
+    return dict(zip(names, losses, strict=True)) if len(names) == len(losses) else {}
+
+
 @dataclass(frozen=True)
 class ServedStage:
     """A stage (counted from 0), and the fields of a record that concern it; no digest before it has a state."""

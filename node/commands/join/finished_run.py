@@ -34,8 +34,9 @@ POLL_SECONDS = 0.2
 
 def describe_end(finished: FinishedRun, run: str, node_dir: Path) -> list[str]:
     """Return the last lines of `murmur join RUN` for a run that has reached its target."""
-    validation = finished.validation_loss
-    loss = "" if validation is None else f", validation loss {validation:.3f}"
+    loss = "" if finished.validation_loss is None else f", validation loss {finished.validation_loss:.3f}"
+    if loss and finished.validation_round not in (None, finished.round):
+        loss += f" after round {finished.validation_round:,}"
     url = find_on_host(run, "/model")
     newest = find_newest_model([node_dir])  # the node of a pipeline has its own stage, and one that it keeps
     has_whole = finished.is_ours and newest is not None and newest[0] == finished.round
@@ -95,9 +96,9 @@ async def _look(node: Node) -> FinishedRun | None:
         snapshot = SwarmSnapshot(states_at(records, stage))
         final = steering.final_head(snapshot, node.peer_id)
         if final is not None:
-            newest = find_newest_validation(records.values())
-            loss = newest.validation_loss if newest else None
-            return FinishedRun(final.round, final.tokens, loss, is_ours=False)
+            newest = find_newest_validation(records.values(), final.round)
+            loss, measured = (newest.validation_loss, newest.validation_round) if newest else (None, None)
+            return FinishedRun(final.round, final.tokens, loss, is_ours=False, validation_round=measured)
         if snapshot.trainers and steering.knows_all(snapshot):
             return None
         await asyncio.sleep(POLL_SECONDS)

@@ -21,6 +21,7 @@ from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.ledger import commit_reader, read_ledger
 from node.dashboard.run_report import REPORT_JSON, ContributorReport, Figure, RunReport, write_report
 from node.data import open_corpus, validation_sets
+from node.data.batches import VALIDATION_TOKENS
 from node.model import build_model
 from node.model.export import export
 from node.model.generate import generate
@@ -31,7 +32,6 @@ from node.trainer.inner_step import validate
 from node.units import format_bytes
 from protocol.manifest.run import Manifest
 
-VALIDATION_TOKENS = 65_536
 SAMPLE_TOKENS = 200
 SAMPLE_CHARACTERS = 240
 PROMPTS = {"python-stdlib": "def "}

@@ -19,9 +19,11 @@ from protocol.membership.record_fields import parse_kept_states, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import StepReports
 from protocol.recent import RecentTable
+from protocol.signing import MAX_ROUND
 from protocol.transport.nat import is_relay_only, relays_of
 
 MAX_LEFT_PEERS = 4096
+MAX_LEFT_LOSSES = 64  # records of peers that left, for the losses that they measured
 
 
 class SwarmView:
@@ -49,6 +51,7 @@ class SwarmView:
         self.has_contacts = has_contacts
         self._rng = rng
         self._left_peers = RecentTable[PeerId, PeerState](MAX_LEFT_PEERS)
+        self._left_losses = RecentTable[PeerId, PeerRecord](MAX_LEFT_LOSSES)
         self._has_met_trainer = False  # whether another trainer was ever seen
         self._directory.subscribe(self)
 
@@ -167,10 +170,13 @@ class SwarmView:
         trainers = sorted(peer for peer in self.trainers() if not live[peer].resting)
         return bool(trainers) and trainers[round_number % len(trainers)] == self._directory.peer_id
 
-    def newest_validation_loss(self) -> float | None:
-        """Return the newest validation loss that a peer has measured, by the records; None if there is none."""
-        newest = find_newest_validation(self._admitted_here().values())
-        return newest.validation_loss if newest else None
+    def newest_validation(self, round_number: int) -> PeerRecord | None:
+        """Return the record with the newest validation loss up to a round, also of a peer that left; None without."""
+        return find_newest_validation([*self._left_losses.values(), *self._admitted_here().values()], round_number)
+
+    def publish_loss(self) -> None:
+        """Let the other peers know at once of the validation loss that we have measured."""
+        self._directory.publish(urgent=True, **self._status.status().record_fields())
 
     def announce_head(self, chain: Chain, state: Digest, urgent: bool = True) -> None:
         """Announce our head, and let the voters of its next round go before strangers.
@@ -224,6 +230,8 @@ class SwarmView:
             self._has_met_trainer = self._has_met_trainer or record.role == "trainer"
         elif isinstance(event, PeerLeft) and event.reason == "left":
             self._left_peers[event.peer] = peer_state(seen)
+            if record.validation_round and self._admitted_peers.admits(event.peer, record):
+                self._left_losses[event.peer] = record
 
 
 def peer_states(records: Mapping[PeerId, PeerRecord]) -> dict[PeerId, PeerState]:
@@ -259,10 +267,10 @@ def kept_states_of(records: Mapping[PeerId, PeerRecord], stage: int) -> dict[Pee
     return found
 
 
-def find_newest_validation(records: Iterable[PeerRecord]) -> PeerRecord | None:
-    """Return the record with the validation loss of the newest round; None if no peer has measured one."""
-    newest = max(records, key=lambda record: record.validation_round, default=None)
-    return newest if newest is not None and newest.validation_round else None
+def find_newest_validation(records: Iterable[PeerRecord], round_number: int = MAX_ROUND) -> PeerRecord | None:
+    """Return the record with the newest validation loss up to a round, of a trainer rather than a host; or None."""
+    measured = [record for record in records if 0 < record.validation_round <= round_number]
+    return max(measured, key=lambda record: (record.validation_round, record.role == "trainer"), default=None)
 
 
 def peer_state(record: PeerRecord) -> PeerState:
@@ -274,4 +282,5 @@ def peer_state(record: PeerRecord) -> PeerState:
         is_trainer=record.role == "trainer",
         is_resting=record.resting,
         revision=record.revision,
+        validation_round=record.validation_round,
     )

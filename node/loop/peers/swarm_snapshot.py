@@ -22,6 +22,7 @@ class PeerState:
         is_trainer: whether it trains.
         is_resting: whether its trainer is paused.
         revision: the digest of the organiser's newest revision that it knows; empty if it knows none.
+        validation_round: the rounds of the model whose validation loss it measured last; 0: of none.
     """
 
     head: ChainHead | None
@@ -29,6 +30,7 @@ class PeerState:
     is_trainer: bool = True
     is_resting: bool = False
     revision: Digest = b""
+    validation_round: int = 0
 
     @property
     def is_keeper(self) -> bool:

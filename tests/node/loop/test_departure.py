@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from node.loop.actions import LeaveRun, LoopAction, ReportPhase
-from node.loop.departure import ARRIVAL_SECONDS, KEEPING_SECONDS, MIN_HANDOVER_SECONDS, RETURN_SECONDS, Departure
+from node.loop.departure import (
+    ARRIVAL_SECONDS,
+    KEEPING_SECONDS,
+    MEASURING_SECONDS,
+    MIN_HANDOVER_SECONDS,
+    RETURN_SECONDS,
+    Departure,
+)
 from node.loop.options import LoopOptions, RoundOptions, SyncOptions
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
@@ -63,6 +70,21 @@ class Leaving:
 
 
 def test_peer_leaves_at_once_when_another_trainer_has_the_final_state() -> None:
+    assert Leaving({"a": FINAL}).leaves_at() == 0.0
+
+
+def test_peer_waits_for_the_loss_of_the_final_model_which_another_one_measures() -> None:
+    """Controls: a run whose losses nobody measures, a peer that comes back, and one that never measures."""
+    others = {"a": PeerState(HEAD, STATE, validation_round=7)}
+    peer = Leaving(others)
+    assert peer.reason() == "the target is reached; waiting for the validation loss of the final model"
+    peer.see({"a": PeerState(HEAD, STATE, validation_round=8)})
+    assert peer.reason() is None
+    left = Leaving(others)
+    left.see({"b": FINAL}, {"a": PeerState(HEAD, STATE, validation_round=8)})
+    assert left.reason() is None, "its goodbye had the loss"
+    assert Leaving(others).leaves_at() == MEASURING_SECONDS
+    assert Leaving(others, has_restarted=True).leaves_at() == 0.0
     assert Leaving({"a": FINAL}).leaves_at() == 0.0
 
 

@@ -17,7 +17,7 @@ function showSummary() {
   put("target", s.seconds_left ? `${aim} · ${duration(s.seconds_left)} left` : aim);
   put("loss", digits(s.loss, 3));
   const sources = Object.entries(s.validation_by_source).map(([name, loss]) => `${name} ${digits(loss, 3)}`).join(", ");
-  put("validation", `validation ${digits(s.validation, 3)}${sources && ` (${sources})`}`);
+  put("validation", `of the peers' own weights; of the shared model: validation ${digits(s.validation, 3)}${sources && ` (${sources})`}`);
   put("speed", si(s.tokens_per_second));
   put("active", s.active);
   put("coming", `${s.joining} joining · ${s.left_today} left today`);
@@ -26,8 +26,9 @@ function showSummary() {
   put("sending-unit", `${letter}B`);
   put("saved", s.saved ? `${digits(s.saved, 0)}\u00d7 below all-reduce` : "of all peers together");
   put("pace", digits(s.round_seconds, 1));
-  put("in_time", s.expected ? `${s.in_time} of ${s.expected} in time${s.stages.length ? " at the last stage" : ""}` : "no round yet");
+  put("in_time", s.round ? `${s.in_time} of ${s.expected} in time${s.stages.length ? " at the last stage" : ""}` : "no round yet");
   document.title = s.loss == null ? s.run : `${digits(s.loss, 3)} · ${s.run}`;
+  for (const line of document.querySelectorAll(".no-round")) line.hidden = s.round > 0;
   showWarnings(s.warnings);
   showModel(s.model);
 }

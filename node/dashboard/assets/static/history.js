@@ -28,6 +28,7 @@ function addRound(event, parameters) {
     message: sum("size") / count, raw: 2 * (count - 1) / count * 4 * parameters * steps, sent: null, validation: null });
   if (rows.length > MAX_ROUNDS) rows = rows.filter((_, index) => index % 2 || index === rows.length - 1);
 }
+const noRows = () => state && state.round ? "The rounds are being loaded" : "No round yet";
 const rowOfRound = (round) => rows.find((one) => one.round === round);
 
 function showCharts() {
@@ -38,14 +39,14 @@ function showCharts() {
   const losses = shown.map((row) => row.loss), last = rows[rows.length - 1];
   const smooth = count > 1;
   lossPlot.show([x, smooth ? losses : losses.map(() => null), smooth ? smoothed(losses, count) : losses, shown.map((row) => row.validation)],
-    last ? `Loss ${digits(last.loss, 3)} after round ${last.round + 1}` : "No round yet");
+    last ? `Loss ${digits(last.loss, 3)} after round ${last.round + 1}` : noRows());
   unit = unitOf(Math.max(1, ...rows.map((row) => row.sent || row.message || 0)));
   put("bytes-unit", `${unit[1]}B`);
   const positive = (value) => value > 0 ? value / unit[0] : null;
   baseline = runningMean(shown.map((row) => positive(row.raw)), BASELINE_ROUNDS);
   const sent = shown.map((row) => positive(row.sent));
   bytesPlot.show([x, smooth ? smoothed(sent, count) : sent, baseline],
-    last ? `${digits((last.sent || last.message) / unit[0], 1)} ${unit[1]}B sent per peer, ${digits(last.raw / unit[0], 1)} by all-reduce` : "No round yet");
+    last ? `${digits((last.sent || last.message) / unit[0], 1)} ${unit[1]}B sent per peer, ${digits(last.raw / unit[0], 1)} by all-reduce` : noRows());
   $("chart-tools").hidden = shown.length < 2;
   for (const id of ["zoom-out", "zoom-all", "earlier", "later"]) $(id).disabled = !zoom;
   $("zoom-in").disabled = Boolean(zoom) && zoomedBy(zoom, fullRange(shown), 0.5)[1] === zoom[1];

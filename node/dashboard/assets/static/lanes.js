@@ -28,7 +28,7 @@ function showLanes(timeline) {
   const longest = Math.max(0, ...timeline.lanes.map((lane) => lane.compute + lane.exchange + lane.wait)) || 1;
   $("lanes").classList.toggle("few", timeline.lanes.length <= 8);
   $("lanes").replaceChildren(...timeline.lanes.map((lane) => laneRow(lane, longest)));
-  const missing = $("loss-chart").classList.contains("blank") ? "The first round is not finished yet." : "No peer has reported its times.";
+  const missing = !state.round ? "The first round is not finished yet." : "No peer has reported its times.";
   if (!timeline.lanes.length) $("lanes").replaceChildren(make("p", "empty", missing));
 }
 function showScrub() {

@@ -27,6 +27,13 @@ def test_newcomer_is_told_the_end_and_where_the_model_is(monkeypatch: pytest.Mon
     ]
 
 
+def test_loss_of_an_earlier_model_is_not_called_that_of_the_final_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, 404)
+    for measured, end in ((66, "validation loss 1.250"), (65, "validation loss 1.250 after round 65")):
+        ended = FinishedRun(66, 100, 1.25, is_ours=False, validation_round=measured)
+        assert describe_end(ended, URL, Path("/node"))[0] == f"the run is over: round 66, 100 tokens, {end}"
+
+
 def test_peer_with_the_model_exports_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answering(monkeypatch, 404)
     node, ended = tmp_path / "my node", FinishedRun(8, 80, None, is_ours=True)

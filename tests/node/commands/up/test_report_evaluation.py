@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.commands.up.report import VALIDATION_TOKENS, evaluate_model, validation_losses
+from node.commands.up.report import evaluate_model, validation_losses
 from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
 from node.data import open_corpus, validation_batches
+from node.data.batches import VALIDATION_TOKENS
 from node.model import build_model, initial_weights, shape_table
 from protocol.errors import CheckpointError
 from protocol.manifest.reading import load_manifest

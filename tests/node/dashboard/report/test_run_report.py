@@ -34,9 +34,9 @@ def test_terminal_and_markdown_have_the_same_figures() -> None:
     lines, page = report().lines(), report().markdown()
     assert lines[0] == "tokens           1,000 in 3 rounds"
     assert lines[1] == "time in rounds   4 min 48 s"
-    assert lines[2] == "validation loss  5.162 -> 1.250 nats per token"
+    assert lines[2] == "validation loss  5.162 -> 1.250 nats per token, of the shared model"
     assert "| tokens | 1,000 in 3 rounds |" in page and "| time in rounds | 4 min 48 s |" in page
-    assert "| validation loss | 5.162 -> 1.250 nats per token |" in page
+    assert "| validation loss | 5.162 -> 1.250 nats per token, of the shared model |" in page
     assert "| mary | 750 | 75.0% | 3 | 2 h | 4.2 MB |" in page
 
 
@@ -54,7 +54,7 @@ def test_unknown_figures_are_left_out() -> None:
     assert not any("validation" in line for line in empty.lines())
     assert "2 of them unknown to the host" in empty.lines()[0] and "Who gave" not in empty.markdown()
     measured_once = report(initial_validation_loss=None, validation_loss=2.0)
-    assert "validation loss  2.000 nats per token" in measured_once.lines()
+    assert "validation loss  2.000 nats per token, of the shared model" in measured_once.lines()
 
 
 def test_files_hold_the_report(tmp_path: Path) -> None:

@@ -161,3 +161,11 @@ def test_numbers_are_formatted_for_people() -> None:
     assert {value: format_short(value) for value in short} == short
     assert format_share(0.1234) == "12.3%" and format_share(None) == format_short(None) == "-"
     assert choose_unit(5)[1] == "k" and choose_unit(5e6)[1] == "M"
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_page_says_that_no_round_is_finished_only_while_none_is(rounds: int) -> None:
+    """Without JavaScript too: the text is not on the page."""
+    text = render_page(snapshot(apply_all([*opening_events(), *map(committed, range(rounds))]), 1100.0), JOIN, "0.1")
+    assert text.count("The first round is not finished yet.") == (0 if rounds else 2)
+    assert ("no round yet" in text) == (not rounds)
