@@ -113,7 +113,7 @@ def _tile_texts(values: Values) -> dict[str, object]:
 
 
 def _describe_validation(loss: float | None, by_source: Mapping[str, float]) -> str:
-    """Return the text below the training loss, which the script writes too: what it measures, the validation loss."""
+    """Return the text below the training loss, which the script writes too: its meaning, the validation loss."""
     validation = f"validation {format_number(loss, 3)}{_describe_sources(by_source)}"
     return f"of the peers' own weights; of the shared model: {validation}"
 

@@ -34,7 +34,7 @@ EMPTY_SECTION = '<section id="end" data-version="" hidden></section>'
 
 
 class Figure(NamedTuple):
-    """One figure of a report, and what it was measured on.
+    """One figure of a report, and its meaning.
 
     `before` is its value at the beginning, and the page leaves the `note` out.
     """
@@ -148,7 +148,7 @@ class RunReport(ReportModel):
 
 
 def _loss_figure(label: str, before: float | None, after: float | None, meaning: str) -> Figure:
-    """Return how a loss changed, and what it measures; without a value if it is not known."""
+    """Return how a loss changed, with its meaning; without a value if it is not known."""
     if after is None:
         return Figure(label, "")
     start = "" if before is None else format_number(before, 3)
