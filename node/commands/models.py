@@ -160,14 +160,13 @@ def sim(
 
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="one recipe in full")] = None,
+    parts: Annotated[bool, typer.Option("--parts", help="the parts of all recipes, for a wide terminal")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the training methods and their parts."""
-    with say_when_interrupted(NOTHING_WRITTEN), loading():
-        from node.commands.recipes import show_recipes
+    """Show the training methods: which to take, how each works, its parts."""
+    from node.commands.recipe_list import show_recipes
 
-    with say_when_interrupted(NOTHING_WRITTEN):
-        show_recipes(name, as_json)
+    show_recipes(name, as_json, parts)
 
 
 COMMANDS = (

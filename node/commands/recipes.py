@@ -1,4 +1,7 @@
-"""`murmur recipes`: print the table of methods, or one method in full."""
+"""Measure the recipes for `murmur recipes` (`node.commands.recipe_list`).
+
+`python -m node.commands.recipes` writes `recipes.json` after a change of the recipes or of a docstring of their parts.
+"""
 
 import dataclasses
 import inspect
@@ -8,14 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
+from node.commands.recipe_list import NEEDS, RECORDED
 from node.from_manifest import topology_class
 from node.model import shape_table
-from node.monitoring.status_line import activity
-from node.monitoring.tables import choose_columns, describe_left_out, table_console
 from node.paths import demo_manifest
 from node.trainer.ipc.shared_memory import locally_trained_names
 from optim.aggregation.filtered import Filtered
@@ -24,38 +22,17 @@ from optim.compose import COMPONENTS, compose
 from optim.errors import OptimError
 from optim.method import SMALL_SLOTS, Method
 from optim.options import OptionValue, Scalar
-from optim.recipes import RECIPES, OptionTable
+from optim.recipes import RECIPES, SUMMARIES, OptionTable
 from optim.round_plan import RoundPlanner
 from optim.schedules.option_schedules import as_toml
-from protocol.errors import UsageError
 from protocol.manifest.reading import load_manifest
 
 FLOAT_BYTES = 4
-DEFAULT_PARTS = {"inner": "adamw", "signal": "pseudo-gradient", "aggregate": "mean", "adoption": "carry"}
-NEEDS = {
-    "anchor": "all peers hold the same weights between rounds",
-    "partner": "each peer has its own weights and exchanges with a few other peers per round",
-    "fates": "a peer learns whether its contribution was included, and sends it again if not",
-}
-COLUMNS = ("name", "message", "topology", "aggregate", "update", "inner steps", "bits", "bytes", "needs", "paper")
-EXPENDABLE = ("paper", "needs", "bytes", "inner steps", "aggregate", "update", "topology")  # in a narrow terminal
-PADDING = 2
 
 
-def show_recipes(name: str | None, as_json: bool) -> None:
-    """Print all recipes, or the one called `name`. Raises UsageError for an unknown recipe."""
-    try:
-        with activity("measuring the recipes"):
-            rows = [describe_recipe(recipe) for recipe in ([name] if name else RECIPES)]
-    except OptimError as error:
-        raise UsageError(str(error)) from error
-    if as_json:
-        sys.stdout.write(json.dumps(rows, indent=1) + "\n")
-    elif name:
-        sys.stdout.write("\n".join(format_recipe(rows[0])) + "\n")
-    else:
-        console = table_console()
-        console.print(build_table(rows, console.width))
+def measure_all() -> list[dict[str, Any]]:
+    """Return the values of all recipes, as `recipes.json` has them: `lines` shows a recipe in full."""
+    return [{**row, "lines": format_recipe(row)} for row in map(describe_recipe, RECIPES)]
 
 
 def describe_recipe(recipe: str) -> dict[str, Any]:
@@ -69,6 +46,7 @@ def describe_recipe(recipe: str) -> dict[str, Any]:
     return {
         "name": method.name,
         "paper": method.paper,
+        "summary": SUMMARIES[recipe],
         **{part: _written_value(method, part, "kind") for part in COMPONENTS},
         "bits_per_parameter_sync": bits,
         "bits_per_parameter_step": bits / steps,
@@ -150,6 +128,7 @@ def format_recipe(row: Mapping[str, Any]) -> list[str]:
     method = compose(row["name"])
     lines = [
         f"{method.name}   {method.paper}",
+        row["summary"],
         f"bits per parameter: {row['bits_per_parameter_sync']:.3g} each time it is sent, "
         f"{row['bits_per_parameter_step']:.3g} per step; measured on the demo's model",
         f"bytes per parameter, besides weights and moments: {row['memory_per_parameter']}",
@@ -174,44 +153,6 @@ def formula_lines(part: object) -> list[str]:
     return "\n\n".join(text for text in documented.split("\n\n") if not text.startswith("Payload")).splitlines()
 
 
-def build_table(rows: list[dict[str, Any]], width: int) -> Table:
-    """Return the table with one row per recipe, at most `width` cells wide; it omits default parts."""
-    cells = [_format_cells(row) for row in rows]
-    kept = choose_columns(COLUMNS, cells, EXPENDABLE, width, PADDING)
-    left_out = describe_left_out(COLUMNS, kept)
-    omitted = ", ".join(DEFAULT_PARTS.values())
-    caption = "\n".join(
-        (
-            f"bits per parameter and step; bytes per parameter besides weights and moments; omitted: {omitted}",
-            *(f"{need}: {meaning}" for need, meaning in NEEDS.items()),
-            *([f"{left_out}; `murmur recipes NAME` shows one recipe in full"] if left_out else []),
-        )
-    )
-    table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1), pad_edge=False)
-    for column in (COLUMNS[index] for index in kept):
-        table.add_column(column, no_wrap=True, justify="right" if column in ("bits", "bytes") else "left")
-    for row_cells in cells:
-        table.add_row(*(Text(row_cells[index]) for index in kept))
-    return table
-
-
-def _format_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    shown = {part: "" if row[part] == kind else row[part] for part, kind in DEFAULT_PARTS.items()}
-    residual = "+ residual" if row["feedback"] == "error" else ""
-    message = " ".join(filter(None, (shown["signal"], _format_kinds(row["codec"]), residual)))
-    inner_steps = ", ".join(filter(None, (shown["inner"], shown["adoption"])))
-    figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]))
-    parts = (row["topology"], shown["aggregate"], row["update"], inner_steps)
-    return (row["name"], message, *parts, *figures, ", ".join(row["needs"]), row["paper"])
-
-
-def _format_kinds(kind: OptionValue) -> str:
-    """Return the kind, or the kinds of its phases: "int8 then topk"."""
-    if isinstance(kind, Scalar):
-        return str(kind)
-    return " then ".join(str(phase["value"] if isinstance(phase, Mapping) else phase) for phase in kind)
-
-
 def _explain_need(need: str) -> str:
     return NEEDS.get(need, "peers keep training before the result of a round is applied")
 
@@ -234,3 +175,7 @@ def _written_value(method: Method, part: str, name: str) -> OptionValue:
 
 def _format_value(value: OptionValue) -> str:
     return str(value) if isinstance(value, Scalar) else as_toml(value)
+
+
+if __name__ == "__main__":
+    RECORDED.write_text("[\n" + ",\n".join(json.dumps(row) for row in measure_all()) + "\n]\n")

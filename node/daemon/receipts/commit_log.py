@@ -28,7 +28,6 @@ from node.daemon.receipts.commit_file import (
     read_records,
 )
 from node.daemon.receipts.ledger import RunLedger, commit_reader
-from node.model import shapes_of
 from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead, ChainLog, extend_head, genesis_head
 from protocol.errors import ReceiptError, StorageError
 from protocol.manifest.run import Manifest
@@ -134,6 +133,8 @@ class CommitLog:
 
 def commit_file_header(manifest: Manifest) -> CommitFileHeader:
     """Return the first line of the file of a run's commits."""
+    from node.model import shapes_of  # loads torch, which `murmur verify` does without
+
     shapes, organiser = shapes_of(manifest).hash(), manifest.run.organiser_key
     whole_run = "" if manifest.run_id == manifest.whole_run_id else manifest.whole_run_id
     return CommitFileHeader(manifest.run_id, manifest.method.recipe, shapes, organiser, manifest.admission, whole_run)

@@ -70,6 +70,19 @@ def test_help_imports_nothing_heavy() -> None:
     assert {name for name in imported if name.split(".")[0] in ("node", "protocol", "optim")} == LIGHT
 
 
+LIGHT_COMMANDS = (("recipes",), ("recipes", "frugal"), ("status", "."), ("steer", "-h"), ("verify", "a", "b"))
+
+
+@pytest.mark.parametrize("words", LIGHT_COMMANDS, ids=" ".join)
+def test_commands_that_compute_nothing_do_not_load_torch(words: tuple[str, ...], tmp_path: Path) -> None:
+    program = (
+        f"import sys, node.cli; sys.argv = ['murmur', *{words!r}]\n"
+        "try: node.cli.main()\nfinally: print(*sys.modules.keys() & {'torch', 'numba', 'grpc'}, file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert result.stderr.splitlines()[-1] == "", result.stderr
+
+
 def test_help_is_fast() -> None:
     """The limit is CPU time, which equals wall time on an idle machine."""
     took = []

@@ -1,6 +1,6 @@
 """Columns that fit into a terminal."""
 
-from node.commands.recipes import COLUMNS, EXPENDABLE
+from node.commands.recipe_list import COLUMNS, EXPENDABLE
 from node.monitoring.tables import choose_columns, describe_left_out
 
 HEADINGS = ("name", "loss", "note")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.commands.recipes import describe_recipe, show_recipes
+from node.commands.recipe_list import RECORDED, format_list, show_recipes
+from node.commands.recipes import describe_recipe, format_recipe
 from node.simulation import command
 from node.simulation.adversary import Adversaries
 from node.simulation.command import SimulationOptions, build_config, compose_methods, simulate
@@ -176,9 +177,31 @@ def test_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in rows] == list(RECIPES)
     for row in rows:
         assert {"paper", "signal", "schedule", "codec", "topology", "aggregate", "update"} <= row.keys()
-    show_recipes(None, False)
-    text = capsys.readouterr().out
-    assert all(name in text for name in RECIPES)
+    for parts in (False, True):
+        show_recipes(None, False, parts)
+        text = capsys.readouterr().out
+        assert all(name in text for name in RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recorded_figures_are_those_of_new_measurements(recipe: str) -> None:
+    """After a change: python -m node.commands.recipes."""
+    recorded = {row["name"]: row for row in json.loads(RECORDED.read_text())}
+    assert list(recorded) == list(RECIPES)
+    row, new = recorded[recipe], describe_recipe(recipe)
+    lines = [line for line in format_recipe(new) if not line.startswith("bits per parameter")]
+    assert [line for line in row.pop("lines") if not line.startswith("bits per parameter")] == lines
+    for figure in ("bits_per_parameter_sync", "bits_per_parameter_step"):
+        # an adaptive rank finds its directions with LAPACK, whose last bits depend on the machine
+        assert row.pop(figure) == pytest.approx(new.pop(figure), rel=1e-3)
+    assert row == json.loads(json.dumps(new))
+
+
+def test_list_of_recipes_is_readable_at_80_columns_and_says_which_to_take() -> None:
+    lines = list(format_list(json.loads(RECORDED.read_text()), 80))
+    assert max(map(len, lines)) <= 80 and lines[0].startswith("which to take: frugal")
+    assert any(line.startswith("frugal ") and "Signs of the largest" in line for line in lines)
+    assert len(lines) < 100
 
 
 def test_one_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,5 +241,5 @@ def test_option_that_changes_over_rounds_is_shown_as_its_schedule(capsys: pytest
     assert describe_recipe("dilocox")["options"]["schedule"]["inner_steps"] == {
         "start": 124, "end": 62, "rounds": 40, "curve": "exponential",
     }  # fmt: skip
-    show_recipes(None, False)
+    show_recipes(None, False, parts=True)
     assert re.search(r"sparseloco-warm +int8 then topk \+ residual", capsys.readouterr().out)

@@ -1,0 +1,115 @@
+"""`murmur recipes`: list the training methods, or show one in full, from figures that were measured before.
+
+Composing all recipes and encoding values with each takes seconds and torch, so `recipes.json` has the results; a test
+compares it with new measurements (`node.commands.recipes`, which also writes it).
+"""
+
+import difflib
+import json
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from node.monitoring.tables import choose_columns, describe_left_out, table_console
+from protocol.errors import UsageError
+
+RECORDED: Final = Path(__file__).with_name("recipes.json")
+DEFAULT_PARTS = {"inner": "adamw", "signal": "pseudo-gradient", "aggregate": "mean", "adoption": "carry"}
+NEEDS = {
+    "anchor": "all peers hold the same weights between rounds",
+    "partner": "each peer has its own weights and exchanges with a few other peers per round",
+    "fates": "a peer learns whether its contribution was included, and sends it again if not",
+}
+COLUMNS = ("name", "message", "topology", "aggregate", "update", "inner steps", "bits", "bytes", "needs", "paper")
+EXPENDABLE = ("paper", "needs", "bytes", "inner steps", "aggregate", "update", "topology")  # in a narrow terminal
+PADDING = 2
+MAX_WIDTH = 80  # of the list, which is to be read
+ADVICE: Final = (
+    "which to take: frugal over home links (the default); diloco for a long run on links",
+    "of 100 Mbit/s or more; averaging for a short one; data-parallel within a data centre",
+)
+FOOT: Final = (
+    "bits: per parameter and inner step, measured on the demo's model (data parallel in",
+    "fp32: 32). `murmur recipes NAME` shows one in full, `murmur recipes --parts` the parts",
+    "of all, and `murmur sim NAME...` compares them.",
+)
+
+
+def show_recipes(name: str | None, as_json: bool, parts: bool = False) -> None:
+    """Print all recipes, or the one called `name`. Raises UsageError for an unknown recipe."""
+    rows = json.loads(RECORDED.read_text())
+    chosen = [row for row in rows if name in (None, row["name"])]
+    if not chosen:
+        names = [row["name"] for row in rows]
+        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? Known" if near else "known"
+        raise UsageError(f"no recipe is called {name!r}; {hint}: {', '.join(names)}")
+    if as_json:
+        shown = [{key: value for key, value in row.items() if key != "lines"} for row in chosen]
+        sys.stdout.write(json.dumps(shown, indent=1) + "\n")
+    elif name:
+        sys.stdout.write("\n".join(chosen[0]["lines"]) + "\n")
+    elif parts:
+        console = table_console()
+        console.print(build_table(chosen, console.width))
+    else:
+        sys.stdout.write("\n".join(format_list(chosen, min(MAX_WIDTH, table_console().width))) + "\n")
+
+
+def format_list(rows: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Yield the lines of a list that says of each recipe in a sentence how it works; each has at most `width` cells."""
+    name_width = max(len(row["name"]) for row in rows) + 2
+    indent = " " * (name_width + 8)
+    for paragraph in (ADVICE, ()):
+        yield from textwrap.wrap(" ".join(paragraph), width)
+    yield ""
+    yield f"{'recipe':<{name_width}}{'bits':>6}"
+    for row in rows:
+        start = f"{row['name']:<{name_width}}{row['bits_per_parameter_step']:>6.2g}  "
+        yield from textwrap.wrap(row["summary"], width, initial_indent=start, subsequent_indent=indent)
+    yield ""
+    yield from textwrap.wrap(" ".join(FOOT), width)
+
+
+def build_table(rows: Sequence[dict[str, Any]], width: int) -> Table:
+    """Return the table with one row per recipe, at most `width` cells wide; it omits default parts."""
+    cells = [_format_cells(row) for row in rows]
+    kept = choose_columns(COLUMNS, cells, EXPENDABLE, width, PADDING)
+    left_out = describe_left_out(COLUMNS, kept)
+    omitted = ", ".join(DEFAULT_PARTS.values())
+    caption = "\n".join(
+        (
+            f"bits per parameter and step; bytes per parameter besides weights and moments; omitted: {omitted}",
+            *(f"{need}: {meaning}" for need, meaning in NEEDS.items()),
+            *([f"{left_out}; `murmur recipes NAME` shows one recipe in full"] if left_out else []),
+        )
+    )
+    table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", padding=(0, 1), pad_edge=False)
+    for column in (COLUMNS[index] for index in kept):
+        table.add_column(column, no_wrap=True, justify="right" if column in ("bits", "bytes") else "left")
+    for row_cells in cells:
+        table.add_row(*(Text(row_cells[index]) for index in kept))
+    return table
+
+
+def _format_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    shown = {part: "" if row[part] == kind else row[part] for part, kind in DEFAULT_PARTS.items()}
+    residual = "+ residual" if row["feedback"] == "error" else ""
+    message = " ".join(filter(None, (shown["signal"], _format_kinds(row["codec"]), residual)))
+    inner_steps = ", ".join(filter(None, (shown["inner"], shown["adoption"])))
+    figures = (f"{row['bits_per_parameter_step']:.3g}", str(row["memory_per_parameter"]))
+    parts = (row["topology"], shown["aggregate"], row["update"], inner_steps)
+    return (row["name"], message, *parts, *figures, ", ".join(row["needs"]), row["paper"])
+
+
+def _format_kinds(kind: Any) -> str:
+    """Return the kind, or the kinds of its phases: "int8 then topk"."""
+    if not isinstance(kind, list):
+        return str(kind)
+    return " then ".join(str(phase["value"] if isinstance(phase, Mapping) else phase) for phase in kind)
