@@ -21,6 +21,7 @@ from benchmarks.pipelining.sleeping_trainer import SleepingTrainer
 from benchmarks.pipelining.watch import Watch
 from node.daemon.inbox import Inbox
 from node.daemon.peers.admitted_peers import AdmittedPeers
+from node.daemon.stages.activations import ServedActivations
 from node.daemon.stages.build import build_stage
 from node.daemon.stages.calls import StageCalls, stage_calls
 from node.daemon.stages.service import StagesService
@@ -96,7 +97,7 @@ class SleepingPeer:
         stage = build_stage(manifest, run_dir, self.stages, self.transport, self.background, Inbox())
         assert stage is not None
         self.stage = stage
-        self.blobs = BlobService(stage.store, caller)
+        self.blobs = BlobService(ServedActivations(stage.activations), caller)
         self.trainer = SleepingTrainer(stage.memory, rate)
         self.watch = Watch(self.directory, StageCalls(self.transport), manifest.run_id)
 

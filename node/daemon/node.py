@@ -11,6 +11,7 @@ from node.daemon.node_network import NodeNetwork
 from node.daemon.peers.chain_sync import ServedChain
 from node.daemon.replica import Replica
 from node.daemon.services import CarriersService, RoundsService, RunsService
+from node.daemon.stages.activations import ServedActivations
 from node.daemon.stages.service import StagesService
 from node.monitoring.status import NodeStatus
 from node.options import NodeOptions
@@ -56,7 +57,7 @@ class Node(NodeNetwork):
         replica.status_reporter.add_source(self)
         self.add_chain(replica.run_id, replica.state.served_chain, replica.state.store)
         if replica.work.stage is not None:
-            self.stores.add(replica.work.stage.store)
+            self.stores.add(ServedActivations(replica.work.stage.activations))
         self.metrics.add_store(replica.state.store)
         self.metrics.add_refusal_counter(replica.peers.downloader)
         self.manifests[replica.run_id] = manifest

@@ -138,7 +138,7 @@ class StateEffects:
         self._inbox.post(CommitApplied(self._replicated.blob.digest))
 
     def publish_step(self, action: PublishStep) -> None:
-        self._peers.swarm_view.announce_step(action.round, action.is_complete)
+        self._peers.swarm_view.announce_step(action.round, action.is_complete, action.lacking)
         if self._work.stage is not None:
             self._work.stage.on_membership_changed(())
 

@@ -26,6 +26,7 @@ from protocol.consensus.messages.contributions import Commit, PartBlob
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.pipeline.ledger import StepLedger
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class PublishStep:
 
     round: int
     is_complete: bool
+    lacking: StepLedger
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from node.loop.actions import LoopAction, PublishStep, ReportPhase, ReportRecovered
 from protocol.consensus.messages.contributions import Commit
-from protocol.pipeline.exact import StepReports, commit_covers_step
+from protocol.pipeline.exact import StepReports, commit_covers_step, lacking_microbatches
 
 VOID_ROUND = "the step is made again, because a stage lacks microbatches or counts some twice"
 
@@ -33,7 +33,8 @@ class ExactRounds:
         verdict, actions = self.verdict(commit, reports), list[LoopAction]()
         if self._options is None:
             return verdict, actions
-        decision = PublishStep(commit.round, commit_covers_step(commit, self._options.microbatches))
+        count = self._options.microbatches
+        decision = PublishStep(commit.round, commit_covers_step(commit, count), lacking_microbatches(commit, count))
         if decision != self._published:
             self._published = decision
             actions.append(decision)

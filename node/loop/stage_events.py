@@ -209,4 +209,5 @@ StageAction = (
     | server_events.SendOutcome
     | server_events.Invite
     | server_events.Drop
+    | server_events.TrainerEnded
 )

@@ -211,7 +211,7 @@ class StageLoop:
     def _routes(self) -> StagePeers:
         """Return the servers for our own microbatches."""
         if not self._seen.serves_all:
-            return self._seen.stages
+            return self.mode.routes(self._seen.stages)
         return tuple(tuple(entry for entry in peers if entry.peer == self._me) for peers in self._seen.stages)
 
     # The owner.

@@ -13,6 +13,7 @@ from node.loop.stage_events import (
     StageAction,
     StageAnchorApplied,
     StageContributed,
+    StagePeers,
     TrainerReady,
 )
 from protocol.identity import PeerId
@@ -59,6 +60,10 @@ class LocalMode:
 
     def set_peers(self, seen: PeersSeen, us: StagePeer, is_resting: bool) -> None:
         """Update the servers of all stages; `us` is this peer at its stage and round."""
+
+    def routes(self, stages: StagePeers) -> StagePeers:
+        """Return the servers to which this peer sends its microbatches."""
+        return stages
 
     def record(self, peer: PeerId, statement: Statement, now: float) -> None:
         """Record another server's statement about its sum."""
@@ -146,8 +151,16 @@ class ExactMode(LocalMode):
             owners |= {us.peer}
         # A free key would own as many as a peer that works. Where nobody has standing, all may begin.
         standing = owners if seen.standing is None else owners & seen.standing
-        self.agreement.set_peers(lives, standing or owners)
+        self.agreement.set_peers(lives, standing or owners, seen.standing)
         self.agreement.take_reports(seen.reports)
+
+    def routes(self, stages: StagePeers) -> StagePeers:
+        """Return the servers whose word on their sums counts, where there are any."""
+        agreement = self.agreement
+        return tuple(
+            tuple(entry for entry in peers if agreement.is_believed(stage, entry.peer))
+            for stage, peers in enumerate(stages)
+        )
 
     def _owns(self, entry: StagePeer, round_number: int) -> bool:
         # A peer that is far behind cannot own microbatches of this step; its record may be a round late.

@@ -10,15 +10,20 @@ count anywhere for a grace, those that are missing pass to the next peer by hash
 round owns none in the next ones. Microbatches that two owners begin are counted once.
 
 This only makes void rounds rare. Whether a round counts is decided by its commit alone (`ledger.covers_step`).
+
+A statement is the word of one key. It counts only from servers with standing, and the others neither get microbatches
+nor add any. The certified commits show whose word was false: a server that stated microbatches which its stage's commit
+lacks, twice in late rounds, is not believed for some rounds. It knows that itself, and adds nothing meanwhile.
 """
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal, Self, get_args
+from functools import lru_cache, reduce
+from typing import Literal, NamedTuple, Self, TypeVar, get_args
 
 from protocol import murmur_pb2 as wire
+from protocol.conduct import GOOD_ROUNDS, MAX_LEVEL, Suspension
 from protocol.consensus.messages.contributions import Commit
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
@@ -43,6 +48,7 @@ GRACE_FACTOR = 4.0  # times our slowest microbatch of late
 MAX_IDLE_ROUNDS = 64  # that an idle owner owns nothing
 OVERTAKEN_SECONDS = 1.0  # how far an acknowledgement may overtake a statement
 MAX_STATEMENTS = 4096  # peers
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,16 @@ class Statement:
 
 @dataclass(frozen=True)
 class StepReports:
-    """`decided`: by round and stage, whether the certified commit covers the step."""
+    """How the stages decided, by round and stage.
+
+    Args:
+        decided: whether the certified commit covers the step.
+        lacking: the microbatches that no contribution of the commit has, if there are any.
+    """
 
     stages: int
     decided: Mapping[int, Mapping[int, bool]] = field(default_factory=dict)
+    lacking: Mapping[int, Mapping[int, StepLedger]] = field(default_factory=dict)
 
     def verdict(self, round_number: int, own: Mapping[int, bool]) -> bool | None:
         """Return whether a round counts; None while it is open. `own`: what our own commit says, by stage."""
@@ -111,6 +123,12 @@ def commit_covers_step(commit: Commit, count: int) -> bool:
     return covers_step((entry.body.ledger for entry in commit.contributions), count)
 
 
+def lacking_microbatches(commit: Commit, count: int) -> StepLedger:
+    """Return the microbatches of a step that no contribution of a commit has."""
+    ledgers = (StepLedger.from_bytes(entry.body.ledger, count) for entry in commit.contributions)
+    return StepLedger.full(count) - reduce(StepLedger.__or__, ledgers, StepLedger(count))
+
+
 class StepDecisions:
     """How the stages have decided the last rounds: by their commits, whose certificates were checked.
 
@@ -125,22 +143,31 @@ class StepDecisions:
         self._stages = stages
         self._count = count
         self._by_stage = [RecentTable[int, bool](MAX_DECISIONS) for _ in range(stages)]
+        self._lacking = [RecentTable[int, StepLedger](MAX_DECISIONS) for _ in range(stages)]
 
     def record(self, stage: int, commit: Commit) -> None:
         """Record a certified commit."""
-        self.note(stage, commit.round, commit_covers_step(commit, self._count))
+        covers = commit_covers_step(commit, self._count)
+        self.note(stage, commit.round, covers, lacking_microbatches(commit, self._count))
 
-    def note(self, stage: int, round_number: int, is_complete: bool) -> None:
-        """Record whether a certified commit covers its step."""
+    def note(self, stage: int, round_number: int, is_complete: bool, lacking: StepLedger) -> None:
+        """Record whether a certified commit covers its step, and the microbatches that it lacks."""
         self._by_stage[stage][round_number] = is_complete
+        if len(lacking):
+            self._lacking[stage][round_number] = lacking
 
     def reports(self) -> StepReports:
         """Return the known decisions."""
-        decided: dict[int, dict[int, bool]] = {}
-        for stage, rounds in enumerate(self._by_stage):
-            for number, covers in rounds.items():
-                decided.setdefault(number, {})[stage] = covers
-        return StepReports(self._stages, decided)
+        return StepReports(self._stages, _by_round(self._by_stage), _by_round(self._lacking))
+
+
+def _by_round(tables: Sequence[Mapping[int, Found]]) -> dict[int, dict[int, Found]]:
+    """Return what the tables of the stages have, by round and stage."""
+    found: dict[int, dict[int, Found]] = {}
+    for stage, rounds in enumerate(tables):
+        for number, entry in rounds.items():
+            found.setdefault(number, {})[stage] = entry
+    return found
 
 
 @dataclass(frozen=True)
@@ -218,6 +245,96 @@ class OwnerProgress:
         return self._newest.get(owner, self._began_at) + rank * self.grace
 
 
+class Promise(NamedTuple):
+    """The microbatches that a server has stated in a round, and those of them that it has offered."""
+
+    stated: StepLedger
+    offered: StepLedger
+
+
+def _find_guilty(lacking: Iterable[int], promises: Mapping[PeerId, Promise]) -> set[PeerId]:
+    """Return the servers that should have contributed the microbatches that the commit of their stage lacks.
+
+    Of servers that state the same microbatch, one that has offered it keeps it, and otherwise the lowest id.
+    """
+    guilty = set[PeerId]()
+    for number in lacking:
+        offered = {peer for peer, promise in promises.items() if number in promise.offered}
+        stated = [peer for peer, promise in promises.items() if number in promise.stated]
+        guilty |= offered or set(sorted(stated)[:1])
+    return guilty
+
+
+class Credibility:
+    """Whose statements count: not those of servers that the certified commits of late rounds have belied.
+
+    A first time may be the death of a server, or a leader that left it out. From the second one on nobody believes it
+    for twice as long each time; good rounds are forgiven as those of `protocol.conduct`.
+    """
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._stated: dict[int, dict[PeerId, Promise]] = {}  # in the open round, by stage
+        self._before: tuple[int, dict[int, dict[PeerId, Promise]]] = (0, {})
+        self._judged: set[tuple[int, int]] = set()
+        self._records = RecentTable[PeerId, Suspension](MAX_STATEMENTS)
+        self._slow = RecentTable[PeerId, Suspension](MAX_STATEMENTS)  # that let others wait with their sums
+
+    def begin(self, round_number: int) -> None:
+        """Begin a round; the last one may still be judged."""
+        self._before, self._stated, self._round = (self._round, self._stated), {}, round_number
+        self._judged = {place for place in self._judged if place[0] >= self._before[0]}
+
+    def state(self, peer: PeerId, stage: int, ledger: StepLedger, phase: Phase) -> None:
+        """Record what a server says of the open round; to take it back changes nothing, because others relied on it."""
+        nothing = StepLedger(ledger.count)
+        known = self._stated.setdefault(stage, {}).get(peer, Promise(nothing, nothing))
+        offered = known.offered | ledger if phase == "offered" else known.offered
+        self._stated[stage][peer] = Promise(known.stated | ledger, offered)
+
+    def judge(self, reports: StepReports) -> None:
+        """Compare the statements about the last two rounds with the commits."""
+        for number, stated in (self._before, (self._round, self._stated)):
+            for stage in reports.decided.get(number, {}).keys() & stated.keys():
+                if (number, stage) not in self._judged:
+                    self._judged.add((number, stage))
+                    lacking = reports.lacking.get(number, {}).get(stage, ())
+                    self._compare(number, _find_guilty(lacking, stated[stage]), stated[stage])
+
+    def _compare(self, number: int, guilty: Collection[PeerId], stated: Iterable[PeerId]) -> None:
+        for peer in stated:
+            if peer in guilty:
+                record = self._records.setdefault(peer, Suspension())
+                if record.raise_level(number, MAX_LEVEL) and record.level > 1:
+                    record.until = number + 1 + 2**record.level
+            elif peer in self._records and self._records[peer].count_good(GOOD_ROUNDS):
+                del self._records[peer]
+
+    def is_awaited(self, peer: PeerId) -> bool:
+        """Return whether to wait with our sum for a server that may still add to its own."""
+        return peer not in self._slow or self._round >= self._slow[peer].until
+
+    def wait_in_vain(self, peer: PeerId) -> None:
+        """Record that a server still adds, long after all microbatches count."""
+        record = self._slow.setdefault(peer, Suspension())
+        if record.raise_level(self._round, MAX_LEVEL):
+            record.until = self._round + 1 + 2**record.level
+
+    def end_wait(self, peer: PeerId) -> None:
+        """Record that a server has sealed its sum in time."""
+        if peer in self._slow and self._slow[peer].count_good(GOOD_ROUNDS):
+            del self._slow[peer]
+
+    def believed(self, peers: Mapping[PeerId, int]) -> Mapping[PeerId, int]:
+        """Return the servers of a stage that are believed in the open round; all of them if none is."""
+        found = {peer: life for peer, life in peers.items() if not self.is_doubted(peer)}
+        return found or peers
+
+    def is_doubted(self, peer: PeerId) -> bool:
+        """Return whether the word of a server does not count in the open round."""
+        return peer in self._records and self._round < self._records[peer].until
+
+
 class StepAgreement:
     """The open step, as one server sees it. `runs`: the ids of all stages; `stage`: the one it serves."""
 
@@ -234,6 +351,9 @@ class StepAgreement:
         self._runs = tuple(runs)
         self._stage = stage
         self._live: tuple[Mapping[PeerId, int], ...] = tuple({} for _ in runs)  # life by peer
+        self._known: tuple[Mapping[PeerId, int], ...] = self._live  # those without standing, or belied, included
+        self._credibility = Credibility()
+        self._standing: Collection[PeerId] | None = None
         self._owners: tuple[PeerId, ...] = ()
         self._statements: dict[PeerId, Statement] = {}
         self._acknowledged: dict[tuple[int, int], tuple[ServerLife, float]] = {}  # by stage and id, since when
@@ -243,17 +363,20 @@ class StepAgreement:
         self._ranks: dict[int, tuple[PeerId, int]] | None = None  # owner and our rank after it, until something changes
         self.progress = OwnerProgress()
         self._looked_at = 0.0  # microbatches that had passed to us by then were seen
+        self._sealed_at = 0.0
 
     def begin(self, round_number: int, life: int, now: float) -> None:
         """Begin the step of a round with an empty sum."""
         if round_number != self.round:
             self.progress.begin(round_number, {owner for owner, _ in self._ranked().values()}, now)
+            self._credibility.begin(round_number)
         self.round, self.life = round_number, life
         self._is_void, self._decided = False, frozenset()
         self._clear()
         self._acknowledged.clear()
         self._retry_at.clear()
         self._coverage = self._ranks = None
+        self._believe()
         self._change(now)
 
     def restart(self, life: int, now: float) -> None:
@@ -284,25 +407,59 @@ class StepAgreement:
         self._note_progress((number,), now)
         self._change(now)
 
-    def set_peers(self, stages: Sequence[Mapping[PeerId, int]], owners: Collection[PeerId]) -> None:
-        """Update the live servers of each stage with their lives, and the peers that own microbatches."""
-        self._live = tuple(stages)
+    def set_peers(
+        self,
+        stages: Sequence[Mapping[PeerId, int]],
+        owners: Collection[PeerId],
+        standing: Collection[PeerId] | None = None,
+    ) -> None:
+        """Update the live servers of each stage with their lives, and the peers that own microbatches.
+
+        `standing`: the peers whose statements count; `None` for all.
+        """
+        self._known, self._standing = tuple(stages), standing
         self._owners = tuple(sorted(owners))
-        self._coverage = self._ranks = None
+        self._ranks = None
+        self._believe()
         known = {peer for stage in stages for peer in stage}
         self._statements = {peer: each for peer, each in self._statements.items() if peer in known}
+
+    def _believe(self) -> None:
+        """Choose the servers of each stage that count: those with standing that commits have not belied.
+
+        Where none of a stage has standing, all of it do.
+        """
+        standing = self._standing
+        found = []
+        for known in self._known:
+            entitled = {peer: life for peer, life in known.items() if standing is None or peer in standing}
+            found.append(self._credibility.believed(entitled or known))
+        self._live = tuple(found)
+        self._coverage = None
+
+    def is_believed(self, stage: int, peer: PeerId) -> bool:
+        """Return whether a server's word on its sum counts."""
+        return peer in self._live[stage]
+
+    @property
+    def may_add(self) -> bool:
+        """Return whether others count on our sum; a server that they do not believe adds nothing."""
+        return self.is_believed(self._stage, self._me) or self._me not in self._known[self._stage]
 
     def next_deadline(self) -> float | None:
         """Return when `advance` or `wanted` may change without an event."""
         passes = (self.progress.passes_at(owner, rank) for owner, rank in set(self._ranked().values()) if rank)
         times = [*self._retry_at.values(), *(time for time in passes if time > self._looked_at)]
+        if self.phase == "sealed" and (ends := self._sealed_at + self.progress.grace) > self._looked_at:
+            times.append(ends)
         return min([*times, *([] if self._statement_at is None else [self._statement_at])], default=None)
 
     def take_reports(self, reports: StepReports) -> None:
         """Update how the stages have decided the round."""
         self._is_void = reports.is_void(self.round)
         self._decided = reports.covered_stages(self.round)
-        self._coverage = None
+        self._credibility.judge(reports)
+        self._believe()
 
     def record(self, peer: PeerId, statement: Statement, now: float) -> None:
         """Record a statement of another server, unless we know a newer one.
@@ -313,7 +470,9 @@ class StepAgreement:
         known = self._statements.get(peer)
         is_news = known.age <= statement.age if known is not None else len(self._statements) < MAX_STATEMENTS
         if is_news and statement.run in self._runs:
-            if statement.round == self.round:
+            stage = self._runs.index(statement.run)
+            if statement.round == self.round and self.is_believed(stage, peer):
+                self._credibility.state(peer, stage, statement.ledger, statement.phase)
                 before = known.ledger if known is not None and known.round == self.round else StepLedger(self.count)
                 self._note_progress(statement.ledger - before, now)
             self._statements[peer] = statement
@@ -339,7 +498,7 @@ class StepAgreement:
     @property
     def _listeners(self) -> frozenset[PeerId]:
         """The peers that receive our statements: all live servers except us."""
-        return frozenset(peer for stage in self._live for peer in stage) - {self._me}
+        return frozenset(peer for stage in self._known for peer in stage) - {self._me}
 
     # Owners
 
@@ -394,11 +553,12 @@ class StepAgreement:
         actions: list[Action] = []
         if self.phase != "offered" and not self.is_adding and not self.is_offering:
             self._seal_or_open(now)
-            if (self.phase == "sealed" and self._may_offer()) or self._is_void:
+            if (self.phase == "sealed" and self._may_offer(now)) or self._is_void:
                 self.is_offering = True
                 actions.append(OfferStep(self._duplicates()))
         if self._statement_at is not None and self._statement_at <= now:
             self._statement_at = now + REPEAT_SECONDS
+            self._credibility.state(self._me, self._stage, self.ledger, self.phase)
             actions.append(SendStatement(self._listeners, self.statement))
         return actions
 
@@ -410,11 +570,22 @@ class StepAgreement:
     def _seal_or_open(self, now: float) -> None:
         is_complete = all(covered.is_complete for covered in self._covered())
         if is_complete != (self.phase == "sealed"):
-            self.phase = "sealed" if is_complete else "open"
+            self.phase, self._sealed_at = "sealed" if is_complete else "open", now
             self._change(now, at_once=True)
 
-    def _may_offer(self) -> bool:
-        return all(each.phase != "open" for each in self._valid_statements(self._stage).values())
+    def _may_offer(self, now: float) -> bool:
+        """Return whether no other server may still add; we wait for a grace, and in later rounds not at all."""
+        credibility, is_overdue = self._credibility, now >= self._sealed_at + self.progress.grace
+        phases = {peer: each.phase for peer, each in self._valid_statements(self._stage).items()}
+        adding = {peer for peer, phase in phases.items() if phase == "open" and credibility.is_awaited(peer)}
+        if adding and not is_overdue:
+            return False
+        for peer, phase in phases.items():
+            if phase != "open":
+                credibility.end_wait(peer)
+            elif peer in adding:
+                credibility.wait_in_vain(peer)
+        return True
 
     def _duplicates(self) -> StepLedger:
         """Return the microbatches that other servers count too and that we must give up."""

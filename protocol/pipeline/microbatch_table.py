@@ -26,6 +26,7 @@ from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Direction, Key, Outcome, Task
 from protocol.pipeline.server_events import Action, Compute, Drop, FetchInputs, ServerCounts, TakeStep
 from protocol.pipeline.stage import StageSettings
+from protocol.recent import RecentTable
 
 MAX_WAITING = 1024  # owners
 RESERVED_SHARE = 0.25  # for backwards and replays
@@ -36,6 +37,7 @@ MIN_KEPT_SECONDS, KEPT_PATIENCES = 60.0, 8.0  # for which a microbatch is kept w
 TURNAROUND_SMOOTHING = 0.2
 MAX_LATENESS = 6  # 64 patiences
 FORGIVEN_AFTER = 64  # microbatches in time
+MAX_FATAL, MAX_FATAL_LEVEL, FATAL_SECONDS = 1024, 8, 60.0  # the last one doubles with each death of the trainer
 
 
 class OpenStep:
@@ -161,6 +163,43 @@ class Punctuality:
         """Forget owners that are gone."""
         self._means = {owner: mean for owner, mean in self._means.items() if owner in owners}
         self._late = {owner: record for owner, record in self._late.items() if owner in owners}
+
+
+class FatalTasks:
+    """The owners whose tasks the trainer died of.
+
+    A trainer may die by chance during any task, so the first time has no consequence. From the second one on the task
+    is invalid, and its owner gets nothing computed for twice as long each time.
+    """
+
+    def __init__(self) -> None:
+        self._records = RecentTable[str, Suspension](MAX_FATAL)  # by share of the memory
+        self._tasks = RecentTable[tuple[Key, Direction], int](MAX_FATAL)  # deaths
+
+    def record_task(self, key: Key, direction: Direction) -> bool:
+        """Record a death of the trainer during a task; return whether it was not the first one."""
+        self._tasks[key, direction] = self._tasks.get((key, direction), 0) + 1
+        return self.is_fatal(key, direction)
+
+    def record(self, share: str, now: float) -> bool:
+        """Record a death during a task of a peer's making; return whether it is to blame."""
+        record = self._records.setdefault(share, Suspension())
+        if record.raise_level(now, MAX_FATAL_LEVEL) and record.level > 1:
+            record.until = now + FATAL_SECONDS * 2.0 ** (record.level - 2)
+        return record.level > 1
+
+    def record_computed(self, share: str) -> None:
+        """Record that the trainer has computed a task."""
+        if share in self._records and self._records[share].count_good(FORGIVEN_AFTER):
+            del self._records[share]
+
+    def is_fatal(self, key: Key, direction: Direction) -> bool:
+        """Return whether the trainer died of this very task more than once."""
+        return self._tasks.get((key, direction), 0) > 1
+
+    def pause(self, share: str, now: float) -> float:
+        """Return for how many seconds nothing is computed for an owner."""
+        return max(0.0, self._records[share].until - now) if share in self._records else 0.0
 
 
 class WaitingOwners:
@@ -332,6 +371,7 @@ class MicrobatchTable:
         self.counts = ServerCounts()
         self.memory = Memory(settings.memory, settings.task_bytes("backward"))
         self.punctuality = Punctuality()
+        self.fatal = FatalTasks()
         self.entries: dict[Key, Entry] = {}
         self.ended: OrderedDict[Key, None] = OrderedDict()
         # Answers for late copies of a request, because the owner may have asked another peer since.

@@ -28,6 +28,7 @@ from protocol.pipeline.server_events import (
     SendOutcome,
     Stepped,
     TakeStep,
+    TrainerEnded,
     TrainerRestarted,
 )
 from protocol.pipeline.steps import StepPolicy
@@ -163,6 +164,8 @@ class StageServer:
             self.table.extend(task, now)
             self.counts.duplicates += 1
             return self._answer("accepted") if work.outcome is None else self._answer("known", work.outcome)
+        if self.table.fatal.is_fatal(task.key, task.direction):
+            return self._answer("known", self._outcome(task, "invalid"))
         failed = self.table.failed.get((task.key, task.direction))
         if failed is not None and task.attempt <= failed.attempt:
             return self._answer("known", failed)
@@ -209,6 +212,9 @@ class StageServer:
         # The task is from an earlier process of the owner, or our list of owners is out of date.
         if task.serial < self._owners.get(task.owner, 0):
             return MAX_PAUSE_MS
+        if seconds := self.table.fatal.pause(self.table.memory.share_of(task.owner), now):
+            self.counts.turned_away += 1
+            return int(min(UNINVITED_PAUSE_MS, 1000 * seconds))
         is_new = task.direction == "forward" and not task.replay
         if is_new and (seconds := self._pause_of(task.owner, now)):
             self.counts.turned_away += 1
@@ -317,6 +323,7 @@ class StageServer:
     def _finish(self, work: Work, event: Computed) -> None:
         task = work.task
         self.counts.computed += 1
+        self.table.fatal.record_computed(self.table.memory.share_of(task.owner))
         self.counts.replayed += task.replay
         self.counts.clipped += event.clipped
         self._times.record(task.direction, event.compute_ms)
@@ -389,15 +396,31 @@ class StageServer:
         self.steps.restart(event, now)
         self.life = event.life
         interrupted, self.table.running = self.table.running, None
+        fatal: Task | None = None
         if isinstance(interrupted, Compute):
             self.table.free(interrupted.task.key)
+            fatal = interrupted.task if self._is_fatal(interrupted.task, now) else None
         self.table.queue.clear()
         self.table.failed.clear()
         for work in [work for entry in self.table.entries.values() for work in entry.work.values()]:
             if work.outcome is None or self._is_lost(work):
-                self._give_up(work, self._outcome(work.task, "void"))
+                self._give_up(work, self._outcome(work.task, "invalid" if work.task is fatal else "void"))
             else:
                 work.outcome = replace(work.outcome, life=self.life)
+
+    def _is_fatal(self, task: Task, now: float) -> bool:
+        """Record that the trainer died during a task; return whether it is invalid for that.
+
+        The owner made it, or for one of our own the peers whose results are its inputs.
+        """
+        me, memory, fatal = self.table.punctuality.me, self.table.memory, self.table.fatal
+        holders = {held.holder for held in task.inputs.named().values()} - {me}
+        makers = holders if task.owner == me else {task.owner}
+        guilty = [maker for maker in sorted(makers) if fatal.record(memory.share_of(maker), now)]
+        self.table.actions += map(TrainerEnded, guilty)
+        is_invalid = fatal.record_task(task.key, task.direction) or bool(guilty)
+        self.counts.invalid += is_invalid
+        return is_invalid
 
     def _is_lost(self, work: Work) -> bool:
         """Return whether a gradient was acknowledged and no longer counts."""

@@ -171,7 +171,14 @@ class Drop:
     kept: frozenset[Blob] = frozenset()
 
 
-Action = FetchInputs | Compute | SendOutcome | Invite | TakeStep | DropSum | Drop
+@dataclass(frozen=True)
+class TrainerEnded:
+    """The trainer died again during a task of an owner, which is to blame."""
+
+    owner: PeerId
+
+
+Action = FetchInputs | Compute | SendOutcome | Invite | TakeStep | DropSum | Drop | TrainerEnded
 
 
 @dataclass

@@ -182,8 +182,9 @@ class ExactSteps(StepPolicy):
             return "other life"
         adds = task.direction == "backward" and not task.replay
         # After sealing, a server still computes for other owners, but its sum does not change.
-        is_late = adds and task.number not in self.agreement.ledger and self.agreement.phase != "open"
-        return "sealed" if is_late else None
+        agreement = self.agreement
+        is_new = adds and task.number not in agreement.ledger
+        return "sealed" if is_new and (agreement.phase != "open" or not agreement.may_add) else None
 
     def has_counted(self, key: Key) -> bool:
         entry = self.table.entries.get(key)

@@ -27,7 +27,7 @@ from node.trainer.ipc.stage_messages import (
 from node.trainer.stages.faulty_stage import FaultClock
 from protocol.errors import MalformedError
 from protocol.pipeline.ledger import Ledger
-from protocol.pipeline.messages import Key
+from protocol.pipeline.messages import Input, Key
 
 WAIT_SECONDS = 1.0
 NOT_FINITE = "not finite"
@@ -135,7 +135,9 @@ class TallyTrainer:
         seconds = self._words["seconds"] * (0.75 if command.is_backward else 0.25)
         time.sleep(seconds)
         if NOT_FINITE in (name, given):
-            return StageComputed(task=command.task, seconds=seconds, fault="wrong input")
+            first: Input = "tokens" if command.activation is None else "activation"
+            wrong: Input = first if name == NOT_FINITE else "gradient"
+            return StageComputed(task=command.task, seconds=seconds, fault="wrong input", wrong=wrong)
         if name.split(" ")[0] != given.split(" ")[0]:
             raise AssertionError(f"the gradient of {given} for {name}")
         microbatch = name.split(" ")[0]

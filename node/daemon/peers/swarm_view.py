@@ -18,6 +18,7 @@ from protocol.membership.peer_table import MembershipEvent, PeerJoined, PeerLeft
 from protocol.membership.record_fields import parse_kept_states, record_of_stage
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import StepReports
+from protocol.pipeline.ledger import StepLedger
 from protocol.recent import RecentTable
 from protocol.signing import MAX_ROUND
 from protocol.transport.nat import is_relay_only, relays_of
@@ -191,10 +192,10 @@ class SwarmView:
             **self._status.status().record_fields(),
         )  # fmt: skip
 
-    def announce_step(self, round_number: int, is_complete: bool) -> None:
+    def announce_step(self, round_number: int, is_complete: bool, lacking: StepLedger) -> None:
         """Announce how our stage has decided an exact step."""
         if self._stage is not None and self._decisions is not None:
-            self._decisions.note(self._stage, round_number, is_complete)
+            self._decisions.note(self._stage, round_number, is_complete, lacking)
         self._directory.publish(urgent=True, step_decided=1 + 2 * round_number + is_complete)
 
     def _with_standing(self, voters: frozenset[PeerId]) -> frozenset[PeerId]:

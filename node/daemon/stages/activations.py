@@ -3,6 +3,9 @@
 Microbatches hold blobs by key, several of them the same blob if need be, and the owner's tokens have a key too. A slot
 is free once no key holds its blob. `protocol.pipeline.server` decides which blobs a peer may hold at all, so there is
 always a free slot.
+
+Other peers get only blobs that this node made: its results and its own tokens. So a malformed activation is the fault
+of the peer that it was downloaded from, and not of the holder that a task names.
 """
 
 import asyncio
@@ -19,7 +22,7 @@ from protocol.blobs.store import BlobStore
 from protocol.errors import GoneError, MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
-from protocol.pipeline.messages import HeldBlob, Input, Inputs, Key
+from protocol.pipeline.messages import HeldBlob, Input, Key, Task
 from protocol.pipeline.stage import StageManifest
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,31 @@ def slot_sizes(manifest: StageManifest) -> SlotSizes:
     )
 
 
+class FreeSlots:
+    """The free slots of one kind: those that were given back, and all that nobody has used yet.
+
+    A run of tiny activations has many millions of slots, so the unused ones are no list.
+    """
+
+    def __init__(self, slots: range) -> None:
+        self._unused = slots
+        self._returned: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._unused) + len(self._returned)
+
+    def take(self) -> int:
+        """Remove and return a slot. Raises IndexError if there is none."""
+        if self._returned:
+            return self._returned.pop()
+        slot, self._unused = self._unused[0], self._unused[1:]
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Add a slot that is free again."""
+        self._returned.append(slot)
+
+
 class ActivationStore:
     """Maps blobs to slots of `memory`; `store` serves the slots, and holds blobs while they are fetched."""
 
@@ -50,11 +78,13 @@ class ActivationStore:
         self.memory = memory
         self.store = store
         sizes = memory.sizes
-        self._free: dict[Kind, list[int]] = {
-            "activation": list(range(sizes.activations)),
-            "tokens": list(range(sizes.activations, sizes.activations + sizes.tokens)),
+        self._free: dict[Kind, FreeSlots] = {
+            "activation": FreeSlots(range(sizes.activations)),
+            "tokens": FreeSlots(range(sizes.activations, sizes.activations + sizes.tokens)),
         }
         self._slots: dict[bytes, int] = {}
+        self._made: set[bytes] = set()  # blobs of slots that this stage computed or read
+        self._sources: dict[bytes, PeerId] = {}  # the peer from which a blob of a slot was downloaded
         self._holders: defaultdict[bytes, set[Key]] = defaultdict(set)
         self._held: defaultdict[Key, set[bytes]] = defaultdict(set)
 
@@ -68,13 +98,13 @@ class ActivationStore:
     def take_slot(self, kind: Kind) -> int:
         """Return a free slot to write into. Raises MemoryError if there is none."""
         free = self._free[kind]
-        if not free:
+        if not len(free):
             raise MemoryError(f"all slots for {kind} are in use")
-        return free.pop()
+        return free.take()
 
     def give_back(self, slot: int) -> None:
         """Free a slot without a blob."""
-        self._free["activation" if slot < self.memory.sizes.activations else "tokens"].append(slot)
+        self._free["activation" if slot < self.memory.sizes.activations else "tokens"].give_back(slot)
 
     def publish(self, key: Key, slot: int) -> Blob:
         """Serve the contents of a slot as a blob, and hold it for a microbatch."""
@@ -83,13 +113,23 @@ class ActivationStore:
             self.give_back(slot)  # the same bytes are in another slot
         else:
             self._slots[blob.digest] = slot
+        self._made.add(blob.digest)
         self.hold(key, blob.digest)
         return blob
 
-    def take_over(self, key: Key, blob: Blob) -> None:
-        """Move a fetched blob from the store into a slot, and hold it for a microbatch."""
+    def made(self, digest: bytes) -> bool:
+        """Return whether a slot holds a blob that this stage made."""
+        return digest in self._made
+
+    def source_of(self, digest: bytes) -> PeerId | None:
+        """Return the peer from which the blob of a slot was downloaded; `None` for one of this node."""
+        return None if digest in self._made else self._sources.get(digest)
+
+    def take_over(self, key: Key, blob: Blob, source: PeerId) -> None:
+        """Move a blob that was fetched from a peer from the store into a slot, and hold it for a microbatch."""
         if not self.has(blob):
             slot = self._fill_slot(blob, self.store.view(blob.digest))
+            self._sources[blob.digest] = source
             self.store.discard(blob.digest)
             self.store.lend(self.memory.slot(slot))
         self.hold(key, blob.digest)
@@ -134,10 +174,31 @@ class ActivationStore:
             self._holders[digest].discard(key)
             if not self._holders[digest]:
                 del self._holders[digest]
+                self._made.discard(digest)
+                self._sources.pop(digest, None)
                 self.store.discard(digest)
                 self.give_back(self._slots.pop(digest))
         if not self._held.get(key):
             self._held.pop(key, None)
+
+
+class ServedActivations:
+    """The blobs of a stage that other peers may fetch: those that it made."""
+
+    def __init__(self, activations: ActivationStore) -> None:
+        self._activations = activations
+
+    def has(self, digest: bytes) -> bool:
+        return self._activations.made(digest) and self._activations.store.has(digest)
+
+    def blob(self, digest: bytes) -> Blob:
+        return self._activations.store.blob(digest)
+
+    def hashes(self, digest: bytes) -> bytes:
+        return self._activations.store.hashes(digest)
+
+    def read_piece(self, digest: bytes, piece: int) -> Bytes:
+        return self._activations.store.read_piece(digest, piece)
 
 
 class NodeBlobs:
@@ -174,11 +235,21 @@ class ActivationFetcher:
                 return name
         return None
 
-    def blame_holders(self, inputs: Inputs) -> None:
-        """Record a fault of every other holder of these inputs, one of which is malformed or not finite."""
-        for holder in {held.holder for held in inputs.named().values()} - {self._directory.peer_id}:
-            fault = MalformedError("an activation with a value that is not allowed")
-            self._directory.record_refusal(holder, fault)
+    def blame_maker(self, task: Task, wrong: Input) -> None:
+        """Record the fault of the peer that we downloaded a malformed input from.
+
+        The owner is to blame for its tokens, and for a well-formed blob that it names as something else: that of this
+        node, or one whose size does not tell tokens from activations.
+        """
+        sizes = self.activations.memory.sizes
+        source = self.activations.source_of(task.inputs.named()[wrong].blob.digest)
+        is_clear = wrong != "tokens" and sizes.activation_bytes != sizes.token_bytes
+        maker = source if source is not None and is_clear else task.owner
+        if maker != self._directory.peer_id:
+            fault = MalformedError(
+                f"{'tokens' if wrong == 'tokens' else 'an activation'} with a value that is not allowed"
+            )
+            self._directory.record_refusal(maker, fault)
 
     def drop_peer(self, peer: PeerId) -> None:
         """End the downloads from a peer that is gone."""
@@ -194,7 +265,7 @@ class ActivationFetcher:
                 activations.copy(key, blob, self._node.view(blob.digest))
             else:
                 await self._download(held)
-                activations.take_over(key, blob)
+                activations.take_over(key, blob, held.holder)
         except FETCH_ERRORS as error:
             logger.info("an activation of %s is missing: %s", held.holder, error)
             return False

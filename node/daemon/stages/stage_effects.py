@@ -262,8 +262,8 @@ class StageEffects:
             return  # an earlier trainer has computed it
         (action, output), self._computing = self._computing, None
         task, result = action.task, None
-        if message.fault == "wrong input":
-            self._fetcher.blame_holders(task.inputs)
+        if message.wrong is not None:
+            self._fetcher.blame_maker(task, message.wrong)
         if output is not None and message.fault:
             self.activations.give_back(output)
         elif output is not None:
@@ -326,7 +326,13 @@ class StageEffects:
                 self._order(DropStageSum(round=self.loop.round))
 
     def _report(
-        self, action: PublishLife | PublishRate | ReportRefused | owner_events.StageEmpty | owner_events.WrongResult
+        self,
+        action: PublishLife
+        | PublishRate
+        | ReportRefused
+        | owner_events.StageEmpty
+        | owner_events.WrongResult
+        | server_events.TrainerEnded,
     ) -> None:
         match action:
             case PublishLife(life, rate):
@@ -337,6 +343,9 @@ class StageEffects:
                 logger.warning("three peers refused microbatch %d; it is dropped", serial)
             case owner_events.StageEmpty(stage, waiting):
                 logger.info("nobody serves stage %d, and %s", stage, describe_waiting(waiting))
+            case server_events.TrainerEnded(owner):
+                if owner != self._directory.peer_id:
+                    self._directory.record_refusal(owner, MalformedError("a task of which the trainer dies"))
             case owner_events.WrongResult(peer):
                 self._directory.record_refusal(peer, MalformedError("a result of a wrong size"))
 

@@ -94,6 +94,7 @@ class StageComputed(_StageMessage):
     seconds: NonNegativeFloat
     loss: FiniteFloat | None = None
     fault: StageFault = ""
+    wrong: Input | None = Field(default=None, description="the malformed input, where that is the fault")
     clipped: bool = Field(default=False, description="the norm of the gradient was far above the usual")
 
 

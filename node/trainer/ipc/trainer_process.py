@@ -4,6 +4,9 @@ A trainer that died resumes from the shared memory after a growing delay. The da
 Failed, crashes with the same error MAX_EQUAL_CRASHES times without progress, or dies MAX_CRASHES_IN_A_ROW times without
 progress.
 
+A trainer that dies of bytes of another peer says little of this machine. Such deaths count by themselves, up to
+MAX_SERVED_CRASHES: the server of the stage turns the peer away before that (`protocol.pipeline.microbatch_table`).
+
 A watchdog kills a trainer that is stuck: a hanging driver raises nothing, and its process goes on running.
 """
 
@@ -39,6 +42,7 @@ from node.trainer.ipc.channel import (
     TrainerProgress,
 )
 from node.trainer.ipc.shared_memory import SharedMemory
+from node.trainer.ipc.stage_messages import ComputeStage, StageComputed
 from protocol import errors
 from protocol.errors import MalformedError, MurmurError
 
@@ -47,6 +51,7 @@ logger = logging.getLogger(__name__)
 TRAINER_MODULE = "node.trainer"
 MAX_CRASHES_IN_A_ROW = 5
 MAX_EQUAL_CRASHES = 2
+MAX_SERVED_CRASHES = 20  # in a row, during tasks with bytes of other peers
 UNCAUGHT_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)")  # the last line of Python's traceback
 MIN_RESTART_DELAY_SECONDS = 0.1
 MAX_RESTART_DELAY_SECONDS = 5.0
@@ -156,7 +161,8 @@ class TrainerProcess:
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._run: TrainerRun | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._crashes_in_a_row = 0
+        self._crashes_in_a_row = self._served_crashes = 0
+        self._is_serving = False  # whether it computes a task with bytes of another peer
         self._crash: Crashed | None = None  # the error that this process sent
         self._crash_reasons: list[str] = []  # those of the crashes in a row
         self._regrouping = ""  # why the process ends although nothing failed
@@ -192,6 +198,9 @@ class TrainerProcess:
         """Send a message; return False if no trainer runs now."""
         if self._run is None:
             return False
+        if isinstance(message, ComputeStage):
+            is_first_pass = message.activation is None and message.gradient is None
+            self._is_serving = message.owner != self._config.peer_id or not is_first_pass
         try:
             await self._run.channel.send(message)
         except ChannelClosed as closed:
@@ -282,8 +291,10 @@ class TrainerProcess:
                 self._regrouping = message.reason
                 continue
             if isinstance(message, TrainerProgress | ContributionHeader):
-                self._crashes_in_a_row = 0
+                self._crashes_in_a_row = self._served_crashes = 0
                 self._crash_reasons.clear()
+            if isinstance(message, StageComputed):
+                self._is_serving = False
             if isinstance(message, Ready):
                 self.not_running_reason = ""
             await self._queue.put(message)
@@ -312,18 +323,22 @@ class TrainerProcess:
 
     def _record_crash(self, cause: str) -> None:
         self.crash_count += 1
-        self._crashes_in_a_row += 1
+        was_serving, self._is_serving = self._is_serving, False
+        self._served_crashes += was_serving
+        self._crashes_in_a_row += not was_serving
         last_line = self._stderr_tail[-1] if self._stderr_tail else "no output"
         crash, self._crash = self._crash or crash_of_stderr(last_line), None
         if crash is not None:
             last_line = crash.reason
             self._halvings += crash.halve
-            self._give_up_if_repeated(crash)
+            if not was_serving:
+                self._give_up_if_repeated(crash)
         self.not_running_reason = f"the trainer died ({cause}) and is restarting"
         logger.warning("the trainer died (%s), death %d: %s", cause, self.crash_count, last_line)
-        if self._crashes_in_a_row >= MAX_CRASHES_IN_A_ROW:
+        if self._crashes_in_a_row >= MAX_CRASHES_IN_A_ROW or self._served_crashes >= MAX_SERVED_CRASHES:
+            count = max(self._crashes_in_a_row, self._served_crashes)
             raise errors.DeviceError(
-                f"the trainer died {MAX_CRASHES_IN_A_ROW} times in a row ({cause}), last line: {last_line}; "
+                f"the trainer died {count} times in a row ({cause}), last line: {last_line}; "
                 "see the log lines above, and try --device cpu or a smaller --memory"
             )
 
@@ -339,7 +354,11 @@ class TrainerProcess:
             raise errors.error_with_code(crash.exit_code, text)
 
     def _restart_delay(self) -> float:
-        return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._crashes_in_a_row - 1)))
+        return float(min(MAX_RESTART_DELAY_SECONDS, MIN_RESTART_DELAY_SECONDS * 4 ** (self._deaths_in_a_row - 1)))
+
+    @property
+    def _deaths_in_a_row(self) -> int:
+        return min(self._crashes_in_a_row + self._served_crashes, MAX_CRASHES_IN_A_ROW)
 
     async def _start_run(self) -> TrainerRun:
         """Spawn the trainer, and kill it at once if `stop` was called meanwhile: it has nothing to write."""

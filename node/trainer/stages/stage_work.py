@@ -37,7 +37,7 @@ from protocol.errors import MalformedError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import TrainSection
 from protocol.pipeline.ledger import Ledger, StepLedger
-from protocol.pipeline.messages import Key
+from protocol.pipeline.messages import Input, Key
 
 NORM_MEDIANS = 5.0  # the most that one microbatch may add, as a multiple of the median norm
 MIN_NORMS, MAX_NORMS = 8, 64  # of which the median is taken; with fewer there is no limit
@@ -120,6 +120,7 @@ class StageWork:
         self._count = 0  # gradients in the open step
         self._norms = deque[float](maxlen=MAX_NORMS)  # of the gradients of microbatches lately
         self._is_clipped = False  # the gradient of the last task
+        self._reading: Input = "tokens"  # the input of the task that was read last
         self._loss = 0.0
         self.ledger = Ledger()  # of the gradients in the open step
         self.is_step_due = False
@@ -170,8 +171,10 @@ class StageWork:
             fault = "wrong input"
         except OverflowError:
             fault = "overflow"
-        seconds = time.monotonic() - began
-        return StageComputed(task=command.task, seconds=seconds, loss=loss, fault=fault, clipped=self._is_clipped)
+        seconds, wrong = time.monotonic() - began, self._reading if fault == "wrong input" else None
+        return StageComputed(
+            task=command.task, seconds=seconds, loss=loss, fault=fault, wrong=wrong, clipped=self._is_clipped
+        )
 
     def take(self) -> tuple[int, float]:
         """End the open step: divide the gradient by the number of microbatches; return their tokens and mean loss."""
@@ -265,7 +268,7 @@ class StageWork:
         if self._model.cut.has_head:
             loss, gradient = finish_microbatch(self._model, inputs, self._targets(command), 1.0, tokens)
         else:
-            gradient = backward_stage(self._model, inputs, self._read_stream(command.gradient), tokens)
+            gradient = backward_stage(self._model, inputs, self._read_stream("gradient", command.gradient), tokens)
         return loss, gradient
 
     def _count_exactly(self, exact: ExactStep, command: ComputeStage, loss: float | None) -> None:
@@ -284,7 +287,7 @@ class StageWork:
     def _inputs(self, command: ComputeStage) -> Tensor:
         if self._model.cut.has_embedding:
             return self._read_windows(command.tokens)[:, :-1]
-        return self._read_stream(command.activation)
+        return self._read_stream("activation", command.activation)
 
     def _token_ids(self, command: ComputeStage) -> Tensor | None:
         """Return the token ids (B, T) that a stage of a model with a subspace needs."""
@@ -295,6 +298,7 @@ class StageWork:
 
     def _read_windows(self, slot: int | None) -> Tensor:
         """Return tokens (B, T + 1) int64. Raises CodecError if one is not in the vocabulary."""
+        self._reading = "tokens"
         windows = (
             self._read(slot, self._memory.sizes.token_bytes).view(torch.int32).view(self._sequences, self._context + 1)
         )
@@ -302,8 +306,9 @@ class StageWork:
             raise CodecError("a token is not in the vocabulary")
         return windows.to(torch.int64)
 
-    def _read_stream(self, slot: int | None) -> Tensor:
+    def _read_stream(self, name: Input, slot: int | None) -> Tensor:
         """Return an activation or its gradient (B, T, S) in fp32 on the model's device. Raises CodecError."""
+        self._reading = name
         payload = self._read(slot, self._memory.sizes.activation_bytes).to(self._model.flat.device)
         return self._format.decode(payload, (self._sequences, self._context, self._stream_width))
 

@@ -11,7 +11,7 @@ from node.loop.stage_events import PeersSeen
 from node.loop.stage_modes import ExactMode
 from node.simulation.virtual.stage import InvariantError
 from protocol.pipeline import ledger as ledgers
-from protocol.pipeline.exact import OwnerProgress, StepAgreement, StepReports
+from protocol.pipeline.exact import Credibility, OwnerProgress, StepAgreement, StepReports
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.steps import ExactSteps
@@ -184,8 +184,8 @@ def doomed_rounds_go_on(patch: pytest.MonkeyPatch) -> None:
 def owners_never_change(patch: pytest.MonkeyPatch) -> None:
     set_peers_truly = StepAgreement.set_peers
 
-    def set_peers(self: StepAgreement, stages: object, owners: object) -> None:
-        set_peers_truly(self, stages, self._owners or owners)  # type: ignore[arg-type]
+    def set_peers(self: StepAgreement, stages: object, owners: object, standing: object = None) -> None:
+        set_peers_truly(self, stages, self._owners or owners, standing)  # type: ignore[arg-type]
 
     patch.setattr(StepAgreement, "set_peers", set_peers)
     nobody_takes_over(patch)
@@ -217,8 +217,16 @@ def records_decide(patch: pytest.MonkeyPatch) -> None:
     """A record counts without the certificate of its decision."""
     believe = ExactWorld.believe
 
-    def take(self: ExactWorld, stage: int, number: int, *, is_complete: bool, has_certificate: bool) -> None:
-        believe(self, stage, number, is_complete=is_complete, has_certificate=True)
+    def take(
+        self: ExactWorld,
+        stage: int,
+        number: int,
+        *,
+        is_complete: bool,
+        has_certificate: bool,
+        lacking: StepLedger | None = None,
+    ) -> None:
+        believe(self, stage, number, is_complete=is_complete, has_certificate=True, lacking=lacking)
 
     patch.setattr(ExactWorld, "believe", take)
 
@@ -232,6 +240,26 @@ def announced_keys_own_for_ever(patch: pytest.MonkeyPatch) -> None:
 def keys_without_standing_own(patch: pytest.MonkeyPatch) -> None:
     """Each announced key owns its share, as before the first commit; others take over from it."""
     patch.setattr(ExactWorld, "known_standing", lambda self: None)
+
+
+def statements_of_all_count(patch: pytest.MonkeyPatch) -> None:
+    """The word of any announced key counts."""
+
+    def believe(self: StepAgreement) -> None:
+        self._live, self._coverage = self._known, None
+
+    patch.setattr(StepAgreement, "_believe", believe)
+
+
+def false_statements_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Credibility, "judge", lambda self, reports: None)
+
+
+def open_servers_are_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
+    def may_offer(self: StepAgreement, now: float) -> bool:
+        return all(each.phase != "open" for each in self._valid_statements(self._stage).values())
+
+    patch.setattr(StepAgreement, "_may_offer", may_offer)
 
 
 BUGS: list[tuple[Bug, int, str]] = [  # with a seed that shows it, and the word by which it does
@@ -277,7 +305,12 @@ def test_each_bug_is_found(bug: Bug, seed: int, word: str, monkeypatch: pytest.M
     assert outcome(seed) == "", "the same seed without the bug"
 
 
-LIARS: list[tuple[Liar, Bug]] = [("voids", records_decide), ("announces", announced_keys_own_for_ever)]
+LIARS: list[tuple[Liar, Bug]] = [
+    ("voids", records_decide),
+    ("announces", announced_keys_own_for_ever),
+    ("claims", statements_of_all_count),
+]
+FIRST_ROUND = 0.15  # of the steps: before a stage has a commit, its admitted trainers count, and so does the liar
 LIAR_SECONDS, LIAR_SEEDS, LEAST_PACE = 90.0, (1, 2), 0.8
 
 
@@ -292,14 +325,31 @@ def steps_of(seed: int, liar: Liar | None, seconds: float = LIAR_SECONDS) -> int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", LIAR_SEEDS)
-@pytest.mark.parametrize(("liar", "old_rule"), LIARS, ids=["voids", "announces"])
+@pytest.mark.parametrize(("liar", "old_rule"), LIARS, ids=["voids", "announces", "claims"])
 def test_one_free_key_neither_voids_steps_nor_stops_them(
     liar: Liar, old_rule: Bug, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, beside = steps_of(seed, None), steps_of(seed, liar)
-    assert honest >= 10 and beside >= LEAST_PACE * honest
+    assert honest >= 10 and beside >= (LEAST_PACE - FIRST_ROUND * (liar == "claims")) * honest
     old_rule(monkeypatch)
     assert steps_of(seed, liar) == 0, "the control"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("liar", "old_rule"),
+    [
+        ("claims as a member", false_statements_are_forgotten),
+        ("waits as a member", open_servers_are_waited_for_without_end),
+    ],
+    ids=["claims", "waits"],
+)
+def test_false_statements_of_a_member_void_ever_fewer_steps(
+    liar: Liar, old_rule: Bug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = steps_of(1, liar, 150.0)
+    old_rule(monkeypatch)
+    assert beside >= 10 and steps_of(1, liar, 150.0) == 0, "the control makes none"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from protocol.pipeline.exact import (
     FIRST_GRACE_SECONDS,
     MAX_DECISIONS,
     OVERTAKEN_SECONDS,
+    Credibility,
     OfferStep,
     Phase,
     SendStatement,
@@ -184,8 +185,11 @@ def test_decisions_are_those_of_certified_commits() -> None:
     decisions.record(0, commit_with(ledger(0, 1), ledger(2, 3)))
     decisions.record(1, commit_with(ledger(0, 1), ledger(1, 2, 3)))
     assert decisions.reports().decided == {5: {0: True, 1: False}}
+    assert not decisions.reports().lacking, "one is doubled, and none lacks"
+    decisions.record(1, commit_with(ledger(1), ledger(3)))
+    assert decisions.reports().lacking == {5: {1: ledger(0, 2)}}
     for number in range(MAX_DECISIONS):
-        decisions.note(0, 6 + number, True)
+        decisions.note(0, 6 + number, True, ledger())
     assert 0 not in decisions.reports().decided[5], "it is bounded"
 
 
@@ -208,3 +212,58 @@ def test_owner_that_makes_progress_keeps_its_microbatches() -> None:
     made.record("z", say(RUNS[1], ledger(number)), FIRST_GRACE_SECONDS - 1)
     theirs = [each for each in range(COUNT) if ranked_owners(0, each, order)[0] == owner]
     assert not set(theirs) & set(made.wanted([], FIRST_GRACE_SECONDS + 1)) - set(mine)
+
+
+def lacking(number: int, ids: StepLedger) -> StepReports:
+    """Return that the commit of stage 0 to a round lacks microbatches."""
+    return StepReports(2, {number: {0: not len(ids)}}, {number: {0: ids}} if len(ids) else {})
+
+
+def test_statements_count_only_from_servers_with_standing() -> None:
+    made, nobody = agreement(), frozenset[str]()
+    stages = [{"a": 1, "b": 1, "c": 1}, {"z": 1}]
+    made.set_peers(stages, ["b", "z"], frozenset({"b", "z"}))
+    made.record("a", say(RUNS[0], ledger(0, 1, 2, 3), "offered"), 1.0)
+    assert not list(made._covered()[0]) and made.may_add and made._duplicates() == ledger()
+    made.set_peers(stages, ["a", "b", "z"], frozenset({"a", "z"}))
+    assert list(made._covered()[0]) == [0, 1, 2, 3]
+    assert not made.may_add and not made.is_believed(0, "b"), "we have no standing ourselves"
+    made.set_peers(stages, ["a", "b"], nobody)
+    assert made.may_add and made.is_believed(0, "a"), "where nobody has standing, all count"
+
+
+def test_server_whose_word_commits_belie_twice_is_not_believed_for_some_rounds() -> None:
+    made, full = agreement(), ledger(0, 1, 2, 3)
+    for number in range(9):
+        if number:
+            made.begin(number, 1, float(number))
+        believed = made.is_believed(0, "a")
+        assert believed == (number < 2 or number > 5), number
+        made.record("a", replace(say(RUNS[0], full, "sealed", version=number), round=number), float(number))
+        made.take_reports(lacking(number, full if number < 2 else ledger()))
+
+
+def test_honest_servers_are_not_to_blame_for_what_they_gave_up() -> None:
+    """A lower id claimed it, or somebody had offered it; who takes an offer back is to blame all the same."""
+    credibility, full = Credibility(), ledger(0, 1, 2, 3)
+    for number in range(2):
+        credibility.begin(number)
+        credibility.state("b", 0, full, "sealed")
+        credibility.state("a" if number else "z", 0, full, "sealed" if number else "offered")
+        credibility.state("a" if number else "z", 0, ledger(), "open")
+        credibility.state("b", 0, ledger(), "offered")
+        credibility.judge(lacking(number, ledger(2)))
+    assert {peer: record.level for peer, record in credibility._records.items()} == {"z": 1, "a": 1}
+
+
+def test_server_that_never_seals_is_waited_for_once() -> None:
+    made = agreement()
+    for number in range(2):
+        made.begin(number, 1, 100.0 * number)
+        for microbatch in range(COUNT):
+            made.add(microbatch, 100.0 * number)
+        for peer, run in (("z", RUNS[1]), ("a", RUNS[0])):
+            ids = ledger(0, 1, 2, 3) if peer == "z" else ledger()
+            made.record(peer, replace(say(run, ids), round=number), 100.0 * number)
+        assert bool(offers(made, 100.0 * number + 1)) == bool(number)
+        assert number or offers(made, FIRST_GRACE_SECONDS + 2)

@@ -1,7 +1,8 @@
 """Hostile tasks end no node and leave no server waiting: the real activation store, fetcher and trainer of a stage."""
 
 import random
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from node.daemon.stages import stage_effects
-from node.daemon.stages.activations import ActivationStore
+from node.daemon.stages.activations import ActivationFetcher, ActivationStore, FreeSlots, ServedActivations
 from node.trainer.ipc.stage_messages import ComputeStage, StageComputed
 from node.trainer.stages.stage_work import StageWork
 from protocol.blobs.blob import Blob
+from protocol.errors import MalformedError
 from protocol.pipeline.messages import HeldBlob, Inputs, Task
 from protocol.pipeline.microbatch_table import MicrobatchTable
 from protocol.pipeline.server_events import ReleasedBy
@@ -137,6 +139,83 @@ async def test_old_rule_gives_the_trainer_a_slot_of_another_size(
     assert "wrong input" in faults
 
 
+def old_rule_of_blame(patch: pytest.MonkeyPatch) -> None:
+    """All peers that the task names as holders are to blame."""
+
+    def blame(self: ActivationFetcher, task: Task, wrong: str) -> None:
+        for holder in {held.holder for held in task.inputs.named().values()} - {ME}:
+            self._directory.record_refusal(holder, MalformedError("wrong"))
+
+    patch.setattr(ActivationFetcher, "blame_maker", blame)
+
+
+def held_by(task: Task, activation: str, gradient: str = HOLDER) -> Task:
+    """Let a task name these holders."""
+    inputs = task.inputs
+    assert inputs.activation is not None
+    second = inputs.gradient and HeldBlob(inputs.gradient.blob, gradient)
+    return replace(task, inputs=Inputs(HeldBlob(inputs.activation.blob, activation), inputs.tokens, second))
+
+
+async def blamed(stage: AttackedStage, *tasks: Task) -> set[str]:
+    """Return the peers that are to blame after these tasks."""
+    for task in tasks:
+        stage.node.answer(task)
+        await stage.settle()
+    return {peer for peer, _ in stage.directory.refused}
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["rule", "control"])
+async def test_task_cannot_frame_a_peer_by_naming_it_as_the_holder(
+    tmp_path: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_old:
+        old_rule_of_blame(monkeypatch)
+    stage = AttackedStage(tmp_path)
+    malformed = stage.shelf.put(bytes([255]) * stage.sizes.activation_bytes)
+    for number, holder in enumerate((STRANGER, HOLDER)):  # the second one while the blob is here
+        stage.node.answer(held_by(stage.task(number, "forward", malformed), holder))
+    await stage.settle()
+    found = await blamed(stage)
+    assert stage.statuses(STRANGER) == ["invalid"] * 2
+    assert found == ({STRANGER, HOLDER} if is_old else {STRANGER})
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["rule", "control"])
+async def test_only_the_maker_of_the_malformed_input_is_to_blame(
+    tmp_path: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_old:
+        old_rule_of_blame(monkeypatch)
+    stage = AttackedStage(tmp_path)
+    malformed = stage.shelf.put(bytes([255]) * stage.sizes.activation_bytes)
+    task = held_by(stage.task(0, "backward", stage.activation(1), malformed), HOLDER, OWNER)
+    assert await blamed(stage, task) == ({HOLDER, OWNER} if is_old else {OWNER})
+    assert stage.statuses(STRANGER) == ["invalid"]
+
+
+async def test_node_serves_its_results_and_not_what_it_fetched(tmp_path: Path) -> None:
+    """Otherwise a stranger could let it hold a malformed blob, and name it as the maker elsewhere."""
+    stage = AttackedStage(tmp_path)
+    served, given = ServedActivations(stage.activations), stage.activation(1)
+    stage.node.answer(stage.task(0, "forward", given))
+    await stage.settle()
+    ((_, outcome),) = stage.calls.outcomes
+    assert outcome.result is not None and served.has(outcome.result.digest)
+    assert stage.activations.store.has(given.digest) and not served.has(given.digest)
+    assert served.blob(outcome.result.digest) == outcome.result
+    stage.node.release(STRANGER, stage.manifest.run_id, (0,))
+    assert not served.has(outcome.result.digest) and not stage.activations._made and not stage.activations._sources
+
+
+async def test_owner_is_to_blame_for_its_tokens(tmp_path: Path) -> None:
+    stage = AttackedStage(tmp_path, 2)
+    tokens = stage.shelf.put(bytes([255]) * stage.sizes.token_bytes)
+    stage.node.answer(stage.task(0, "forward", stage.activation(1), tokens))
+    await stage.settle()
+    assert await blamed(stage, stage.task(0, "backward", stage.activation(1), tokens)) == {STRANGER}
+
+
 class HostileTasks:
     """Random tasks from a few blobs, most of them well known, of true and false sizes and holders."""
 
@@ -203,3 +282,22 @@ async def test_fuzz_finds_the_old_rules(tmp_path: Path, monkeypatch: pytest.Monk
     stage = AttackedStage(tmp_path, 1)
     await fuzz(stage, 0)
     assert stage.inbox._fault is not None
+
+
+def test_free_slots_of_tiny_activations_take_no_memory() -> None:
+    """The control: a list of the numbers, as it was before."""
+
+    def bytes_of(build: Callable[[], object]) -> int:
+        tracemalloc.start()
+        kept = build()
+        size = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        del kept
+        return size
+
+    slots = range(1_000_000)
+    assert bytes_of(lambda: FreeSlots(slots)) < 10_000 < 8_000_000 < bytes_of(lambda: list(slots))
+    free = FreeSlots(range(5, 8))
+    assert [free.take() for _ in range(3)] == [5, 6, 7] and len(free) == 0
+    free.give_back(6)
+    assert len(free) == 1 and free.take() == 6

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from node.loop.stage_events import StageAnchorApplied, StageContributed, TrainerReady
+from node.loop.stage_events import StageAnchorApplied, StageContributed, StatementReceived, TrainerReady
 from node.loop.stage_loop import EXACT_PAUSE, StageLoop
 from node.loop.stage_modes import ExactMode
 from node.simulation.virtual.stage import InvariantError
 from protocol.identity import PeerId
 from protocol.pipeline import ledger as ledgers
 from protocol.pipeline import server_events
-from protocol.pipeline.exact import StepAgreement, StepDecisions, StepReports
+from protocol.pipeline.exact import Phase, Statement, StepAgreement, StepDecisions, StepReports
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.messages import Key, Task
 from protocol.pipeline.microbatch import OwnerSettings
@@ -28,7 +28,8 @@ from tests.protocol.pipeline.virtual.scenario import ACTIVATION, Scenario
 
 GRACE = 2.0
 LIAR = "a liar"
-Liar = Literal["announces", "voids"]
+Liar = Literal["announces", "voids", "claims", "claims as a member", "waits as a member"]
+CLAIM_SECONDS = 0.5
 FALSE_ROUNDS = 16  # in the record of a liar
 LATE_ROUNDS = 8
 
@@ -93,7 +94,8 @@ class ExactWorld(FaultyWorld):
     """All peers, the network, and the rounds of all stages; a step has `count` microbatches.
 
     `liar`: "announces": a key of stage 0 that does nothing else; "voids": its record says in addition that its stage
-    decided all rounds without their steps.
+    decided all rounds without their steps; "claims": it states that it counts all microbatches of each step, and "as a
+    member" it has standing; "waits": it states for ever that it may add some.
     """
 
     def __init__(self, scenario: Scenario, seed: int, count: int, liar: Liar | None = None) -> None:
@@ -108,6 +110,8 @@ class ExactWorld(FaultyWorld):
         self._applied: dict[tuple[int, int], bool] = {}
         self._gone: set[PeerId] = set()
         super().__init__(replace(scenario, step_size=count), seed)
+        if liar is not None and liar.startswith(("claims", "waits")):
+            self.clock.schedule(CLAIM_SECONDS, self._claim)
 
     def is_owner(self, index: int) -> bool:
         return True
@@ -178,19 +182,33 @@ class ExactWorld(FaultyWorld):
             self.believe(0, number, is_complete=False, has_certificate=False)
         return self.decisions.reports()
 
-    def believe(self, stage: int, number: int, *, is_complete: bool, has_certificate: bool) -> None:
+    def believe(
+        self, stage: int, number: int, *, is_complete: bool, has_certificate: bool, lacking: StepLedger | None = None
+    ) -> None:
         """Look at what a record says of a round: it counts if the peer has shown the certificate."""
         if has_certificate:
-            self.decisions.note(stage, number, is_complete)
+            self.decisions.note(stage, number, is_complete, lacking or StepLedger(self.step_count))
 
     def announced(self) -> list[tuple[int, StagePeer]]:
         number = max([0, *(number + 1 for _, number in self._applied)])
         return [(0, StagePeer(LIAR, 1, number, rate=16.0))] if self.liar else []
 
+    def _claim(self) -> None:
+        """Let the liar state something false to all others, and go on with that."""
+        self.clock.schedule(CLAIM_SECONDS, self._claim)
+        number = self.announced()[0][1].round
+        ledger = StepLedger(self.step_count) if self.liar == "waits as a member" else StepLedger.full(self.step_count)
+        phase: Phase = "open" if self.liar == "waits as a member" else "sealed"
+        for peer in self.peers.values():
+            version = int(self.clock.now / CLAIM_SECONDS)
+            if peer.is_alive:
+                peer.process.post(StatementReceived(LIAR, Statement(self.runs[0], number, 1, version, ledger, phase)))
+
     def known_standing(self) -> frozenset[PeerId] | None:
         """Return those who contributed to one of the last commits of their stage; all of a stage before its first."""
         found = {peer.name for peer in self.peers.values() if not self._has_commit(peer.stage)}
-        found |= set() if self._has_commit(0) else {LIAR}
+        is_member = self.liar is not None and self.liar.endswith("as a member")
+        found |= set() if self._has_commit(0) and not is_member else {LIAR}
         newest = max(self._decided, default=0)
         for (stage, number), offered in self._offered.items():
             if number > newest - LATE_ROUNDS and self._is_decided((stage, number)):
@@ -252,7 +270,10 @@ class ExactWorld(FaultyWorld):
             return
         decided = self._decided.setdefault(number, {})
         decided[stage] = ledgers.covers_step([each.total.ledger.to_bytes() for each in left], self.step_count)
-        self.believe(stage, number, is_complete=decided[stage], has_certificate=True)
+        lacking = StepLedger.full(self.step_count)
+        for each in left:
+            lacking -= each.total.ledger
+        self.believe(stage, number, is_complete=decided[stage], has_certificate=True, lacking=lacking)
         self._offered[place] = {name: each for name, each in self._offered[place].items() if each in left}
         for peer in self.peers.values():
             self.clock.schedule(5 * self.latency(), partial(self.learn, peer))
