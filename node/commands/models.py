@@ -1,4 +1,4 @@
-"""The commands that need no network: export, generate, tokenize, sim and recipes. Heavy modules are imported inside."""
+"""Commands that need no network: export, generate, chat, tokenize, sim, recipes. Heavy modules are imported inside."""
 
 import itertools
 import sys
@@ -82,6 +82,32 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def chat(
+    source: ModelArgument,
+    system: Annotated[str, typer.Option(help="a message to the model before the conversation")] = "",
+    tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="most tokens of an answer")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="sample from the most likely tokens of this probability together")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
+    peer: PeerOption = None,
+    insecure: InsecureOption = False,
+) -> None:
+    """Open a conversation with a model that was trained on conversations."""
+    with loading():
+        from node.commands.chat import chat as talk
+        from node.commands.console import open_model
+        from node.model.generate import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling.require_valid()
+    talk(source, open_model(source, peer or (), insecure), system, tokens, sampling)
 
 
 def tokenize(
@@ -172,6 +198,7 @@ def recipes(
 COMMANDS = (
     (export, "Example: murmur export runs/demo-1 model, or murmur export https://run.example.org/run.toml model"),
     (generate, "Example: murmur generate runs/demo-1 --prompt 'def '"),
+    (chat, "Example: murmur chat runs/demo-1"),
     (tokenize, "Example: murmur tokenize tokenizer.json shards corpus/*.txt"),
     (sim, "Example: murmur sim frugal:inner_steps=30 frugal:inner_steps=100 diloco --steps 400 --csv curves.csv"),
     (recipes, "Example: murmur recipes sparseloco"),

@@ -126,20 +126,44 @@ class TextGenerator:
     def encode(self, prompt: str) -> list[int]:
         """Encode a prompt. Raises UsageError if the model cannot continue it."""
         start: list[int] = self.tokenizer.encode(prompt).tolist()
+        self.require_known(start)
+        return start
+
+    def require_known(self, start: Sequence[int]) -> None:
+        """Raise UsageError unless the model can continue these tokens."""
         if not start:
             raise UsageError("the run's tokenizer turns this prompt into no tokens; use another prompt")
         if max(start) >= self.config.vocabulary:
             raise UsageError(
                 f"the prompt has tokens that this model of {self.config.vocabulary} does not know; use another prompt"
             )
-        return start
 
     def stream(self, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
         """Continue a prompt by pieces of text. Raises UsageError at the call."""
-        start = self.encode(prompt)
+        return self.continue_tokens(self.encode(prompt), tokens, sampling)
+
+    def continue_tokens(
+        self, start: Sequence[int], tokens: int, sampling: Sampling, ends: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """Continue tokens by pieces of text, up to the first of the texts `ends`."""
         sampled = sample_tokens(self.model, start, tokens, sampling, self.usable, self.stops)
-        pieces = self.tokenizer.decode(sampled, after=start)
+        pieces = until(self.tokenizer.decode(sampled, after=start), ends)
         return (sanitize(piece, "\n\t") for piece in pieces)
+
+
+def until(pieces: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
+    """Yield the text before the first of `ends`; a possible beginning of one waits for the pieces after it."""
+    waiting = ""
+    for piece in pieces:
+        waiting += piece
+        if found := [place for end in ends if (place := waiting.find(end)) >= 0]:
+            yield waiting[: min(found)]
+            return
+        beginnings = (end[:size] for end in ends for size in range(1, len(end)))
+        held = max((len(beginning) for beginning in beginnings if waiting.endswith(beginning)), default=0)
+        yield waiting[: len(waiting) - held]
+        waiting = waiting[len(waiting) - held :]
+    yield waiting
 
 
 def usable_tokens(opened: OpenedModel) -> Tensor:

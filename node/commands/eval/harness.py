@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from node.commands.eval.scoring import Score, Scorer
-from node.model.generate import Sampling, sample_tokens, usable_tokens
+from node.model.generate import Sampling, sample_tokens, until, usable_tokens
 from node.model.opened_model import OpenedModel
 from protocol.errors import DataError, MissingFileError, MurmurError, UsageError, describe_error
 from protocol.fault_words import shorten
@@ -85,19 +85,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval's types are not
         return [make_disjoint_window(piece) for piece in pieces]
 
     def _generate(self, context: str, options: dict[str, Any], seed: int) -> str:
-        until = options.get("until") or ()
-        stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        wanted = options.get("until") or ()
+        stops = [wanted] if isinstance(wanted, str) else [stop for stop in wanted if stop]
         count = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
         temperature = float(options.get("temperature", 1.0)) if options.get("do_sample") else 0.0
-        start, text = self.tok_encode(context) or [self.eot_token_id], ""
+        start = self.tok_encode(context) or [self.eot_token_id]
         end = self._tokenizer.special_tokens.get("eos")
         sampling, ends = Sampling(temperature, seed=seed), frozenset(() if end is None else (end.id,))
         tokens = sample_tokens(self._scorer.model, start, count, sampling, self._usable, ends)
-        for piece in self._tokenizer.decode(tokens, after=start):
-            text += piece
-            if found := [place for stop in stops if (place := text.find(stop)) >= 0]:
-                return text[: min(found)]
-        return text
+        return "".join(until(self._tokenizer.decode(tokens, after=start), stops))
 
 
 def run_harness(opened: OpenedModel, scorer: Scorer, tasks: Sequence[str], limit: int | None) -> list[Score]:
