@@ -103,6 +103,7 @@ class Node(NodeNetwork):
         ticket = load_own_ticket(options.manifest, self.run_dir, self.peer_id)
         self.directory.publish(
             role="trainer" if trains else "observer",
+            resting=trains,  # until the trainer is ready
             ticket=ticket.signed.SerializeToString(deterministic=True) if ticket else b"",
             name=options.name,
             version=version("murmuration"),

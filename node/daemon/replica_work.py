@@ -138,7 +138,8 @@ class ReplicaWork:
                 seconds = message.seconds.get("compute", 0.0) + message.seconds.get("idle", 0.0)
                 self._session.pacing.record_steps(message.step, seconds)
             case Ready():
-                directory.publish(device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
+                directory.publish(urgent=True, device=message.device[:MAX_TEXT_CHARACTERS], resting=False)
+                self._inbox.post(SwarmChanged(self._peers.swarm_view.snapshot()))  # the first round may begin
             case ContributionHeader():
                 if self.auditor is not None:
                     self.auditor.conditions = message.conditions

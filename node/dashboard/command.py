@@ -16,6 +16,7 @@ from node.daemon.node import Node
 from node.daemon.stored_states.stage_stores import StageStores
 from node.dashboard.evaluations import EvaluationPlan
 from node.dashboard.event_log import EventLog, read_events
+from node.dashboard.json_views import seconds_left
 from node.dashboard.observer_node import Keeper, NodeHandle, gossiping, node_handle, open_observer_node
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.service import (
@@ -84,6 +85,7 @@ class ObserverStatus:
             "stages": state.stages,
             "chain_tokens": last.tokens if last else 0,
             "digest": last.digest if last else "",
+            "seconds_left": seconds_left(state),
             "loss": last.loss if last else None,
             **_validation_fields(state),
             **_steered_fields(state),

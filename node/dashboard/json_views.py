@@ -11,6 +11,7 @@ from node.dashboard.rounds import RoundSummary, find_warnings
 from node.dashboard.state import UNSEEN_SINCE_RESTART, PeerHistory, RunState, lowest_sum, timings_of_round
 from node.dashboard.steering import revision_values
 from node.monitoring.stage_table import bar_share, describe_empty_stages
+from node.monitoring.status import PACE_ROUNDS, RoundPace
 from node.units import format_bytes
 from protocol.signing import fingerprint
 
@@ -104,7 +105,7 @@ def summary(state: RunState, now: float) -> Values:
         "validation_by_source": dict(validated.validation_by_source) if validated else {},
         "progress": state.progress,
         "end_version": str(state.index) if state.is_over else "",
-        "seconds_left": _seconds_left(state, recent, pace),
+        "seconds_left": seconds_left(state),
         "tokens_per_second": _speed(state),
         "active": len(trainers),
         "joining": sum(1 for peer in trainers if peer_status(state, peer)[0] == "joining"),
@@ -154,11 +155,14 @@ def run_status(state: RunState) -> tuple[str, Tone, str]:
         return ("looking", "busy", looking) if state.has_begun else ("waiting", "warn", "no peers yet")
     if facts and not state.has_begun and present < facts.min_peers:
         return "waiting", "warn", f"{present} of {facts.min_peers} peers are here"
-    if state.steered is not None and state.steered.is_paused:
+    if state.is_paused:
         return "paused", "busy", f"paused by the organiser since round {state.round}"
     empty = describe_empty_stages(state.stages) if state.has_begun else ()
     if empty:
         return "waiting", "warn", "; ".join(empty)
+    ready = sum(1 for peer in state.trainers if not peer.report.resting)
+    if facts and not state.has_begun and ready < facts.min_peers:
+        return "waiting", "warn", f"{present} peers are here, {ready} of them ready to train"
     if not state.has_begun:
         return "warming up", "busy", "the first round is under way"
     return "training", "ok", ""
@@ -175,10 +179,13 @@ def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
         return "joining", "busy"
     if peer.report.round < head - 1:
         return "behind", "warn"
-    if peer.report.resting:
-        return "resting", "busy"
     if state.is_over:
         return "done", "ok"
+    if state.is_paused:
+        return "paused", "busy"
+    if peer.report.resting:
+        is_ready = peer.report.device or peer.included_count
+        return "resting" if is_ready else "starting", "busy"
     return ("training", "ok") if peer.in_time else ("late", "warn")
 
 
@@ -259,14 +266,11 @@ def _count_left_since(state: RunState, moment: float) -> int:
     )
 
 
-def _seconds_left(state: RunState, recent: Sequence[RoundSummary], pace: float | None) -> float | None:
-    facts, last = state.facts, state.rows.last
-    if facts is None or last is None or pace is None:
+def seconds_left(state: RunState) -> float | None:
+    """Return the time to the target; None without one, before two rounds, and while the run does not go on."""
+    facts, recent = state.facts, state.rows.recent(PACE_ROUNDS)
+    if facts is None or state.is_over or state.is_paused:
         return None
-    left = []
-    if facts.target_rounds:
-        left.append(float(facts.target_rounds - last.round - 1))
-    gained = (last.tokens - recent[0].tokens) / (len(recent) - 1) if len(recent) > 1 else 0.0
-    if facts.target_tokens and gained > 0:
-        left.append((facts.target_tokens - last.tokens) / gained)
-    return max(0.0, min(left)) * pace if left else None
+    heads = [(row.round + 1, row.tokens) for row in recent]
+    pace = RoundPace(heads, [row.seconds for row in recent if row.seconds is not None])
+    return pace.seconds_left(facts.target_rounds, facts.target_tokens)

@@ -74,7 +74,7 @@ class SwarmCollector(Collector):
 
 def _peer_count_family(values: Mapping[str, Any]) -> GaugeMetricFamily:
     family = GaugeMetricFamily("murmur_swarm_peers", "Peers by state", labels=["state"])
-    counts = dict.fromkeys(("training", "resting", "late", "behind", "joining", "watching"), 0)
+    counts = dict.fromkeys(("training", "paused", "starting", "resting", "late", "behind", "joining", "watching"), 0)
     for peer in values["peers"]:
         if peer["state"] in counts:
             counts[peer["state"]] += 1

@@ -164,6 +164,11 @@ class RunState:
         return self.progress == 1.0
 
     @property
+    def is_paused(self) -> bool:
+        """Return whether the organiser has paused the run."""
+        return self.steered is not None and self.steered.is_paused and not self.is_over
+
+    @property
     def was_stopped(self) -> bool:
         """Return whether the run is over because its organiser stopped it."""
         return self.is_over and was_stopped(self.steered)

@@ -77,9 +77,10 @@ def split(target: SyncTarget) -> LoopAction:
     return ReportRecovered("split", line)
 
 
-def waiting(present: int, needed: int) -> str:
+def waiting(present: int, ready: int, needed: int) -> str:
     """Return the reason for which a run does not begin."""
-    return f"{present} of {needed} peers are here; the run begins with {needed}"
+    starting = "" if ready == present else f", {ready} of them ready to train"
+    return f"{present} of {needed} peers are here{starting}; the run begins with {needed}"
 
 
 def replaying(rounds: int, first: int) -> str:

@@ -38,45 +38,17 @@ class Part(NamedTuple):
     text: str
 
 
-def progress_of(status: NodeStatus) -> float:
-    """Return the progress from 0 to 1 towards the nearer of the two targets."""
-    rounds = status.round / status.target_rounds if status.target_rounds else 0.0
-    tokens = status.chain_tokens / status.target_tokens if status.target_tokens else 0.0
-    return min(1.0, max(rounds, tokens))
-
-
-class RemainingTime:
-    """Estimates the remaining seconds from the pace since the first progress that was seen.
-
-    A resumed run begins half-way, so the pace since the start would be too fast.
-    """
-
-    def __init__(self) -> None:
-        self._first: tuple[float, float] | None = None
-
-    def estimate(self, now: float, progress: float) -> float | None:
-        """Return the remaining seconds; `None` if they cannot be estimated yet."""
-        if not progress:
-            return None
-        if self._first is None:
-            self._first = (now, progress)
-        seconds, gained = now - self._first[0], progress - self._first[1]
-        return seconds * (1 - progress) / gained if gained > 0 else None
-
-
-def status_parts(status: NodeStatus, seconds_left: float | None, phase_seconds: float) -> list[Part]:
+def status_parts(status: NodeStatus, phase_seconds: float) -> list[Part]:
     """Return the figures of the status line in their order.
 
     Args:
         status: the status of the node.
-        seconds_left: until the target; None if that is not known.
         phase_seconds: how long the node has been in its phase.
     """
     trouble = [Part(-1, status.key_conflict)] if status.key_conflict else []
     if status.phase in WAITING_PHASES:
         return [*trouble, *_waiting_parts(status, phase_seconds)]
-    is_going_on = not status.is_done and status.phase != "paused"
-    left = [Part(2, f"{format_clock(seconds_left)} left")] if seconds_left is not None and is_going_on else []
+    left = [Part(2, text) for text in status.describe_left()]
     if status.phase == "watching":
         return [*trouble, *_watching_parts(status), *left]
     return [*trouble, *_training_parts(status), *left]
@@ -185,13 +157,13 @@ class Display:
 
     async def show_status(self, source: StatusSource) -> None:
         """Show the status of a node until cancelled."""
-        remaining, phase, logs_status = RemainingTime(), "", self._line is None
+        phase, logs_status = "", self._line is None
         logged_at = phase_began = time.monotonic()
         while True:
             status, now = source.status(), time.monotonic()
             if status.phase != phase:
                 phase, phase_began = status.phase, now
-            parts = status_parts(status, remaining.estimate(now, progress_of(status)), now - phase_began)
+            parts = status_parts(status, now - phase_began)
             if self._line:
                 self._line.show(fit_parts(parts, self._line.width))
             elif logs_status and now - logged_at >= LOG_STATUS_SECONDS:

@@ -1,7 +1,9 @@
 """Define the status of a node, its summary line, and the client that fetches it from /status."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,7 +15,7 @@ from node.monitoring.stage_table import (
     stage_lines,
     sum_microbatches,
 )
-from node.units import format_bytes, format_count, format_plural
+from node.units import format_bytes, format_clock, format_count, format_plural
 from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
@@ -72,6 +74,31 @@ MAX_SHOWN_REVISIONS = 3
 MAX_SHOWN_CONDUCT = 8
 COMPUTE_ACTIVITIES: Final = ("compute", "evaluate")  # inner steps, and the validation of an anchor
 MAX_ROUNDS_BEHIND = 2  # a contribution counts as current while at most this many rounds have been committed since
+
+
+PACE_ROUNDS = 8  # over which the time left is estimated
+
+
+@dataclass(frozen=True)
+class RoundPace:
+    """The committed rounds from which every place estimates the time left: page, host, join, up and status.
+
+    `heads`: the rounds and the tokens after the last commits, oldest first. `seconds`: the durations of these rounds,
+    whose median passes over a pause.
+    """
+
+    heads: Sequence[tuple[int, int]]
+    seconds: Sequence[float]
+
+    def seconds_left(self, target_rounds: int | None, target_tokens: int | None) -> float | None:
+        """Return the time to the nearer target; None without one, or before two rounds are known."""
+        if not self.seconds or not self.heads:
+            return None
+        (first_round, first_tokens), (rounds, tokens) = self.heads[0], self.heads[-1]
+        left = [float(target_rounds - rounds)] if target_rounds else []
+        if target_tokens and rounds > first_round and tokens > first_tokens:
+            left.append((target_tokens - tokens) * (rounds - first_round) / (tokens - first_tokens))
+        return max(0.0, min(left)) * median(self.seconds) if left else None
 
 
 class DeviceUse(BaseModel):
@@ -133,6 +160,7 @@ class NodeStatus(BaseModel):
     revisions: tuple[str, ...] = Field(default=(), description="all known revisions of the organiser, a line each")
     step: int = Field(default=0, description="inner steps taken")
     tokens: int = Field(default=0, description="tokens this peer trained on")
+    seconds_left: float | None = Field(default=None, description="to the target, at the pace of the last rounds")
     chain_tokens: int = Field(default=0, description="tokens of all peers in all committed rounds")
     loss: float | None = Field(default=None, description="recent training loss, nats a token")
     validation_loss: float | None = None
@@ -229,6 +257,7 @@ class NodeStatus(BaseModel):
                 f"{format_count(self.tokens_per_second)} tok/s",
                 *([f"on {self.device}"] if self.ranks > 1 else []),
                 *pace,
+                *self.describe_left(),
                 f"sent {format_bytes(self.bytes_sent)}",
                 f"included {self.contributions_included}/{decided}",
                 *self.describe_direct_paths(),
@@ -256,12 +285,16 @@ class NodeStatus(BaseModel):
         stages = stage_lines(self.stages, self.stage)
         return (*stages, *([self.kept] if self.kept else []), *revisions, *self.conduct[:MAX_SHOWN_CONDUCT], *lines)
 
+    def describe_left(self) -> tuple[str, ...]:
+        """Return `9:38 left`, or nothing where that is not known."""
+        return () if self.seconds_left is None else (f"{format_clock(self.seconds_left)} left",)
+
     def _watching_summary(self) -> str:
         peers = format_plural(self.peers, "peer")
         sent = f"sent {format_bytes(self.bytes_sent)}"
         conflict = [self.key_conflict] if self.key_conflict else []
-        empty = describe_empty_stages(self.stages)
-        return " · ".join((self.describe_round(), peers, sent, "watching", f"page {self.page}", *empty, *conflict))
+        figures = (self.describe_round(), peers, *self.describe_left(), sent, "watching", f"page {self.page}")
+        return " · ".join((*figures, *describe_empty_stages(self.stages), *conflict))
 
     def describe_direct_paths(self) -> tuple[str, ...]:
         """Return `direct to 2 of 3`, or nothing before the first download."""

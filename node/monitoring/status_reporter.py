@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from node.loop.contributions import SettledContribution
 from node.monitoring.metrics import Metrics
-from node.monitoring.status import CatchUpKind, NodeStatus, Phase, RecoveredErrorKind
+from node.monitoring.status import PACE_ROUNDS, CatchUpKind, NodeStatus, Phase, RecoveredErrorKind, RoundPace
 from node.trainer.ipc.channel import (
     ContributionHeader,
     ContributionOutcome,
@@ -43,7 +43,6 @@ REJECT_TEXTS: dict[RejectReason, str] = {
 # The directory logs a peer that does not answer; the other two resolve themselves.
 DETAILS: tuple[RecoveredErrorKind, ...] = ("not delivered", "blob late", "sent again")
 ROUND_PHASES: tuple[Phase, ...] = ("training", "exchanging", "catching up")  # a node passes these in every round
-RECENT_ROUND_COUNT = 5
 STALL_FACTOR = 5.0  # a stall lasts this many times as long as the longest recent round
 MIN_STALL_SECONDS = 120.0
 OUTCOME_TEXTS: dict[ContributionOutcome, str] = {
@@ -144,7 +143,8 @@ class StatusReporter:
         self._status = status.model_copy(update={"since": time.time()})
         self._clock = clock
         self._decided_at: float | None = None  # when the newest round was decided, if we took part in it
-        self._round_seconds: deque[float] = deque(maxlen=RECENT_ROUND_COUNT)  # durations of the last rounds
+        self._round_seconds: deque[float] = deque(maxlen=PACE_ROUNDS)  # durations of the last rounds
+        self._heads: deque[tuple[int, int]] = deque(maxlen=PACE_ROUNDS)  # rounds and tokens after these
         self._metrics = metrics
         self._sources: list[LiveFields] = []
         self._revision_count = 0
@@ -173,6 +173,9 @@ class StatusReporter:
             fields.update(source.status_fields())
         status = self._status.model_copy(update=fields)
         # The trainer reports its speed only while it trains; it never reports 0.
+        is_going_on = status.phase not in ("paused", "leaving", "done")
+        left = RoundPace(self._heads, self._round_seconds).seconds_left(status.target_rounds, status.target_tokens)
+        status = status.model_copy(update={"seconds_left": left if is_going_on else None})
         is_idle = status.paused or status.trainer_trouble or status.phase == "paused"
         return status.model_copy(update={"tokens_per_second": 0.0}) if is_idle else status
 
@@ -180,7 +183,8 @@ class StatusReporter:
         before = self._status.phase
         if phase != before:
             # The command prints the error that ends the node.
-            is_detail = (phase in ROUND_PHASES and before in ROUND_PHASES) or phase == "leaving"
+            is_early = phase == "training" and not self._status.device  # the line about the trainer follows
+            is_detail = is_early or (phase in ROUND_PHASES and before in ROUND_PHASES) or phase == "leaving"
             level = logging.DEBUG if is_detail else logging.INFO
             logger.log(level, "%s%s", phase, f": {reason}" if reason else "")
         if phase == "catching up":
@@ -257,8 +261,11 @@ class StatusReporter:
             return ""
         return f"no round was decided for {silence / 60:.0f} min; recent rounds took at most {longest:.0f} s"
 
-    def _record_round_seconds(self) -> None:
-        """Record the duration of a round that was decided while we took part in it."""
+    def _record_round_seconds(self, head: ChainHead) -> None:
+        """Record the duration of a round that was decided while we took part in it, and its tokens."""
+        if self._heads and self._heads[-1][0] >= head.round:
+            self._heads.clear()  # of another chain
+        self._heads.append((head.round, head.tokens))
         if self._status.phase == "catching up":
             self._decided_at = None
             return
@@ -301,7 +308,7 @@ class StatusReporter:
         self, head: ChainHead, state: Digest, commits: Sequence[Commit], outcome: ContributionOutcome
     ) -> None:
         """Record newly applied rounds, and the outcome of our contribution in them."""
-        self._record_round_seconds()
+        self._record_round_seconds(head)
         self.set_head(head, state)
         if outcome == "included":
             self._record_included(head, commits)

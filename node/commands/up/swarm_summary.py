@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from node.monitoring.display import RemainingTime
 from node.monitoring.status import COMPUTE_ACTIVITIES, NodeStatus, sum_seconds
 from node.units import format_bytes, format_clock, format_count
 
@@ -73,6 +72,12 @@ class SwarmSummary:
         return max((peer.status.chain_tokens for peer in self.peers if peer.status), default=0)
 
     @property
+    def seconds_left(self) -> float | None:
+        """Return the time to the target as the first running peer knows it; None before two rounds."""
+        known = (peer.status.seconds_left for peer in self.running_peers if peer.status)
+        return next((left for left in known if left is not None), None)
+
+    @property
     def progress(self) -> float:
         """Return the progress from 0 to 1 towards the nearer of the two targets."""
         rounds = self.round / self.target_rounds if self.target_rounds else 0.0
@@ -124,7 +129,6 @@ class SwarmDisplay:
 
     def __init__(self, console: Console, plain: bool = False) -> None:
         self._console = console
-        self._remaining = RemainingTime()
         self._shown_at = -PLAIN_LINE_SECONDS
         is_live = console.is_terminal and not console.is_dumb_terminal and not plain
         self._live = Live(console=console, auto_refresh=False) if is_live else None
@@ -146,7 +150,7 @@ class SwarmDisplay:
 
     def show(self, swarm: SwarmSummary) -> None:
         """Redraw the table, or print a plain line if one is due."""
-        remaining = self._remaining.estimate(swarm.elapsed, swarm.progress)
+        remaining = swarm.seconds_left
         if self._live:
             self._live.update(Group(Text(format_header(swarm, remaining)), build_table(swarm)), refresh=True)
         elif swarm.elapsed - self._shown_at >= PLAIN_LINE_SECONDS:

@@ -87,6 +87,22 @@ def test_run_begins_with_enough_peers_and_goes_on_with_fewer() -> None:
     assert resumed.loop.session.is_open
 
 
+def test_first_round_waits_for_trainers_that_are_ready() -> None:
+    """Control: later rounds do not."""
+    peer = LoopUnderTest(min_peers=2, expiry=10.0)
+    peer.start()
+    peer.meet(friend=PeerState(peer.chain.head, is_resting=True))
+    peer.pass_time(11.0)
+    assert not peer.loop.session.is_open, "its trainer still starts"
+    peer.meet(friend=PeerState(peer.chain.head))
+    assert peer.loop.session.is_open
+    resumed = LoopUnderTest(min_peers=2, expiry=10.0)
+    resumed.chain.append(chain_of(1)[1][0])
+    resumed.start()
+    resumed.meet(friend=PeerState(resumed.chain.head, is_resting=True))
+    assert resumed.loop.session.is_open
+
+
 def decided(peer: LoopUnderTest) -> CertifiedCommit:
     """Let the peer's own round end: it is alone, and decides by itself. Return the commit."""
     header = ContributionHeader(round=peer.chain.round, sizes=(BLOB.size,), tokens=100, steps=10, loss=1.0)

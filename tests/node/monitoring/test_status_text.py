@@ -5,21 +5,21 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from node.monitoring.display import RemainingTime, fit_parts, progress_of, status_parts
-from node.monitoring.status import NodeStatus
+from node.monitoring.display import fit_parts, status_parts
+from node.monitoring.status import NodeStatus, RoundPace
 
 
 def status(**changes: object) -> NodeStatus:
     values: dict[str, object] = {
         "peer_id": "p", "run": "demo", "run_id": "0", "phase": "training", "round": 12, "target_rounds": 60,
         "step": 600, "loss": 2.9512, "validation_loss": 2.973, "tokens_per_second": 6900.0, "bytes_sent": 3_700_000,
-        "contributions_included": 12, "last_included_round": 11, "peers": 3,
+        "contributions_included": 12, "last_included_round": 11, "peers": 3, "seconds_left": 42.0,
     }  # fmt: skip
     return NodeStatus.model_validate(values | changes)
 
 
 def line(width: int = 200, **changes: object) -> str:
-    return fit_parts(status_parts(status(**changes), 42.0, 65.0), width)
+    return fit_parts(status_parts(status(**changes), 65.0), width)
 
 
 def test_line_of_a_training_node() -> None:
@@ -51,7 +51,7 @@ def test_line_of_a_node_that_does_not_train(changes: dict[str, Any], expected: s
 
 
 def test_paused_run_has_no_remaining_time() -> None:
-    assert "left" not in line(phase="paused", reason="paused by the organiser since round 12")
+    assert "left" not in line(phase="paused", reason="paused by the organiser since round 12", seconds_left=None)
 
 
 def test_trouble_is_on_the_line() -> None:
@@ -64,16 +64,10 @@ def test_trouble_is_on_the_line() -> None:
     assert "not contributing" not in line(last_included_round=None), "it has only begun"
 
 
-def test_remaining_time_counts_from_the_first_progress() -> None:
-    """A run that resumed half-way did not make that half in no time (control: the estimate since the start)."""
-    remaining = RemainingTime()
-    assert remaining.estimate(1.0, 0.0) is None
-    assert remaining.estimate(5.0, 0.5) is None
-    assert remaining.estimate(25.0, 0.6) == pytest.approx(20.0 * 0.4 / 0.1)
-    assert 25.0 * 0.4 / 0.6 < 20
-
-
-def test_progress_is_that_towards_the_nearer_target() -> None:
-    assert progress_of(status()) == 0.2
-    assert progress_of(status(target_tokens=100, chain_tokens=90)) == 0.9
-    assert progress_of(status(target_rounds=None)) == 0.0
+def test_time_left_follows_from_the_last_rounds_and_the_nearer_target() -> None:
+    """A pause is one long round, which the median passes over. Controls: no target, and no round yet."""
+    pace = RoundPace([(10, 1000), (11, 1100), (12, 1200)], [2.0, 2.0, 500.0])
+    assert pace.seconds_left(60, None) == 48 * 2.0
+    assert pace.seconds_left(60, 2200) == 10 * 2.0
+    assert pace.seconds_left(None, None) is None and RoundPace([], []).seconds_left(60, None) is None
+    assert pace.seconds_left(12, None) == 0.0

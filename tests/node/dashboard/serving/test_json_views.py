@@ -10,6 +10,7 @@ from node.dashboard.events import (
     LoggedEvent,
     PeerDeparted,
     PeersUpdated,
+    RunSteered,
     SwarmLost,
     ValidationMeasured,
 )
@@ -84,6 +85,25 @@ def test_peer_status_words() -> None:
     assert words(resting)[NAMES[1]] == "resting"
     behind = apply_all([*events, *(committed(number, NAMES[:1]) for number in range(10, 14))])
     assert words(behind)[NAMES[1]] == "behind" and words(behind)[NAMES[0]] == "training"
+
+
+def test_paused_run_looks_paused() -> None:
+    """No time left, and no peer that trains. Control: the run before the pause, and after it."""
+    at_head = PeersUpdated(at=1.0, peers=tuple(peer_report(name, round=10) for name in NAMES[:2]))
+    going_on = apply_all([*RUN, at_head])
+    paused, resumed = (RunSteered(at=2.0, facts=FACTS, revisions=(), is_paused=word) for word in (True, False))
+    for state, expected in ((going_on, "training"), (apply_all([paused], going_on), "paused")):
+        values = summary(state, 3.0)
+        assert values["status"] == expected and set(words(state).values()) == {expected}
+        assert (values["seconds_left"] is None) == (expected == "paused")
+    assert set(words(apply_all([paused, resumed], going_on)).values()) == {"training"}
+
+
+def test_peer_whose_trainer_starts_is_not_called_ready() -> None:
+    here = PeersUpdated(at=1.0, peers=(peer_report(NAMES[1], resting=True),))
+    state = apply_all([*opening_events(), here])
+    assert run_status(state)[::2] == ("waiting", "2 peers are here, 1 of them ready to train")
+    assert words(state)[NAMES[1]] == "starting"
 
 
 def test_resting_peer_is_counted_and_adds_no_throughput() -> None:
