@@ -172,12 +172,16 @@ def join(
         Path | None, typer.Option(metavar="FILE", help="the organiser's ticket for this node; it is kept")
     ] = None,
     _: ImportOption = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="the model that the run's adapter changes: a directory, or hf:NAME@REVISION"),
+    ] = None,
     flags: NodeFlags,
 ) -> None:
     """Join a run and train. A restarted node resumes."""
     from node.commands.join.command import join_run
 
-    join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data, ticket=ticket)
+    join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data, ticket=ticket, base_model=base_model)
 
 
 @app.command(epilog="Example: murmur host run.toml --http 0.0.0.0:8080")

@@ -255,6 +255,7 @@ def parse_node_options(
 ) -> NodeOptions:
     """Check a node's command line. Raises UsageError, which names the option."""
     peers = (*(flags.peers or ()), *more_peers)
+    manifest = manifest.with_whole_path(base)
     return parse_options(NodeOptions, flags, manifest=manifest, base=base, folder=folder, peers=peers)
 
 

@@ -107,7 +107,8 @@ def _expand_custom(values: dict[str, Any], text: ManifestText, base: Path) -> No
 def _hashes(values: dict[str, Any], text: ManifestText, folder: Path) -> list[str]:
     from node.model.weight_files import WeightFiles
 
-    config: ModelSection = validate_manifest(values, text).model  # sizes of others decide what is read
+    whole = {table: value for table, value in values.items() if table != "adapter"}  # which needs the hashes
+    config: ModelSection = validate_manifest(whole, text).model  # sizes of others decide what is read
     logger.info("reading the weights in %s", folder)
     with WeightFiles(folder, config) as files:
         return list(files.digests())

@@ -32,6 +32,9 @@ def export(
     peer: PeerOption = None,
     insecure: InsecureOption = False,
     _: ImportOption = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="of a run with an adapter: the whole model, with the adapter added")
+    ] = False,
 ) -> None:
     """Export the newest model as a Hugging Face directory: that of a node's directory, or that of a run's peers."""
     from node.paths import find_trained_dir
@@ -41,13 +44,13 @@ def export(
             with loading():
                 from node.commands.fetch_model import fetch_model
 
-            number = fetch_model(source, out, peers=tuple(peer or ()), insecure=insecure)
+            number = fetch_model(source, out, peers=tuple(peer or ()), insecure=insecure, merged=merged)
         else:
             node = find_trained_dir(Path(source))
             with loading():
                 from node.model.export import export as export_model
 
-            number = export_model(node, out)
+            number = export_model(node, out, merged=merged)
     typer.echo(f"the model of round {number} is in {out}")
 
 

@@ -6,26 +6,35 @@ without the settings that training ignored. Nothing loads the folder without con
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from node.daemon.checkpoints.new_folder import fill_folder
 from node.daemon.checkpoints.tensor_file import encode_tensors, write_file
 from node.daemon.checkpoints.trained_weights import TrainedWeights, load_trained_weights
+from node.data.chat import ChatTemplate
 from node.data.tokenizer import TextTokenizer, open_node_tokenizer
+from node.model.adapter import WEIGHT, add_adapter
 from node.model.families import model_family, shape_table
+from node.model.interface import ModelFamily
+from node.model.weight_files import HUB_NAME, WeightFiles, frozen_folder, is_start
 from node.monitoring.progress import ByteProgress
+from protocol.errors import CheckpointError, UsageError
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import AboutSection
+from protocol.manifest.sections import AboutSection, AdapterSection
 
 Json = dict[str, Any]
 READABLE = 0o644
 OWN_CODE = "The names are those of the parameters in the organiser's own code, with which `load_state_dict` takes them."
+PEFT_PREFIX = "base_model.model."
 LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
-def export(run_dir: Path, out: Path) -> int:
+def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
     """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face folder, `out`; return its round.
+
+    An adapter becomes a folder of PEFT, or if `merged` the whole model that it makes.
 
     Raises:
         UsageError: `out` is not an empty folder.
@@ -33,13 +42,38 @@ def export(run_dir: Path, out: Path) -> int:
         StorageError: `out` cannot be written.
     """
     trained = load_trained_weights(run_dir)
+    if merged:
+        trained = merge_adapter(trained, run_dir)
     write_export(trained, open_node_tokenizer(run_dir, trained.manifest), out)
     return trained.round
+
+
+def merge_adapter(trained: TrainedWeights, base: Path) -> TrainedWeights:
+    """Return the whole model of a run with an adapter, from the weights as they are in its files.
+
+    Args:
+        base: a relative `model.from` starts here.
+
+    Raises MurmurError if the run has no adapter, or this machine lacks its model.
+    """
+    manifest = trained.manifest
+    if manifest.adapter is None:
+        raise UsageError("--merged: this run has no adapter, so its model is whole; leave it out")
+    factors, whole = shape_table(manifest.model).views(trained.anchor), manifest.model.with_adapter(None)
+    with WeightFiles(frozen_folder(manifest.model, base), whole) as files:
+        flat = files.load()
+    if not is_start(whole, flat):
+        raise CheckpointError(f"{manifest.model.from_} has other weights than this run's adapter changes; name those")
+    add_adapter(shape_table(whole).views(flat), factors, manifest.adapter)
+    return replace(trained, anchor=flat, manifest=manifest.model_copy(update={"adapter": None, "model": whole}))
 
 
 def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path) -> None:
     """Write the weights as a Hugging Face folder, `out`: a new or an empty one. Raises UsageError or StorageError."""
     manifest = trained.manifest
+    if manifest.adapter is not None:
+        _write_adapter(trained, manifest.adapter, tokenizer, out)
+        return
     family, views = model_family(manifest.model), shape_table(manifest.model).views(trained.anchor)
     named = family.hugging_face_weights(manifest.model, views)
     texts = {"README.md": model_card(trained, tokenizer, sum(weights.numel() for weights in named.values()))}
@@ -53,14 +87,63 @@ def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path) -
             write_file(folder / name, [text.encode()], READABLE)
 
 
+def _write_adapter(trained: TrainedWeights, adapter: AdapterSection, tokenizer: TextTokenizer, out: Path) -> None:
+    """Write a folder of PEFT, adapter_config.json last."""
+    manifest, family = trained.manifest, model_family(trained.manifest.model)
+    views = shape_table(manifest.model).views(trained.anchor)
+    named = {PEFT_PREFIX + _adapter_name(family, name): view for name, view in views.items()}
+    texts = {
+        "README.md": model_card(trained, tokenizer, trained.anchor.numel()),
+        **_tokenizer_files(manifest, tokenizer),
+        "adapter_config.json": _to_json(_adapter_config(manifest.model.from_, adapter)),
+    }
+    with fill_folder(out) as folder:
+        write_file(folder / "adapter_model.safetensors", encode_tensors(named, {"format": "pt"}), READABLE)
+        for name, text in texts.items():
+            write_file(folder / name, [text.encode()], READABLE)
+
+
+def _adapter_name(family: ModelFamily, name: str) -> str:
+    """Return the name of a factor, whose matrix has the name of transformers."""
+    stem, factor = name.removesuffix(WEIGHT).rsplit(".", 1)
+    return f"{family.hugging_face_name(stem + WEIGHT).removesuffix(WEIGHT)}.{factor}{WEIGHT}"
+
+
+def _adapter_config(source: str, adapter: AdapterSection) -> Json:
+    hub = HUB_NAME.fullmatch(source)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": hub["name"] if hub else None,  # a path of this machine helps nobody else
+        "revision": hub["revision"] if hub else None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": list(adapter.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _tokenizer_files(manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, str]:
+    """Return the tokenizer, and the chat template of a run that has one."""
+    chat = manifest.data.chat
+    return {
+        "tokenizer.json": tokenizer.to_json(),
+        "tokenizer_config.json": _to_json(_tokenizer_config(manifest.model.context, tokenizer)),
+        **({"chat_template.jinja": ChatTemplate(chat).text} if chat is not None else {}),
+    }
+
+
 def _transformers_files(manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, str]:
     """Return the files by which transformers loads model and tokenizer, config.json last."""
     ids: Json = {f"{role}_token_id": None for role in ("bos", "eos", "pad")}
     ids |= {f"{role}_token_id": token.id for role, token in tokenizer.special_tokens.items()}
     config = model_family(manifest.model).hugging_face_config(manifest.model)
     return {
-        "tokenizer.json": tokenizer.to_json(),
-        "tokenizer_config.json": _to_json(_tokenizer_config(manifest.model.context, tokenizer)),
+        **_tokenizer_files(manifest, tokenizer),
         "generation_config.json": _to_json(_generation_config(manifest.model.vocabulary, tokenizer) | ids),
         "config.json": _to_json(config | ids),
     }
@@ -105,18 +188,30 @@ def model_card(trained: TrainedWeights, tokenizer: TextTokenizer, parameters: in
     paragraphs = [
         f"# {manifest.run.name}",
         manifest.about.description,
-        f"A {family.title}-type model of {parameters:,} parameters, trained by many peers with Murmuration: "
-        f"recipe {manifest.method.recipe}, round {trained.round}, run `{manifest.run_id}`.",
+        f"{_describe_kind(manifest, family.title)} of {parameters:,} parameters, trained by many peers with "
+        f"Murmuration: recipe {manifest.method.recipe}, round {trained.round}, run `{manifest.run_id}`.",
         *_about_lines(manifest.about),
         _text_format(manifest.model.context, tokenizer) if family.config_keys is not None else OWN_CODE,
     ]
-    header = _metadata(manifest.about, family.config_keys is not None)
+    header = _metadata(manifest, family.config_keys is not None)
     return header + "\n".join(("", "\n\n".join(filter(None, paragraphs)), ""))
 
 
-def _metadata(about: AboutSection, is_known: bool) -> str:
+def _describe_kind(manifest: Manifest, title: str) -> str:
+    if manifest.adapter is None:
+        return f"A {title}-type model"
+    hub = HUB_NAME.fullmatch(manifest.model.from_)
+    base = f"{hub['name']}@{hub['revision']}" if hub else f"a {title}-type model"
+    return f"An adapter (LoRA, rank {manifest.adapter.rank}) for {base}"
+
+
+def _metadata(manifest: Manifest, is_known: bool) -> str:
     """Return the header in YAML. A JSON string is one, so no text of the organiser can add a key."""
-    lines = ["library_name: transformers", "pipeline_tag: text-generation"] if is_known else []
+    about, library = manifest.about, "transformers" if manifest.adapter is None else "peft"
+    lines = [f"library_name: {library}", "pipeline_tag: text-generation"] if is_known else []
+    hub = HUB_NAME.fullmatch(manifest.model.from_)
+    if manifest.adapter is not None and hub:
+        lines.append(f"base_model: {json.dumps(hub['name'])}")
     licence = about.licence.strip().lower().replace(" ", "-")
     if LICENCE_ID.fullmatch(licence):
         lines.append(f"license: {json.dumps(licence)}")

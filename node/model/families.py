@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from node.model.adapter import FrozenWeights
 from node.model.custom import CustomFamily
 from node.model.decoders.llama import LlamaFamily
 from node.model.decoders.olmo2 import Olmo2Family
@@ -60,9 +61,17 @@ def stage_slice(config: ModelSection, cut: Cut) -> slice:
     return slice(before, before + shape_table(config, cut).numel)
 
 
-def build_model(config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE) -> LanguageModel:
-    """Build the model, or a stage of it, on `device`, with all weights zero: `load_flat` gives it values."""
-    return model_family(config).build(config, device, cut)
+def build_model(
+    config: ModelSection, device: torch.device | str = "cpu", cut: Cut = WHOLE, frozen: FrozenWeights | None = None
+) -> LanguageModel:
+    """Build the model, or a stage of it, on `device`, with all weights zero: `load_flat` gives it values.
+
+    A model with an adapter computes only with its `frozen` weights (`node.model.weight_files.read_frozen`).
+    """
+    model = model_family(config).build(config, device, cut)
+    if frozen is not None:
+        model.hold_frozen(frozen)
+    return model
 
 
 def build_compiled_model(config: ModelSection, device: torch.device | str = "cpu") -> LanguageModel:

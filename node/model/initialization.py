@@ -7,6 +7,7 @@ each parameter has a random stream of its own. The model family gives mean and s
 import torch
 from torch import Tensor
 
+from node.model.adapter import first_factors
 from node.model.families import model_family, shape_table
 from node.model.random_values import fill_bell_curve, stream_of
 from node.model.shapes import WHOLE, Cut
@@ -21,7 +22,7 @@ def initial_weights(config: ModelSection, seed: int, cut: Cut = WHOLE) -> Tensor
     family, table = model_family(config), shape_table(config, cut)
     flat = torch.empty(table.numel)
     for entry, view in zip(table.entries, table.views(flat).values(), strict=True):
-        mean, deviation = family.first_values(config, entry)
+        mean, deviation = first_factors(entry) if config.adapter is not None else family.first_values(config, entry)
         if deviation:
             fill_bell_curve(view.view(-1), deviation, stream_of(f"murmur initial 1 {seed} {entry[0]}"))
         else:

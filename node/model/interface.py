@@ -40,6 +40,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from node.model.adapter import FrozenWeights, adapter_table
 from node.model.cache import KeyValueCache
 from node.model.config_keys import ConfigKeys
 from node.model.shapes import WHOLE, Cut, Entry, ShapeTable, deal_blocks, require_stages
@@ -73,13 +74,18 @@ def output_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     device, (tokens, vocabulary) = hidden.device.type, (len(hidden), len(weight))
     size = chunk_tokens(tokens, vocabulary, device)
     if size >= tokens:
-        return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORED)
+        return F.cross_entropy(logits_of(hidden, weight).float(), targets, ignore_index=IGNORED)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
         loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
             hidden, weight, targets, dtype, size, torch.is_grad_enabled()
         )
     return loss
+
+
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return hidden (..., W) times the transposed matrix (V, W), which may be frozen in a narrower type."""
+    return F.linear(hidden, weight if weight.requires_grad else weight.to(hidden.dtype))
 
 
 def chunk_tokens(tokens: int, vocabulary: int, device: str) -> int:
@@ -99,17 +105,19 @@ class _ChunkedLoss(torch.autograd.Function):
         labels = targets.clamp(min=0)[:, None]
         total = hidden.new_zeros((), dtype=torch.float32)
         of_hidden = torch.empty_like(hidden) if differentiates else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiates else None
+        trains = differentiates and ctx.needs_input_grad[1]  # the output matrix of an adapter's model is frozen
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if trains else None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             rows = hidden[part].to(dtype)
             values = F.log_softmax(F.linear(rows, matrix).float(), dim=-1)
             total -= (values.gather(1, labels[part]) * counted[part]).sum()
-            if of_hidden is None or of_weight is None:
+            if of_hidden is None:
                 continue
             slopes = _slopes(values, labels[part]).to(dtype)
             of_hidden[part] = (slopes @ matrix) * counted[part]
-            _add_product(of_weight, slopes, rows * counted[part].to(dtype))
+            if of_weight is not None:
+                _add_product(of_weight, slopes, rows * counted[part].to(dtype))
         count = counted.sum()
         ctx.save_for_backward(of_hidden, of_weight, count)
         ctx.weight_type = weight.dtype
@@ -119,7 +127,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight, count = ctx.saved_tensors
         scale = gradients[0] / count
-        return of_hidden.mul_(scale), of_weight.mul_(scale).to(ctx.weight_type), None, None, None, None
+        whole = None if of_weight is None else of_weight.mul_(scale).to(ctx.weight_type)
+        return of_hidden.mul_(scale), whole, None, None, None, None
 
 
 def _slopes(values: Tensor, labels: Tensor) -> Tensor:
@@ -222,7 +231,7 @@ class LanguageModel(nn.Module, ABC):
             return self.write_stream(stream, tokens)
         hidden, matrix = self.output_factors(stream)
         if targets is None:
-            return F.linear(hidden, matrix)
+            return logits_of(hidden, matrix)
         loss = output_loss(hidden.flatten(0, 1), matrix, targets.flatten())
         extra = self.take_auxiliary_loss()
         return loss if extra is None else loss + (extra - extra.detach())
@@ -246,6 +255,8 @@ class LanguageModel(nn.Module, ABC):
     @property
     def layer_matrices(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
         """Return place and shape (..., rows, columns) of the matrices of the layers, without embedding and output."""
+        if self.config.adapter is not None:
+            return tuple(zip(self.shapes.layout.spans, self.shapes.shapes, strict=True))
         blocks = self.shapes.blocks[int(self.cut.has_embedding) : -1 if self.cut.has_head else None]
         names = {name for block in blocks for name in block}
         placed = zip(self.shapes.entries, self.shapes.layout.spans, strict=True)
@@ -269,7 +280,7 @@ class LanguageModel(nn.Module, ABC):
         stream = tokens
         for block in self.blocks[:-1]:
             stream = block(stream)
-        return F.linear(*self.output_factors(stream[:, -1:]))[:, 0].float()
+        return logits_of(*self.output_factors(stream[:, -1:]))[:, 0].float()
 
     def read_stream(self, values: Tensor, tokens: Tensor | None) -> Tensor:
         """Return the stream (B, T, W) of what a stage receives (B, T, S)."""
@@ -300,6 +311,10 @@ class LanguageModel(nn.Module, ABC):
         for parameter, view in zip(self._placed, self.shapes.views(flat).values(), strict=True):
             parameter.data = view
         self.flat, self.gradient_memory = flat, gradient
+
+    def hold_frozen(self, frozen: FrozenWeights) -> None:
+        """Compute with these weights, which are not copied again if they are on the model's device."""
+        frozen.place(self, self.flat.device)
 
     def give_up_flat(self) -> None:
         """Forget the flat vector, for a caller that gives each parameter memory of its own."""
@@ -342,12 +357,14 @@ class LanguageModel(nn.Module, ABC):
             parameter.grad = None
 
     def _place_parameters(self, device: torch.device | str) -> None:
-        """Replace all parameters by views of one new vector of zeros."""
+        """Replace the trained parameters by views of one new vector of zeros; others stay, and are frozen."""
+        if self.config.adapter is not None:
+            self.requires_grad_(False)
         self.flat = _zeros(self.shapes.numel, torch.device(device))
         for name, view in self.shapes.views(self.flat).items():
             module, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(module), attribute, nn.Parameter(view))
-        self._placed = tuple(self.parameters())
+        self._placed = tuple(map(self.get_parameter, self.shapes.names))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keep one flat vector when `to` and its relatives give each parameter new memory."""
@@ -407,6 +424,8 @@ class ModelFamily(ABC):
     def shape_table(self, config: ModelSection, cut: Cut) -> ShapeTable:
         """Return names, shapes and order of a cut's parameters."""
         blocks = tuple(self.blocks(config))
+        if config.adapter is not None:
+            return adapter_table(blocks, config.adapter)
         table = ShapeTable.from_blocks(blocks[number] for number in self.block_range(config, cut))
         if config.experts is None:
             return table

@@ -10,12 +10,15 @@ are those of a chunk of tokens. The constants were measured and rounded up.
 Several ranks hold a part of everything each, wherever they compute. A rank needs room for what is gathered besides: the
 embedding and the head, and two layers.
 
+An adapter's model has its frozen weights besides, in the run's type (`node.model.adapter`).
+
 A node of a pipeline holds one stage. Without a `cut` the functions are about the stage of the manifest, or about the
 smallest one if the node has none yet.
 """
 
 from bisect import bisect_right
 
+from node.model.adapter import frozen_bytes, is_projection
 from node.model.families import model_family, shape_table, smallest_cut
 from node.model.interface import Recompute, chunk_tokens
 from node.model.shapes import Cut, ShapeTable
@@ -34,11 +37,25 @@ MAX_MICROBATCH = 4096
 def fixed_bytes(manifest: Manifest, device: str, cut: Cut | None = None, ranks: int = 1) -> int:
     """Estimate the bytes of each rank that do not depend on the microbatch; `device` is "cpu" or "cuda"."""
     table = shape_table(manifest.model, cut or smallest_cut(manifest))
-    process = PROCESS_BYTES if device == "cpu" else 0
+    process = (PROCESS_BYTES if device == "cpu" else 0) + _frozen_bytes(manifest, device)
     if ranks > 1:
         return BYTES_PER_PARAMETER["cuda"] * table.numel // ranks + _gathered_bytes(table) + process
     saved = SMALL_MOMENTS_SAVE if manifest.train.memory == "small" and device == "cuda" else 0
     return (BYTES_PER_PARAMETER[device] - saved) * table.numel + process
+
+
+def _frozen_bytes(manifest: Manifest, device: str) -> int:
+    """Estimate the bytes of the weights that an adapter changes, and of those that are expanded at the same time.
+
+    On a CPU that is the largest block in fp32, while it is read; on an accelerator the largest matrix, in 16 bits.
+    """
+    if manifest.adapter is None:
+        return 0
+    table = shape_table(manifest.model.with_adapter(None))
+    blocks = [stop - start for start, stop in table.layout.block_spans]
+    matrices = [size for name, size in zip(table.names, table.sizes, strict=True) if is_projection(name)]
+    expanded = 4 * max(blocks) if device == "cpu" else 2 * max(matrices)
+    return frozen_bytes(table.entries, manifest.adapter.base) + expanded
 
 
 def _gathered_bytes(table: ShapeTable) -> int:
@@ -52,7 +69,7 @@ def microbatch_bytes(
 ) -> int:
     """Estimate the bytes of a microbatch of `sequences`."""
     model, cut = manifest.model, cut or smallest_cut(manifest)
-    family, blocks = model_family(model), shape_table(model, cut).blocks
+    family, blocks = model_family(model), shape_table(model.with_adapter(None), cut).blocks
     layers = len(blocks) - cut.has_embedding - cut.has_head
     activations = layers * family.kept_bytes(model, recompute)
     if recompute != "none":  # the layer that runs again

@@ -16,7 +16,7 @@ from node.data.tokenizer import FileTokenizer, TextTokenizer, open_node_tokenize
 from node.model.config_file import CONFIG_FILE, read_config
 from node.model.families import build_model
 from node.model.interface import LanguageModel
-from node.model.weight_files import WeightFiles
+from node.model.weight_files import WeightFiles, read_frozen
 from node.paths import find_trained_dir
 from node.run_dir import TOKENIZER, tokenizer_path
 from protocol.errors import ManifestError
@@ -53,9 +53,13 @@ class OpenedModel:
         run = RunOfModel(manifest, trained.round, trained.tokens, node)
         return cls(manifest.model, trained.anchor, open_node_tokenizer(folder, manifest), file, run)
 
+    @property
+    def _folder(self) -> Path:
+        return Path() if self.run is None or self.run.node is None else self.run.node
+
     def build(self, device: torch.device | str = "cpu") -> LanguageModel:
         """Build the module on `device`."""
-        model = build_model(self.config, device)
+        model = build_model(self.config, device, frozen=read_frozen(self.config, self._folder))
         model.use_memory(self.weights.to(device))
         return model
 

@@ -18,6 +18,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from node.model.adapter import FrozenWeights
 from node.model.config_keys import join_faults
 from node.model.decoders.family import EMBEDDING
 from node.model.families import model_family, shape_table
@@ -25,7 +26,7 @@ from node.model.initialization import initial_weights
 from node.model.shapes import WHOLE, Cut, Entry, ShapeTable
 from protocol.errors import CheckpointError, DataError, MissingFileError, UnreachableError, UsageError
 from protocol.fault_words import shorten
-from protocol.manifest.model import ModelSection
+from protocol.manifest.model import HUB_SCHEME, ModelSection
 from protocol.manifest.run import Manifest
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -34,7 +35,6 @@ MAX_INDEX_BYTES: Final = 64 * 2**20
 READABLE_TYPES: Final = ("F32", "BF16", "F16")
 MAX_NAME_BYTES: Final = 255
 OUTPUT: Final = "lm_head.weight"
-HUB_SCHEME: Final = "hf:"
 HUB_NAME: Final = re.compile(r"hf:(?P<name>\w[\w.-]{0,95}(/\w[\w.-]{0,95})?)@(?P<revision>\w[\w./-]{0,95})", re.ASCII)
 ALLOWED: Final = "MURMUR_ALLOW_HUB"
 FILES: Final = ["config.json", "*.safetensors", "model.safetensors.index.json"]
@@ -54,7 +54,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path, config: ModelSection) -> None:
         self._folder = folder
-        self._config = config
+        self._config = config = config.with_adapter(None)
         self._family = model_family(config)
         self._table = shape_table(config)
         self._stack = ExitStack()
@@ -85,10 +85,15 @@ class WeightFiles:
         return flat
 
     def digests(self) -> tuple[str, ...]:
-        """Return the hash of each block's weights, of which one is in memory at a time. Raises CheckpointError."""
+        """Return the hash of each block's weights. Raises CheckpointError."""
+        return tuple(_digest(flat) for flat, _ in self.blocks())
+
+    def blocks(self) -> Iterator[tuple[Tensor, ShapeTable]]:
+        """Yield the weights of each block, flat fp32, one of which is in memory at a time. Raises CheckpointError."""
         shapes = dict(self._table.entries)
-        tables = (ShapeTable(tuple((name, shapes[name]) for name in block)) for block in self._table.blocks)
-        return tuple(_digest(self._filled(table)) for table in tables)
+        for block in self._table.blocks:
+            table = ShapeTable(tuple((name, shapes[name]) for name in block))
+            yield self._filled(table), table
 
     def _filled(self, table: ShapeTable) -> Tensor:
         flat = torch.empty(table.numel)
@@ -269,7 +274,7 @@ def start_weights(manifest: Manifest, base: Path, cut: Cut = WHOLE) -> Tensor | 
         UsageError, UnreachableError: they are on the hub, and cannot be downloaded.
     """
     model = manifest.model
-    if not model.weights:
+    if not model.weights or model.adapter is not None:
         return initial_weights(model, manifest.run.seed, cut)
     if not model.from_:
         return None
@@ -282,5 +287,47 @@ def start_weights(manifest: Manifest, base: Path, cut: Cut = WHOLE) -> Tensor | 
 
 
 def is_start(model: ModelSection, flat: Tensor, cut: Cut = WHOLE) -> bool:
-    """Return whether weights are those that the manifest names; any are if it names none."""
-    return not model.weights or block_digests(model, flat, cut) == expected_digests(model, cut)
+    """Return whether weights are those that the manifest names; any are if it names none, or names frozen ones."""
+    return (
+        not model.weights
+        or model.adapter is not None
+        or block_digests(model, flat, cut) == expected_digests(model, cut)
+    )
+
+
+def read_frozen(model: ModelSection, base: Path) -> FrozenWeights | None:
+    """Read the weights that an adapter changes, block by block, and check their hashes; `None` without an adapter.
+
+    Args:
+        base: a relative `model.from` starts here.
+
+    Raises:
+        UsageError: this machine has not named their folder.
+        MissingFileError, CheckpointError: the folder does not have them.
+    """
+    if model.adapter is None:
+        return None
+    frozen = FrozenWeights(model.adapter.base)
+    with WeightFiles(frozen_folder(model, base), model) as files:
+        for (flat, table), expected in zip(files.blocks(), model.weights, strict=True):
+            if _digest(flat) != expected:
+                raise CheckpointError(
+                    f"{frozen_folder(model, base)} has other weights than those that this run's adapter changes; name "
+                    "the right folder in model.from"
+                )
+            frozen.add(table.views(flat))
+    return frozen
+
+
+def frozen_folder(model: ModelSection, base: Path) -> Path:
+    """Return the folder of the weights that an adapter changes. Raises UsageError if it is not named."""
+    if not model.from_:
+        raise UsageError("this run trains an adapter of a model that you must have; name its folder: --base-model DIR")
+    return weights_folder(model.from_, base)
+
+
+def require_frozen(model: ModelSection, base: Path) -> None:
+    """Raise MurmurError, one line, if a run has an adapter and this machine lacks the model; the hashes come later."""
+    if model.adapter is not None:
+        with WeightFiles(frozen_folder(model, base), model):
+            pass

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from node.model import WHOLE, Cut, LanguageModel, build_compiled_model, build_model, stage_slice
 from node.model.shapes import require_stages
-from node.model.weight_files import start_weights
+from node.model.weight_files import read_frozen, start_weights
 from node.simulation.adversary import Adversaries
 from protocol.errors import MissingFileError, UsageError
 from protocol.manifest.model import ModelSection
@@ -52,8 +52,13 @@ class SimulationConfig:
 
     def build_model(self) -> LanguageModel:
         """Build a model for training or evaluation, with zero weights."""
-        model = self.manifest.model
-        return build_compiled_model(model) if self.compiled else build_model(model, cut=self.cut)
+        model, frozen = self.manifest.model, read_frozen(self.manifest.model, self.base)
+        if not self.compiled:
+            return build_model(model, cut=self.cut, frozen=frozen)
+        compiled = build_compiled_model(model)
+        if frozen is not None:
+            compiled.hold_frozen(frozen)
+        return compiled
 
     def start_weights(self) -> Tensor:
         """Return the weights at the start, flat fp32."""

@@ -131,7 +131,8 @@ class Trainer(ExchangeLoop):
         self, config: TrainerConfig, program: RoundPlanner, channel: TrainerChannel, *, has_open_gradient: bool
     ) -> LiveVectors:
         """Build the model on one device."""
-        self._model, fault = build_trained_model(self._manifest, self._device, self._microbatch, config.options)
+        manifest, base = self._manifest, Path(config.base)
+        self._model, fault = build_trained_model(manifest, self._device, self._microbatch, config.options, base)
         self._note_compiled(config, channel, fault)
         self._optimizer = InnerOptimizer(self._model, self._manifest.train, program.method.inner)
         return live_vectors(self._model, self._optimizer, has_open_gradient=has_open_gradient)

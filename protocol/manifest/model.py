@@ -20,13 +20,14 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     StringConstraints,
     model_serializer,
     model_validator,
 )
 
-from protocol.manifest.sections import Name, Section
+from protocol.manifest.sections import AdapterSection, Name, Section
 
 OWN_KEYS: Final = {
     "linear": ((), ()),
@@ -44,6 +45,7 @@ LINE: Final = re.compile(
     r"|constant (?P<constant>-?\d{1,6}(\.\d{1,12})?(e-?\d{1,2})?)))?",
     re.ASCII,
 )
+HUB_SCHEME: Final = "hf:"
 ADVICE: Final = (
     "write NAME SHAPE and zeros, ones, constant VALUE or normal DEVIATION, such as 'layer.weight 64x32 normal 0.02'"
 )
@@ -161,6 +163,7 @@ class ModelSection(Section):
     weights: tuple[Sha256, ...] = Field(
         default=(), max_length=MAX_BLOCKS, description="hash of each block's first weights; empty: drawn by run.seed"
     )
+    _adapter: AdapterSection | None = PrivateAttr(default=None)  # the manifest's table [adapter]
 
     @model_validator(mode="before")
     @classmethod
@@ -245,6 +248,17 @@ class ModelSection(Section):
         if self.document_end is not None and self.document_end >= self.vocabulary:
             raise ValueError("document_end must be below vocabulary")
         return self
+
+    @property
+    def adapter(self) -> AdapterSection | None:
+        """Return the adapter that is trained in the place of the weights, which are frozen then."""
+        return self._adapter
+
+    def with_adapter(self, adapter: AdapterSection | None) -> Self:
+        """Return the same model with another adapter, or without one."""
+        model = self.model_copy()
+        model._adapter = adapter
+        return model
 
     @property
     def is_custom(self) -> bool:

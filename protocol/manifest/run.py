@@ -8,6 +8,7 @@ in a run with one stage.
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
@@ -16,10 +17,17 @@ from pydantic import (
 )
 
 from protocol.fault_words import shorten
-from protocol.manifest.model import DEFAULT_BALANCE_LOSS, DEFAULT_MODEL_KIND, DEFAULT_NORM_EPSILON, ModelSection
+from protocol.manifest.model import (
+    DEFAULT_BALANCE_LOSS,
+    DEFAULT_MODEL_KIND,
+    DEFAULT_NORM_EPSILON,
+    HUB_SCHEME,
+    ModelSection,
+)
 from protocol.manifest.sections import (
     DEFAULT_KEEPERS,
     AboutSection,
+    AdapterSection,
     AdmissionSection,
     AnnealSection,
     AuditSection,
@@ -79,7 +87,24 @@ class Manifest(Section):
     target: TargetSection = TargetSection()
     audits: AuditSection = AuditSection()
     anneal: AnnealSection = AnnealSection()
+    adapter: AdapterSection | None = None
     about: AboutSection = AboutSection()
+
+    @model_validator(mode="after")
+    def _adapter_fits_the_model(self) -> Self:
+        """Check the adapter, and hand it to the model: all that depends on the trained vector reads the model."""
+        if self.adapter is None:
+            return self
+        if self.model.is_custom or not self.model.weights:
+            raise ValueError("adapter needs the weights of the model that it changes; name their folder in model.from")
+        if self.pipeline.is_cut:
+            raise ValueError("adapter needs pipeline.stages = 1")
+        if self.model.experts and not {"gate_proj", "up_proj", "down_proj"}.isdisjoint(self.adapter.targets):
+            raise ValueError(
+                "adapter.targets of a model with experts are q_proj, k_proj, v_proj and o_proj; write some"
+            )
+        self.__dict__["model"] = self.model.with_adapter(self.adapter)
+        return self
 
     @model_validator(mode="after")
     def _organiser_signs_tickets(self) -> Self:
@@ -115,6 +140,8 @@ class Manifest(Section):
         for section, key, default in DEFAULTS_OUTSIDE_RUN_ID:
             if values[section].get(key) == default:
                 values[section].pop(key, None)
+        if values["adapter"] is None:
+            del values["adapter"]
         for section in ("audits", "anneal"):
             if not values[section]:
                 del values[section]
@@ -142,7 +169,20 @@ class Manifest(Section):
 
     def published(self) -> Self:
         """Return the manifest as others get it, without paths of this machine that they do not need."""
-        return self.model_copy(update={"model": self.model.model_copy(update={"from_": ""})})
+        if self.adapter is not None and self.model.from_.startswith(HUB_SCHEME):
+            return self  # each of them needs the frozen weights, and finds them there
+        return self.with_base_model("")
+
+    def with_whole_path(self, base: Path) -> Self:
+        """Return the manifest with the whole path of the weights that its adapter changes: its copies need them too."""
+        source = self.model.from_
+        if self.adapter is None or not source or source.startswith(HUB_SCHEME):
+            return self
+        return self.with_base_model(str(base.resolve() / Path(source).expanduser()))
+
+    def with_base_model(self, source: str) -> Self:
+        """Return the manifest for a machine with the weights in another place, which the run id leaves out."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"from_": source})})
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

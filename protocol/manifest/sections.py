@@ -182,6 +182,28 @@ class AboutSection(Section):
         return url
 
 
+ADAPTED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FrozenType = Literal["fp32", "bf16", "int8", "nf4"]
+
+
+class AdapterSection(Section):
+    """Small matrices that are trained in the place of the model's weights, which are frozen."""
+
+    kind: Literal["lora"] = Field(default="lora", description="W x + alpha / rank B A x")
+    rank: int = Field(default=16, ge=1, le=1024, description="rows of A, and columns of B")
+    alpha: float = Field(default=32.0, gt=0, le=1e6)
+    targets: tuple[Adapted, ...] = Field(default=ADAPTED, min_length=1, description="matrices of each layer by name")
+    base: FrozenType = Field(default="bf16", description="how all peers hold the frozen matrices of the layers")
+
+    @field_validator("targets")
+    @classmethod
+    def _are_in_one_order(cls, targets: tuple[Adapted, ...]) -> tuple[Adapted, ...]:
+        if len(set(targets)) < len(targets):
+            raise ValueError("name each target once")
+        return tuple(sorted(targets, key=ADAPTED.index))
+
+
 class TrainSection(Section):
     """The settings of the inner optimizer.
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from node.paths import join_dir
 from node.processes.process import rare_garbage_collection
 from node.run_dir import RunDir
 from node.units import format_count
-from protocol.errors import DataError, MissingFileError
+from protocol.errors import DataError, MissingFileError, UsageError
+from protocol.manifest.model import HUB_SCHEME
 from protocol.manifest.reading import load_manifest
 from protocol.signing import fingerprint
 
@@ -29,15 +31,25 @@ logger = logging.getLogger(__name__)
 
 def join_run(
     run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False, allow_data: bool = False,
-    ticket: Path | None = None,
+    ticket: Path | None = None, base_model: str | None = None,
 ) -> None:  # fmt: skip
     """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
     with configure_logs(flags.log_json, flags.verbose) as display:
         with display.activity("opening the run"):
-            invitation = open_or_recall(run, folder, insecure)
+            invitation = _with_base_model(open_or_recall(run, folder, insecure), base_model)
         node_dir = (folder or invitation.folder or join_dir(invitation.manifest)).resolve()
         require_admission(invitation.manifest, RunDir(node_dir), ticket)
         _join_run(run, flags, display, node_dir, invitation, allow_data)
+
+
+def _with_base_model(invitation: Invitation, source: str | None) -> Invitation:
+    """Return the invitation with the place of the model that the run's adapter changes, as the user names it."""
+    if source is None:
+        return invitation
+    if invitation.manifest.adapter is None:
+        raise UsageError("--base-model: this run has no adapter; leave it out")
+    whole = source if source.startswith(HUB_SCHEME) else str(Path(source).expanduser().resolve())
+    return replace(invitation, manifest=invitation.manifest.with_base_model(whole))
 
 
 def _join_run(
@@ -60,6 +72,7 @@ def _join_run(
         from node.daemon.lifecycle import run_node
         from node.data.check import check_and_log_text
         from node.from_manifest import require_program
+        from node.model.weight_files import require_frozen
         from node.trainer.devices.device import require_usable_device
 
     require_program(manifest, invitation.text)  # an unknown method must fail before the folder is locked
@@ -75,6 +88,7 @@ def _join_run(
         if not settings.own_loop:  # which reads a text of its own
             with display.activity("reading the text"):
                 check_and_log_text(manifest, settings.base)  # before this peer is announced
+                require_frozen(settings.manifest.model, settings.base)
     except (DataError, MissingFileError):
         with display.activity("asking whether the run is over"):
             finished = asyncio.run(find_end(settings))

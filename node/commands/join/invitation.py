@@ -43,6 +43,7 @@ from protocol.errors import (
 )
 from protocol.files import write_atomically
 from protocol.identity import PeerId
+from protocol.manifest.model import HUB_SCHEME
 from protocol.manifest.reading import ManifestText, decode_text, parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import ManifestReply, ManifestRequest
@@ -233,7 +234,7 @@ async def _request_manifest(run_id: str, address: str) -> bytes:
 
 def require_paths_inside(manifest: Manifest) -> None:
     """Raise OrganiserError if a manifest from a URL or link names files outside the node's folder."""
-    if manifest.model.from_:
+    if manifest.model.from_ and not (manifest.adapter and manifest.model.from_.startswith(HUB_SCHEME)):
         raise OrganiserError("model.from names a place on another machine; ask for the link that `murmur host` prints")
     paths = [(f"{source.key}.path", source.path) for source in manifest.data.mixture]
     for key, path in (*paths, ("data.tokenizer", manifest.data.tokenizer)):

@@ -25,7 +25,7 @@ from node.data.batches import VALIDATION_TOKENS
 from node.model import build_model
 from node.model.export import export
 from node.model.generate import generate
-from node.model.weight_files import start_weights
+from node.model.weight_files import read_frozen, start_weights
 from node.paths import find_newest_checkpoint, find_trained_dir
 from node.run_dir import read_json_if_whole
 from node.trainer.inner_step import validate
@@ -219,7 +219,7 @@ def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
 def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[float]:
     """Return the mean loss over the held-out text, in nats per token, for each flat vector of weights."""
     held_out = validation_sets(open_corpus(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
-    model = build_model(manifest.model)
+    model = build_model(manifest.model, frozen=read_frozen(manifest.model, base))
     return [validate(model, flat, held_out).loss for flat in weights]
 
 

@@ -27,7 +27,7 @@ from node.dashboard.service import DashboardAddress, RunningDashboard, serve_das
 from node.data.check import check_text
 from node.flags import MachineFlags, NodeFlags, to_arguments
 from node.from_manifest import build_node_program, build_program, in_memory_mode, require_program
-from node.model.weight_files import HUB_SCHEME, start_weights
+from node.model.weight_files import start_weights
 from node.monitoring.logs import PlainFormatter
 from node.monitoring.metrics import serve_metrics
 from node.options import (
@@ -47,6 +47,7 @@ from node.run_file import load_run_file
 from node.trainer.devices.device import choose_devices
 from node.variants import read_variant
 from protocol.errors import UsageError
+from protocol.manifest.model import HUB_SCHEME
 from protocol.manifest.reading import manifest_of_values
 from protocol.manifest.run import Manifest
 

@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int:
         from node.daemon.audits.work_log import InnerState
         from node.data import open_corpus
         from node.from_manifest import build_program
-        from node.model import build_model
+        from node.model import LanguageModel, build_model
+        from node.model.weight_files import read_frozen
         from node.step_settings import StepSettings
         from node.trainer.devices.device import choose_device
         from node.trainer.ipc.shared_memory import SharedLayout
@@ -47,7 +48,11 @@ def main(arguments: list[str]) -> int:
         return job.settings[number]  # KeyError: an old state
 
     corpus = open_corpus(manifest.data, Path(job.base))
-    repeater = Repeater(manifest, planner, corpus, settings_at, lambda: build_model(manifest.model, device))
+
+    def build() -> LanguageModel:
+        return build_model(manifest.model, device, frozen=read_frozen(manifest.model, Path(job.base)))
+
+    repeater = Repeater(manifest, planner, corpus, settings_at, build)
     try:
         raw = read_state(folder)
         state = None if raw is None else InnerState.from_bytes(raw, SharedLayout.of(planner))

@@ -34,12 +34,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from node.model.adapter import adapt
 from node.model.cache import KeyValueCache
 from node.model.decoders.subspace import Subspace
-from node.model.interface import Block, LanguageModel, ModelFamily
+from node.model.interface import Block, LanguageModel, ModelFamily, logits_of
 from node.model.products import has_bf16, join_rows, multiply, require_fp8_sizes
 from node.model.shapes import WHOLE, Cut
 from optim.experts import add_tokens
+from protocol.errors import DeviceError
 from protocol.manifest.model import ModelSection, RopeScaling
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,14 @@ class Linear(_Uninitialised, HasProducts, nn.Linear):
     def forward(self, values: Tensor) -> Tensor:
         """Return the product of values (..., inputs) with the matrix: (..., outputs)."""
         return multiply(values, self.weight, self.in_fp8)
+
+
+def multiply_jointly(values: Tensor, in_fp8: bool, *matrices: nn.Module) -> Tensor:
+    """Return the products of values (..., K) with several matrices, one after the other: (..., all rows)."""
+    plain = [matrix.weight for matrix in matrices if isinstance(matrix, Linear)]
+    if len(plain) < len(matrices):  # frozen ones, with adapters
+        return torch.cat([matrix(values) for matrix in matrices], dim=-1)
+    return multiply(values, join_rows(*plain), in_fp8)
 
 
 class Embedding(_Uninitialised, nn.Embedding):
@@ -100,8 +110,7 @@ class GatedMlp(HasProducts):
 
     def forward(self, stream: Tensor) -> Tensor:
         """Return what the MLP adds to the stream (..., W), or to its values in a subspace (..., K)."""
-        joined = join_rows(self.gate_proj.weight, self.up_proj.weight)
-        gate, up = multiply(stream, joined, self.in_fp8).chunk(2, dim=-1)
+        gate, up = multiply_jointly(stream, self.in_fp8, self.gate_proj, self.up_proj).chunk(2, dim=-1)
         output: Tensor = self.down_proj(F.silu(gate) * up)
         return output
 
@@ -408,8 +417,7 @@ class Attention(HasProducts):
         """Return what attention adds to the stream (B, T, W), or to its values in a subspace."""
         batch, length, _ = stream.shape
         heads, groups = self.heads, self.groups
-        joined = join_rows(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        projected = multiply(stream, joined, self.in_fp8)
+        projected = multiply_jointly(stream, self.in_fp8, self.q_proj, self.k_proj, self.v_proj)
         split = projected.view(batch, length, heads + 2 * groups, -1)
         rotated = self.causal.rotate(self.normalize(split[:, :, : heads + groups]))
         query, key = torch.split(rotated.transpose(1, 2), [heads, groups], dim=1)  # (B, N, T, D), (B, K, T, D)
@@ -510,6 +518,8 @@ class Decoder(LanguageModel):
             self.model = DecoderBody(config, cut, layers)
             has_output = cut.has_head and not config.tied
             self.lm_head = Linear(config.width, config.vocabulary) if has_output else None
+            if config.adapter is not None:
+                adapt(self.model.layers, config.adapter)
         self._place_parameters(device)
 
     @property
@@ -522,6 +532,8 @@ class Decoder(LanguageModel):
 
     def multiply_in_fp8(self) -> None:
         """Multiply the matrices of all layers in fp8; embedding, router and output stay as they are."""
+        if self.config.adapter is not None:
+            raise DeviceError("a model with an adapter has no products in fp8; leave out --fp8")
         require_fp8_sizes(self.config)
         for module in self.model.layers.modules():
             if isinstance(module, HasProducts):
@@ -579,7 +591,7 @@ class Decoder(LanguageModel):
         return self.model.norm(stream), output.weight
 
     def _apply_head(self, stream: Tensor) -> Tensor:
-        return F.linear(*self.output_factors(stream))
+        return logits_of(*self.output_factors(stream))
 
 
 class CompiledDecoder(Decoder):

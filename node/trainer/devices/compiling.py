@@ -12,8 +12,10 @@ from typing import Final
 import torch
 
 from node.model import LanguageModel, build_compiled_model, build_layerwise_model, build_model, cut_of, has_compiler
+from node.model.weight_files import read_frozen
 from node.options import TrainerOptions
 from node.trainer.devices.device import is_out_of_memory
+from protocol.errors import DeviceError
 from protocol.manifest.run import Manifest
 
 CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
@@ -21,7 +23,7 @@ MAX_REASON_CHARACTERS: Final = 200
 
 
 def build_trained_model(
-    manifest: Manifest, device: torch.device, microbatch: int, options: TrainerOptions
+    manifest: Manifest, device: torch.device, microbatch: int, options: TrainerOptions, base: Path
 ) -> tuple[LanguageModel, str]:
     """Build the model, or the stage, on `device`; return it, and why it is not compiled although it should be.
 
@@ -29,13 +31,22 @@ def build_trained_model(
         microbatch: sequences of one forward pass, for which the program is compiled.
         options: whether to compile the model, which a stage of a pipeline never is, and how to keep weights and
             activations.
+        base: folder of the manifest, where the path of frozen weights starts.
     """
-    plain = _prepare(build_model(manifest.model, device, cut_of(manifest)), options)
+    frozen = read_frozen(manifest.model, base)
+    plain = _prepare(build_model(manifest.model, device, cut_of(manifest), frozen), options)
     if not options.compile:
         return plain, ""
     if manifest.pipeline.is_cut:
         return plain, "a stage of a pipeline is not compiled"
-    model, fault = _compile(device, microbatch, lambda: _prepare(build_compiled_model(manifest.model, device), options))
+
+    def build() -> LanguageModel:
+        model = _prepare(build_compiled_model(manifest.model, device), options)
+        if frozen is not None:
+            model.hold_frozen(frozen)
+        return model
+
+    model, fault = _compile(device, microbatch, build)
     return model or plain, fault
 
 
@@ -50,6 +61,8 @@ def build_dealt_model(
         device: of this rank, to which its part of the model will go.
         vote: adds up a number over all ranks.
     """
+    if manifest.adapter is not None:
+        raise DeviceError("an adapter trains on one device; leave out --devices, or name one")
     if not options.compile:
         return _prepare(build_model(manifest.model), options), ""
     one_layer = manifest.model.model_copy(update={"layers": 1})

@@ -226,11 +226,11 @@ def test_commands_pass_on_their_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
-    run(monkeypatch, "export", str(tmp_path), "out")
+    run(monkeypatch, "export", str(tmp_path), "out", "--merged")
     run(monkeypatch, "generate", str(tmp_path), "--prompt", "def ", "--tokens", "9", "--seed", "3", "--top-p", "0.9")
     run(monkeypatch, "tokenize", "words.json", "shards", "a.txt", "b.txt")
     assert called == [
-        (tmp_path, Path("out")),
+        (tmp_path, Path("out"), ("merged", True)),
         ("def ", 9, (0.8, None, 0.9, 3)),
         (str(tmp_path), "def ", 9, (0.8, None, 0.9, 3)),
         (Path("words.json"), [Path("a.txt"), Path("b.txt")], Path("shards")),
@@ -260,7 +260,7 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
     options += " --memory 4GB --compile --recompute full --weights bf16 --fp8 --pause-when-busy --direct off"
     options += " --upload 20mbit --download 1MB --devices 0,1 --memory-mode small"
     options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data --stage 2 --own-loop"
-    options += " --log tensorboard --log wandb --site 10.0.0.1:29400 --site-shard all"
+    options += " --log tensorboard --log wandb --site 10.0.0.1:29400 --site-shard all --base-model b"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     run_argument, flags, *keywords = called[0]
     assert run_argument == "run.toml" and isinstance(flags, NodeFlags)
@@ -296,4 +296,5 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
         "log": ["tensorboard", "wandb"],
         "site": "10.0.0.1:29400",
         "site_shard": "all",
+        "base_model": "b",
     }

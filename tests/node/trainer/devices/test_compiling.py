@@ -24,14 +24,14 @@ class Uncompilable(CompiledDecoder):
 
 
 def test_without_the_option_the_model_is_plain() -> None:
-    model, fault = build_trained_model(MANIFEST, CPU, 2, TrainerOptions())
+    model, fault = build_trained_model(MANIFEST, CPU, 2, TrainerOptions(), Path())
     assert type(model) is type(build_model(MANIFEST.model)) and fault == ""
 
 
 def test_machine_without_a_compiler_trains_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    model, fault = build_trained_model(MANIFEST, CPU, 2, TrainerOptions(compile=True))
+    model, fault = build_trained_model(MANIFEST, CPU, 2, TrainerOptions(compile=True), Path())
     assert not isinstance(model, CompiledDecoder) and fault == "there is no C++ compiler (g++ or clang++)"
 
 
@@ -44,7 +44,7 @@ def test_compile_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(compiling, "build_compiled_model", build)
     monkeypatch.setattr(compiling, "has_compiler", lambda: True)
-    model, fault = build_trained_model(MANIFEST, CPU, 2, TrainerOptions(compile=True))
+    model, fault = build_trained_model(MANIFEST, CPU, 2, TrainerOptions(compile=True), Path())
     assert not isinstance(model, CompiledDecoder)
     assert fault.startswith("RuntimeError: CppCompileError: C++ compile error long") and len(fault) < 250
     assert "\n" not in fault
@@ -73,7 +73,7 @@ def test_memory_that_runs_out_is_not_a_fault_of_the_compiler(monkeypatch: pytest
     monkeypatch.setattr(compiling, "_try", scarce)
     monkeypatch.setattr(compiling, "has_compiler", lambda: True)
     with pytest.raises(MemoryError):
-        build_trained_model(MANIFEST, CPU, 2, TrainerOptions(compile=True))
+        build_trained_model(MANIFEST, CPU, 2, TrainerOptions(compile=True), Path())
 
 
 def test_audits_never_mix_compiled_and_plain_steps() -> None:
