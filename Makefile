@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo quick test check warmup modules processes slices hostile seeds links nightly proto dist image image-check clean
 
 demo: .venv/installed
-	$(BIN)/murmur up configs/demo.toml --drill
+	$(BIN)/murmur up configs/demo.toml --drill || [ $$? -eq 130 ]  # Ctrl-C is no error
 
 quick: check warmup
 	$(BIN)/pytest -q -n logical --dist loadfile -m "not swarm and not netlab and not seeds and not slow $(SLICE)"

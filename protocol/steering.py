@@ -154,8 +154,13 @@ def revise(manifest: Manifest, values: Mapping[str, Value]) -> Manifest:
 
 def describe_changes(revision: Revision) -> str:
     """Return the number and changes of a revision for people, such as `3: target.rounds = 200`."""
-    changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in revision.values.items())
-    return f"{revision.number}: {changes}"
+    return f"{revision.number}: {', '.join(_describe_change(key, value) for key, value in revision.values.items())}"
+
+
+def _describe_change(key: str, value: Value) -> str:
+    if key == PAUSED_KEY:
+        return "the run pauses" if value else "the run goes on"
+    return f"{key} = {json.dumps(value)}"
 
 
 def describe_revision(revision: Revision) -> str:

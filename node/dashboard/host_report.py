@@ -68,6 +68,14 @@ def _count_contributors(state: RunState) -> tuple[ContributorReport, ...]:
     )
 
 
+def describe_end(report: RunReport) -> str:
+    """Return the end of a run in one line, as `murmur join` prints it."""
+    loss = "" if report.validation_loss is None else f", validation loss {report.validation_loss:.3f}"
+    if loss and report.validation_round not in (None, report.rounds):
+        loss += f" after round {report.validation_round:,}"
+    return f"the run is over: round {report.rounds:,}, {report.tokens:,} tokens{loss}"
+
+
 class CurrentReport:
     """The report of the newest state; it is built once per event, because it reads all rounds."""
 
@@ -117,6 +125,7 @@ class ReportWriter:
             logger.warning("the report of the run is not written: %s", error)
             return
         if report.outcome != "running" and (self._written is None or self._written.outcome == "running"):
+            logger.info("%s", describe_end(report))
             logger.info("the run is over; its report is %s", self._folder / REPORT_MARKDOWN)
         self._written = report
 

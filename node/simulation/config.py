@@ -17,6 +17,7 @@ from protocol.manifest.reading import manifest_of_values
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import DataSection, MethodSection, RoundSection, RunSection, TrainSection
 
+REACTION_SECONDS = 0.01  # of a daemon
 DEFAULT_MODEL = ModelSection(width=64, layers=2, heads=4, hidden=172, context=64)
 
 
@@ -34,6 +35,7 @@ class SimulationConfig:
         unequal: each peer reads a part of the text of its own; a text that cannot be cut is shared.
         compiled: compile the model with bf16 products, which pays off in long runs.
         cut: the stage of the model that the peers train.
+        reactions: seconds that the daemon of each peer takes to handle what comes in; empty: 10 ms each.
     """
 
     manifest: Manifest
@@ -49,6 +51,7 @@ class SimulationConfig:
     compiled: bool = False
     unequal: bool = False
     cut: Cut = WHOLE
+    reactions: tuple[float, ...] = ()
 
     def build_model(self) -> LanguageModel:
         """Build a model for training or evaluation, with zero weights."""
@@ -59,6 +62,10 @@ class SimulationConfig:
         if frozen is not None:
             compiled.hold_frozen(frozen)
         return compiled
+
+    def reaction_seconds(self, slot: int) -> float:
+        """Return the virtual time in which a peer gathers what comes in before it handles it."""
+        return self.reactions[slot] if self.reactions else REACTION_SECONDS
 
     def start_weights(self) -> Tensor:
         """Return the weights at the start, flat fp32."""

@@ -117,6 +117,8 @@ def _verify_organiser(node_dir: Path, invitation: Invitation) -> None:
     is_new = check_pin(node_dir, invitation)
     tokens = f"target {format_count(target.tokens)} tokens" if target.tokens else "no target"
     aim = f"target {target.rounds} rounds" if target.rounds else tokens
+    if run.organiser_key:
+        aim += " as it began"  # a revision may have moved it
     logger.info("run %s: %s, %s; the node's folder is %s", run.name, method.recipe, aim, node_dir)
     save_invitation(node_dir, invitation)
     if invitation.organiser is not None:

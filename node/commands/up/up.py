@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -200,10 +202,16 @@ def _run_swarm(config: SwarmConfig) -> int:
         try:
             result = asyncio.run(_run_peers(config, display, kill_test))
         except Interrupted:
-            display.print_line(f"stopped; `murmur up --dir {config.folder}` resumes the run")
+            display.print_line(f"stopped; `{_own_command()} up --dir {config.folder}` resumes the run")
             return 130
         display.print_line("all peers have reached the target; evaluating and exporting the model")
     return _report_result(config, result)
+
+
+def _own_command() -> str:
+    """Return the name of this program as the user can type it: with its path where a shell does not find it."""
+    is_script = Path(sys.argv[0]).name == "murmur" and shutil.which("murmur") is None
+    return os.path.relpath(sys.argv[0]) if is_script else "murmur"
 
 
 async def _run_peers(config: SwarmConfig, display: SwarmDisplay, kill_test: KillTest | None) -> SwarmResult:

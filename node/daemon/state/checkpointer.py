@@ -5,8 +5,9 @@ any moment the disk has the last or the last but one that was due.
 """
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,23 @@ from protocol.consensus.chain import ChainHead, ChainLog
 from protocol.consensus.messages.contributions import Commit
 from protocol.errors import StorageError
 
+KEPT_SECONDS = 30.0  # of the blobs of a round, for a peer that is still replaying it while faster ones go on
 CONFIRMED_ROUNDS = 8  # of a new chain, before the checkpoint of the old one may go
 MAX_RETAINED_STATES = 6  # including those that peers are downloading
+MAX_RETAINED_ROUNDS = 256  # where rounds are so short that many pass within KEPT_SECONDS
 MAX_OLD_STATES = 2  # of them the oldest, whose downloads are the slowest; the others are the newest
+
+
+@dataclass(frozen=True)
+class RoundBlobs:
+    """The sizes of the blobs of a commit by digest, and since when it is applied here."""
+
+    since: float
+    sizes: Mapping[bytes, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
 
 
 class Checkpointer:
@@ -41,6 +56,7 @@ class Checkpointer:
         requested_digests: returns the blobs that other peers are downloading from us.
         held_digests: returns the blobs that are relayed for others, or may be needed in the next round.
         errors: counts and logs what fails.
+        clock: the time in seconds.
     """
 
     def __init__(
@@ -50,6 +66,7 @@ class Checkpointer:
         requested_digests: Callable[[], Collection[bytes]],
         held_digests: Callable[[], Collection[bytes]],
         errors: ErrorRecorder,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._folder = state.run_dir.checkpoints
@@ -61,9 +78,8 @@ class Checkpointer:
         self._requested_digests = requested_digests
         self._held_digests = held_digests
         self._errors = errors
-        self._recent_blob_sizes: deque[dict[bytes, int]] = deque(
-            maxlen=RETAINED_ROUNDS
-        )  # blob sizes, one entry a round
+        self._clock = clock
+        self._recent_blobs = deque[RoundBlobs](maxlen=MAX_RETAINED_ROUNDS)  # one entry a round
         self._retained_states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
         self._saved_round: int | None = None  # of the newest save
@@ -106,14 +122,16 @@ class Checkpointer:
 
     def prune_blobs(self, contributions: ContributionTracker, commits: Iterable[Commit]) -> None:
         """Drop the blobs that no peer should request any more, after a round or a state download."""
-        self._recent_blob_sizes.extend({blob.digest: blob.size for blob in commit.blobs} for commit in commits)
-        while (
-            len(self._recent_blob_sizes) > 1
-            and sum(sum(sizes.values()) for sizes in self._recent_blob_sizes) > self._max_blob_bytes
+        now, known = self._clock(), self._recent_blobs
+        newest = [*commits][-RETAINED_ROUNDS:]  # a jump skips the earlier ones
+        known.extend(RoundBlobs(now, {blob.digest: blob.size for blob in commit.blobs}) for commit in newest)
+        while len(known) > 1 and (
+            sum(entry.bytes for entry in known) > self._max_blob_bytes
+            or (len(known) > RETAINED_ROUNDS and known[0].since <= now - KEPT_SECONDS)
         ):
-            self._recent_blob_sizes.popleft()
-        parts = (part.digest for part in contributions.retained_parts)
-        self._store.retain(set().union(*self._recent_blob_sizes, self._retained_states, parts, self._held_digests()))
+            known.popleft()
+        parts, rounds = (part.digest for part in contributions.retained_parts), (entry.sizes for entry in known)
+        self._store.retain(set().union(*rounds, self._retained_states, parts, self._held_digests()))
 
     async def _write_state_to_disk(self, digest: bytes) -> None:
         try:

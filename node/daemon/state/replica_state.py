@@ -40,7 +40,7 @@ from protocol.recent import RecentSet
 
 logger = logging.getLogger(__name__)
 
-OFFER_SECONDS: Final = 10.0  # from the answer to the first request for the state
+OFFER_SECONDS: Final = 60.0  # from the answer to the first request for the state, also by a slow daemon
 MAX_OFFERS: Final = 64
 
 
@@ -49,7 +49,7 @@ class OfferedStates:
 
     A peer asks for our chain, judges it, and fetches the state that the answer names. Where rounds are faster than
     that, the state would be gone before its first byte is requested, at each attempt. So a state that was shown counts
-    as requested for a few seconds.
+    as requested for a while.
     """
 
     def __init__(self) -> None:

@@ -51,8 +51,6 @@ from protocol.steering import RevisionLog
 if TYPE_CHECKING:
     from node.simulation.swarm import VirtualSwarm
 
-REACTION_SECONDS = 0.01  # of virtual time, in which a peer gathers what comes in before it handles it
-
 
 class VirtualPeer:
     """A peer on one machine and link, its slot. A peer that comes back is a new one on the old slot."""
@@ -62,6 +60,7 @@ class VirtualPeer:
         self.slot = slot
         self.swarm = swarm
         self.is_alive = True
+        self._reaction = swarm.config.reaction_seconds(slot)
         self.chain = Chain.from_genesis(swarm.run_id, swarm.config.manifest.admission)
         self.applied_state: AppliedState = swarm.compute.initial
         self.audits = None if swarm.audits is None else PeerAudits(swarm.audits, peer_id)
@@ -114,7 +113,7 @@ class VirtualPeer:
     def post(self, event: events.LoopEvent) -> None:
         """Hand an event to the loop, together with what else comes in at that time."""
         if not self._inbox:
-            self.call_later(REACTION_SECONDS, self._drain_inbox)
+            self.call_later(self._reaction, self._drain_inbox)
         self._inbox.append(event)
 
     def _drain_inbox(self) -> None:

@@ -72,7 +72,7 @@ const line = (name, dash, width) => ({ stroke: () => colour(name), width: width 
 function lossChart(box, view, words) {
   return new Chart(box, view, {
     y: { range: (plot, low, high) => low == null ? [0, 1] : uPlot.rangeNum(low, high, 0.08, false) },
-    axis: axis((plot, ticks) => ticks.map((tick) => +tick.toFixed(4)), 46, true),
+    axis: { ...axis((plot, ticks) => ticks.map((tick) => +tick.toFixed(4)), 46, true), space: 20 },  // several ticks
     series: [{ ...line("pale", undefined, 1), spanGaps: false }, { ...line("busy"), spanGaps: false }, line("warn", [5, 4], 1.5)],
   }, words);
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.state.checkpointer import Checkpointer
+from node.daemon.state.checkpointer import KEPT_SECONDS, Checkpointer
 from node.daemon.state.contributions import ContributionFile
 from node.daemon.state.outer_state import ReplicatedState
 from node.loop.contributions import ContributionTracker
@@ -34,6 +34,7 @@ class CheckpointerSetup:
         self.adopts = True
         self.waited: list[int] = []
         self.errors = RecordedErrors()
+        self.now, self.round_seconds = 0.0, KEPT_SECONDS
         self.wanted: set[bytes] = set()
         self.carried: set[bytes] = set()
         self.replica: ReplicatedState = replica_in(self.store)
@@ -49,7 +50,7 @@ class CheckpointerSetup:
             disk_budget=None,
         )
         self.keeper = Checkpointer(
-            state, self.wait_until_applied, self.requested_digests, self.held_digests, self.errors
+            state, self.wait_until_applied, self.requested_digests, self.held_digests, self.errors, lambda: self.now
         )
 
     async def wait_until_applied(self, round_number: int) -> bool:
@@ -72,6 +73,7 @@ class CheckpointerSetup:
         self.arena.write_snapshot(vectors, Counters(round=3, outstanding=waiting).model_dump(mode="json"))
 
     async def pruned(self, offers: ContributionTracker, commits: Sequence[Commit]) -> None:
+        self.now += self.round_seconds
         await self.keeper.retain_state(self.replica.blob)
         self.keeper.prune_blobs(offers, commits)
 

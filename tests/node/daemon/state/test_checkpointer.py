@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from node.daemon.checkpoints import checkpoint
-from node.daemon.state.checkpointer import MAX_OLD_STATES, MAX_RETAINED_STATES
+from node.daemon.state.checkpointer import KEPT_SECONDS, MAX_OLD_STATES, MAX_RETAINED_STATES
 from node.daemon.state.contributions import TRACKER_KEY
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
 from node.loop.peers.catch_up import RETAINED_ROUNDS
@@ -119,6 +119,24 @@ async def test_what_is_carried_for_others_stays(world: CheckpointerSetup) -> Non
     world.carried = {carried.digest}
     await world.pruned(ContributionTracker(PROGRAM), [])
     assert world.store.has(carried.digest) and not world.store.has(other.digest)
+
+
+async def test_slow_peer_finds_the_rounds_that_it_is_replaying_while_faster_ones_go_on(
+    world: CheckpointerSetup,
+) -> None:
+    """Its daemon may need seconds for each commit, and the others a quarter of a second for a round."""
+    world.round_seconds = 0.25
+    messages = []
+    for _ in range(6 * RETAINED_ROUNDS):
+        (commit,) = await grown(world.replica, world.store, 1)
+        messages.append(commit.body.blobs[0].digest)
+        await world.pruned(ContributionTracker(PROGRAM), [commit.body])
+    assert all(world.store.has(digest) for digest in messages)
+    world.round_seconds = KEPT_SECONDS
+    await world.pruned(ContributionTracker(PROGRAM), [])
+    assert [world.store.has(digest) for digest in messages] == [False] * (5 * RETAINED_ROUNDS) + [
+        True
+    ] * RETAINED_ROUNDS
 
 
 async def test_prune_after_a_jump_over_many_rounds_keeps_the_newest(world: CheckpointerSetup) -> None:
