@@ -8,7 +8,7 @@ import torch
 
 from node.model.adapter import FrozenWeights
 from node.model.custom import CustomFamily
-from node.model.decoders.llama import LlamaFamily
+from node.model.decoders.family import LlamaFamily
 from node.model.decoders.olmo2 import Olmo2Family
 from node.model.decoders.qwen3 import Qwen3Family, Qwen3MoeFamily
 from node.model.interface import LanguageModel, ModelFamily

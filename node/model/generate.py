@@ -8,7 +8,7 @@ size. `custom` models have no code here, so nothing generates with them.
 Memory: the weights, the cache (`cache_bytes`) and the logits of one token of each text. `complete` takes as many
 prompts at a time as fit into `CACHE_MEMORY`, and at least one.
 
-A token is the maximum of logits plus noise (`optim.public_noise`), whose key is the seed and the number of the text.
+A token is the maximum of logits plus noise (`optim.rollouts`), whose key is the seed and the number of the text.
 So equal seeds give equal texts, whichever other prompts are in the batch.
 
 Letters in comments: B texts, T tokens, V usable token ids.
@@ -26,7 +26,7 @@ from node.model.cache import KeyValueCache
 from node.model.interface import LanguageModel
 from node.model.opened_model import OpenedModel, open_folder
 from node.monitoring.logs import sanitize
-from optim.public_noise import gumbel_noise, noise_key, scores_of
+from optim.rollouts import gumbel_noise, noise_key, scores_of
 from protocol.errors import CheckpointError, UsageError
 from protocol.manifest.model import ModelSection
 

@@ -145,6 +145,18 @@ class DecoderFamily(ModelFamily):
         }
 
 
+class LlamaFamily(DecoderFamily):
+    """Llama decoders of any size (arXiv 2302.13971): the base as it is."""
+
+    kind = "llama"
+    title = "Llama"
+    config_keys = ConfigKeys("llama", "LlamaForCausalLM")
+
+    def hugging_face_config(self, config: ModelSection) -> dict[str, Any]:
+        """Return the config.json of LlamaForCausalLM."""
+        return super().hugging_face_config(config) | {"mlp_bias": False}
+
+
 def _rope_keys(config: ModelSection) -> dict[str, Any]:
     """Return theta and scaling twice: transformers 4 reads the first two keys, transformers 5 the third."""
     theta = {"rope_theta": config.rope_theta}

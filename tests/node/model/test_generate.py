@@ -17,9 +17,9 @@ from node.data.tokenizer import ByteTokenizer, FileTokenizer
 from node.model import LanguageModel, build_model, initial_weights, shape_table
 from node.model.cache import KeyValueCache
 from node.model.decoders.decoder import Decoder
-from node.model.decoders.llama import LlamaFamily
+from node.model.decoders.family import LlamaFamily
 from node.model.generate import Sampling, draw, generate, sample_tokens
-from optim.public_noise import gumbel_noise
+from optim.rollouts import gumbel_noise
 from protocol.errors import CheckpointError, DataError, MissingFileError, UsageError
 from protocol.manifest.run import Manifest
 from tests.node.data.odd_tokenizers import ODD, odd_tokenizer

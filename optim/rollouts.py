@@ -1,4 +1,6 @@
-"""Gumbel-max sampling with public noise, and the test of a claimed text (Token-DiFR, arXiv 2511.20621).
+"""Rollouts: texts that a model draws, for people or to learn from. Draws, the test of a claim, and losses.
+
+**Draws.** Gumbel-max sampling with public noise, and the test of a claimed text (Token-DiFR, arXiv 2511.20621).
 
 A token is drawn from softmax(l / T) as the maximum of a score (Gumbel 1954; Maddison et al., arXiv 1411.0030):
 
@@ -20,13 +22,32 @@ The hash is the finaliser of SplitMix64 in wrapping 64-bit integers, and both lo
 additions, multiplications and divisions, which IEEE 754 rounds alike everywhere. So the noise has the same bits on all
 processors and cards.
 
-Letters in comments: B texts, T positions, V token ids.
+**Losses** for texts that older policies wrote, with a bound on how far the new one may move.
+
+For the token t of a text, with its log probability p_t now, b_t when it was drawn, and the advantage A of its text:
+
+    A = reward - mean reward of the group          (no division by the deviation: arXiv 2503.20783)
+    r_t = exp(p_t - b_t)
+    loss = 1 / (tokens of all texts)  sum_t  -m_t A r_t + k_t
+
+    dppo    m_t = 0 where the probability has moved by more than 0.2 in the direction of the advantage: exp(p_t) -
+            exp(b_t) > 0.2 with A > 0, or < -0.2 with A < 0; k_t = 1e-3 (p_t - b_t)^2. (DPPO with a binary total
+            variation, arXiv 2602.04879, as prime-rl uses it.)
+    m2po    m_t = 0 for as few tokens as possible, those with the largest (p_t - b_t)^2, so that the mean of it over
+            the others is at most 0.04; k_t = 0. (M2PO, arXiv 2510.01161: a second moment bounds the variance of r_t,
+            and texts that are hundreds of updates old still teach.)
+
+A group whose rewards are all equal teaches nothing: it is left out and counted. The divisor counts the tokens that
+remain, so that a long text weighs as much per token as a short one.
+
+Letters in comments: B texts, T positions, V token ids, N texts, S tokens of all texts.
 """
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +59,10 @@ FRACTION_BITS: Final = 52  # a half more is still exact in fp64
 SERIES_TERMS: Final = 6  # of the logarithm; the rest is below 1e-10
 EXACT_MARGIN: Final = 1e-3  # of honest devices of one kind, whose batches may differ
 LARGEST_HONEST_MARGIN: Final = 1.0  # of any honest device; rounding moves logits by some hundredths
+
+LARGEST_MOVE: Final = 0.2
+PENALTY: Final = 1e-3
+LARGEST_MOMENT: Final = 0.04
 
 
 def noise_key(*parts: str | int) -> int:
@@ -100,7 +125,7 @@ def margins_of(logits: Tensor, temperature: float, key: int, tokens: Tensor, ids
     """
     positions = torch.arange(len(tokens), device=logits.device)
     scores = scores_of(logits, temperature, gumbel_noise(torch.full_like(positions, key), positions, ids))
-    places = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    places = torch.searchsorted(ids.contiguous(), tokens).clamp(max=len(ids) - 1)
     claimed = scores.gather(1, places[:, None])[:, 0]
     return torch.where(ids[places] == tokens, scores.amax(dim=1) - claimed, math.inf)
 
@@ -140,3 +165,85 @@ class SumTest:
     def accepts(self, margins: Tensor) -> bool:
         """Check the margins (T,) of one text, or of all texts of a peer together."""
         return float(margins.double().clamp(max=self.cap).sum()) <= self.limit(len(margins))
+
+
+class Advantages(NamedTuple):
+    """The advantage of each text (N,), fp32, 0 in the groups that are left out, and how many these are."""
+
+    values: Tensor
+    skipped_groups: int
+
+
+@dataclass(frozen=True)
+class PolicyMetrics:
+    """How far the policy is from the one that wrote the texts.
+
+    Attributes:
+        mismatch_kl: mean of r - log r - 1, an estimate of the KL divergence in nats per token.
+        effective_samples: (sum r)^2 / (n sum r^2), the share of tokens that count; 1 for the same policy.
+        clipped: share of tokens with m = 0.
+        tokens: that the loss is divided by.
+    """
+
+    mismatch_kl: float
+    effective_samples: float
+    clipped: float
+    tokens: int
+
+
+def centre_rewards(rewards: Tensor, groups: Sequence[int]) -> Advantages:
+    """Subtract from each reward (N,) the mean of its group; `groups` has the number of each text's group."""
+    numbers, places, counts = torch.unique(torch.tensor(groups), return_inverse=True, return_counts=True)
+    exact = rewards.double()
+    means = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, places, exact) / counts
+    advantages = exact - means[places]
+    largest = torch.zeros(len(numbers), dtype=torch.float64).scatter_reduce_(0, places, advantages.abs(), "amax")
+    is_flat = largest <= 1e-9  # a mean of equal rewards may differ from them by rounding
+    return Advantages(advantages.masked_fill(is_flat[places], 0.0).float(), int(is_flat.sum()))
+
+
+def dppo(log_probabilities: Tensor, behaviour: Tensor, advantages: Tensor) -> tuple[Tensor, PolicyMetrics]:
+    """Compute the loss of tokens (S,) of all texts together, and its metrics.
+
+    Args:
+        log_probabilities: of the tokens now, in nats, with a gradient.
+        behaviour: the same when they were drawn, as the sampler reported them.
+        advantages: of each token's text; tokens of texts that were left out are not among them.
+    """
+    with torch.no_grad():
+        moved = (log_probabilities.exp() - behaviour.exp()) * advantages.sign()
+        kept = moved <= LARGEST_MOVE
+    log_ratio = log_probabilities - behaviour
+    terms = PENALTY * log_ratio.square() - kept * advantages * log_ratio.exp()
+    return terms.sum() / len(terms), _measure(log_ratio, kept)
+
+
+def m2po(log_probabilities: Tensor, behaviour: Tensor, advantages: Tensor) -> tuple[Tensor, PolicyMetrics]:
+    """Compute the loss of tokens (S,) of all texts together, and its metrics; see `dppo`."""
+    log_ratio = log_probabilities - behaviour
+    kept = keep_small_moment(log_ratio.detach())
+    return -(kept * advantages * log_ratio.exp()).sum() / len(kept), _measure(log_ratio, kept)
+
+
+def keep_small_moment(log_ratio: Tensor) -> Tensor:
+    """Mark all tokens but the fewest whose removal brings the mean square of the others to at most the bound; (S,)."""
+    squares, order = log_ratio.double().square().sort()
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = torch.zeros_like(log_ratio, dtype=torch.bool)
+    kept[order] = means <= LARGEST_MOMENT  # means of ascending values ascend
+    return kept
+
+
+def _measure(log_ratio: Tensor, kept: Tensor) -> PolicyMetrics:
+    exact = log_ratio.detach().double()
+    ratio = exact.exp()
+    return PolicyMetrics(
+        mismatch_kl=float((ratio - exact - 1).mean()),
+        effective_samples=float(ratio.sum().square() / (len(ratio) * ratio.square().sum())),
+        clipped=1.0 - float(kept.double().mean()),
+        tokens=len(kept),
+    )
+
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, PolicyMetrics]]
+POLICY_LOSSES: Final[dict[str, PolicyLoss]] = {"dppo": dppo, "m2po": m2po}  # each has a trust region
