@@ -25,7 +25,7 @@ from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags
 from node.model.export import merge_adapter, write_export
 from node.monitoring.display import configure_logs
-from node.monitoring.progress import ByteProgress
+from node.monitoring.status_line import ByteProgress
 from node.options import NodeOptions, parse_node_options
 from node.paths import join_dir, newest_checkpoints
 from node.processes.process import raise_fd_limit

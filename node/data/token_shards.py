@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from node.daemon.checkpoints.new_folder import fill_folder
 from node.data.corpus import Shard, SourceText, TokenArray, count_held_out
 from node.data.tokenizer import FileTokenizer, token_dtype
-from node.monitoring.progress import ByteProgress
+from node.monitoring.status_line import ByteProgress
 from protocol.errors import DataError, MissingFileError, UsageError
 from protocol.fault_words import describe_value
 from protocol.manifest.sections import SourceSection

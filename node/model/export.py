@@ -19,7 +19,7 @@ from node.model.adapter import WEIGHT, add_adapter
 from node.model.families import model_family, shape_table
 from node.model.interface import ModelFamily
 from node.model.weight_files import HUB_NAME, WeightFiles, frozen_folder, is_start
-from node.monitoring.progress import ByteProgress
+from node.monitoring.status_line import ByteProgress
 from protocol.errors import CheckpointError, UsageError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import AboutSection, AdapterSection

@@ -205,6 +205,7 @@ def complete(
     usable: Tensor,
     stops: frozenset[int] = frozenset(),
     keys: Sequence[int] | None = None,
+    keeps_stops: bool = False,
 ) -> list[Completion]:
     """Continue all prompts, as many at a time as fit the memory; see `sample_batch`."""
     keys = keys or _keys_of(sampling.seed, len(prompts))
@@ -213,12 +214,12 @@ def complete(
     at_once = max(1, CACHE_MEMORY // cache_bytes(model.config, 1, longest))
     for first in range(0, len(prompts), at_once):
         part = slice(first, first + at_once)
-        for step in sample_batch(model, prompts[part], tokens, sampling, usable, stops, keys[part]):
+        for step in sample_batch(model, prompts[part], tokens, sampling, usable, stops, keys[part], keeps_stops):
             for text, token, log_probability in step:
                 completions[first + text].tokens.append(token)
                 completions[first + text].log_probabilities.append(log_probability)
     for completion in completions:
-        completion.stopped = len(completion.tokens) < tokens
+        completion.stopped = len(completion.tokens) < tokens or completion.tokens[-1] in stops
     return completions
 
 
@@ -230,6 +231,7 @@ def sample_batch(
     usable: Tensor,
     stops: frozenset[int] = frozenset(),
     keys: Sequence[int] | None = None,
+    keeps_stops: bool = False,
 ) -> Iterator[list[Sampled]]:
     """Yield for each position the next token of every text that goes on.
 
@@ -239,6 +241,7 @@ def sample_batch(
         usable: ids that are tokens, int64 and ascending; no other id is drawn.
         stops: a text ends before such a token.
         keys: of the noise of each text; made of the seed by default.
+        keeps_stops: a text ends with its stop, which is one of its tokens, so that a model can learn to end.
 
     Raises CheckpointError if the model's output is not finite.
     """
@@ -252,8 +255,9 @@ def sample_batch(
         places, log_probabilities = draw(logits[:, usable], sampling, noise_keys, position, usable)
         drawn = usable[places].tolist()
         going = [row for row, token in enumerate(drawn) if token not in stops]
-        if going:
-            yield [Sampled(numbers[row], drawn[row], log_probabilities[row]) for row in going]
+        shown = range(len(drawn)) if keeps_stops else going
+        if shown:
+            yield [Sampled(numbers[row], drawn[row], log_probabilities[row]) for row in shown]
         if not going or position == tokens - 1:
             return
         if len(going) < len(drawn):

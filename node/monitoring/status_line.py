@@ -8,14 +8,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from rich.cells import cell_len, chop_cells
 
 from node.units import format_clock
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DEFAULT_WIDTH = 80
 ERASE = "\r\x1b[2K"
@@ -158,3 +161,36 @@ def ticking(line: StatusLine, text: str) -> Iterator[None]:
     finally:
         done.set()
         ticker.join()
+
+
+class ByteProgress:
+    """Counts bytes on standard error while it is entered, and leaves nothing behind; silent without a terminal."""
+
+    def __init__(self, action: str, total: int, console: "Console | None" = None) -> None:
+        from rich.console import Console  # they are slow to import, and few commands show progress
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        console = console or Console(stderr=True)
+        columns = (BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+        self._progress = Progress(
+            TextColumn("{task.description}"), *columns, console=console, transient=True, disable=not console.is_terminal
+        )
+        self._task = self._progress.add_task(action, total=total or None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, count: int) -> None:
+        """Count `count` bytes as done."""
+        self._progress.advance(self._task, count)
+
+    def count(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the chunks, each counted when the next one is asked for."""
+        for chunk in chunks:
+            yield chunk
+            self.advance(len(chunk))

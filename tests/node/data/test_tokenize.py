@@ -14,7 +14,7 @@ from rich.console import Console
 from node.data import token_shards as module
 from node.data import tokenize_files
 from node.data.token_shards import ShardsHeader
-from node.monitoring.progress import ByteProgress
+from node.monitoring.status_line import ByteProgress
 from protocol.errors import DataError, MissingFileError, MurmurError, UsageError
 from protocol.manifest.sections import DataSection
 from tests.node.data.data_sets import open_only

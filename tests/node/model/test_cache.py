@@ -97,6 +97,10 @@ def test_texts_end_before_a_stop_and_the_others_go_on() -> None:
         places = [place for place, token in enumerate(text) if token in stops]
         assert completion.tokens == text[: places[0] if places else None]
         assert completion.stopped == bool(places)
+    kept = complete(model, PROMPTS, 30, Sampling(0.0), USABLE, stops, keeps_stops=True)
+    for without, completion in zip(found, kept, strict=True):
+        assert len(completion.tokens) == len(without.tokens) + without.stopped
+        assert completion.tokens[: len(without.tokens)] == without.tokens and completion.stopped == without.stopped
     assert len({len(completion.tokens) for completion in found}) > 1
 
 
