@@ -45,7 +45,8 @@ def main() -> None:
         per_device_train_batch_size=SEQUENCES,
         learning_rate=3e-3,
         lr_scheduler_type="constant",
-        max_steps=1_000_000,  # the run ends before
+        max_steps=1_000_000,  # the run ends before, and the callback's bar shows how far it is
+        disable_tqdm=True,
         logging_steps=20,
         save_strategy="no",
         report_to="none",

@@ -1,6 +1,7 @@
 """The node of a training loop: `murmur join RUN --own-loop`, in a process that outlives the loop."""
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -11,6 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from pydantic import ValidationError
+
+from node.monitoring.status import NodeStatus
+from node.paths import read_metrics_port
 from node.processes.process import python_environment
 from node.run_dir import is_locked, read_json_if_whole
 from node.trainer.ipc.own_loop import connect_loop
@@ -21,6 +26,9 @@ END_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.1
 LOG: Final = "daemon.log"
 TAIL_BYTES: Final = 4096
+STATUS_SECONDS: Final = 1.0
+MAX_STATUS_BYTES: Final = 2**20
+LAST_LINES: Final = ("the run is over", "model: ", "to get the model", "your part", "your receipt")
 
 
 def tell(line: str) -> None:
@@ -78,6 +86,35 @@ class NodeProcess:
             os.kill(pid, signal.SIGTERM)
         while time.monotonic() < deadline and self._is_running():
             time.sleep(POLL_SECONDS)
+
+    def status(self) -> NodeStatus | None:
+        """Return what the node is doing; None if it does not answer at once."""
+        port = read_metrics_port(self.folder)
+        if port is None:
+            return None
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=STATUS_SECONDS)
+        try:
+            connection.request("GET", "/status")
+            return NodeStatus.model_validate_json(connection.getresponse().read(MAX_STATUS_BYTES))
+        except (OSError, http.client.HTTPException, ValidationError):
+            return None
+        finally:
+            connection.close()
+
+    def last_lines(self, seconds: float) -> list[str]:
+        """Wait for the end of the node, and return its lines about the end of the run; none if it goes on."""
+        deadline = time.monotonic() + seconds
+        while self._is_running():
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(POLL_SECONDS)
+        try:
+            tail = (self.folder / LOG).read_bytes()[-TAIL_BYTES:]
+        except OSError:
+            return []
+        lines = tail.decode(errors="replace").splitlines()
+        starts = [number for number, line in enumerate(lines) if line.startswith(LAST_LINES[0])]
+        return [line for line in lines[starts[-1] :] if line.startswith(LAST_LINES)] if starts else []
 
     def last_line(self) -> str:
         """Return the last line of the node's log."""

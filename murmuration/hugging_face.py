@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from murmuration.joining import join
@@ -14,6 +15,7 @@ from murmuration.swarm import Swarm
 from protocol.errors import UsageError
 
 IGNORED_LABEL: Final = -100
+BAR_FORMAT: Final = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 OWN_LOSS: Final = (
     "the callback reports the loss that the model returns; train without label smoothing and compute_loss_func, or "
     "write a loop of your own with murmuration.join"
@@ -24,7 +26,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # transformers' typ
     """Joins the run when training begins, counts each optimizer step, and leaves when training ends.
 
     Tokens and losses are those of the model's forward passes since the step before: tokens with a label, and the loss
-    that the model returns. The run's end ends the training.
+    that the model returns. The run's end ends the training, and a bar shows how far the run is, unless `bar` is False:
+    `max_steps` only has to be larger than the steps that the run needs.
 
     Raises:
         UsageError: the Trainer computes its loss by itself, by label smoothing or a function of the user.
@@ -38,7 +41,9 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # transformers' typ
         arguments: Sequence[str] = (),
         log: Sequence[str] = (),
         leave: bool = True,
+        bar: bool = True,
     ) -> None:
+        self._bar = tqdm(total=100, desc="the run", bar_format=BAR_FORMAT, disable=None if bar else True)
         self.swarm: Swarm | None = None
         self._run = run
         self._folder = folder
@@ -67,12 +72,15 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]  # transformers' typ
         tokens, loss = self._passes.take()
         if not self.swarm.step(tokens=tokens, loss=loss):
             control.should_training_stop = True
+        self._bar.set_postfix_str(f"round {self.swarm.round}, step {self.swarm.steps}", refresh=False)
+        self._bar.update(100 * self.swarm.progress - self._bar.n)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """Leave the run."""
         self._passes.stop()
+        self._bar.close()
         if self.swarm is not None:
             self.swarm.close(leave=self._leave)
 

@@ -1,6 +1,7 @@
 """A training loop of the user in a swarm: steps go in, and the weights change when a round is over."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,61 @@ from torch.optim import Optimizer
 
 from murmuration.daemon import NodeProcess, tell
 from murmuration.own_model import OwnModel
+from node.monitoring.display import WAITING_PHASES, progress_of
+from node.monitoring.status import NodeStatus
 from node.trainer.devices.device import device_name
 from node.trainer.exchange_loop import ExchangeLoop
 from node.trainer.inner_step import ValidationLoss
-from node.trainer.ipc.channel import ChannelClosed, TrainerChannel, TrainerConfig
+from node.trainer.ipc.channel import Activity, ChannelClosed, TrainerChannel, TrainerConfig
 from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.state import TrainerState
 from protocol.errors import MurmurError
 
 Evaluation = Callable[[], tuple[float, int]]  # mean loss in nats per token, tokens
+QUIET_SECONDS = 5.0  # a wait that is shorter needs no word
+REPEAT_SECONDS = 60.0
+PROGRESS_SECONDS = 2.0
+LAST_LINES_SECONDS = 30.0  # until the others have the final state
+
+
+class WaitNotices:
+    """Decides when a person should read what the loop waits for: after some seconds, then at each change."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._asked_at = self._printed_at = -math.inf
+        self._text = ""
+
+    def end(self) -> None:
+        """Take note that a step may be made."""
+        self._since = None
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to find out the reason of the wait, at most every QUIET_SECONDS."""
+        if self._since is None:
+            self._since = self._asked_at = now
+        if now - self._asked_at < QUIET_SECONDS:
+            return False
+        self._asked_at = now
+        return True
+
+    def line(self, now: float, status: NodeStatus | None) -> str | None:
+        """Return the line to print, None for one that was printed lately."""
+        assert self._since is not None, "a wait has begun"
+        text = describe_wait(status)
+        if text == self._text and now - self._printed_at < REPEAT_SECONDS:
+            return None
+        self._text, self._printed_at = text, now
+        return f"{text} (for {now - self._since:.0f} s)"
+
+
+def describe_wait(status: NodeStatus | None) -> str:
+    """Return why a loop waits, in the words of its node."""
+    if status is None:
+        return "waiting: the node does not say for what; see daemon.log"
+    if status.phase in (*WAITING_PHASES, "paused"):
+        return f"{status.phase}: {status.reason}" if status.reason else status.phase
+    return f"waiting for the result of round {status.round + 1}"
 
 
 class UnknownOptimizer:
@@ -45,6 +92,8 @@ class OwnLoop(ExchangeLoop):
         self._model = model
         self._evaluation = evaluation
         self.optimizer: Optimizer | None = None
+        self.node: NodeProcess | None = None
+        self._notices = WaitNotices()
 
     @property
     def device(self) -> str:
@@ -82,9 +131,22 @@ class OwnLoop(ExchangeLoop):
         finally:
             self._model.load_flat(own)
 
+    def prepare_step(self) -> bool:
+        """Do what the rounds ask for until a step may be made; a long wait is explained."""
+        may_go_on = super().prepare_step()
+        self._notices.end()
+        return may_go_on
+
     def save(self) -> None:
         """Write a snapshot, from which the next loop goes on."""
         self._save()
+
+    def _wait(self, activity: Activity) -> None:
+        now = time.monotonic()
+        node, is_due = self.node, self._notices.is_due(now)
+        if node is not None and is_due and (line := self._notices.line(now, node.status())):
+            tell(line)
+        super()._wait(activity)
 
 
 class Swarm:
@@ -100,6 +162,9 @@ class Swarm:
         self._daemon = daemon
         self._optimizer = loop.optimizer = optimizer
         self._is_open = True
+        self._progress = 0.0
+        self._asked_at = -math.inf
+        loop.node = daemon
         self.is_over = False
         self._guard(loop.open)
         tell(f"in the run at round {self.round}, step {self.steps}")
@@ -114,6 +179,16 @@ class Swarm:
     def steps(self) -> int:
         """Return how many steps this node has counted since it joined, over restarts: where to go on in the data."""
         return self._loop.steps
+
+    @property
+    def progress(self) -> float:
+        """Return how far the run is on the way to its target, from 0 to 1, as the node saw it within two seconds."""
+        now = time.monotonic()
+        if not self.is_over and now - self._asked_at >= PROGRESS_SECONDS:
+            self._asked_at = now
+            status = self._daemon.status()
+            self._progress = max(self._progress, progress_of(status) if status is not None else 0.0)
+        return 1.0 if self.is_over else self._progress
 
     def step(self, *, tokens: int, loss: float | Tensor) -> bool:
         """Count a step that the optimizer has made; send, apply and save what the rounds ask for.
@@ -157,7 +232,8 @@ class Swarm:
     def close(self, *, leave: bool = True) -> None:
         """Save, and leave the run; with `leave = False` the node stays in it and waits for the next loop.
 
-        When the run is over, the node ends by itself as soon as the others have the final state.
+        When the run is over, the node ends by itself as soon as the others have the final state; the call waits for
+        that at most LAST_LINES_SECONDS, and prints the lines of the end.
         """
         if not self._is_open:
             return
@@ -165,7 +241,9 @@ class Swarm:
         if not self.is_over:
             self._guard(self._loop.save)
         self._loop.close()
-        if leave and not self.is_over:
+        if self.is_over:
+            self._tell_end()
+        elif leave:
             self._daemon.end()
 
     def __enter__(self) -> "Swarm":
@@ -176,7 +254,14 @@ class Swarm:
 
     def _prepare(self) -> bool:
         self.is_over = not self._guard(self._loop.prepare_step)
+        if self.is_over:
+            tell(f"the run has reached its target; this loop made {self.steps:,} steps")
         return not self.is_over
+
+    def _tell_end(self) -> None:
+        lines = self._daemon.last_lines(LAST_LINES_SECONDS)
+        for line in lines or ["the node gives the final state to others and then ends; its last lines: daemon.log"]:
+            tell(line)
 
     def _guard(self, action: Callable[[], Any]) -> Any:
         try:

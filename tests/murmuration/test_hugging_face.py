@@ -41,7 +41,7 @@ def reported(
         steps.append((tokens, loss))
         return True
 
-    fake = SimpleNamespace(is_over=False, step=step, close=lambda leave: None)
+    fake = SimpleNamespace(is_over=False, step=step, close=lambda leave: None, round=1, steps=2, progress=0.5)
     monkeypatch.setattr(murmuration.hugging_face, "join", lambda *_, **__: fake)
     torch.manual_seed(0)
     config = AutoConfig.for_model(
