@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from murmuration.daemon import NodeProcess, tell
 from murmuration.own_model import OwnModel
-from node.monitoring.display import WAITING_PHASES, progress_of
+from node.monitoring.display import WAITING_PHASES
 from node.monitoring.status import NodeStatus
 from node.trainer.devices.device import device_name
 from node.trainer.exchange_loop import ExchangeLoop
@@ -20,6 +20,7 @@ from node.trainer.ipc.channel import Activity, ChannelClosed, TrainerChannel, Tr
 from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.state import TrainerState
 from protocol.errors import MurmurError
+from protocol.manifest.sections import TargetSection
 
 Evaluation = Callable[[], tuple[float, int]]  # mean loss in nats per token, tokens
 QUIET_SECONDS = 5.0  # a wait that is shorter needs no word
@@ -187,7 +188,10 @@ class Swarm:
         if not self.is_over and now - self._asked_at >= PROGRESS_SECONDS:
             self._asked_at = now
             status = self._daemon.status()
-            self._progress = max(self._progress, progress_of(status) if status is not None else 0.0)
+            if status is not None:
+                target = TargetSection(rounds=status.target_rounds, tokens=status.target_tokens)
+                progress = target.progress(status.round, status.chain_tokens)
+                self._progress = max(self._progress, min(1.0, progress))
         return 1.0 if self.is_over else self._progress
 
     def step(self, *, tokens: int, loss: float | Tensor) -> bool:

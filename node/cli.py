@@ -16,6 +16,7 @@ from node.commands import models
 from node.commands.console import (
     MAX_COUNT,
     MAX_SEED,
+    GroupedCommand,
     ImportOption,
     InsecureOption,
     JsonOption,
@@ -103,7 +104,7 @@ def init(
     write_manifest(target, options, ask=sys.stdin.isatty() and not yes)
 
 
-@app.command(epilog="Example: murmur up run.toml --peers 4 --rounds 40")
+@app.command(cls=GroupedCommand, epilog="Example: murmur up run.toml --peers 4 --rounds 40")
 @expand_flags
 def up(
     *,
@@ -156,7 +157,7 @@ def up(
     raise typer.Exit(run_swarm(options))
 
 
-@app.command(epilog="Example: murmur join https://run.example.org/run.toml")
+@app.command(cls=GroupedCommand, epilog="Example: murmur join https://run.example.org/run.toml")
 @expand_flags
 def join(
     *,
@@ -184,7 +185,7 @@ def join(
     join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data, ticket=ticket, base_model=base_model)
 
 
-@app.command(epilog="Example: murmur host run.toml --http 0.0.0.0:8080")
+@app.command(cls=GroupedCommand, epilog="Example: murmur host run.toml --http 0.0.0.0:8080")
 @expand_flags
 def host(
     *,

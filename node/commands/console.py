@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from node.processes.process import INTERRUPTED, discard_output, rare_garbage_collection
 from protocol.errors import MissingFileError, MurmurError, StorageError
@@ -103,8 +103,55 @@ def open_model(source: str, peers: Sequence[str], insecure: bool) -> "OpenedMode
     return OpenedModel.of(trained, invitation.base or Path())
 
 
+GROUPS: Final = (  # of commands, those that a person needs first
+    ("First steps", ("up", "init", "join", "host", "status", "doctor")),
+    ("Organise a run", ("plan", "steer", "ticket", "runs", "replay")),
+    ("The model", ("export", "generate", "chat", "eval", "tokenize")),
+    ("Methods", ("recipes", "sim")),
+    ("Your node and your work", ("receipt", "verify", "key", "rollback", "rank")),
+)
+FIRST_OPTIONS: Final = (  # of up, join and host
+    *("peers", "rounds", "folder", "recipe", "http", "dry_run", "public_url", "public", "train", "keep"),
+    *("ticket", "device", "name", "allow_data", "help"),
+)
+MACHINE_OPTIONS: Final = (
+    *("threads", "memory", "memory_mode", "disk", "upload", "download", "pause_when_busy"),
+    *("devices", "compile", "recompute", "weights", "fp8"),
+)
+
+
+class GroupedCommand(TyperCommand):
+    """A command with many options; its help shows those that a person needs first."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[Any]] = {"Options": [], "This machine": [], "More": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and parameter.param_type_name == "option":
+                is_first, is_machine = parameter.name in FIRST_OPTIONS, parameter.name in MACHINE_OPTIONS
+                groups["Options" if is_first else "This machine" if is_machine else "More"].append(record)
+        arguments = [record for each in self.get_params(ctx) if (record := _argument_record(each, ctx)) is not None]
+        for title, records in {"Arguments": arguments, **groups}.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def _argument_record(parameter: Any, ctx: Any) -> Any:
+    return parameter.get_help_record(ctx) if parameter.param_type_name == "argument" else None
+
+
 class PlainGroup(TyperGroup):
     """The group of all commands; it describes a refused value in the words of the manifest's errors."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        grouped = {name for _, names in GROUPS for name in names}
+        others = tuple(name for name in self.commands if name not in grouped)
+        for title, names in (*GROUPS, ("More", others)):
+            rows = [(name, (self.commands[name].help or "").split("\n\n")[0]) for name in names]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> object:
         try:

@@ -4,60 +4,40 @@ The file is checked like any manifest before it is written, and its text names t
 organiser's key is created with the first manifest, because the run id contains its peer id.
 """
 
+import glob
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import typer
 
-from node.commands.capacity import estimate_needs
-from node.daemon.checkpoints.tensor_file import write_file
-from node.data.token_shards import HEADER_FILE
-from node.data.tokenizer import FileTokenizer
-from node.from_manifest import build_program
-from node.model import shape_table
-from node.model.memory_estimate import fixed_bytes, microbatch_bytes
+from node.commands.run_sizes import BUSY, MAX_RECORDED_PEERS, SIZES, SizeFacts, find_facts, recorded_facts
 from node.paths import organiser_key_path
 from node.run_dir import read_json_if_whole
 from node.units import format_bytes, format_count, parse_count
-from protocol.errors import MurmurError, StorageError, UsageError
+from protocol.errors import MissingFileError, MurmurError, StorageError, UsageError
 from protocol.identity import Identity
-from protocol.manifest.model import ModelSection
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import NAME_PATTERN
-from protocol.signing import fingerprint
 
 STDLIB = "python-stdlib"
 BYTES_VOCABULARY = 256
+DEFAULT_SIZE = "small"
+NO_SCHEDULE: Final[Mapping[str, int]] = MappingProxyType({})
 TOKENS_PER_PARAMETER = 20  # compute-optimal, arXiv 2203.15556
 GLOB_CHARACTERS = "*?["
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """A model and the batch and learning rate that suit it; sizes in elements, `context` and batch in tokens."""
-
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    context: int
-    batch_tokens: int
-    microbatch: int
-    learning_rate: str
-
-
-SIZES = {
-    "tiny": ModelSize(128, 4, 4, 344, 128, 2048, 16, "3e-3"),
-    "small": ModelSize(256, 6, 8, 688, 256, 8192, 16, "2e-3"),
-    "medium": ModelSize(512, 12, 8, 1376, 512, 32768, 8, "1e-3"),
-    "large": ModelSize(768, 12, 12, 2048, 1024, 65536, 4, "6e-4"),
-}
+PROMPT_WIDTH = 76
+SHARD_HEADER = "header.json"  # of token shards
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+MAX_SHOWN_KINDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +81,24 @@ def init(target: Path, options: InitOptions, ask: bool) -> None:
         raise UsageError(f"{target} exists; name another file, or remove it first")
     answers = _ask_questions(options, target) if ask else options
     key = Identity.load_or_create(_prepare_key_path())
-    text = manifest_text(answers, target.resolve().parent, key.peer_id)
-    manifest = parse_manifest(text.encode(), str(target))
-    build_program(manifest)
+    folder = target.resolve().parent
+    manifest = parse_manifest(manifest_text(answers, folder, key.peer_id).encode(), str(target))
+    facts = facts_of(manifest, answers)
+    text = manifest_text(answers, folder, key.peer_id, facts.schedule())
     _write(target, text)
-    for line in next_steps(target, manifest, organiser_key_path()):
+    for line in next_steps(target, parse_manifest(text.encode(), str(target)), organiser_key_path(), facts):
         typer.echo(line)
+
+
+def facts_of(manifest: Manifest, options: InitOptions) -> SizeFacts:
+    """Return what the run takes: recorded, or computed if its vocabulary, peers or recipe are unusual.
+
+    Raises ManifestError if the recipe is unknown.
+    """
+    key = check_size(options.size or DEFAULT_SIZE), options.recipe
+    is_usual = manifest.model.vocabulary == BYTES_VOCABULARY and manifest.run.min_peers <= MAX_RECORDED_PEERS
+    recorded = recorded_facts().get(key) if is_usual else None
+    return recorded or find_facts(manifest)
 
 
 def _prepare_key_path() -> Path:
@@ -122,8 +114,13 @@ def _write(target: Path, text: str) -> None:
     """Write the new file with the mode that other new files get."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_file(target, [text.encode()], mode=0o666)
+        with target.open("xb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
+        if not isinstance(error, FileExistsError):
+            target.unlink(missing_ok=True)  # half a manifest
         raise StorageError(f"cannot write {target}: {error.strerror}; name another file") from error
 
 
@@ -137,15 +134,16 @@ def _ask_questions(options: InitOptions, target: Path) -> InitOptions:
         return answer
 
     texts = f"a pattern such as texts/**/*.txt, a folder, hf:NAME of a data set, or {STDLIB}"
-    questions: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
-        ("name", "1. Name of the run", _default_name(target), check_name),
-        ("description", "2. What is the run for? One sentence", "", str),
-        ("text", f"3. Text to train on: {texts}", STDLIB, check_text),
-        ("size", f"4. Size of the model: {_describe_sizes()}", "small", check_size),
-        ("peers", "5. Number of peers to wait for before the first round", "2", parse_peers),
+    questions: tuple[tuple[str, str, str, str, Callable[[str], object]], ...] = (
+        ("name", "1. Name of the run", "", _default_name(target), check_name),
+        ("description", "2. What is the run for? One sentence", "", "", str),
+        ("text", "3. Text to train on", texts, STDLIB, check_text),
+        ("size", "4. Size of the model", describe_sizes(), DEFAULT_SIZE, check_size),
+        ("peers", "5. Peers to wait for before the first round", "", "2", parse_peers),
     )
-    for field, question, default, check in questions:
+    for field, question, choices, default, check in questions:
         if given[field] is None:
+            typer.echo("".join(f"   {line}\n" for line in textwrap.wrap(choices, PROMPT_WIDTH)), nl=False)
             given[field] = typer.prompt(
                 question, default=default, show_default=bool(default), value_proc=partial(_check_answer, check)
             )
@@ -168,10 +166,13 @@ def check_name(name: str) -> str:
 
 
 def check_size(size: str) -> str:
-    """Return the name of a size. Raises UsageError."""
-    if size not in SIZES:
-        raise UsageError(f"{size[:40]!r} is not a size; write one of {', '.join(SIZES)}")
-    return size
+    """Return the name of a size, from its name in any case or its number from 1. Raises UsageError."""
+    word, names = size.strip().lower(), list(SIZES)
+    if word in names:
+        return word
+    if word.isascii() and word.isdigit() and 1 <= int(word[:9]) <= len(names):
+        return names[int(word) - 1]
+    raise UsageError(f"{size[:40]!r} is not a size; write one of {', '.join(SIZES)}, or 1 to {len(SIZES)}")
 
 
 def parse_peers(text: str) -> int:
@@ -181,16 +182,10 @@ def parse_peers(text: str) -> int:
     return int(text)
 
 
-def _describe_sizes() -> str:
-    return ", ".join(f"{name} ({format_count(_parameters(size))})" for name, size in SIZES.items())
-
-
-def _parameters(size: ModelSize, vocabulary: int = BYTES_VOCABULARY) -> int:
-    model = ModelSection(
-        vocabulary=vocabulary, width=size.width, layers=size.layers, heads=size.heads, hidden=size.hidden,
-        context=size.context,
-    )  # fmt: skip
-    return shape_table(model).numel
+def describe_sizes() -> str:
+    """Return the sizes with their numbers and parameters."""
+    sizes = enumerate(SIZES.items(), start=1)
+    return ", ".join(f"{number} {name} ({format_count(size.parameters())})" for number, (name, size) in sizes)
 
 
 def _default_name(target: Path) -> str:
@@ -209,35 +204,65 @@ def choose_data(text: str, tokenizer: str, folder: Path) -> DataChoice:
         UsageError: there is no such text.
         MissingFileError, DataError: the tokenizer cannot be read.
     """
-    vocabulary = FileTokenizer(Path(tokenizer)).size if tokenizer else BYTES_VOCABULARY
+    vocabulary = _vocabulary_of(Path(tokenizer)) if tokenizer else BYTES_VOCABULARY
     tokenizer = _from_folder(tokenizer, folder) if tokenizer else ""
     if text == STDLIB:
         return DataChoice(STDLIB, "", tokenizer, vocabulary)
     if text.startswith("hf:"):
         return DataChoice("hf", text.removeprefix("hf:"), tokenizer, vocabulary)
     path, from_folder = Path(text), _from_folder(text, folder)
-    if (path / HEADER_FILE).is_file():
-        found = read_json_if_whole(path / HEADER_FILE).get("vocabulary")
+    if (path / SHARD_HEADER).is_file():
+        found = read_json_if_whole(path / SHARD_HEADER).get("vocabulary")
         return DataChoice("tokens", from_folder, tokenizer, found if isinstance(found, int) else vocabulary)
     if path.is_dir():
+        require_text(text, [file for file in path.rglob("*.txt") if file.is_file()], path)
         return DataChoice("text", f"{from_folder}/**/*.txt", tokenizer, vocabulary)
-    if path.is_file() or any(char in text for char in GLOB_CHARACTERS):
+    if path.is_file():
+        require_text(text, [path])
+        return DataChoice("text", from_folder, tokenizer, vocabulary)
+    if any(char in text for char in GLOB_CHARACTERS):
+        require_text(text, [Path(found) for found in glob.glob(text, recursive=True) if Path(found).is_file()])
         return DataChoice("text", from_folder, tokenizer, vocabulary)
     raise UsageError(f"there is no text {path}; name files, a folder, hf:NAME of a data set, or {STDLIB}")
+
+
+def require_text(given: str, files: Sequence[Path], folder: Path | None = None) -> None:
+    """Raise UsageError, which says what is there instead, unless one of the files can hold text."""
+    if not files and folder is not None:
+        kinds = sorted({file.suffix or file.name for file in folder.rglob("*") if file.is_file()})
+        others = f"only {', '.join(kinds[:MAX_SHOWN_KINDS])}" if kinds else "no file at all"
+        raise UsageError(f"{given} has no .txt file, {others}; name files by a pattern, such as '{given}/**/*.md'")
+    if not files:
+        raise UsageError(f"no file matches {given}; name existing text files")
+    if all(file.suffix in COMPRESSED for file in files):
+        raise UsageError(f"{files[0]} is compressed; unpack it and name the text, or name a data set by hf:FOLDER")
+    if not any(file.stat().st_size for file in files):
+        raise UsageError(f"{files[0]} is empty; name files with text")
+
+
+def _vocabulary_of(tokenizer: Path) -> int:
+    """Return the number of token ids. Raises MissingFileError or DataError."""
+    if not tokenizer.is_file():
+        raise MissingFileError(f"there is no tokenizer {tokenizer}; name a Hugging Face tokenizer.json")
+    from node.data.tokenizer import FileTokenizer  # loads torch
+
+    return FileTokenizer(tokenizer).size
 
 
 def _from_folder(path: str, folder: Path) -> str:
     return path if Path(path).is_absolute() else os.path.relpath(path, folder)
 
 
-def manifest_text(options: InitOptions, folder: Path, organiser_key: str) -> str:
-    """Return the manifest as commented TOML."""
+def manifest_text(
+    options: InitOptions, folder: Path, organiser_key: str, schedule: Mapping[str, int] = NO_SCHEDULE
+) -> str:
+    """Return the manifest as commented TOML; `schedule` has the options that differ from the recipe's."""
     size, data = (
-        SIZES[check_size(options.size or "small")],
+        SIZES[check_size(options.size or DEFAULT_SIZE)],
         choose_data(options.text or STDLIB, options.tokenizer, folder),
     )
     peers = options.peers or 2
-    default = TOKENS_PER_PARAMETER * _parameters(size, data.vocabulary)
+    default = TOKENS_PER_PARAMETER * size.parameters(data.vocabulary)
     tokens = parse_count(options.tokens, "--tokens") if options.tokens else default
     steps = max(1, tokens // (size.batch_tokens * peers))
     values: dict[str, object] = {
@@ -253,8 +278,18 @@ def manifest_text(options: InitOptions, folder: Path, organiser_key: str) -> str
         "recipe": options.recipe,
     }
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
-    numbers = {"vocabulary": data.vocabulary, "tokens": tokens, "steps": steps, "warmup": max(1, steps // 50)}
-    template = TEMPLATE + (PUBLIC_TEMPLATE if options.public else "")
+    numbers: dict[str, object] = {
+        "vocabulary": data.vocabulary,
+        "tokens": tokens,
+        "steps": steps,
+        "warmup": max(1, steps // 50),
+    }
+    if schedule:
+        pairs = ", ".join(f"{name} = {value}" for name, value in schedule.items())
+        numbers["schedule"] = f"{{ {pairs} }}"
+    template = (TEMPLATE if schedule else TEMPLATE.replace(SCHEDULE_LINE, "")) + (
+        PUBLIC_TEMPLATE if options.public else ""
+    )
     return "".join(_fill_line(line, quoted | vars(size) | numbers) for line in template.splitlines())
 
 
@@ -270,6 +305,7 @@ PUBLIC_TEMPLATE = """
 mode = "tickets"  # only keys to which you give a ticket take part: murmur ticket RUN.toml KEY
 """
 
+SCHEDULE_LINE = "schedule = {schedule}  # rounds long enough for home links: murmur plan\n"
 TEMPLATE = """\
 # A run of Murmuration. All keys: docs/reference/manifest.md. Anyone who has this file can join.
 # The run id is the hash of the values below without [about], so a change of any other value starts a new run.
@@ -307,24 +343,26 @@ decay_steps = {steps}  # about the steps of one peer until the target
 
 [method]
 recipe = {recipe}  # others: murmur recipes
+schedule = {schedule}  # rounds long enough for home links: murmur plan
 
 [target]
 tokens = {tokens}  # of all peers together; the run ends there
 """
 
 
-def next_steps(target: Path, manifest: Manifest, key: Path) -> list[str]:
+def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) -> list[str]:
     """Return the lines that follow a new manifest: the size of the run, and the commands to go on with."""
-    cpu, cuda = (
-        estimate_needs(manifest, "cpu").memory,
-        fixed_bytes(manifest, "cuda") + microbatch_bytes(manifest, 1, "cuda"),
+    recipe = manifest.method.recipe
+    slow = (
+        f"{recipe} sends more than home links carry: volunteers would train {facts.busy:.0%} of the time; frugal suits "
+        "them (`murmur plan` says more)"
     )
     return [
-        f"wrote {target}: run {manifest.run.name}, {format_count(shape_table(manifest.model).numel)} parameters, "
+        f"wrote {target}: run {manifest.run.name}, {format_count(facts.parameters)} parameters, "
         f"{format_count(manifest.target.tokens or 0)} tokens",
-        f"a peer needs at least {format_bytes(cpu)} on a CPU, or {format_bytes(cuda)} on a GPU",
+        *([slow] if facts.busy < BUSY else []),
+        f"a peer needs at least {format_bytes(facts.cpu)} on a CPU, or {format_bytes(facts.cuda)} of a card's memory",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",
-        f"its fingerprint, which volunteers compare, is {fingerprint(manifest.run.organiser_key)}",
         f"try it here:     murmur up {target} --peers 2 --rounds 5",
         f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",
     ]

@@ -3,17 +3,14 @@
 import asyncio
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from node.commands.capacity import estimate_peer, measure_flops, small_memory, smaller_mode
 from node.commands.doctor.checks import (
@@ -32,6 +29,7 @@ from node.data.check import TextReport, check_text
 from node.from_manifest import require_program
 from node.model import shape_table
 from node.monitoring.logs import sanitize
+from node.monitoring.tables import table_console
 from node.paths import join_dir
 from node.trainer.devices.device import choose_device
 from node.units import format_count
@@ -39,7 +37,11 @@ from protocol.errors import MurmurError
 from protocol.manifest.run import Manifest
 from protocol.transport.nat import listen_on_all_interfaces
 
-COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+COLOURS = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m"}
+NORMAL = "\x1b[0m"
+LEVEL_WIDTH = 6
+ARROW = "-> "
+MAX_WIDTH = 100
 HOST_TIME_SECONDS = 10.0
 
 
@@ -49,7 +51,9 @@ def doctor(run: str | None, folder: Path | None, listen: Sequence[str], insecure
     if as_json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
     else:
-        Console(highlight=False).print(_build_table(findings))
+        console = table_console()
+        lines = format_findings(findings, min(MAX_WIDTH, console.width), console.is_terminal)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 1 if any(finding.level == "fail" for finding in findings) else 0
 
 
@@ -123,11 +127,16 @@ def _compare_host_clock(source: str | None) -> Check:
     return judge_clock([time.time() - served], "the host")
 
 
-def _build_table(findings: Sequence[Check]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("check", "", "found", "what to do"):
-        table.add_column(name, overflow="fold")
+def format_findings(findings: Sequence[Check], width: int, has_colours: bool = False) -> Iterator[str]:
+    """Yield the lines for people, at most `width` cells wide: a remedy has lines of its own, below its finding."""
+    names = max(len(finding.check) for finding in findings) + 2
+    indent = " " * (names + LEVEL_WIDTH)
     for finding in findings:
-        level = Text(finding.level, style=COLOURS[finding.level])
-        table.add_row(finding.check, level, Text(sanitize(finding.found)), Text(sanitize(finding.mend)))
-    return table
+        level = f"{finding.level:<{LEVEL_WIDTH}}"
+        first, *rest = textwrap.wrap(sanitize(finding.found), width - len(indent)) or [""]
+        coloured = f"{COLOURS[finding.level]}{level}{NORMAL}" if has_colours else level
+        yield f"{finding.check:<{names}}{coloured}{first}".rstrip()
+        for line in rest:
+            yield f"{indent}{line}"
+        for line in textwrap.wrap(sanitize(finding.mend), width - len(indent) - len(ARROW)):
+            yield f"{indent}{ARROW}{line}"

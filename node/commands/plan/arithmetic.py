@@ -40,6 +40,7 @@ from protocol.pipeline.microbatch_table import RESERVED_SHARE
 
 PASSES_OF_STAGE = 4  # forward, the same again in the backward pass, and a backward pass of twice a forward
 PASSES_OF_WHOLE = 3  # without the recomputation
+CARD_BLOCK_SECONDS = 1e-3  # to launch the kernels of a block, forward and backward, in eager mode: small models wait
 FORWARD_SHARE = 1 - RESERVED_SHARE
 MAX_PLANNED_ROUNDS = 64
 WINDOW_POINTS = ((1.0, 0.65), (2.0, 0.87), (4.0, 0.97), (8.0, 1.0))
@@ -66,6 +67,7 @@ class StageCost:
         message_bytes: mean size of a contribution.
         held: microbatches between their two passes that fit into `pipeline.memory` of a peer; 0 without a pipeline.
         memory: bytes that a machine needs, by kind of device.
+        launch_seconds: of a microbatch on a card, however fast it computes; 0 for stages.
     """
 
     stage: int
@@ -76,6 +78,7 @@ class StageCost:
     message_bytes: float
     held: int
     memory: dict[str, float]
+    launch_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,14 @@ def _stage_work(manifest: Manifest, cut: Cut) -> StageCost:
         message_bytes=sum(sum(planner.plan(number).max_sizes) for number in rounds) / len(rounds),
         held=int(FORWARD_SHARE * manifest.pipeline.memory / (neighbours * activation)) if activation else 0,
         memory=dict(_memory_by_device(manifest, cut)),
+        launch_seconds=_launch_seconds(manifest, len(numbers)) if cut.stages == 1 else 0.0,
     )
+
+
+def _launch_seconds(manifest: Manifest, blocks: int) -> float:
+    """Return the share of one sequence in the time to launch the kernels of a pass."""
+    sequences = min(manifest.train.microbatch, manifest.train.batch_tokens // manifest.model.context)
+    return CARD_BLOCK_SECONDS * blocks / sequences
 
 
 def forward_flops(manifest: Manifest, cut: Cut) -> float:
@@ -222,6 +232,8 @@ def predict(work: Workload, kinds: Sequence[PeerKind]) -> Prediction:
     used = [kind for number, kind in enumerate(kinds) if any(placed[number] for placed in placement)]
     links = links_fraction(work, used)
     ideal = sum(kind.count * kind.flops for kind in used) / sum(stage.flops for stage in work.stages)
+    if not work.is_cut:
+        ideal = sum(computes)
     balance = min(1.0, min(rates) / (ideal * links)) if ideal else 0.0
     window = window_of(work, kinds, placement, min(rates))
     step = step_fraction(work)
@@ -253,6 +265,8 @@ def fits(stage: StageCost, kind: PeerKind) -> bool:
 def peer_rate(stage: StageCost, kind: PeerKind, with_links: bool = True) -> float:
     """Return the microbatches a second of one peer: what its device computes, or what its link carries."""
     rate = kind.flops / stage.flops
+    if kind.device == "cuda" and stage.launch_seconds:
+        rate = min(rate, 1 / stage.launch_seconds)
     if with_links and stage.sent_bytes:
         rate = min(rate, min(kind.up, kind.down) / stage.sent_bytes)
     return rate

@@ -26,7 +26,7 @@ from node.dashboard.event_log import EVENT_FILE_NAME
 from node.dashboard.observer_node import gossiping, node_handle, open_observer_node
 from node.dashboard.run_report import write_report
 from node.dashboard.service import DashboardAddress, RunningDashboard, serve_dashboard
-from node.data.check import check_text
+from node.data.check import TextReport, check_text
 from node.flags import MachineFlags, NodeFlags, to_arguments
 from node.from_manifest import build_node_program, build_program, in_memory_mode, require_program
 from node.model.weight_files import start_weights
@@ -144,11 +144,12 @@ def up(options: UpOptions) -> int:
     config = resolve_options(options)
     mode = parse_options(MachineOptions, config.flags).memory_mode
     build_node_program(config.manifest, mode)  # an unknown method must fail before the folder is locked
+    texts = check_text(config.manifest, config.folder)  # before a folder is made for a run without text
     if options.dry_run:
         return _predict_needs(config)
     with RunDir(config.folder).lock(config.manifest) as folder:
         folder.copy_tokenizer(config.manifest, config.folder)
-        return _run_swarm(config)
+        return _run_swarm(config, texts)
 
 
 def _predict_needs(config: SwarmConfig) -> int:
@@ -189,11 +190,11 @@ def resolve_options(options: UpOptions) -> SwarmConfig:
     )
 
 
-def _run_swarm(config: SwarmConfig) -> int:
+def _run_swarm(config: SwarmConfig, texts: Sequence[TextReport]) -> int:
     with SwarmDisplay(Console(stderr=config.json, highlight=False), plain=config.json) as display:
         name, recipe = config.manifest.run.name, config.manifest.method.recipe
         display.print_line(f"{name}: {config.peers} peers in {config.folder}, recipe {recipe}")
-        for text in check_text(config.manifest, config.folder):
+        for text in texts:
             for line in (text.describe(), *text.skipped):
                 display.print_line(f"data: {line}")
         if line := describe_start(config.manifest, config.folder):

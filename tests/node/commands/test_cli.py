@@ -70,7 +70,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert {name for name in imported if name.split(".")[0] in ("node", "protocol", "optim")} == LIGHT
 
 
-LIGHT_COMMANDS = (("recipes",), ("recipes", "frugal"), ("status", "."), ("steer", "-h"), ("verify", "a", "b"))
+LIGHT_COMMANDS = (
+    ("init", "run.toml", "--yes"),
+    ("recipes",),
+    ("recipes", "frugal"),
+    ("status", "."),
+    ("steer", "-h"),
+    ("verify", "a", "b"),
+)
 
 
 @pytest.mark.parametrize("words", LIGHT_COMMANDS, ids=" ".join)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from node.commands.init import SIZES, InitOptions, choose_data, init, manifest_text
+from node.commands.init import InitOptions, check_size, choose_data, facts_of, init, manifest_text
+from node.commands.plan.command import describe_if_poor
+from node.commands.run_sizes import BUSY, SIZES, find_facts, recorded_facts
 from node.from_manifest import build_program
 from node.model import shape_table
 from node.paths import organiser_key_path
@@ -37,6 +39,7 @@ def test_flags_make_a_manifest_whose_organiser_is_the_users_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text")
     target = tmp_path / "deep" / "run.toml"
     options = InitOptions(
         name="mary", description='a "first" run', text="texts", size="tiny", peers=3, tokens="2.5M", licence="MIT"
@@ -96,6 +99,50 @@ def test_text_is_recognised_by_what_lies_there(tmp_path: Path) -> None:
     assert choose_data("one.txt", "", tmp_path).source == choose_data("*.txt", "", tmp_path).source == "text"
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("packed", r"has no \.txt file, only \.gz; name files by a pattern"),
+        ("bare", "no file at all"),
+        ("packed/*.gz", "is compressed; unpack it"),
+        ("*.md", "no file matches"),
+        ("empty.txt", "is empty"),
+    ],
+)
+def test_text_that_cannot_be_trained_on_is_refused_at_once(given: str, words: str, tmp_path: Path) -> None:
+    for folder in ("packed", "bare"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "packed" / "a.txt.gz").write_bytes(b"x")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(UsageError, match=words):
+        choose_data(given, "", tmp_path)
+
+
+def test_sizes_have_numbers_and_any_case() -> None:
+    assert [check_size(word) for word in ("TINY", "2", " Large ")] == ["tiny", "small", "large"]
+    with pytest.raises(UsageError, match="or 1 to 4"):
+        check_size("5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_recorded_paces_are_those_of_new_predictions_and_keep_volunteers_busy(size: str, tmp_path: Path) -> None:
+    """After a change: python -m node.commands.run_sizes. Recipes of our own sizes never make host or join warn."""
+    key = Identity.create().peer_id
+    for (name, recipe), facts in recorded_facts().items():
+        if name != size:
+            continue
+        options = InitOptions(size=size, recipe=recipe)
+        plain = parse_manifest(manifest_text(options, tmp_path, key).encode(), size)
+        assert facts_of(plain, options) == facts == find_facts(plain), recipe
+        text = manifest_text(options, tmp_path, key, facts.schedule())
+        manifest = parse_manifest(text.encode(), size)
+        build_program(manifest)
+        if facts.busy >= BUSY:
+            assert describe_if_poor(manifest) == "", recipe
+    assert recorded_facts()[size, "frugal"].busy >= BUSY, "the default of init"
+
+
 def test_counts_have_suffixes() -> None:
     assert [parse_count(text, "--tokens") for text in ("300000", "2.5k", "100M", "1B")] == [300_000, 2500, 10**8, 10**9]
 
@@ -104,7 +151,7 @@ def test_counts_have_suffixes() -> None:
 def test_five_questions_on_a_terminal_are_asked_again_after_a_wrong_answer(home: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "node.cli", "init", str(home / "run.toml")]
-    answers = "Bad Name\nmary\nTo learn.\n\nhuge\ntiny\nnone\n1\n"
+    answers = "Bad Name\nmary\nTo learn.\n\nhuge\n1\nnone\n1\n"
     with open(ours, "r+b", buffering=0) as terminal:
         terminal.write(answers.encode())
         result = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=60)
