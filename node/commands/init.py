@@ -27,6 +27,7 @@ from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import NAME_PATTERN
+from protocol.signing import fingerprint
 
 STDLIB = "python-stdlib"
 BYTES_VOCABULARY = 256
@@ -363,6 +364,7 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
         *([slow] if facts.busy < BUSY else []),
         f"a peer needs at least {format_bytes(facts.cpu)} on a CPU, or {format_bytes(facts.cuda)} of a card's memory",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",
+        f"its fingerprint, which volunteers compare, is {fingerprint(manifest.run.organiser_key)}",
         f"try it here:     murmur up {target} --peers 2 --rounds 5",
         f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",
     ]
