@@ -81,11 +81,18 @@ class NodeProcess:
         if not is_locked(self.folder):  # the process id of a node that has ended may be another program's
             return
         pid = self._process.pid if self._process else int(read_json_if_whole(self.folder / "node.json").get("pid", 0))
-        deadline = time.monotonic() + END_SECONDS
         if pid > 0:
             os.kill(pid, signal.SIGTERM)
-        while time.monotonic() < deadline and self._is_running():
+        self._has_ended_within(END_SECONDS)
+
+    def _has_ended_within(self, seconds: float) -> bool:
+        """Wait for the end of the node; return whether it came in time."""
+        deadline = time.monotonic() + seconds
+        while self._is_running():
+            if time.monotonic() > deadline:
+                return False
             time.sleep(POLL_SECONDS)
+        return True
 
     def status(self) -> NodeStatus | None:
         """Return what the node is doing; None if it does not answer at once."""
@@ -103,11 +110,8 @@ class NodeProcess:
 
     def last_lines(self, seconds: float) -> list[str]:
         """Wait for the end of the node, and return its lines about the end of the run; none if it goes on."""
-        deadline = time.monotonic() + seconds
-        while self._is_running():
-            if time.monotonic() > deadline:
-                return []
-            time.sleep(POLL_SECONDS)
+        if not self._has_ended_within(seconds):
+            return []
         try:
             tail = (self.folder / LOG).read_bytes()[-TAIL_BYTES:]
         except OSError:

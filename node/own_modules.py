@@ -101,8 +101,8 @@ def own_registry(lines: Sequence[str]) -> "Registry":
 
     Raises ComponentError if a module may not be imported here, is not the run's, or cannot be used.
     """
+    from optim.compose import extend_registry  # loads torch
     from optim.errors import OptimError
-    from optim.own_components import extend_registry  # loads torch
 
     modules = [_load(*line.split(" ")) for line in lines]
     try:

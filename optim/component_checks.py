@@ -18,12 +18,11 @@ from optim.aggregation.base import AggregationRule, WeightedPayload
 from optim.codecs.base import Codec
 from optim.codecs.floats import Uncompressed
 from optim.codecs.residual_update import ResidualUpdate
-from optim.compose import SIGNALS
+from optim.compose import BASES, SIGNALS, declaration_fault, part_of
 from optim.errors import CodecError, OptimError
 from optim.inner.base import InnerStep, InnerUpdateRule
 from optim.layout import Layout
 from optim.outer import OuterOptimizer, OuterStep
-from optim.own_components import BASES, declaration_fault, part_of
 from optim.schedules.exchange_schedule import EverySteps
 
 SIZES: Final = (1, 7, 4096, 9001)

@@ -14,14 +14,13 @@ from murmuration import check_component
 from optim.aggregation.base import WeightedPayload
 from optim.aggregation.mean import Mean
 from optim.codecs.base import Codec, Payload
-from optim.compose import REGISTRY
+from optim.compose import BASES, REGISTRY
 from optim.inner.adamw import AdamW
 from optim.inner.base import InnerStep
 from optim.kernels.vectors import Floats, Vector
 from optim.layout import Layout, Span
 from optim.options import STRICT
 from optim.outer import OuterStep, Sgd, Slots
-from optim.own_components import BASES
 from optim.schedules.exchange_schedule import EverySteps
 
 OURS = [kind for part in BASES for kind in REGISTRY[part].values()]
