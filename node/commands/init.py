@@ -10,15 +10,15 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import typer
 
-from node.commands.run_sizes import BUSY, MAX_RECORDED_PEERS, SIZES, SizeFacts, find_facts, recorded_facts
+from node.commands.run_sizes import BUSY, MAX_RECORDED_PEERS, RECORDED, SIZES, SizeFacts, find_facts, recorded_facts
 from node.paths import organiser_key_path
 from node.run_dir import read_json_if_whole
 from node.units import format_bytes, format_count, parse_count
@@ -368,3 +368,20 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
         f"try it here:     murmur up {target} --peers 2 --rounds 5",
         f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",
     ]
+
+
+def measure_all() -> list[dict[str, Any]]:
+    """Return the facts of the default manifest of each size with each recipe."""
+    from optim.recipes import RECIPES
+
+    rows = []
+    for size in SIZES:
+        for recipe in RECIPES:
+            text = manifest_text(InitOptions(size=size, recipe=recipe), Path(), "", {})
+            facts = find_facts(parse_manifest(text.encode(), size))
+            rows.append({"size": size, "recipe": recipe, **asdict(facts)})
+    return rows
+
+
+if __name__ == "__main__":
+    RECORDED.write_text("[\n" + ",\n".join(json.dumps(row) for row in measure_all()) + "\n]\n")

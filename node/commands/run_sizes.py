@@ -2,23 +2,22 @@
 
 A round must train for longer than its exchange takes. How many inner steps that needs depends on size and recipe, and
 finding out takes seconds and torch, so `run_sizes.json` has the results for the default manifest of each size and each
-recipe; `python -m node.commands.run_sizes` writes it, and a test compares it with what it would write.
+recipe; `python -m node.commands.init` writes it, and a test compares it with new predictions.
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from protocol.errors import ManifestError
 from protocol.manifest.run import Manifest
 
 RECORDED: Final = Path(__file__).with_name("run_sizes.json")
 BUSY: Final = 0.9  # share of their compute that typical volunteers should use
 STEPS: Final = (12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 250, 300, 400, 500)
-MAX_RECORDED_PEERS: Final = 8  # with so many peers a plan assumes the same volunteers
+MAX_RECORDED_PEERS: Final = 8  # up to this number, a plan assumes the same volunteers
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ SIZES: Final[Mapping[str, ModelSize]] = {
 
 @dataclass(frozen=True)
 class SizeFacts:
-    """What a run takes.
+    """The needs of a run, and its pace.
 
     Attributes:
         parameters: of the model.
@@ -127,25 +126,3 @@ def _schedules(manifest: Manifest, steps: int, ahead: int) -> Iterator[tuple[int
 def _with_schedule(manifest: Manifest, options: tuple[int | None, int | None]) -> Manifest:
     table = {name: value for name, value in zip(("inner_steps", "ahead"), options, strict=True) if value is not None}
     return manifest.model_copy(update={"method": manifest.method.model_copy(update={"schedule": table})})
-
-
-def measure_all() -> list[dict[str, Any]]:
-    """Return the facts of the default manifest of each size with each recipe."""
-    from node.commands.init import InitOptions, manifest_text
-    from optim.recipes import RECIPES
-    from protocol.manifest.reading import parse_manifest
-
-    rows = []
-    for size in SIZES:
-        for recipe in RECIPES:
-            text = manifest_text(InitOptions(size=size, recipe=recipe), Path(), "", {})
-            try:
-                facts = find_facts(parse_manifest(text.encode(), size))
-            except ManifestError as error:
-                raise AssertionError(f"{size} does not fit {recipe}") from error
-            rows.append({"size": size, "recipe": recipe, **asdict(facts)})
-    return rows
-
-
-if __name__ == "__main__":
-    RECORDED.write_text("[\n" + ",\n".join(json.dumps(row) for row in measure_all()) + "\n]\n")
