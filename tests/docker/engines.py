@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 TAG = "localhost/murmuration:check"
 USER = 10001
 BASE = "localhost/murmuration-base"
+MOUNTED_PACKAGES = "/packages"  # as docker/Dockerfile has it
 BASE_PACKAGES = "python3,python3-venv,ca-certificates"
 SUITE = "bookworm"
 COMMAND_SECONDS = 600
@@ -64,10 +65,11 @@ class Engine(Protocol):
 
 
 class Docker:
-    """`command` answers to Docker's command line."""
+    """`command` answers to Docker's command line; `packages` is mounted for an image without any."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], packages: Path | None = None) -> None:
         self._command = tuple(command)
+        self._packages = packages
         self._name = f"murmuration-check-{os.getpid()}"
 
     def build(self, build: Build) -> None:
@@ -101,13 +103,15 @@ class Docker:
 
     def _mounts(self) -> list[str]:
         safe = ["--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-        return [*safe, "--volume", f"{self._name}:/data", "--volume", f"{ROOT / 'configs'}:/configs:ro"]
+        volumes = [f"{self._name}:/data", f"{ROOT / 'configs'}:/configs:ro", *mounted(self._packages)]
+        return [*safe, *(word for volume in volumes for word in ("--volume", volume))]
 
 
 class Buildah:
     """Keeps its images below `storage`, so that a second check builds only what changed."""
 
-    def __init__(self, storage: Path) -> None:
+    def __init__(self, storage: Path, packages: Path | None = None) -> None:
+        self._packages = packages
         self._storage_options = ["--root", str(storage / "images"), "--runroot", str(storage / "state")]
         driver = (
             "overlay"
@@ -184,8 +188,14 @@ class Buildah:
             self._container = _run_checked([*self._command, "from", TAG]).stdout.strip()
             self._data.mkdir(parents=True)
             os.chown(self._data, USER, USER)
-        mounts = ["--volume", f"{self._data}:/data", "--volume", f"{ROOT / 'configs'}:/configs:ro"]
+        volumes = [f"{self._data}:/data", f"{ROOT / 'configs'}:/configs:ro", *mounted(self._packages)]
+        mounts = [word for volume in volumes for word in ("--volume", volume)]
         return [*self._command, "run", "--isolation", "chroot", *mounts, self._container, "--"]
+
+
+def mounted(packages: Path | None) -> list[str]:
+    """Return the volume of a folder of packages, where an image that was built without any looks for them."""
+    return [] if packages is None else [f"{packages}:{MOUNTED_PACKAGES}:ro"]
 
 
 def to_pip_conf(listed: str) -> str:

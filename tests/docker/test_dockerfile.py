@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import requires
 from pathlib import Path
@@ -70,11 +71,37 @@ def test_everything_installed_is_pinned() -> None:
         assert " -c " in words or ("--no-deps" in words and "--no-index" in words), words
 
 
+def packages_of(extras: str) -> set[str]:
+    listed = subprocess.check_output([sys.executable, "docker/image_packages.py", extras], cwd=ROOT, text=True)
+    return {name[0] for line in listed.split("\n") if (name := NAME.match(line))}
+
+
+def test_image_of_most_runs_has_no_package_of_data_sets_and_evaluation() -> None:
+    small, full = packages_of("data,hub"), packages_of("data,hub,hf,eval")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {name[0] for line in project["dependencies"] if (name := NAME.match(line))} < small < full
+    assert {"tokenizers", "huggingface-hub"} < small and {"datasets", "lm-eval"} == full - small - {"fsspec"}
+    assert "ARG EXTRAS=data,hub\n" in TEXT, "what `make image` builds"
+
+
+def test_nothing_is_thrown_away_that_a_node_imports() -> None:
+    """A node runs without what docker/slim.sh removes; numpy's tests stay, because numpy imports a file of them."""
+    script = (ROOT / "docker" / "slim.sh").read_text()
+    (removed,) = re.findall(r"^for package in (.*); do # not numpy", script, re.MULTILINE)
+    program = (
+        "import sys, node.cli, node.daemon.lifecycle, node.trainer.loop, node.model.export, hivemind, scipy.optimize\n"
+        "print(*(name for name, module in sys.modules.items() if '.tests' in name))"
+    )
+    loaded = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split()
+    assert not [name for name in loaded if name.partition(".")[0] in removed.split()]
+    assert [name for name in loaded if name.startswith("numpy.")], "the control: why numpy is left as it is"
+
+
 def test_torch_is_a_layer_of_its_own_that_only_its_own_pins_change() -> None:
     names = [(name, arguments) for name, arguments in stages(TEXT)[-1] if name in ("COPY", "RUN")]
     (first, copied), (second, installed), *_ = names
-    assert (first, copied.split()[-2]) == ("COPY", "/packages/torch.txt")
-    assert second == "RUN" and installed.endswith(" torch") and "torch.txt" in installed
+    assert (first, copied.split()[1:-1]) == ("COPY", ["/packages/torch.txt", "/packages/slim.sh"])
+    assert second == "RUN" and re.search(r"pip install .*torch\.txt .* torch ", installed)
     assert all(arguments.startswith("--from=source") for name, arguments in names if name == "COPY")
 
 

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.engines import Build, Docker, find_first_process, find_local_paths, to_pip_conf
-from tests.docker.image_check import choose_engine, reachable_or_empty
+from node.monitoring.peer_lines import PeerNames
+from tests.docker.engines import (
+    MOUNTED_PACKAGES,
+    ROOT,
+    Build,
+    Docker,
+    find_first_process,
+    find_local_paths,
+    to_pip_conf,
+)
+from tests.docker.image_check import choose_engine, names_peer, reachable_or_empty
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +59,25 @@ def test_an_index_that_means_nothing_here_is_left_out(capsys: pytest.CaptureFixt
     assert "nowhere.invalid" in capsys.readouterr().out
     assert reachable_or_empty("http://127.0.0.1/whl") == "http://127.0.0.1/whl"
     assert reachable_or_empty("") == ""
+
+
+def test_the_log_of_a_node_names_it_by_the_ends_of_its_id() -> None:
+    """As the product's own formatter writes it, so that a new form of ids is noticed here and not in an image."""
+    peer, other = (
+        "12D3KooWBhMbLvQHgbbMGjLhcHkmz4w7LvfMSqBKcGDNprxbdPKh",
+        "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp",
+    )
+    said = PeerNames().replace_ids(f"10:00:00 this node is {peer} in run test")
+    assert names_peer(said, peer) and not names_peer(said, other)
+
+
+def test_packages_of_this_machine_are_mounted_where_the_image_looks_for_them(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    Docker([sys.executable, "-c", RECORDER, str(log)], tmp_path / "packages").run([], ["--version"])
+    Docker([sys.executable, "-c", RECORDER, str(log)]).run([], ["--version"])
+    mounted, plain = log.read_text().splitlines()
+    assert f"{tmp_path}/packages:{MOUNTED_PACKAGES}:ro" in mounted and MOUNTED_PACKAGES not in plain
+    assert f"echo {MOUNTED_PACKAGES} >" in (ROOT / "docker" / "Dockerfile").read_text()
 
 
 def test_without_an_engine_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
