@@ -23,7 +23,7 @@ from node.daemon.stored_states.state_store import MIN_BYTES_PER_SECOND, MIN_FETC
 from node.dashboard.observer_node import gossiping, open_node, open_observer_node
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.flags import NodeFlags
-from node.model.export import merge_adapter, write_export
+from node.model.export import CardFacts, merge_adapter, write_export
 from node.monitoring.display import configure_logs
 from node.monitoring.status_line import ByteProgress
 from node.options import NodeOptions, parse_node_options
@@ -92,10 +92,14 @@ async def _fetch_common(stores: StageStores, folder: Path) -> None:
         await cancel_and_wait((keeping,))
 
 
-def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool, merged: bool = False) -> int:
+def fetch_model(
+    run: str, out: Path, *, peers: Sequence[str], insecure: bool, merged: bool = False, repository: str = ""
+) -> int:
     """Write the newest model of a run, named as for `murmur join`, as a Hugging Face folder; return its round.
 
-    `merged`: of an adapter, the whole model.
+    Args:
+        merged: of an adapter, the whole model.
+        repository: ORG/NAME of the Hub where the folder goes, for its card.
 
     Raises MurmurError, in particular UnreachableError if no peer with the state answers.
     """
@@ -103,7 +107,7 @@ def fetch_model(run: str, out: Path, *, peers: Sequence[str], insecure: bool, me
     trained, tokenizer, invitation = fetch_weights(run, peers=peers, insecure=insecure)
     if merged:
         trained = merge_adapter(trained, invitation.base or Path())
-    write_export(trained, tokenizer, out)
+    write_export(trained, tokenizer, out, CardFacts(repository))
     return trained.round
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,7 @@ from node.commands.console import (
     names_run,
     say_when_interrupted,
 )
+from protocol.errors import UsageError
 
 NOTHING_WRITTEN = "nothing was written; run it again"
 
@@ -28,7 +31,13 @@ def export(
         str,
         typer.Argument(metavar="DIR|RUN", help="directory of `murmur join`, `up` or `host`; or a RUN of `murmur join`"),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="a new or an empty directory; --push needs none")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="send it to this repository of the Hugging Face Hub")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="with --push: create a private repository")] = False,
     peer: PeerOption = None,
     insecure: InsecureOption = False,
     _: ImportOption = None,
@@ -37,21 +46,49 @@ def export(
     ] = False,
 ) -> None:
     """Export the newest model as a Hugging Face directory: that of a node's directory, or that of a run's peers."""
+    if push is not None:
+        _export_to_hub(source, out, push, private, peer or (), insecure, merged)
+        return
+    if out is None:
+        raise UsageError("name a directory to write, or --push ORG/NAME")
+    if private:
+        raise UsageError("--private needs --push ORG/NAME")
+    with say_when_interrupted(f"{out} is as it was before"):
+        number = _export_to(source, out, peer or (), insecure, merged)
+    typer.echo(f"the model of round {number} is in {out}")
+
+
+def _export_to(source: str, out: Path, peers: Sequence[str], insecure: bool, merged: bool, repository: str = "") -> int:
+    """Write the export of a folder or a run; return its round. The card names the repository, if there is one."""
+    if names_run(source):
+        with loading():
+            from node.commands.fetch_model import fetch_model
+
+        return fetch_model(source, out, peers=tuple(peers), insecure=insecure, merged=merged, repository=repository)
     from node.paths import find_trained_dir
 
-    with say_when_interrupted(f"{out} is as it was before"):
-        if names_run(source):
-            with loading():
-                from node.commands.fetch_model import fetch_model
+    node = find_trained_dir(Path(source))
+    with loading():
+        from node.model.export import export as export_model
 
-            number = fetch_model(source, out, peers=tuple(peer or ()), insecure=insecure, merged=merged)
-        else:
-            node = find_trained_dir(Path(source))
-            with loading():
-                from node.model.export import export as export_model
+    return export_model(node, out, merged=merged, repository=repository)
 
-            number = export_model(node, out, merged=merged)
-    typer.echo(f"the model of round {number} is in {out}")
+
+def _export_to_hub(
+    source: str, out: Path | None, name: str, private: bool, peers: Sequence[str], insecure: bool, merged: bool
+) -> None:
+    """Export to OUT or a temporary directory, and send it. Name and token are checked before the work begins."""
+    from node.hub import HubRepository
+
+    repository = HubRepository.open(name, "--push")
+    with (
+        say_when_interrupted("nothing was sent, or not all of it; run it again"),
+        tempfile.TemporaryDirectory(prefix="murmur-") as temporary,
+    ):
+        folder = out or Path(temporary) / "model"
+        number = _export_to(source, folder, peers, insecure, merged, name)
+        address = repository.push(folder, number, private)
+    typer.echo(f"the model of round {number} is at {address}")
 
 
 def generate(

@@ -32,6 +32,7 @@ from node.dashboard.steering import revision_values
 from node.data.check import check_and_log_text, is_on_hub
 from node.flags import NodeFlags
 from node.from_manifest import require_program
+from node.hub import HubRepository
 from node.monitoring.display import Display, configure_logs
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.metrics import Metrics, serve_metrics
@@ -48,6 +49,7 @@ from node.run_file import load_run_file
 from node.trainer.devices.device import require_usable_device
 from protocol.errors import DataError, MissingFileError, UsageError
 from protocol.manifest.reading import load_manifest
+from protocol.manifest.run import Manifest
 from protocol.membership.rendezvous import Rendezvous
 from protocol.signing import peer_id_of
 from protocol.tasks import cancel_and_wait
@@ -166,6 +168,7 @@ def host(options: HostOptions) -> None:
     address = DashboardAddress.parse(options.http, options.public_url)
     if options.evaluates is not None and not (options.keep or options.train):
         raise UsageError("--eval-every needs the model; leave out --no-keep")
+    _check_hub(manifest, has_model=options.keep or options.train)
     settings = parse_node_options(
         options.flags,
         manifest=manifest,
@@ -183,6 +186,8 @@ def host(options: HostOptions) -> None:
             _check_text(settings, options.train)
         if not manifest.run.organiser_key:
             logger.info("nobody can steer this run: its manifest has no run.organiser_key, which `murmur init` writes")
+        if manifest.host.hub:
+            logger.info("the final model will be sent to %s on the Hugging Face Hub", manifest.host.hub)
         warn_if_poor(manifest, settings.listen)
         if options.public and manifest.admission.mode == "open" and not manifest.admission.founders:
             logger.warning(OPEN_TO_ALL)
@@ -191,6 +196,15 @@ def host(options: HostOptions) -> None:
             asyncio.run(_host_and_train(settings, display, address, options))
         else:
             asyncio.run(_host_and_observe(settings, display, address, options))
+
+
+def _check_hub(manifest: Manifest, has_model: bool) -> None:
+    """Check at the start that this host can send the final model, if it should. Raises UsageError."""
+    if not manifest.host.hub:
+        return
+    if not has_model:
+        raise UsageError("host.hub needs the model; leave out --no-keep")
+    HubRepository.open(manifest.host.hub, "host.hub")
 
 
 def _check_text(settings: NodeOptions, is_needed: bool) -> None:
@@ -224,7 +238,9 @@ async def _host_and_train(
     @asynccontextmanager
     async def dashboard_of(node: Node) -> AsyncIterator[None]:
         handle = node_handle(node)
-        async with serve_dashboard(handle, folder, address, evaluates=options.evaluates) as dashboard:
+        async with serve_dashboard(
+            handle, folder, address, evaluates=options.evaluates, hub=settings.manifest.host.hub
+        ) as dashboard:
             print_join_info(dashboard, handle, address)
             if options.public:
                 _announce_run(node.rendezvous, handle, dashboard, address)
@@ -255,7 +271,7 @@ async def _host_and_observe(
         observer.directory.subscribe(display.names)
         handle = node_handle(observer, has_model=options.keep)
         dashboard = await stack.enter_async_context(
-            serve_dashboard(handle, folder, address, evaluates=options.evaluates)
+            serve_dashboard(handle, folder, address, evaluates=options.evaluates, hub=settings.manifest.host.hub)
         )
         print_join_info(dashboard, handle, address)
         status = ObserverStatus(handle, dashboard, observer.metrics, keeper)

@@ -14,12 +14,13 @@ from pathlib import Path
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.commit_log import CommitLog, commit_file_header, receipt_name
 from node.daemon.receipts.receipt import ReceiptIssuer
-from node.daemon.stored_states.model_archive import ModelArchive
+from node.daemon.stored_states.model_archive import FLOAT_BYTES, ModelArchive
 from node.dashboard.chain_follower import shown_manifest
 from node.dashboard.evaluations import EvaluationKeeper, EvaluationPlan
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from node.dashboard.events import LogOpened
 from node.dashboard.host_report import ReportWriter
+from node.dashboard.hub_upload import HubUploader
 from node.dashboard.json_views import run_status
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.samples.sampler import Sampler
@@ -33,6 +34,7 @@ from node.own_voucher import find_voucher
 from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.errors import MurmurError, StorageError, TransportError, UnreachableError, UsageError
+from protocol.manifest.run import Manifest
 from protocol.membership.dht_storage import Announcement
 from protocol.membership.rendezvous import make_run_announcement
 from protocol.murmur_pb2 import PublicRun
@@ -142,10 +144,12 @@ async def serve_dashboard(
     address: DashboardAddress,
     more_models: Sequence[Path] = (),
     evaluates: EvaluationPlan | None = None,
+    hub: str = "",
 ) -> AsyncIterator[RunningDashboard]:
     """Watch the swarm and serve the page inside the context.
 
     Samples are of the newest model in this node's folder or in `more_models`, folders of other nodes on this machine.
+    `hub` is the repository that gets the final model.
     """
     voucher = find_voucher(node.manifest, run_dir, node.peer_id)
     organiser = voucher.organiser if voucher else node.peer_id
@@ -174,11 +178,12 @@ async def serve_dashboard(
     evaluations = asyncio.create_task(_evaluate_while_possible(run_dir.path, event_log, evaluates), name="evaluations")
     report_writer = ReportWriter(run_dir.path, event_log)
     report_task = asyncio.create_task(report_writer.run(), name="report writer")
+    uploading = asyncio.create_task(_upload_if_wanted(hub, folders, node.manifest, event_log), name="hub upload")
     try:
         async with serve(build_app(data), listener, MAX_CONNECTIONS) as port:
             yield RunningDashboard(watcher, event_log, f"{address.base_url(port)}/", sampler, voucher)
     finally:
-        await cancel_and_wait((sampling, evaluations, watcher, report_task))
+        await cancel_and_wait((sampling, evaluations, watcher, report_task, uploading))
         report_writer.write()
         event_log.close()
 
@@ -195,6 +200,13 @@ async def _evaluate_while_possible(folder: Path, event_log: EventLog, plan: Eval
         await EvaluationKeeper(folder, event_log, plan).run()
     except* StorageError as errors:
         logger.debug("no more evaluations: %s", errors.exceptions[0])
+
+
+async def _upload_if_wanted(hub: str, folders: Sequence[Path], manifest: Manifest, event_log: EventLog) -> None:
+    """Send the final model to a repository of the Hub until cancelled; do nothing without its name."""
+    if hub:
+        size = FLOAT_BYTES * shape_table(manifest.model).numel
+        await HubUploader(folders, hub, size, partial(is_final_round, event_log)).run()
 
 
 def is_final_round(event_log: EventLog, number: int) -> bool:

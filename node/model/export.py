@@ -6,7 +6,8 @@ without the settings that training ignored. Nothing loads the folder without con
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,42 @@ from node.model.families import model_family, shape_table
 from node.model.interface import ModelFamily
 from node.model.weight_files import HUB_NAME, WeightFiles, frozen_folder, is_start
 from node.monitoring.status_line import ByteProgress
+from node.run_dir import read_json_if_whole
 from protocol.errors import CheckpointError, UsageError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import AboutSection, AdapterSection
 
 Json = dict[str, Any]
 READABLE = 0o644
+REPORT = "report.json"  # as node/dashboard/run_report.py writes it
 OWN_CODE = "The names are those of the parameters in the organiser's own code, with which `load_state_dict` takes them."
 PEFT_PREFIX = "base_model.model."
 LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
-def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
+@dataclass(frozen=True)
+class CardFacts:
+    """Facts of the card that neither the weights nor the manifest have.
+
+    Args:
+        repository: ORG/NAME of the Hub where the folder goes; empty if it stays a folder.
+        report: the report of the run at this round, as the host or `murmur up` wrote it; empty if there is none.
+    """
+
+    repository: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+NO_FACTS = CardFacts()
+
+
+def export(run_dir: Path, out: Path, *, merged: bool = False, repository: str = "") -> int:
     """Write the newest whole checkpoint of the node in `run_dir` as a Hugging Face folder, `out`; return its round.
 
     An adapter becomes a folder of PEFT, or if `merged` the whole model that it makes.
+
+    Args:
+        repository: ORG/NAME of the Hub where the folder goes, for its card.
 
     Raises:
         UsageError: `out` is not an empty folder.
@@ -42,9 +64,10 @@ def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
         StorageError: `out` cannot be written.
     """
     trained = load_trained_weights(run_dir)
+    facts = CardFacts(repository, _find_report(run_dir, trained))
     if merged:
         trained = merge_adapter(trained, run_dir)
-    write_export(trained, open_node_tokenizer(run_dir, trained.manifest), out)
+    write_export(trained, open_node_tokenizer(run_dir, trained.manifest), out, facts)
     return trained.round
 
 
@@ -68,15 +91,23 @@ def merge_adapter(trained: TrainedWeights, base: Path) -> TrainedWeights:
     return replace(trained, anchor=flat, manifest=manifest.model_copy(update={"adapter": None, "model": whole}))
 
 
-def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path) -> None:
+def _find_report(run_dir: Path, trained: TrainedWeights) -> Json:
+    """Return the report of exactly these weights, of a host in its folder or of `murmur up` in the one above."""
+    found = (read_json_if_whole(folder / REPORT) for folder in (run_dir, run_dir.parent))
+    wanted = (trained.manifest.run_id, trained.round)
+    return next((report for report in found if (report.get("run_id"), report.get("rounds")) == wanted), {})
+
+
+def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path, facts: CardFacts = NO_FACTS) -> None:
     """Write the weights as a Hugging Face folder, `out`: a new or an empty one. Raises UsageError or StorageError."""
     manifest = trained.manifest
     if manifest.adapter is not None:
-        _write_adapter(trained, manifest.adapter, tokenizer, out)
+        _write_adapter(trained, manifest.adapter, tokenizer, out, facts)
         return
     family, views = model_family(manifest.model), shape_table(manifest.model).views(trained.anchor)
     named = family.hugging_face_weights(manifest.model, views)
-    texts = {"README.md": model_card(trained, tokenizer, sum(weights.numel() for weights in named.values()))}
+    parameters = sum(weights.numel() for weights in named.values())
+    texts = {"README.md": model_card(trained, tokenizer, parameters, facts)}
     if family.config_keys is not None:
         texts |= _transformers_files(manifest, tokenizer)
     size = sum(weights.nbytes for weights in named.values())
@@ -87,13 +118,15 @@ def write_export(trained: TrainedWeights, tokenizer: TextTokenizer, out: Path) -
             write_file(folder / name, [text.encode()], READABLE)
 
 
-def _write_adapter(trained: TrainedWeights, adapter: AdapterSection, tokenizer: TextTokenizer, out: Path) -> None:
+def _write_adapter(
+    trained: TrainedWeights, adapter: AdapterSection, tokenizer: TextTokenizer, out: Path, facts: CardFacts
+) -> None:
     """Write a folder of PEFT, adapter_config.json last."""
     manifest, family = trained.manifest, model_family(trained.manifest.model)
     views = shape_table(manifest.model).views(trained.anchor)
     named = {PEFT_PREFIX + _adapter_name(family, name): view for name, view in views.items()}
     texts = {
-        "README.md": model_card(trained, tokenizer, trained.anchor.numel()),
+        "README.md": model_card(trained, tokenizer, trained.anchor.numel(), facts),
         **_tokenizer_files(manifest, tokenizer),
         "adapter_config.json": _to_json(_adapter_config(manifest.model.from_, adapter)),
     }
@@ -177,8 +210,8 @@ def _to_json(values: Json) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def model_card(trained: TrainedWeights, tokenizer: TextTokenizer, parameters: int) -> str:
-    """Return the card; the manifest's [about] table supplies its words.
+def model_card(trained: TrainedWeights, tokenizer: TextTokenizer, parameters: int, facts: CardFacts = NO_FACTS) -> str:
+    """Return the card; the manifest's [about] table supplies its words, and the run its figures.
 
     Args:
         parameters: number of exported weights.
@@ -192,6 +225,8 @@ def model_card(trained: TrainedWeights, tokenizer: TextTokenizer, parameters: in
         f"Murmuration: recipe {manifest.method.recipe}, round {trained.round}, run `{manifest.run_id}`.",
         *_about_lines(manifest.about),
         _text_format(manifest.model.context, tokenizer) if family.config_keys is not None else OWN_CODE,
+        _usage(facts.repository, trained.round) if family.config_keys is not None and facts.repository else "",
+        _figures(trained, facts.report),
     ]
     header = _metadata(manifest, family.config_keys is not None)
     return header + "\n".join(("", "\n\n".join(filter(None, paragraphs)), ""))
@@ -205,6 +240,37 @@ def _describe_kind(manifest: Manifest, title: str) -> str:
     return f"An adapter (LoRA, rank {manifest.adapter.rank}) for {base}"
 
 
+def _usage(repository: str, number: int) -> str:
+    """Return the lines of Python that load this revision from the Hub."""
+    place = f'"{repository}", revision="round-{number}"'
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"model = AutoModelForCausalLM.from_pretrained({place})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({place})\n```"
+    )
+
+
+def _figures(trained: TrainedWeights, report: Mapping[str, Any]) -> str:
+    """Return the table of the training; places of text on the organiser's machine are not in it."""
+    train, tokens = trained.manifest.train, trained.tokens
+    before, after = report.get("initial_validation_loss"), report.get("validation_loss")
+    names = [
+        entry.path if entry.source == "hf" else entry.name or entry.source for entry in trained.manifest.data.mixture
+    ]
+    rows = {
+        "rounds": f"{trained.round:,}",
+        "tokens of all peers": f"{tokens:,}" if tokens else "",
+        "peers that contributed": f"{len(report.get('contributors', ())):,}" if report.get("contributors") else "",
+        "validation loss, nats per token": f"{before:.3f} -> {after:.3f}" if before and after else "",
+        "text": ", ".join(names),
+        "tokens of an inner step": f"{train.batch_tokens:,}",
+        "learning rate": f"{train.learning_rate:g}",
+        "seed": f"{trained.manifest.run.seed}",
+    }
+    shown = (f"| {name} | {value} |" for name, value in rows.items() if value)
+    return "\n".join(("| training | |", "|---|---|", *shown))
+
+
 def _metadata(manifest: Manifest, is_known: bool) -> str:
     """Return the header in YAML. A JSON string is one, so no text of the organiser can add a key."""
     about, library = manifest.about, "transformers" if manifest.adapter is None else "peft"
@@ -212,12 +278,16 @@ def _metadata(manifest: Manifest, is_known: bool) -> str:
     hub = HUB_NAME.fullmatch(manifest.model.from_)
     if manifest.adapter is not None and hub:
         lines.append(f"base_model: {json.dumps(hub['name'])}")
+    lines.append(f"tags: {json.dumps(['murmuration', 'decentralized-training'])}")
+    texts = [entry.path for entry in manifest.data.mixture if entry.source == "hf"]
+    if texts:
+        lines.append(f"datasets: {json.dumps(texts, ensure_ascii=False)}")
     licence = about.licence.strip().lower().replace(" ", "-")
     if LICENCE_ID.fullmatch(licence):
         lines.append(f"license: {json.dumps(licence)}")
     elif licence:
         lines += ["license: other", f"license_name: {json.dumps(about.licence, ensure_ascii=False)}"]
-    return "\n".join(("---", *lines, "---", "")) if lines else ""
+    return "\n".join(("---", *lines, "---", ""))
 
 
 def _about_lines(about: AboutSection) -> list[str]:

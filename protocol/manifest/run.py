@@ -1,9 +1,9 @@
 """The run manifest: one TOML file that describes a whole run, parsed, checked and named by its hash.
 
 The run id is the SHA-256 of the canonical form: sorted JSON of every value, defaults filled in. It leaves out the
-bootstrap addresses and the table [about], which inform people and may change while the run lives, the place of the
-first weights (their hashes are in it), those keys of `DEFAULTS_OUTSIDE_RUN_ID` that have their default, and [pipeline]
-in a run with one stage.
+bootstrap addresses and the table [about], which inform people and may change while the run lives, the table [host],
+which concerns one machine, the place of the first weights (their hashes are in it), those keys of
+`DEFAULTS_OUTSIDE_RUN_ID` that have their default, and [pipeline] in a run with one stage.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ from protocol.manifest.sections import (
     AuditSection,
     CheckpointSection,
     DataSection,
+    HostSection,
     MembershipSection,
     MethodSection,
     PipelineSection,
@@ -89,6 +90,7 @@ class Manifest(Section):
     anneal: AnnealSection = AnnealSection()
     adapter: AdapterSection | None = None
     about: AboutSection = AboutSection()
+    host: HostSection = HostSection()
 
     @model_validator(mode="after")
     def _adapter_fits_the_model(self) -> Self:
@@ -136,7 +138,7 @@ class Manifest(Section):
 
     def canonical(self) -> bytes:
         values = self.model_dump(mode="json")
-        del values["run"]["bootstrap"], values["about"], values["model"]["from"]
+        del values["run"]["bootstrap"], values["about"], values["host"], values["model"]["from"]
         for section, key, default in DEFAULTS_OUTSIDE_RUN_ID:
             if values[section].get(key) == default:
                 values[section].pop(key, None)
@@ -168,10 +170,11 @@ class Manifest(Section):
         return hashlib.sha256(self.canonical()).hexdigest()
 
     def published(self) -> Self:
-        """Return the manifest as others get it, without paths of this machine that they do not need."""
+        """Return the manifest as others get it, without what concerns this machine alone."""
+        shared = self.model_copy(update={"host": HostSection()})
         if self.adapter is not None and self.model.from_.startswith(HUB_SCHEME):
-            return self  # each of them needs the frozen weights, and finds them there
-        return self.with_base_model("")
+            return shared  # each of them needs the frozen weights, and finds them there
+        return shared.with_base_model("")
 
     def with_whole_path(self, base: Path) -> Self:
         """Return the manifest with the whole path of the weights that its adapter changes: its copies need them too."""
@@ -185,7 +188,10 @@ class Manifest(Section):
         return self.model_copy(update={"model": self.model.model_copy(update={"from_": source})})
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        values = self.model_dump(mode="json", exclude_none=True)
+        if self.host == HostSection():
+            del values["host"]
+        return tomli_w.dumps(values)
 
 
 def changed_keys(old: Manifest, new: Manifest) -> list[str]:

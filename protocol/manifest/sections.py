@@ -204,6 +204,27 @@ class AdapterSection(Section):
         return tuple(sorted(targets, key=ADAPTED.index))
 
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a text names a repository of the Hugging Face Hub, such as ORG/NAME."""
+    return HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+class HostSection(Section):
+    """What the host of the run does besides; peers do not get this table."""
+
+    hub: str = Field(default="", description="repository of the Hugging Face Hub that gets the final model: ORG/NAME")
+
+    @field_validator("hub")
+    @classmethod
+    def _is_repository(cls, hub: str) -> str:
+        if hub and not is_hub_name(hub):
+            raise ValueError('write a repository like "ORG/NAME"')
+        return hub
+
+
 class TrainSection(Section):
     """The settings of the inner optimizer.
 
