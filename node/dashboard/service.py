@@ -20,13 +20,13 @@ from node.dashboard.evaluations import EvaluationKeeper, EvaluationPlan
 from node.dashboard.event_log import EVENT_FILE_NAME, EventLog
 from node.dashboard.events import LogOpened
 from node.dashboard.host_report import ReportWriter
-from node.dashboard.hub_upload import HubUploader
 from node.dashboard.json_views import run_status
 from node.dashboard.observer_node import NodeHandle
 from node.dashboard.samples.sampler import Sampler
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.state import RunState
 from node.dashboard.swarm_watcher import SwarmWatcher, run_facts
+from node.hub import HubUploader
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
 from node.own_loops import join_line, needs_own_loop

@@ -213,7 +213,7 @@ def is_hub_name(text: str) -> bool:
 
 
 class HostSection(Section):
-    """What the host of the run does besides; peers do not get this table."""
+    """Further duties of the host of the run; peers do not get this table."""
 
     hub: str = Field(default="", description="repository of the Hugging Face Hub that gets the final model: ORG/NAME")
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from node.dashboard.hub_upload import RETRY_SECONDS, HubUploader
-from node.hub import HubRepository
+from node.hub import RETRY_SECONDS, HubRepository, HubUploader
 from protocol.errors import UnreachableError, UsageError
 from protocol.manifest.run import Manifest
 from tests.node.hub_server import COMMIT, TOKEN, Hub, serving
@@ -147,7 +146,7 @@ def test_card_has_no_figures_of_another_round(tmp_path: Path) -> None:
 async def test_host_sends_the_final_model_once_and_tries_again_after_a_failure(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "node.dashboard.hub_upload")
+    caplog.set_level("INFO", "node.hub")
     node_with_report(tmp_path)
     final = {6}
     uploader = HubUploader([tmp_path], NAME, 1_000_000, final.__contains__)
