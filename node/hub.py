@@ -118,7 +118,10 @@ class HubUploader:
 
     async def run(self) -> None:
         """Push until cancelled: again if the organiser extends the run and it ends once more."""
-        await run_periodically(POLL_SECONDS, lambda: self.push_if_final(time.monotonic()))
+        await run_periodically(POLL_SECONDS, self._look)
+
+    async def _look(self) -> None:
+        await self.push_if_final(time.monotonic())
 
     async def push_if_final(self, now: float) -> None:
         """Push the newest model if it is the final one, unless that was done or has just failed."""
