@@ -129,6 +129,8 @@ def stage_values(state: RunState) -> list[Values]:
 
 def _speed(state: RunState) -> float:
     """Return the tokens a second of all trainers; of a pipeline, of its slowest stage."""
+    if state.is_paused:
+        return 0.0
     reports = [peer.report for peer in state.trainers]
     speeds = [(report.stage, 0.0 if report.resting else report.tokens_per_second) for report in reports]
     return lowest_sum(len(state.stages), speeds) if state.stages else sum(speed for _, speed in speeds)

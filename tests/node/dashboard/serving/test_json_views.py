@@ -95,7 +95,7 @@ def test_paused_run_looks_paused() -> None:
     for state, expected in ((going_on, "training"), (apply_all([paused], going_on), "paused")):
         values = summary(state, 3.0)
         assert values["status"] == expected and set(words(state).values()) == {expected}
-        assert (values["seconds_left"] is None) == (expected == "paused")
+        assert (values["seconds_left"] is None) == (values["tokens_per_second"] == 0) == (expected == "paused")
     assert set(words(apply_all([paused, resumed], going_on)).values()) == {"training"}
 
 
