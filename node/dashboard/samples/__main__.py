@@ -5,12 +5,14 @@ The process is the first one that the kernel ends when memory is short, and it e
 
 import glob
 import itertools
+import json
 import os
 import signal
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,8 +21,13 @@ from node.commands.doctor.checks import free_memory
 from node.daemon.checkpoints.checkpoint import ANCHOR
 from node.dashboard.events import MAX_SAMPLE_CHARACTERS
 from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
+from node.data.chat import ChatEncoder, ChatTemplate, open_encoder
+from node.data.conversations import read_conversations
 from node.data.corpus import is_held_out
+from node.data.skipped_rows import SkipLog
 from node.data.text_files import list_stdlib_files
+from node.model import shape_table
+from node.model.adapter import frozen_bytes
 from node.model.generate import Sampling, continue_text
 from node.model.opened_model import open_folder
 from node.monitoring.logs import sanitize
@@ -29,11 +36,13 @@ from node.processes.workers import give_way
 from protocol.errors import CheckpointError, MurmurError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import DataSection
+from protocol.manifest.sections import DataSection, SourceSection
 
 PROMPT_CHARACTERS = 48
 READ_BYTES = 4000
 FIXED_PROMPT = "The "
+FIXED_QUESTION = "Can you introduce yourself?"
+QUESTION_CHARACTERS = 200
 TOKENS = 60
 BYTE_TOKENS = 240  # if each token is one byte
 WRITING_SECONDS = 45.0  # then the text ends as it is
@@ -48,6 +57,8 @@ def choose_prompt(data: DataSection, base: Path) -> str:
     gives the words.
     """
     source = max(data.mixture, key=lambda source: source.weight, default=None)
+    if data.chat is not None:
+        return _choose_question(data, source, base)
     if source is None:
         return FIXED_PROMPT
     if source.source == "python-stdlib":
@@ -58,6 +69,20 @@ def choose_prompt(data: DataSection, base: Path) -> str:
         root = Path(base.anchor or "/") if Path(source.path).is_absolute() else base
         return first_words(_read_held_out([path for path in files if path.is_file()], root, data.validation_share))
     return FIXED_PROMPT
+
+
+def _choose_question(data: DataSection, source: SourceSection | None, base: Path) -> str:
+    """Return the first question of held-out conversations that are here as files; a fixed one for other sources."""
+    if source is None or source.source == "hf":
+        return FIXED_QUESTION
+    encoder = open_encoder(data, base)
+    assert isinstance(encoder, ChatEncoder), "the texts are conversations"
+    with suppress(MurmurError, OSError):  # the files may be on other machines only
+        for text in read_conversations(source, base, encoder, data.validation_share, SkipLog()):
+            if is_held_out(text.encode(), data.validation_share):
+                asked = (message["content"] for message in json.loads(text) if message["role"] == "user")
+                return sanitize(next(asked, FIXED_QUESTION))[:QUESTION_CHARACTERS]
+    return FIXED_QUESTION
 
 
 def first_words(text: str) -> str:
@@ -92,7 +117,7 @@ def main(arguments: list[str]) -> int:
     folder, base = Path(arguments[0]), Path(arguments[1])
     try:
         manifest = load_manifest(folder / "run.toml")
-        require_memory(folder, free_memory())
+        require_memory(folder, free_memory() - _frozen_bytes(manifest))
         prompt = arguments[2] if len(arguments) > 2 else choose_prompt(manifest.data, base)
         print(write_sample(folder, prompt, token_count(manifest)).model_dump_json())
     except MurmurError as error:
@@ -108,6 +133,12 @@ def require_memory(folder: Path, free: int) -> None:
         raise CheckpointError(f"the model of {size / 1e9:.1f} GB is too large for the free memory of this machine")
 
 
+def _frozen_bytes(manifest: Manifest) -> int:
+    """Return the bytes of the model that an adapter changes; 0 without one."""
+    adapter, model = manifest.adapter, manifest.model.with_adapter(None)
+    return 0 if adapter is None else frozen_bytes(shape_table(model).entries, adapter.base)
+
+
 def token_count(manifest: Manifest) -> int:
     """Return the length of a sample, which is about the same text whether tokens are bytes or words."""
     has_bytes = not manifest.data.tokenizer and all(source.source != "tokens" for source in manifest.data.mixture)
@@ -115,10 +146,15 @@ def token_count(manifest: Manifest) -> int:
 
 
 def write_sample(folder: Path, prompt: str, tokens: int) -> Sample:
-    """Continue the prompt, until all tokens are written or the time is over."""
+    """Continue the prompt, or answer the question, until all tokens are written or the time is over."""
     opened, deadline = open_folder(folder), time.monotonic() + WRITING_SECONDS
-    text = "".join(_until(continue_text(opened, prompt, tokens, Sampling()), deadline))
     assert opened.run is not None, "it is the folder of a node"
+    chat = opened.run.manifest.data.chat
+    template = None if chat is None else ChatTemplate(chat)
+    asked = prompt if template is None else template.prompt([{"role": "user", "content": prompt}])
+    text = "".join(_until(continue_text(opened, asked, tokens, Sampling()), deadline))
+    if template is not None and template.end_of_answer:
+        text = text.partition(template.end_of_answer)[0]
     return Sample(round=opened.run.round, prompt=prompt, text=text[:MAX_SAMPLE_CHARACTERS])
 
 

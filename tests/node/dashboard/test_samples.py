@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from node.dashboard.events import LogOpened, SampleGenerated
 from node.dashboard.json_views import snapshot
 from node.dashboard.samples import __main__ as process
 from node.dashboard.samples import sampler as module
-from node.dashboard.samples.__main__ import FIXED_PROMPT, choose_prompt, first_words
+from node.dashboard.samples.__main__ import FIXED_PROMPT, FIXED_QUESTION, choose_prompt, first_words
 from node.dashboard.samples.sampler import (
     LAST_SAMPLE_SECONDS,
     SAMPLE_SECONDS,
@@ -28,6 +29,7 @@ from protocol.errors import CheckpointError, MurmurError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import DataSection
 from tests.node.dashboard.example_events import FACTS, apply_all, opening_events
+from tests.node.data.chats import write_talks
 
 
 def write_node(folder: Path, rounds: int) -> Path:
@@ -136,3 +138,13 @@ def test_older_event_logs_have_no_sample() -> None:
     assert snapshot(apply_all([*opening_events(), sampled]), 1.0)["sample"] == {
         "at": 1.0, "round": 3, "prompt": "a", "text": "b"
     }  # fmt: skip
+
+
+def test_conversations_are_sampled_by_a_held_out_question(tmp_path: Path) -> None:
+    write_talks(tmp_path / "talks.jsonl", 40)
+    values = {"source": "text", "path": "talks.jsonl", "validation_share": 0.2, "chat": {}}
+    question = choose_prompt(DataSection.model_validate(values), tmp_path)
+    assert re.fullmatch(r"after \d+", question)
+    assert question == choose_prompt(DataSection.model_validate(values), tmp_path), "always the same"
+    assert choose_prompt(DataSection.model_validate(values), tmp_path / "elsewhere") == FIXED_QUESTION
+    assert choose_prompt(DataSection.model_validate(values | {"source": "hf"}), tmp_path) == FIXED_QUESTION
