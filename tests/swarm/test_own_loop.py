@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,7 +55,8 @@ class Script:
         return log.read_text() if log.exists() else ""
 
     def last_loss(self) -> float:
-        return float(self.text.rsplit("loss ", 1)[1])
+        """Return the loss that the script printed when it left; the lines of its node follow."""
+        return float(re.findall(r"^left at .*loss ([\d.]+)$", self.text, re.MULTILINE)[-1])
 
     def addresses(self) -> list[str]:
         return list(read_json_if_whole(self.home / "node.json").get("addresses", []))[:1]
