@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OURS = ("node", "protocol", "optim", "murmuration")
-INDIRECT = {"llvmlite", "pydantic_core", "pyarrow"}  # come with numba, pydantic and datasets
+INDIRECT = {"llvmlite", "pydantic_core", "pyarrow", "tqdm"}  # come with numba, pydantic, datasets and transformers
 NAMED_IN_MESSAGES = {"transformers"}  # a user of its Trainer has it
 FOR_DEVELOPERS = {"test", "docs"}  # extras that no command needs
 OPTIONAL = {"node/commands/eval/harness.py", "murmuration/hugging_face.py"}  # imported where their packages are
