@@ -125,6 +125,7 @@ RejectReason = Literal[
     "view too far",  # a roster of a view that is too far ahead
     "other revisions",  # a commit that does not continue the list of revisions that this chain has adopted
     "unknown contributor",  # a roster or commit with a contribution of a key that does not train in this run
+    "forgets a decision",  # a commit of a later view that is not what the promises in it require
     "false proposal",  # a commit with contributions or sums that it may not have, or a forged statement of a leader
     "wrong sum",  # a reduced part that is not the sum of its inputs
     "other basis",  # an acknowledgement after another state, electorate or number of tokens
@@ -144,6 +145,14 @@ RejectReason = Literal[
 
 
 @dataclass(frozen=True)
+class Lock:
+    """A proposal, and the acknowledgements of a quorum."""
+
+    proposal: SignedMessage[Commit]
+    certificate: SignedMessage[Any]  # a CommitCertificate
+
+
+@dataclass(frozen=True)
 class VoteRecord:
     """The promise of a peer in the round that continues `base`: it joins no view up to `view` a second time.
 
@@ -152,9 +161,10 @@ class VoteRecord:
     the new machine takes the last record, begins in the view after it and keeps the lock. So a peer does not have to
     remember its messages in earlier views.
 
-    `lock`: the newest proposal that the peer acknowledged. `members`: the members; a restarted peer that sees none of
-    them still counts them until their votes are forgotten. `required_blobs`: the blobs that the locked proposal needs.
-    They must be on disk before the record, because no other peer may have them any more.
+    `lock`: the newest proposal that the peer acknowledged. `confirmed`: the newest one that it confirmed. `members`:
+    the members; a restarted peer that sees none of them still counts them until their votes are forgotten.
+    `required_blobs`: the blobs that these proposals need. They must be on disk before the record, because no other peer
+    may have them any more.
     """
 
     round: int
@@ -163,6 +173,7 @@ class VoteRecord:
     lock: SignedMessage[Commit] | None
     members: frozenset[PeerId]
     required_blobs: tuple[Blob, ...] = ()
+    confirmed: Lock | None = None
 
 
 @dataclass(frozen=True)
