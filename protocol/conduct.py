@@ -270,6 +270,11 @@ class Conduct:
         """Return the keys whose misdeeds are proved."""
         return frozenset({*self.proofs, *self.found, *self.wrong_sums, *self.convictions})
 
+    @property
+    def doubted(self) -> frozenset[PeerId]:
+        """Return the excluded keys of which this peer can convince nobody: by its own sums, or by a proof too large."""
+        return frozenset({*self.found, *self.wrong_sums} - self.proofs.keys() - self.convictions.keys())
+
     def is_excluded(self, peer: PeerId) -> bool:
         """Return whether the misdeeds of a key are proved."""
         return any(peer in keys for keys in (self.proofs, self.found, self.wrong_sums, self.convictions))

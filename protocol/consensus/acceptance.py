@@ -75,12 +75,12 @@ def proposal_fault(state: RoundState, proposal: SignedMessage[Commit]) -> Reject
     view, evidence = state.current_view, proposal.body.evidence
     if view is None:
         return None
-    if evidence and not state.false_reducers.isdisjoint(evidence.peers):
-        return "wrong sum"
     if state.needs_promises and (shown := state.justification_of(proposal)) is not None:
         required = required_contents(shown.body.bounds, state.voter_set.tolerated)
-        if required is not None:
+        if required is not None:  # it may be decided, whatever this peer thinks of it
             return None if proposal.body.content_digest in required else "forgets a decision"
+    if evidence and not state.false_reducers.isdisjoint(evidence.peers):
+        return "wrong sum"
     is_listed = proposal.body.by_sender.items() <= view.roster.body.by_sender.items()
     if is_listed and (evidence is None or _is_appointed(view, proposal.body, evidence)):
         return None
@@ -115,11 +115,11 @@ def lacks_justification(state: RoundState, proposal: SignedMessage[Commit]) -> b
     if not state.needs_promises:
         return False
     shown = state.justification_of(proposal)
-    if shown is None or not state.voter_set.is_quorum(entry.sender for entry in shown.body.promises):
+    if shown is None or not state.voter_set.was_quorum({entry.sender for entry in shown.body.promises}):
         return True
     votes = [vote for bounds in shown.body.bounds for vote in (bounds.acknowledged, bounds.confirmed)]
     lock = shown.body.certificate
-    is_lock = lock is None or (lock.basis == state.basis and state.voter_set.is_locked(lock.signers))
+    is_lock = lock is None or (lock.basis == state.basis and state.voter_set.was_quorum(lock.signers))
     return not is_lock or any(vote is not None and vote.view >= proposal.body.view for vote in votes)
 
 
@@ -153,11 +153,12 @@ def build_roster(state: RoundState) -> Roster:
 
 
 def _may_list(state: RoundState, entry: SignedMessage[Contribution]) -> bool:
-    """Return whether a roster may list a contribution: members refuse unknown keys.
+    """Return whether a roster of this peer may list a contribution: members refuse unknown keys.
 
-    A peer that failed to serve lately is listed once this peer has all of its contribution.
+    A peer that failed to serve lately is listed once this peer has all of its contribution. A key that this peer alone
+    excludes is not; but it follows rosters of others that list it, because all honest voters may be needed.
     """
-    if entry.sender not in state.known_trainers:
+    if entry.sender not in state.known_trainers or entry.sender in state.excluded:
         return False
     return entry.sender not in state.set_aside or state.knowledge.has_all_parts(state.me, entry.body.part_blobs)
 

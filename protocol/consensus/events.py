@@ -34,8 +34,9 @@ class MembershipChanged:
     moment; they vote and hold blobs like all others, but no peer waits for their contribution. `ahead`: peers on the
     chain that this peer should move to. They may have decided this round, and so keep their votes in it. `trainers`:
     all live trainers of the run, wherever their chains end: their contributions may be on a roster. `excluded`: keys
-    whose misdeeds are proved. `missed`: peers that vanished for most of the run, not for us alone. `set_aside`: peers
-    that neither reduce nor delay a roster. `not_leading`: peers that lead no early view.
+    whose misdeeds are proved. `doubted`: those of them that this peer alone excludes, because no proof can be passed
+    on: the rosters of others may list them. `missed`: peers that vanished for most of the run, not for us alone.
+    `set_aside`: peers that neither reduce nor delay a roster. `not_leading`: peers that lead no early view.
     """
 
     peers: frozenset[PeerId]
@@ -44,6 +45,7 @@ class MembershipChanged:
     ahead: frozenset[PeerId] = frozenset()
     trainers: frozenset[PeerId] = frozenset()
     excluded: frozenset[PeerId] = frozenset()
+    doubted: frozenset[PeerId] = frozenset()
     missed: frozenset[PeerId] = frozenset()
     set_aside: frozenset[PeerId] = frozenset()
     not_leading: frozenset[PeerId] = frozenset()
@@ -163,8 +165,8 @@ class VoteRecord:
 
     `lock`: the newest proposal that the peer acknowledged. `confirmed`: the newest one that it confirmed. `members`:
     the members; a restarted peer that sees none of them still counts them until their votes are forgotten.
-    `required_blobs`: the blobs that these proposals need. They must be on disk before the record, because no other peer
-    may have them any more.
+    `required_blobs`: the blobs that these proposals need. Those that the peer holds must be on disk before the record,
+    because no other peer may have them any more; it holds all that it has acknowledged.
     """
 
     round: int

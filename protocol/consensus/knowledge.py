@@ -270,7 +270,7 @@ class RoundKnowledge:
             if proposal is None or Vote.of(proposal) != vote or vote.view >= view:
                 return False
         lock = bounds.confirmed
-        return lock is None or voter_set.is_locked(self.acknowledgements[lock.proposal].keys())
+        return lock is None or voter_set.was_quorum(self.acknowledgements[lock.proposal].keys())
 
 
 class Sums:

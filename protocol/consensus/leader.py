@@ -176,13 +176,20 @@ class Leader(ABC):
     def next_proposal(self, now: float) -> Proposal | None:
         """Return a proposal once it is safe and worthwhile to make one."""
         joined = self._update_present_peers(now)
-        if not self._voter_set.is_quorum(joined):
+        if not self._voter_set.is_quorum(joined) or self._awaits_promises(now):
             return None
         locked = self.locked_proposal()
         if locked is None:
             return self._new_proposal(joined, now)
         body = locked.body
         return Proposal(body.contributions, body.parts, body.left_out, body.adoption, body.evidence)
+
+    def _awaits_promises(self, now: float) -> bool:
+        """Return whether promises may still come that convince the peers which exclude nobody."""
+        if not self._voter_set.tolerated or not self._view.ballot.view:
+            return False
+        is_full, grace_ends = self._voter_set.is_full_quorum, self._view.started_at + self._settings.grace
+        return now < grace_ends and is_full(self._present) and not is_full(self.promises().keys())
 
     @abstractmethod
     def _new_proposal(self, joined: set[PeerId], now: float) -> Proposal | None:

@@ -4,8 +4,8 @@ Of n voters f = floor((n - 1) / 3) may lie, and Q voters are a quorum: two quoru
 voter acknowledges at most one proposal of a view, even of two leaders, and its views only grow. Where no voter may lie
 (a trusted list, or up to three voters), the acknowledgements of a quorum decide, and this module has no say.
 
-*Decisions.* The acknowledgements of a quorum are a lock. A member that is shown the lock of a proposal which it has
-acknowledged confirms it, unless it has gone to a later view. A proposal is decided
+*Decisions.* The acknowledgements of a quorum are a lock. A member that is shown the lock of a proposal of its view
+confirms it, whether or not it has acknowledged the proposal itself. A proposal is decided
 
     slowly   by the confirmations of a quorum, or
     fast     by the acknowledgements of all voters: so a round takes one phase while all of them acknowledge.
@@ -37,6 +37,25 @@ above. If c is before b, |J| - f promises name X after c, and only liars, f < |J
 
 So X is required in any case, whatever f liars promise. Where voters have died and fewer than Q of them are left, all of
 them together stand for a quorum, as everywhere (`VoterSet`).
+
+*Exclusions.* A member drops the votes of a liar as soon as it excludes it, and others may not know of that yet. With
+e of the liars excluded it needs Q' of the n - e others, among them at most f - e <= f' = floor((n - e - 1) / 3) liars.
+Q' of them and any Q of all have Q' + (Q - e) - (n - e) > (f + f' - e) / 2 >= f - e voters in common that it does not
+exclude: so an honest one is among them, which is all that the proof takes. Both kinds of quorum therefore count for
+locks and promises (`VoterSet.was_quorum`). A liar that shrank the quorums of some members only could keep them from
+agreeing whether votes are enough, so a leader waits a moment for promises that are enough for all.
+
+*Progress.* With n = 3f + 1 and f silent liars, each step needs every honest voter. So none may refuse to take part
+because of its opinion of a proposal:
+
+- A lock says what was acknowledged, not what is true: a member confirms that of a proposal which it would not, or
+  cannot yet, acknowledge. The proof counts no confirmation as the word of its sender about the content.
+- A member that excludes a key by its own sums can convince nobody. It follows the rosters of others that list the
+  key, and promises, though it lists the key on none of its own.
+- Members acknowledge what promises require, even if they find its sums wrong. It may be decided, and an honest voter
+  has acknowledged it, because more than f promises name it or a lock does.
+
+Otherwise one such member and f silent liars stop the round for ever, under every leader.
 """
 
 from collections import Counter

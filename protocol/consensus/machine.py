@@ -43,7 +43,6 @@ from protocol.consensus.events import (
     Fetch,
     Finish,
     LocalContribution,
-    Lock,
     MembershipChanged,
     MessageReceived,
     MisbehaviourSeen,
@@ -275,9 +274,10 @@ def messages_to_resend(state: RoundState, inventory: SignedMessage[Inventory]) -
     """
     view = state.current_view
     if view is None and state.leader == state.me:
-        return [(state.others if state.view else state.others & state.knowledge.contributions.keys(), inventory)]
+        receivers = state.others if state.view else state.others & state.knowledge.contributions.keys()
+        return [*_confirmation(state), (receivers, inventory)]
     if view is None:
-        return messages_for_next_leader(state, inventory)
+        return [*_confirmation(state), *messages_for_next_leader(state, inventory)]
     return _leader_messages(state, view, inventory) if state.leader_role else _member_messages(state, view, inventory)
 
 
@@ -287,6 +287,15 @@ def messages_for_next_leader(state: RoundState, inventory: SignedMessage[Invento
     own = state.knowledge.contributions.get(state.me)
     messages: list[OutgoingMessage] = [(leader, message) for message in (own, *state.binding_messages) if message]
     return [*messages, (state.others, inventory)] if state.view else messages
+
+
+def _confirmation(state: RoundState) -> list[OutgoingMessage]:
+    """Return the confirmation of this peer in this view, for the maker of the proposal."""
+    proposal = state.confirmed.proposal if state.confirmed else None
+    if proposal is None or proposal.body.view != state.view or proposal.sender == state.me:
+        return []
+    vote = state.knowledge.confirmations.get(proposal.digest, {}).get(state.me)
+    return [] if vote is None else [([proposal.sender], vote)]
 
 
 def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
@@ -313,17 +322,16 @@ def _proposal_messages(state: RoundState, proposal: SignedMessage[Commit]) -> li
     )
     silent, shown = state.others - acknowledged - confirmed, state.justification_of(proposal)
     messages: list[OutgoingMessage] = [(silent, message) for message in (shown, proposal) if message is not None]
-    if state.confirmed is not None and state.is_confirmed(proposal):
-        messages.append((state.others - confirmed, state.confirmed.certificate))
+    if state.is_confirmed(proposal):
+        messages.append((state.others - confirmed, state.knowledge.locks[proposal.digest]))
     return messages
 
 
 def _member_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
-    leader = [view.leader]
-    acknowledgement = state.own_acknowledgement()
+    leader, acknowledgement = [view.leader], state.own_acknowledgement()
     if state.is_locked_in_current_view() and acknowledgement:
-        return [(leader, acknowledgement)]
-    messages: list[OutgoingMessage] = [(leader, inventory)]
+        return _confirmation(state) or [(leader, acknowledgement)]
+    messages: list[OutgoingMessage] = [*_confirmation(state), (leader, inventory)]
     messages += [(leader, message) for message in state.binding_messages]
     if state.promise is not None and state.promise.body.roster == view.roster.digest:
         messages.append((leader, state.promise))
@@ -434,6 +442,8 @@ class RoundMachine:
         """Return a vote record, to be persisted before the new messages are sent, if they bind this peer further."""
         state = self._state
         view = state.current_view.ballot.view if state.current_view else self._persisted_vote[0]
+        if state.confirmed is not None:  # perhaps without the roster of its view
+            view = max(view, state.confirmed.proposal.body.view)
         vote = state.persistent_vote(view)
         if vote == self._persisted_vote:
             return []
@@ -617,10 +627,11 @@ class RoundMachine:
     def _show_lock(self, now: float) -> None:
         """Show that a quorum has acknowledged the proposal of this peer, once it waits for the others no longer."""
         state, view, lock = self._state, self._state.current_view, self._state.lock
-        if view is None or lock is None or lock.sender != state.me or lock.digest in self._knowledge.locks:
+        if view is None or lock is None or lock.sender != state.me or not state.voter_set.tolerated:
             return
-        acknowledged = self._knowledge.acknowledgements[lock.digest]
-        if not state.voter_set.tolerated or not state.voter_set.is_locked(acknowledged.keys()):
+        acknowledged, shown = self._knowledge.acknowledgements[lock.digest], self._knowledge.locks.get(lock.digest)
+        is_enough = state.voter_set.was_quorum if shown is None else state.voter_set.is_full_quorum
+        if not is_enough(acknowledged.keys()) or (shown and is_enough(shown.body.signers)):
             return
         view.quorum_since = now if view.quorum_since is None else view.quorum_since
         due = state.lock_due_at()
@@ -631,17 +642,19 @@ class RoundMachine:
         self._send(state.others, certificate)
 
     def _confirm(self) -> None:
-        """Confirm the proposal that this peer acknowledged in this view, once it is shown that a quorum has."""
-        state, lock = self._state, self._state.lock
-        if lock is None or lock.body.view != state.view or state.is_confirmed(lock) or not state.voter_set.tolerated:
+        """Confirm the proposal of this view of which it is shown that a quorum has acknowledged it.
+
+        The lock counts, not the opinion of this peer: it may refuse the proposal, or lack its parts, and still knows
+        that no other proposal of the view can be decided.
+        """
+        state = self._state
+        lock = state.lock_to_confirm()
+        if lock is None:
             return
-        certificate = self._knowledge.locks.get(lock.digest)
-        if certificate is None or not state.voter_set.is_locked(certificate.body.signers):
-            return
-        state.confirmed = Lock(lock, certificate)
-        vote = self._sign(Acknowledgement.of(lock, state.basis, confirms=True))
+        state.confirmed = lock
+        vote = self._sign(Acknowledgement.of(lock.proposal, state.basis, confirms=True))
         self._knowledge.learn_acknowledgement(vote)
-        self._send({lock.sender} - {state.me}, vote)
+        self._send({lock.proposal.sender} - {state.me}, vote)
 
     def _fetch_missing_parts(self) -> None:
         for part_blob, missing in {**missing_inputs(self._state), **self._state.missing_parts()}.items():

@@ -211,10 +211,20 @@ class VoterSet:
         """Return all that had a vote when the round began, with those that are gone or excluded by now."""
         return self._electorate.voters or self._most_voters
 
-    def is_locked(self, peers: Set[PeerId]) -> bool:
-        """Return whether a proposal has a lock that these peers acknowledged, some of whom may be excluded by now."""
+    def was_quorum(self, peers: Set[PeerId]) -> bool:
+        """Return whether these peers are a quorum, or were one of those that had a vote when the round began.
+
+        Some of them may be excluded here by now. Their votes count all the same: a quorum allows for liars.
+        """
+        return self.is_quorum(peers) or self.is_full_quorum(peers)
+
+    def is_full_quorum(self, peers: Set[PeerId]) -> bool:
+        """Return whether these peers are a quorum of all that had a vote when the round began.
+
+        A peer that excludes a liar by its own sums alone has a smaller quorum than the others.
+        """
         original = self.original
-        return self.is_quorum(peers) or len(original & peers) >= self._electorate.quorum_size(len(original))
+        return len(original & peers) >= self._electorate.quorum_size(len(original))
 
     def may_be_unanimous(self, peers: Set[PeerId]) -> bool:
         """Return whether all voters that are not among these peers are alive."""

@@ -108,7 +108,7 @@ class RoundState:
     def update_membership(self, event: MembershipChanged, now: float) -> None:
         """Take over a new set of live members."""
         self.known_trainers |= event.peers | event.departed | event.ahead | event.trainers
-        self.known_trainers -= event.excluded
+        self.known_trainers = self.known_trainers - event.excluded | event.doubted
         self.excluded, self.not_leading = event.excluded, event.not_leading - {self.me}
         self.set_aside = event.set_aside - {self.me}
         self.voter_set.update(event, now)
@@ -302,6 +302,16 @@ class RoundState:
         since = view.started_at if view.proposed_at is None else view.proposed_at
         return view.quorum_since + min(self.settings.grace, max(LEAST_WAIT, view.quorum_since - since))
 
+    def lock_to_confirm(self) -> Lock | None:
+        """Return a proposal of this view of which a quorum is known to have acknowledged it, if none is confirmed."""
+        if not self.voter_set.tolerated or (self.confirmed and self.confirmed.proposal.body.view >= self.view):
+            return None
+        for digest, certificate in self.knowledge.locks.items():
+            proposal = self.knowledge.proposals[digest]
+            if proposal.body.view == self.view and self.voter_set.was_quorum(certificate.body.signers):
+                return Lock(proposal, certificate)
+        return None
+
     def is_confirmed(self, proposal: SignedMessage[Commit]) -> bool:
         """Return whether this peer has confirmed a proposal."""
         return self.confirmed is not None and self.confirmed.proposal.digest == proposal.digest
@@ -330,12 +340,10 @@ class RoundState:
         return Inventory(self.number, self.view, NO_ROSTER, tuple(sorted(blobs)), lock)
 
     def own_acknowledgement(self) -> SignedMessage[Acknowledgement] | None:
-        """Return the confirmation of the proposal that binds this peer, or else the acknowledgement."""
+        """Return the acknowledgement of the proposal that binds this peer."""
         if self.lock is None:
             return None
-        known = self.knowledge.acknowledgements, self.knowledge.confirmations
-        votes = (table.get(self.lock.digest, {}).get(self.me) for table in reversed(known))
-        return next((vote for vote in votes if vote is not None), None)
+        return self.knowledge.acknowledgements.get(self.lock.digest, {}).get(self.me)
 
     def missing_parts(self) -> dict[PartBlob, MissingPart]:
         """Return the parts that this peer needs and lacks."""

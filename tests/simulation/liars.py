@@ -15,7 +15,7 @@ from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
 from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.leader import Leader, Proposal
 from protocol.consensus.messages.contributions import Commit, Contribution
-from protocol.consensus.messages.kinds import Acknowledgement, Basis, CommitCertificate, kind_of
+from protocol.consensus.messages.kinds import NO_BASIS, Acknowledgement, Basis, CommitCertificate, kind_of
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -130,14 +130,16 @@ class ProposesTwice(LyingPeer):
 
     def __init__(self, name: PeerId, network: Any, swarm: "SimulatedSwarm") -> None:
         super().__init__(name, network, swarm)
-        self._votes: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}  # by proposal, of both
+        # By proposal, of both, and whether they are confirmations.
+        self._votes: dict[tuple[Digest, bool], dict[PeerId, SignedMessage[Acknowledgement]]] = {}
+        self._first: set[Digest] = set()
         self._second: dict[Digest, SignedMessage[Commit]] = {}
 
     def send(self, peer: PeerId, signed: Signed) -> None:
         message = self.network.open(signed)
         if isinstance(message.body, Commit) and message.sender == self.name:
             second = self._other_commit(message)
-            self._votes.setdefault(message.digest, {})
+            self._first.add(message.digest)
             self.lie()
             signed = second.signed if peer in self.victims else signed
         super().send(peer, signed)
@@ -153,33 +155,40 @@ class ProposesTwice(LyingPeer):
             left_out = {*body.left_out, body.contributions[-1].sender} if is_grouped and len(kept) > 1 else ()
             second = self.sign(replace(body, contributions=kept, left_out=tuple(sorted(left_out))))
         self._second.setdefault(second.digest, second)
-        self._votes.setdefault(second.digest, {})
         return second
 
     def hear(self, message: SignedMessage[Any]) -> None:
         match message.body:
             case Commit():
-                self._vote_for(message)
-            case Acknowledgement() as body if body.proposal in self._votes:
-                self._votes[body.proposal][message.sender] = message
-                self._decide(body.proposal)
+                self._vote_for(message.sender, Acknowledgement.of(message, self._basis))
+            case CommitCertificate() as body if body.acknowledgements:
+                said = body.acknowledgements[0].body
+                self._vote_for(message.sender, replace(said, confirms=True))
+            case Acknowledgement() as body if body.proposal in self._first | self._second.keys():
+                place = body.proposal, body.confirms
+                self._votes.setdefault(place, {})[message.sender] = message
+                self._decide(place)
         super().hear(message)
 
-    def _vote_for(self, commit: SignedMessage[Commit]) -> None:
-        """Acknowledge whatever another peer proposes, whatever we have acknowledged before."""
+    @property
+    def _basis(self) -> Basis:
         machine = self.loop.session.machine
-        if machine is not None and commit.sender != self.name:
-            self.say([commit.sender], self.sign(Acknowledgement.of(commit, machine.basis)))
+        return machine.basis if machine is not None else NO_BASIS
 
-    def _decide(self, proposal: Digest) -> None:
+    def _vote_for(self, leader: PeerId, vote: Acknowledgement) -> None:
+        """Acknowledge and confirm whatever another peer proposes, whatever we have acknowledged before."""
+        if leader != self.name and vote.basis != NO_BASIS:
+            self.say([leader], self.sign(vote))
+
+    def _decide(self, place: tuple[Digest, bool]) -> None:
         """Show all votes for one of our two commits to those that have it; they count them on their own."""
-        votes = self._votes[proposal]
+        votes = self._votes[place]
         body = next(iter(votes.values())).body
         votes.setdefault(self.name, self.sign(body))
         ordered = tuple(votes[peer] for peer in sorted(votes))
         certificate = self.sign(CommitCertificate.of(ordered))
         honest = self.swarm.peers.keys() - self.swarm.liars
-        self.say(self.victims if proposal in self._second else honest - self.victims, certificate)
+        self.say(self.victims if place[0] in self._second else honest - self.victims, certificate)
 
 
 class InventsContributors(LyingPeer):

@@ -78,35 +78,55 @@ def justified(state: State, view: int, required: Required) -> set[bytes]:
     """Return the contents for which some promises of a quorum to a view speak."""
     if view == 0:
         return set(CONTENTS)
-    honest = [voter.bounds(view) for voter in state if voter.view >= view]
     found: set[bytes] = set()
-    for size in range(QUORUM - 1, len(honest) + 1):
-        for chosen in combinations(honest, size):
-            sets = [chosen] if size >= QUORUM else []
-            sets += [(*chosen, lie) for lie in promises_of_liar(state, view)]
-            for shown in sets:
-                contents = required(shown, TOLERATED)
-                found |= set(CONTENTS) if contents is None else contents
+    for shown in shown_promises(state, view):
+        contents = required((*shown.honest.values(), *shown.lies), TOLERATED)
+        found |= set(CONTENTS) if contents is None else contents
     return found
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The promises that a leader shows: of honest voters, by their places in the state, and of the liar."""
+
+    honest: dict[int, Bounds]
+    lies: tuple[Bounds, ...] = ()
+
+
+def shown_promises(state: State, view: int) -> Iterator[Shown]:
+    """Yield all promises of a quorum to a view that a leader can show."""
+    joined = {index: voter.bounds(view) for index, voter in enumerate(state) if voter.view >= view}
+    for size in range(QUORUM - 1, len(joined) + 1):
+        for chosen in combinations(joined, size):
+            honest = {index: joined[index] for index in chosen}
+            if size >= QUORUM:
+                yield Shown(honest)
+            for lie in promises_of_liar(state, view):
+                yield Shown(honest, (lie,))
 
 
 def next_states(state: State, leaders: tuple[bool, ...], required: Required) -> Iterator[State]:
     """Yield what may happen next; `leaders`: by view, whether the liar leads."""
-    for index, voter in enumerate(state):
-        steps = list[Voter]()
-        view = voter.view
-        if view + 1 < VIEWS:
-            steps.append(replace(voter, view=view + 1))
-        if voter.acknowledged[view] is None:
-            allowed = justified(state, view, required)
-            if not leaders[view]:  # an honest leader proposes one content
-                made = {other.acknowledged[view] for other in state} - {None}
-                allowed = allowed & made if made else allowed
-            steps += [_do(voter, "acknowledged", content) for content in allowed]
-        elif voter.confirmed[view] is None and is_locked(state, view, voter.acknowledged[view] or b""):
-            steps.append(_do(voter, "confirmed", voter.acknowledged[view] or b""))
-        for step in steps:
+    for index in range(len(state)):
+        for step in steps_of(state, index, leaders, required):
             yield tuple(sorted((*state[:index], step, *state[index + 1 :]), key=Voter.key))
+
+
+def steps_of(state: State, index: int, leaders: tuple[bool, ...], required: Required) -> list[Voter]:
+    """Return what one of the voters may do next."""
+    voter, steps = state[index], list[Voter]()
+    view = voter.view
+    if view + 1 < VIEWS:
+        steps.append(replace(voter, view=view + 1))
+    if voter.acknowledged[view] is None:
+        allowed = justified(state, view, required)
+        if not leaders[view]:  # an honest leader proposes one content
+            made = {other.acknowledged[view] for other in state} - {None}
+            allowed = allowed & made if made else allowed
+        steps += [_do(voter, "acknowledged", content) for content in allowed]
+    if voter.confirmed[view] is None:
+        steps += [_do(voter, "confirmed", content) for content in CONTENTS if is_locked(state, view, content)]
+    return steps
 
 
 def _do(voter: Voter, done: str, content: bytes) -> Voter:
@@ -115,18 +135,26 @@ def _do(voter: Voter, done: str, content: bytes) -> Voter:
     return replace(voter, acknowledged=changed) if done == "acknowledged" else replace(voter, confirmed=changed)
 
 
-def second_decision(leaders: tuple[bool, ...], required: Required, one_phase: bool = False) -> tuple[State | None, int]:
-    """Return a state in which two contents are decided, if any order leads there, and the number of states."""
+def reachable(leaders: tuple[bool, ...], required: Required) -> Iterator[State]:
+    """Yield every state to which some order of messages leads, once."""
     start = (Voter(),) * HONEST
     known, waiting = {start}, [start]
     while waiting:
         state = waiting.pop()
-        if len(decided(state, one_phase)) > 1:
-            return state, len(known)
+        yield state
         fresh = set(next_states(state, leaders, required)) - known
         known |= fresh
         waiting += fresh
-    return None, len(known)
+
+
+def second_decision(leaders: tuple[bool, ...], required: Required, one_phase: bool = False) -> tuple[State | None, int]:
+    """Return a state in which two contents are decided, if any order leads there, and how many were looked at."""
+    count = 0
+    for state in reachable(leaders, required):
+        count += 1
+        if len(decided(state, one_phase)) > 1:
+            return state, count
+    return None, count
 
 
 LEADERS = list(product((True, False), repeat=VIEWS))

@@ -8,7 +8,7 @@ import pytest
 from protocol import murmur_pb2 as wire
 from protocol.conduct import Conduct, Proof, excludes
 from protocol.consensus import acceptance, machine
-from protocol.consensus.events import MessageReceived, Send, VoteRecord
+from protocol.consensus.events import MembershipChanged, MessageReceived, Send, VoteRecord
 from protocol.consensus.knowledge import RoundKnowledge
 from protocol.consensus.leader import Leader
 from protocol.consensus.locks import Bounds, Vote, required_contents
@@ -18,6 +18,7 @@ from protocol.consensus.messages.kinds import Acknowledgement, Justification
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.quorum import VoterSet
 from protocol.consensus.settings import RoundStart
+from protocol.consensus.state import RoundState
 from protocol.electorate import Electorate
 from protocol.errors import MalformedError
 from protocol.identity import PeerId
@@ -341,3 +342,115 @@ def test_three_voters_and_trusted_lists_decide_in_one_phase() -> None:
         table.contribute(*table.names)
         decided = table.machines[leader].decided
         assert decided is not None and not decided.certificate.confirms
+
+
+def doubt(table: Cluster, member: PeerId, key: PeerId) -> None:
+    """Let a member exclude a key by its own sums alone."""
+    others, keys = frozenset(table.names) - {key}, frozenset({key})
+    table.feed_event(member, MembershipChanged(others, departed=keys, excluded=keys, doubted=keys))
+
+
+def test_member_follows_rosters_that_list_a_key_which_it_alone_excludes_and_lists_it_on_none() -> None:
+    """Otherwise a round that needs all honest voters would stand still."""
+    table = Cluster(4, "gather")
+    leader, member, liar, _ = table.names
+    doubt(table, member, liar)
+    table.drop = lambda sender, receiver, kind: kind == "commit"
+    table.contribute(*table.names)
+    listed = acceptance.build_roster(table.machines[member]._state).by_sender
+    assert liar not in listed and leader in listed
+    table.drop = lambda sender, receiver, kind: False
+    table.elapse(1.0)
+    assert (leader, "unknown contributor") not in table.rejections_by(member)
+    assert member in {vote.sender for vote in sent(table, "acknowledgement")}
+
+
+def test_control_member_refuses_rosters_with_a_key_that_a_proof_excludes() -> None:
+    table = Cluster(4, "gather")
+    leader, member, liar, _ = table.names
+    excluded = frozenset({liar})
+    live = frozenset(table.names) - excluded
+    table.feed_event(member, MembershipChanged(live, departed=excluded, excluded=excluded))
+    table.contribute(*table.names)
+    assert (leader, "unknown contributor") in table.rejections_by(member)
+
+
+def lacking_round() -> tuple[Cluster, PeerId, PeerId]:
+    """Let one of four members lack a blob, and another one acknowledge, but never confirm."""
+    table = Cluster(4, "gather")
+    leader, member, silent, _ = table.names
+    blobs = {blob.digest for blob in table.blobs_of_contribution(leader)}
+    table.is_slow = lambda peer, digest: peer == member and digest in blobs
+
+    def drop(sender: PeerId, receiver: PeerId, kind: str) -> bool:
+        return sender == silent and kind == "acknowledgement" and bool(sent(table, "decision"))
+
+    table.drop = drop
+    table.contribute(*table.names)
+    table.elapse(4.0)
+    return table, leader, member
+
+
+def test_member_that_has_not_acknowledged_confirms_what_a_quorum_has() -> None:
+    table, leader, member = lacking_round()
+    acknowledged = {vote.sender for vote in sent(table, "acknowledgement") if not vote.body.confirms}
+    assert member not in acknowledged and member in confirmers(table)
+    assert table.commit(leader) is not None
+
+
+def test_control_without_its_confirmation_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_asked = RoundState.lock_to_confirm
+    monkeypatch.setattr(RoundState, "lock_to_confirm", lambda self: is_asked(self) if self.lock is not None else None)
+    table, leader, member = lacking_round()
+    assert member not in confirmers(table) and table.commit(leader) is None
+
+
+def test_confirmation_without_a_roster_binds_its_sender_over_a_restart() -> None:
+    table, leader = slow_round(lost=1)
+    table.elapse(1.0)
+    commit, lock = sent(table, "commit")[0], next(entry for entry in sent(table, "decision") if not entry.body.confirms)
+    member = next(name for name in table.names if name != leader)
+    machine = table.new_machine(member)
+    machine.handle(MembershipChanged(frozenset(table.names)), 0.0)
+    record, *_ = machine.handle_all([MessageReceived(commit), MessageReceived(lock)], 0.0)
+    assert isinstance(record, VoteRecord) and record.confirmed is not None
+    assert (record.view, record.lock) == (0, None)
+    start = RoundStart(0, BASE, last_vote=record)
+    again = RoundMachine(table.scenario.settings(), member, start, make_signer(member), table.now)
+    assert again.view == 1 and again._state.bounds == Bounds(None, Vote.of(commit))
+
+
+def test_what_promises_require_is_acknowledged_whatever_a_member_thinks_of_its_sums() -> None:
+    """It may be decided already, so refusing it would keep the round from ending."""
+    table = Cluster(4, "butterfly", 4)
+    leader, *others = table.names
+    table.drop = lambda sender, receiver, kind: kind == "decision"
+    table.contribute(*table.names)
+    decided = table.commit(leader)
+    assert decided is not None and not any(table.commit(name) for name in others)
+    for name in others:
+        table.machines[name]._state.false_reducers.add(leader)
+    table.drop = lambda sender, receiver, kind: leader in (sender, receiver)
+    table.elapse(40.0)
+    again = [table.commit(name) for name in others]
+    assert {commit and commit.content_digest for commit in again} == {decided.content_digest}
+
+
+def test_quorum_of_the_beginning_still_counts_once_one_of_its_voters_is_excluded() -> None:
+    table = Cluster(7, "gather")
+    voters, gone = table.machines[table.names[0]]._state.voter_set, frozenset(table.names[:1])
+    assert voters.is_full_quorum(frozenset(table.names[:5])) and not voters.is_full_quorum(frozenset(table.names[:4]))
+    voters.update(MembershipChanged(frozenset(table.names) - gone, departed=gone), 0.0)
+    assert voters.was_quorum(frozenset(table.names[:5])) and voters.is_quorum(frozenset(table.names[1:5]))
+    assert not voters.was_quorum(frozenset(table.names[:4]))
+
+
+@pytest.mark.parametrize("count", [4, 5, 7, 10, 50, 100])
+def test_quorums_of_members_that_exclude_some_of_the_liars_share_an_honest_voter(count: int) -> None:
+    """A promise or lock may count at one member by a quorum of all, and at another by one of those that are left."""
+    rule = Electorate.at_genesis()
+    liars, quorum = rule.tolerated_liars(count), rule.quorum_size(count)
+    for excluded in range(liars + 1):
+        smaller = rule.quorum_size(count - excluded)
+        assert smaller + quorum - count > liars - excluded
+        assert smaller - liars > liars - excluded, "what so many promises name, an honest voter has acknowledged"
