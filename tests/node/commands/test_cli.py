@@ -237,7 +237,7 @@ def test_commands_pass_on_their_arguments(
     run(monkeypatch, "generate", str(tmp_path), "--prompt", "def ", "--tokens", "9", "--seed", "3", "--top-p", "0.9")
     run(monkeypatch, "tokenize", "words.json", "shards", "a.txt", "b.txt")
     assert called == [
-        (tmp_path, Path("out"), ("merged", True)),
+        (tmp_path, Path("out"), ("merged", True), ("repository", "")),
         ("def ", 9, (0.8, None, 0.9, 3)),
         (str(tmp_path), "def ", 9, (0.8, None, 0.9, 3)),
         (Path("words.json"), [Path("a.txt"), Path("b.txt")], Path("shards")),
