@@ -1,6 +1,7 @@
 """Decide when a peer whose run has reached its target may leave. PURE.
 
-It stays for trainers that are about to reach the target, because they may need its blobs; for the validation loss of
+It stays for trainers that are about to reach the target, and longer for those that come back meanwhile, because they
+need its blobs, and one that finds nobody would make the last rounds again alone; for the validation loss of
 the final model, which one of them measures; for hosts that fetch the final state; and until `target.keepers` other
 machines hold that state, because nobody could get the model otherwise.
 A machine holds the state once its record names it, also if it has left since. Every wait has an end: the last peer of
@@ -18,9 +19,11 @@ RETURN_SECONDS = 10.0  # for a peer that is back to hear whether the organiser h
 ARRIVAL_SECONDS = 20.0  # for trainers that are about to reach the target
 MEASURING_SECONDS = 30.0  # for the peer whose turn it is to measure the loss of the final model
 KEEPING_SECONDS = 24 * 3600.0  # for a machine to come that takes the state
-MIN_HANDOVER_SECONDS = 60.0  # for a host to fetch the state, plus its size / MIN_HANDOVER_BYTES_PER_SECOND
+# for a host, or a trainer that comes back, to fetch the state; plus its size / MIN_HANDOVER_BYTES_PER_SECOND
+MIN_HANDOVER_SECONDS = 60.0
 MIN_HANDOVER_BYTES_PER_SECOND = 500_000
 MAX_WAITED_HOSTS = 1024
+MAX_WAITED_TRAINERS = 1024
 
 
 class Departure:
@@ -39,6 +42,7 @@ class Departure:
         self._measured_until = 0.0
         self._holders: set[PeerId] = set()  # other machines with the final state; counted up to `keepers`
         self._hosts_since: dict[PeerId, float] = {}  # hosts that lack the final state, and since when we know them
+        self._late_since: dict[PeerId, float] = {}  # trainers that lack the final head, and since when we know them
         self._deadline: float | None = None
         self._reported: str | None = None
 
@@ -56,6 +60,7 @@ class Departure:
         is_alone = options.min_peers == 1 and not options.has_contacts and not self._has_met_others
         self._patience = 0.0 if is_alone else options.expiry if has_restarted else KEEPING_SECONDS
         self._head, self._state, self._since = head, state, now
+        self._late_since = dict.fromkeys(self._late_trainers(head), now)
         is_steered = bool(options.steering.base.run.organiser_key)
         self._measured_until = now if has_restarted else now + MEASURING_SECONDS
         self._hears_until = now + RETURN_SECONDS if has_restarted and is_steered and not is_alone else now
@@ -89,8 +94,8 @@ class Departure:
         return self._deadline
 
     def _reason_to_stay(self, head: ChainHead, now: float) -> str | None:
-        options, late = self._options, self._count_late_trainers(head)
-        if late and self._is_before(self._since + ARRIVAL_SECONDS, now):
+        options, late = self._options, len(self._late_since)
+        if late and self._is_before(self._arrival_deadline(), now):
             return f"for {late} other {'peer' if late == 1 else 'peers'}"
         if self._awaits_loss(head) and self._is_before(self._measured_until, now):
             return "for the validation loss of the final model"
@@ -101,12 +106,20 @@ class Departure:
         missing = self._keepers - len(self._holders)
         if self._hosts_since and self._keepers:
             newest = max(self._hosts_since.values()) if missing > 0 else self._since
-            seconds = MIN_HANDOVER_SECONDS + options.state_bytes / MIN_HANDOVER_BYTES_PER_SECOND
-            if self._is_before(newest + seconds, now):
+            if self._is_before(newest + self._handover_seconds, now):
                 return "until the host holds the final model"
         if missing > 0 and self._is_before(self._since + self._patience, now):
             return f"until {missing} other {'machine holds' if missing == 1 else 'machines hold'} the final model"
         return None
+
+    @property
+    def _handover_seconds(self) -> float:
+        return MIN_HANDOVER_SECONDS + self._options.state_bytes / MIN_HANDOVER_BYTES_PER_SECOND
+
+    def _arrival_deadline(self) -> float:
+        """Return how long this peer waits for late trainers; new keys do not prolong it again and again."""
+        first_wait, newest = self._since + ARRIVAL_SECONDS, max(self._late_since.values())
+        return first_wait if newest == self._since else min(newest, first_wait) + self._handover_seconds
 
     def _awaits_loss(self, head: ChainHead) -> bool:
         """Return whether losses of earlier models were measured, but none of the final one is known."""
@@ -125,13 +138,14 @@ class Departure:
                 self._holders.add(peer)
         hosts = [peer for peer, state in others.items() if state.is_keeper and not self._has_final_state(state, head)]
         self._hosts_since = {peer: self._hosts_since.get(peer, now) for peer in hosts[:MAX_WAITED_HOSTS]}
+        late = self._late_trainers(head)[:MAX_WAITED_TRAINERS]
+        self._late_since = {peer: self._late_since.get(peer, now) for peer in late}
 
     def _has_final_state(self, state: PeerState, head: ChainHead) -> bool:
         if state.head is None or state.head.digest != head.digest or not state.state:
             return False
         return state.state == self._state or not self._options.compares_states
 
-    def _count_late_trainers(self, head: ChainHead) -> int:
-        others = self._snapshot.trainers - {self._peer_id}
-        heads = (self._snapshot.peers[peer].head for peer in others)
-        return sum(other is None or other.round < head.round for other in heads)
+    def _late_trainers(self, head: ChainHead) -> list[PeerId]:
+        heads = {peer: self._snapshot.peers[peer].head for peer in self._snapshot.trainers - {self._peer_id}}
+        return [peer for peer, other in heads.items() if other is None or other.round < head.round]

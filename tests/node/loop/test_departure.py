@@ -140,6 +140,32 @@ def test_late_trainers_are_waited_for_but_not_for_long() -> None:
     assert peer.leaves_at() == ARRIVAL_SECONDS
 
 
+def test_trainer_that_comes_back_meanwhile_gets_time_to_fetch_the_final_state() -> None:
+    """Else it would find nobody, make the last rounds again alone, and hold another model of the same run."""
+    peer = Leaving({"a": FINAL})
+    peer.see({"a": PeerState(HEAD, STATE, validation_round=7)})  # it has to wait for the loss
+    assert peer.reason() is not None
+    peer.now = 4.0
+    peer.see({"a": FINAL, "back": PeerState(EARLIER, b"t" * 32)})
+    assert peer.leaves_at() == 4.0 + MIN_HANDOVER_SECONDS
+    quick = Leaving({"host": WATCHER})
+    assert quick.reason() is not None
+    quick.see({"a": FINAL, "back": LATE})
+    assert quick.reason() == "the target is reached; waiting for 1 other peer"
+    quick.see({"a": FINAL, "back": FINAL})
+    assert quick.reason() is None
+
+
+def test_new_keys_do_not_hold_a_peer_up_again_and_again() -> None:
+    peer = Leaving({"host": WATCHER})
+    for number in range(20):
+        peer.now = 10.0 * number
+        peer.see({"a": FINAL, f"stranger-{number}": LATE})
+        if peer.reason() is None:
+            break
+    assert ARRIVAL_SECONDS < peer.now <= ARRIVAL_SECONDS + MIN_HANDOVER_SECONDS
+
+
 def test_peer_that_left_with_the_final_state_counts() -> None:
     peer = Leaving({"b": LATE})
     assert peer.reason() is not None
