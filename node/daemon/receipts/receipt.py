@@ -84,8 +84,6 @@ class ReceiptContent(ReceiptModel):
 
     def signed_bytes(self) -> bytes:
         content = {name: value for name, value in self.model_dump(mode="json").items() if name != "signature"}
-        if not self.voucher:
-            del content["voucher"]  # as before receipts had one
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return b"\0".join((DOMAIN, b"receipt", text.encode()))
 
