@@ -274,5 +274,6 @@ def test_the_folder_of_the_cases_is_sound(
 ) -> None:
     """Control: without damage the same command says what the run takes."""
     write_run(tmp_path, sound)
+    (tmp_path / "corpus.txt").write_text("Some words of a text. " * 2000)
     assert run_guarded(lambda: up(UpOptions(run=tmp_path / "run.toml", dry_run=True))) == 0
     assert "parameters; 3 on this machine take up to" in capsys.readouterr().out

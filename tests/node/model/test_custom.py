@@ -131,7 +131,8 @@ def test_export_has_the_names_and_starts_another_run(tmp_path: Path) -> None:
     flat = initial_weights(manifest.model, 3) + 1
     write_export(TrainedWeights(manifest, 7, flat), ByteTokenizer(), tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "model.safetensors"]
-    assert (tmp_path / "out" / "README.md").read_text().startswith("\n# patterns")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "\n# patterns\n" in card and "library_name" not in card, "no library reads a model of its own kind"
     model = Net()
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     assert model.scale.item() == 2
