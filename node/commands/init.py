@@ -29,6 +29,7 @@ from protocol.manifest.run import Manifest
 from protocol.manifest.sections import NAME_PATTERN
 from protocol.signing import fingerprint
 
+DEFAULT_RECIPE = "frugal"
 STDLIB = "python-stdlib"
 BYTES_VOCABULARY = 256
 DEFAULT_SIZE = "small"
@@ -54,7 +55,7 @@ class InitOptions:
     tokenizer: str = ""
     organiser: str = ""
     licence: str = ""
-    recipe: str = "frugal"
+    recipe: str = DEFAULT_RECIPE
     public: bool = False
 
 
@@ -355,8 +356,8 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
     """Return the lines that follow a new manifest: the size of the run, and the commands to go on with."""
     recipe = manifest.method.recipe
     slow = (
-        f"{recipe} sends more than home links carry: volunteers would train {facts.busy:.0%} of the time; frugal suits "
-        "them (`murmur plan` says more)"
+        f"typical volunteers would train {facts.busy:.0%} of the time, and wait for rounds else: a larger model"
+        f"{'' if recipe == DEFAULT_RECIPE else f', or {DEFAULT_RECIPE},'} keeps them busy (`murmur plan` says more)"
     )
     return [
         f"wrote {target}: run {manifest.run.name}, {format_count(facts.parameters)} parameters, "
