@@ -24,6 +24,12 @@ from node.commands.console import (
 from protocol.errors import UsageError
 
 NOTHING_WRITTEN = "nothing was written; run it again"
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")]
+TopKOption = Annotated[int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")]
+TopPOption = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="sample from the most likely tokens of this probability together")
+]
+SamplingSeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")]
 
 
 def export(
@@ -97,14 +103,10 @@ def generate(
     tokens: Annotated[
         int, typer.Option(min=1, max=MAX_COUNT, help="most tokens to generate; the end of a document ends it")
     ] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
-    ] = None,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="sample from the most likely tokens of this probability together")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    top_p: TopPOption = 1.0,
+    seed: SamplingSeedOption = 0,
     peer: PeerOption = None,
     insecure: InsecureOption = False,
     _: ImportOption = None,
@@ -128,14 +130,10 @@ def chat(
     source: ModelArgument,
     system: Annotated[str, typer.Option(help="a message to the model before the conversation")] = "",
     tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="most tokens of an answer")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="sample from the k most likely tokens (default: all)")
-    ] = None,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="sample from the most likely tokens of this probability together")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")] = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    top_p: TopPOption = 1.0,
+    seed: SamplingSeedOption = 0,
     peer: PeerOption = None,
     insecure: InsecureOption = False,
 ) -> None:

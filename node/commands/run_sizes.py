@@ -16,7 +16,7 @@ from protocol.manifest.run import Manifest
 
 RECORDED: Final = Path(__file__).with_name("run_sizes.json")
 BUSY: Final = 0.9  # share of their compute that typical volunteers should use
-STEPS: Final = (12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 250, 300, 400, 500)
+STEPS: Final = (12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 250)
 # Longer rounds cost loss: of 300 steps with four peers of the tiny model, frugal ends at 2.11 nats with its own 9 steps
 # a round, at 2.23 with 18, and at 3.39 with 50, where peers that never exchange end at 2.31.
 MOST_STRETCHED: Final = 2  # times the recipe's own steps

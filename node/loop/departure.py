@@ -8,6 +8,8 @@ A machine holds the state once its record names it, also if it has left since. E
 a run that nobody comes back to leaves after a day, with the model on its disk.
 """
 
+from collections.abc import Mapping, Sequence
+
 from node.loop.actions import LeaveRun, ReportPhase
 from node.loop.options import LoopOptions
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
@@ -22,8 +24,7 @@ KEEPING_SECONDS = 24 * 3600.0  # for a machine to come that takes the state
 # for a host, or a trainer that comes back, to fetch the state; plus its size / MIN_HANDOVER_BYTES_PER_SECOND
 MIN_HANDOVER_SECONDS = 60.0
 MIN_HANDOVER_BYTES_PER_SECOND = 500_000
-MAX_WAITED_HOSTS = 1024
-MAX_WAITED_TRAINERS = 1024
+MAX_WAITED = 1024  # hosts, and as many trainers
 
 
 class Departure:
@@ -60,7 +61,7 @@ class Departure:
         is_alone = options.min_peers == 1 and not options.has_contacts and not self._has_met_others
         self._patience = 0.0 if is_alone else options.expiry if has_restarted else KEEPING_SECONDS
         self._head, self._state, self._since = head, state, now
-        self._late_since = dict.fromkeys(self._late_trainers(head), now)
+        self._late_since = _known_since({}, self._late_trainers(head), now)
         is_steered = bool(options.steering.base.run.organiser_key)
         self._measured_until = now if has_restarted else now + MEASURING_SECONDS
         self._hears_until = now + RETURN_SECONDS if has_restarted and is_steered and not is_alone else now
@@ -137,9 +138,8 @@ class Departure:
             if len(self._holders) < self._keepers and self._has_final_state(state, head):
                 self._holders.add(peer)
         hosts = [peer for peer, state in others.items() if state.is_keeper and not self._has_final_state(state, head)]
-        self._hosts_since = {peer: self._hosts_since.get(peer, now) for peer in hosts[:MAX_WAITED_HOSTS]}
-        late = self._late_trainers(head)[:MAX_WAITED_TRAINERS]
-        self._late_since = {peer: self._late_since.get(peer, now) for peer in late}
+        self._hosts_since = _known_since(self._hosts_since, hosts, now)
+        self._late_since = _known_since(self._late_since, self._late_trainers(head), now)
 
     def _has_final_state(self, state: PeerState, head: ChainHead) -> bool:
         if state.head is None or state.head.digest != head.digest or not state.state:
@@ -149,3 +149,8 @@ class Departure:
     def _late_trainers(self, head: ChainHead) -> list[PeerId]:
         heads = {peer: self._snapshot.peers[peer].head for peer in self._snapshot.trainers - {self._peer_id}}
         return [peer for peer, other in heads.items() if other is None or other.round < head.round]
+
+
+def _known_since(before: Mapping[PeerId, float], peers: Sequence[PeerId], now: float) -> dict[PeerId, float]:
+    """Return since when peers are waited for: now, unless they were before."""
+    return {peer: before.get(peer, now) for peer in peers[:MAX_WAITED]}

@@ -149,6 +149,14 @@ def old_rule_of_blame(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ActivationFetcher, "blame_maker", blame)
 
 
+def stage_with_malformed_blob(folder: Path, patch: pytest.MonkeyPatch, is_old: bool) -> tuple[AttackedStage, Blob]:
+    """Return a stage, with the old rule of blame or without it, and a blob of an activation's size that is none."""
+    if is_old:
+        old_rule_of_blame(patch)
+    stage = AttackedStage(folder)
+    return stage, stage.shelf.put(bytes([255]) * stage.sizes.activation_bytes)
+
+
 def held_by(task: Task, activation: str, gradient: str = HOLDER) -> Task:
     """Let a task name these holders."""
     inputs = task.inputs
@@ -169,10 +177,7 @@ async def blamed(stage: AttackedStage, *tasks: Task) -> set[str]:
 async def test_task_cannot_frame_a_peer_by_naming_it_as_the_holder(
     tmp_path: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_old:
-        old_rule_of_blame(monkeypatch)
-    stage = AttackedStage(tmp_path)
-    malformed = stage.shelf.put(bytes([255]) * stage.sizes.activation_bytes)
+    stage, malformed = stage_with_malformed_blob(tmp_path, monkeypatch, is_old)
     for number, holder in enumerate((STRANGER, HOLDER)):  # the second one while the blob is here
         stage.node.answer(held_by(stage.task(number, "forward", malformed), holder))
     await stage.settle()
@@ -185,10 +190,7 @@ async def test_task_cannot_frame_a_peer_by_naming_it_as_the_holder(
 async def test_only_the_maker_of_the_malformed_input_is_to_blame(
     tmp_path: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_old:
-        old_rule_of_blame(monkeypatch)
-    stage = AttackedStage(tmp_path)
-    malformed = stage.shelf.put(bytes([255]) * stage.sizes.activation_bytes)
+    stage, malformed = stage_with_malformed_blob(tmp_path, monkeypatch, is_old)
     task = held_by(stage.task(0, "backward", stage.activation(1), malformed), HOLDER, OWNER)
     assert await blamed(stage, task) == ({HOLDER, OWNER} if is_old else {OWNER})
     assert stage.statuses(STRANGER) == ["invalid"]
