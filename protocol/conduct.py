@@ -140,7 +140,7 @@ class PeerConvicted:
 class Suspension:
     """How often a peer misbehaved lately, and until when it is set aside; times are in the unit of the caller.
 
-    The caller sets `until`, later with each level; good deeds take levels back.
+    The caller suspends it, longer with each level; good deeds take levels back.
     """
 
     level: int = 0
@@ -153,6 +153,10 @@ class Suspension:
             return False
         self.level, self.good = int(min(self.level + 1, most)), 0
         return True
+
+    def suspend_rounds(self, number: int) -> None:
+        """Set the peer aside for 2^level rounds after round `number`."""
+        self.until = number + 1 + 2**self.level
 
     def count_good(self, needed: int) -> bool:
         """Count a good deed, `needed` of which lower the level; return whether nothing is left of the misdeeds."""
@@ -179,7 +183,8 @@ class Strikes:
             del self._records[min(self._records, key=lambda known: self._records[known].level)]
         record = self._records.setdefault(peer, _StrikeRecord())
         if record.raise_level(number, MAX_LEVEL):
-            record.until, record.reason = number + 1 + 2**record.level, reason
+            record.suspend_rounds(number)
+            record.reason = reason
 
     def forgive(self, peers: Iterable[PeerId]) -> None:
         """Record a good round of these peers, which also ends the time for which they are set aside."""

@@ -306,7 +306,7 @@ class Credibility:
             if peer in guilty:
                 record = self._records.setdefault(peer, Suspension())
                 if record.raise_level(number, MAX_LEVEL) and record.level > 1:
-                    record.until = number + 1 + 2**record.level
+                    record.suspend_rounds(number)
             elif peer in self._records and self._records[peer].count_good(GOOD_ROUNDS):
                 del self._records[peer]
 
@@ -318,7 +318,7 @@ class Credibility:
         """Record that a server still adds, long after all microbatches count."""
         record = self._slow.setdefault(peer, Suspension())
         if record.raise_level(self._round, MAX_LEVEL):
-            record.until = self._round + 1 + 2**record.level
+            record.suspend_rounds(self._round)
 
     def end_wait(self, peer: PeerId) -> None:
         """Record that a server has sealed its sum in time."""
