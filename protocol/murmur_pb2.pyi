@@ -704,6 +704,50 @@ class SerialLedger(_message.Message):
     owners: _containers.RepeatedCompositeFieldContainer[OwnedSerials]
     def __init__(self, owners: _Optional[_Iterable[_Union[OwnedSerials, _Mapping]]] = ...) -> None: ...
 
+class RolloutGroup(_message.Message):
+    __slots__ = ("round", "serial", "device", "answers")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    serial: int
+    device: str
+    answers: _containers.RepeatedCompositeFieldContainer[RolloutAnswer]
+    def __init__(self, round: _Optional[int] = ..., serial: _Optional[int] = ..., device: _Optional[str] = ..., answers: _Optional[_Iterable[_Union[RolloutAnswer, _Mapping]]] = ...) -> None: ...
+
+class RolloutAnswer(_message.Message):
+    __slots__ = ("tokens", "log_probabilities")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOG_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    log_probabilities: bytes
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., log_probabilities: _Optional[bytes] = ...) -> None: ...
+
+class RolloutsRequest(_message.Message):
+    __slots__ = ("run", "round", "serial", "taken", "refused", "reason")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    round: int
+    serial: int
+    taken: int
+    refused: int
+    reason: str
+    def __init__(self, run: _Optional[bytes] = ..., round: _Optional[int] = ..., serial: _Optional[int] = ..., taken: _Optional[int] = ..., refused: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RolloutsReply(_message.Message):
+    __slots__ = ("groups", "more")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[Signed]
+    more: bool
+    def __init__(self, groups: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
 class CarryRequest(_message.Message):
     __slots__ = ("run", "statement", "digest")
     RUN_FIELD_NUMBER: _ClassVar[int]

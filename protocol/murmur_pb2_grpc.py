@@ -575,6 +575,81 @@ class Stages:
             _registered_method=True)
 
 
+class RolloutsStub:
+    """Trainers fetch what a rollout peer has drawn.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Groups = channel.unary_unary(
+                '/murmur.v1.Rollouts/Groups',
+                request_serializer=protocol_dot_murmur__pb2.RolloutsRequest.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.RolloutsReply.FromString,
+                _registered_method=True)
+
+
+class RolloutsServicer:
+    """Trainers fetch what a rollout peer has drawn.
+    """
+
+    def Groups(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RolloutsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Groups': grpc.unary_unary_rpc_method_handler(
+                    servicer.Groups,
+                    request_deserializer=protocol_dot_murmur__pb2.RolloutsRequest.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.RolloutsReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'murmur.v1.Rollouts', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('murmur.v1.Rollouts', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Rollouts:
+    """Trainers fetch what a rollout peer has drawn.
+    """
+
+    @staticmethod
+    def Groups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Rollouts/Groups',
+            protocol_dot_murmur__pb2.RolloutsRequest.SerializeToString,
+            protocol_dot_murmur__pb2.RolloutsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class CarriersStub:
     """Store and forward between peers that cannot reach each other.
     """

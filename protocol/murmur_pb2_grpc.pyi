@@ -180,6 +180,34 @@ class StagesServicer(metaclass=_abc_1.ABCMeta):
 
 def add_StagesServicer_to_server(servicer: StagesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class RolloutsStub:
+    """Trainers fetch what a rollout peer has drawn."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RolloutsAsyncStub: ...
+    Groups: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.RolloutsRequest, _murmur_pb2.RolloutsReply]
+
+@_typing.type_check_only
+class RolloutsAsyncStub(RolloutsStub):
+    """Trainers fetch what a rollout peer has drawn."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Groups: _aio.UnaryUnaryMultiCallable[_murmur_pb2.RolloutsRequest, _murmur_pb2.RolloutsReply]  # type: ignore[assignment]
+
+class RolloutsServicer(metaclass=_abc_1.ABCMeta):
+    """Trainers fetch what a rollout peer has drawn."""
+
+    @_abc_1.abstractmethod
+    def Groups(
+        self,
+        request: _murmur_pb2.RolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.RolloutsReply, _abc.Awaitable[_murmur_pb2.RolloutsReply]]: ...
+
+def add_RolloutsServicer_to_server(servicer: RolloutsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class CarriersStub:
     """Store and forward between peers that cannot reach each other."""
 

@@ -37,12 +37,14 @@ from protocol.manifest.sections import (
     MembershipSection,
     MethodSection,
     PipelineSection,
+    ReinforcementSection,
     RoundSection,
     RunSection,
     Section,
     TargetSection,
     TrainSection,
 )
+from protocol.scored_tasks import TASKS
 
 RunId = str  # 64 hexadecimal digits
 DEFAULTS_OUTSIDE_RUN_ID: tuple[tuple[str, str, object], ...] = (  # runs older than these keys keep their id
@@ -89,6 +91,7 @@ class Manifest(Section):
     audits: AuditSection = AuditSection()
     anneal: AnnealSection = AnnealSection()
     adapter: AdapterSection | None = None
+    rl: ReinforcementSection | None = None
     about: AboutSection = AboutSection()
     host: HostSection = HostSection()
 
@@ -106,6 +109,23 @@ class Manifest(Section):
                 "adapter.targets of a model with experts are q_proj, k_proj, v_proj and o_proj; write some"
             )
         self.__dict__["model"] = self.model.with_adapter(self.adapter)
+        return self
+
+    @model_validator(mode="after")
+    def _rl_fits_the_run(self) -> Self:
+        if self.rl is None:
+            return self
+        if self.model.is_custom:
+            raise ValueError('rl needs a model of murmur; with model.kind = "custom" each loop is its organiser\'s own')
+        if self.pipeline.is_cut:
+            raise ValueError("rl needs pipeline.stages = 1")
+        if self.audits.share:
+            raise ValueError("rl needs audits.share = 0: nobody repeats steps whose groups another trainer owned")
+        if self.rl.answer_tokens >= self.model.context:
+            raise ValueError("rl.answer_tokens must be below model.context, which holds the question as well")
+        task = TASKS[self.rl.task]
+        if self.rl.version != task.version:
+            raise ValueError(f"rl.version: this program has version {task.version} of {task.name}; write it, or update")
         return self
 
     @model_validator(mode="after")
@@ -142,8 +162,9 @@ class Manifest(Section):
         for section, key, default in DEFAULTS_OUTSIDE_RUN_ID:
             if values[section].get(key) == default:
                 values[section].pop(key, None)
-        if values["adapter"] is None:
-            del values["adapter"]
+        for section in ("adapter", "rl"):
+            if values[section] is None:
+                del values[section]
         for section in ("audits", "anneal"):
             if not values[section]:
                 del values[section]

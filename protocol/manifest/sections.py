@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -202,6 +202,53 @@ class AdapterSection(Section):
         if len(set(targets)) < len(targets):
             raise ValueError("name each target once")
         return tuple(sorted(targets, key=ADAPTED.index))
+
+
+TaskName = Literal["reverse", "sort", "arithmetic", "countdown"]
+TrustRegion = Literal["dppo", "m2po"]
+MAX_GROUP_ANSWERS: Final = 256
+MAX_ANSWER_TOKENS: Final = 2**15
+MAX_POLICY_AGE: Final = 64  # rounds
+
+
+class ReinforcementSection(Section):
+    """Learning from scores of the model's own answers, which rollout peers draw and trainers check."""
+
+    task: TaskName = Field(description="questions and scores, by name")
+    version: int = Field(default=1, ge=1, le=1000, description="of the task; it changes with questions or scores")
+    start_round: int = Field(
+        default=0, ge=0, le=MAX_ROUNDS, description="rounds before it learn the text of [data], such as right answers"
+    )
+    group: int = Field(default=8, ge=2, le=MAX_GROUP_ANSWERS, description="answers to one question")
+    groups: int = Field(default=16, ge=1, le=4096, description="groups of one inner step")
+    answer_tokens: int = Field(default=64, ge=1, le=MAX_ANSWER_TOKENS, description="the most of one answer")
+    temperature: float = Field(default=1.0, ge=0.05, le=10, description="of the draws")
+    loss: str = Field(default="dppo", description="dppo or m2po: how far a step may move the policy")
+    ahead: int = Field(default=1, ge=0, le=16, description="batches that a rollout peer may draw beyond the first")
+    fresh_rounds: int = Field(default=1, ge=0, le=MAX_POLICY_AGE, description="older groups are learned by m2po")
+    max_age: int = Field(default=4, ge=0, le=MAX_POLICY_AGE, description="rounds; older groups are dropped")
+    wait_seconds: Timeout = Field(
+        default=30.0, description="without a group until a trainer sends the steps that it has"
+    )
+
+    @field_validator("loss")
+    @classmethod
+    def _bounds_the_policy(cls, loss: str) -> str:
+        if loss not in get_args(TrustRegion):
+            raise ValueError(
+                'write "dppo" or "m2po": a run without a trust region is refused, because its policy collapses'
+            )
+        return loss
+
+    @model_validator(mode="after")
+    def _drops_after_it_bounds(self) -> Self:
+        if self.max_age < self.fresh_rounds:
+            raise ValueError("max_age must be at least fresh_rounds")
+        return self
+
+    def has_begun(self, round_number: int) -> bool:
+        """Return whether a round learns from scores."""
+        return round_number >= self.start_round
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
