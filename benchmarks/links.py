@@ -44,7 +44,7 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.merge.worker import SilentError, Team, Worker, to_command_line
-from node.commands.up.swarm_summary import compute_share
+from node.monitoring.status import COMPUTE_ACTIVITIES, NodeStatus, sum_seconds
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.sections import RoundSection
 from tests.netlab.lab.lab_swarm import running_lab_swarm
@@ -147,7 +147,9 @@ def measure(name: str, words: argparse.Namespace) -> Figures:
         if "gloo" in words.only:
             note(figures, name, "gloo_compute_share", gloo_share(place))
         if "compute" in words.only:
-            note(figures, name, "compute_share", demo_share(place, words.rounds))
+            share, wait = demo_share(place, words.rounds)
+            note(figures, name, "compute_share", share)
+            note(figures, name, "start_wait", wait)
     return figures
 
 
@@ -229,7 +231,8 @@ def download_share(place: Place, team: Team, numel: int, turns: int) -> float:
     return place.share(size, statistics.median(seconds))
 
 
-def demo_share(place: Place, rounds: int) -> float:
+def demo_share(place: Place, rounds: int) -> tuple[float, float]:
+    """Return the share of computing since the first round, and the seconds of waiting before."""
     manifest = load_manifest(DEMO)
     target, run = manifest.target, manifest.run
     changed = manifest.model_copy(
@@ -243,13 +246,27 @@ def demo_share(place: Place, rounds: int) -> float:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
         swarm = stack.enter_context(running_lab_swarm(Path(folder), changed, place.laboratory, place.nodes))
         swarm.start()
+        swarm.wait_until(lambda: have_applied(swarm.poll(), 1), "all have applied the first round", RUN_SECONDS)
+        begun = [peer.totals.newest_seconds() for peer in swarm.peers]
         swarm.wait_until(
             lambda: bool(swarm.poll()) and not any(p.is_running for p in swarm.peers), "all end", RUN_SECONDS
         )
         swarm.poll()
-        ledgers = [peer.totals for peer in swarm.peers]
-        print(f"  seconds by activity: {ledgers[0].newest_seconds()}", file=sys.stderr)
-        return compute_share(ledgers) or 0.0
+        since = [passed(then, peer.totals.newest_seconds()) for then, peer in zip(begun, swarm.peers, strict=True)]
+        print(f"  seconds by activity since the first round: {since}", file=sys.stderr)
+        computing = sum(sum_seconds(seconds, *COMPUTE_ACTIVITIES) for seconds in since)
+        waits = statistics.fmean(seconds.get("wait", 0.0) for seconds in begun)
+        return computing / sum(sum(seconds.values()) for seconds in since), waits
+
+
+def have_applied(statuses: Sequence[NodeStatus], number: int) -> bool:
+    """Return whether all peers have applied so many rounds, and their trainers have reported since."""
+    return len(statuses) == PEERS and all(status.round >= number and status.seconds for status in statuses)
+
+
+def passed(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds by activity that have passed between two reports."""
+    return {activity: seconds - before.get(activity, 0.0) for activity, seconds in now.items()}
 
 
 def lossy_mbit(numel: int) -> float:

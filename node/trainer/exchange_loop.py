@@ -8,6 +8,7 @@ everything that the daemon has heard of survives a crash of this process.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,7 @@ class ExchangeLoop(ABC):
         self._contribution_timer = ContributionTimer()
         self._is_resting = False  # while the organiser has paused the run
         self._is_stopping = False
+        self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encoding")
 
     @property
     @abstractmethod
@@ -125,6 +127,11 @@ class ExchangeLoop(ABC):
     def is_between_steps(self) -> bool:
         """Return whether no step has begun."""
         return True
+
+    @property
+    def encodes_aside(self) -> bool:
+        """Return whether the processor is free to encode a contribution while the next steps are made."""
+        return False
 
     @property
     def gradient_norm(self) -> float:
@@ -186,6 +193,8 @@ class ExchangeLoop(ABC):
             self.poll_commands()
             if self._is_stopping:
                 return False
+            if self._is_draft_due():
+                self._finish_draft()
             counters, plan = self._state.counters, self._state.plan
             # A step may wait for the anchor; or for microbatches that wait for this peer to arrive at the newer round.
             is_late = time.monotonic() - self._anchor_since > MAX_ANCHOR_WAIT_SECONDS
@@ -226,6 +235,8 @@ class ExchangeLoop(ABC):
 
     def _is_contribution_due(self) -> bool:
         counters, plan = self._state.counters, self._state.plan
+        if self._state.draft_steps is not None:
+            return False
         seconds = self._contribution_timer.seconds(counters.since_message.steps, time.monotonic())
         return is_contribution_due(
             counters, self._step_target.steps_due(plan.steps, counters.round), plan.method.schedule, seconds
@@ -259,9 +270,28 @@ class ExchangeLoop(ABC):
                 self.handle_other(command)
 
     def _send_contribution(self) -> None:
+        if self.encodes_aside and self._state.can_draft:
+            with self._timer.measure("encode"):
+                self._state.draft_contribution(self._encoding)
+            return
         with self._timer.measure("encode"):
             header = self.make_contribution()
         self._save()
+        self._send_progress()
+        self._send_header(header)
+
+    def _is_draft_due(self) -> bool:
+        """Return whether a draft is encoded, or has to be waited for because no further step may be made."""
+        steps, plan = self._state.draft_steps, self._state.plan
+        is_needed = self._pending_anchor is not None or self._is_resting
+        return steps is not None and (self._state.is_draft_encoded or is_needed or steps >= plan.method.schedule.ahead)
+
+    def _finish_draft(self) -> None:
+        """Send the contribution that was drafted, if there is one."""
+        if self._state.draft_steps is None:
+            return
+        with self._timer.measure("encode"):
+            header = self.make_contribution()
         self._send_progress()
         self._send_header(header)
 
@@ -269,6 +299,7 @@ class ExchangeLoop(ABC):
         self._channel.send(header.model_copy(update={"conditions": self.conditions}))
 
     def _apply_anchor(self, command: ApplyAnchor) -> None:
+        self._finish_draft()
         self._pending_anchor = None
         with self._timer.measure("adopt"):
             self._state.apply_anchor(
@@ -328,6 +359,7 @@ class ExchangeLoop(ABC):
         return progress
 
     def _save(self) -> None:
+        self._finish_draft()
         with self._timer.measure("snapshot"):
             self._state.update(seconds=dict(self._timer.seconds))
             self._state.save()

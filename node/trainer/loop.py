@@ -191,6 +191,10 @@ class Trainer(ExchangeLoop):
         return self._stage is None or self._stage.is_between_steps
 
     @property
+    def encodes_aside(self) -> bool:
+        return self._device.type == "cuda" and self._ranks is None and self._stage is None
+
+    @property
     def gradient_norm(self) -> float:
         return self._gradient_norm
 

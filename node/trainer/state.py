@@ -14,6 +14,8 @@ Other signals measure other quantities, and share more vectors than the weights 
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -33,6 +35,14 @@ from protocol.pipeline.ledger import Ledger
 
 MAX_SETTLED = 8
 OVERWRITE = Change(kind="overwrite")
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A contribution that a thread makes of the vectors in the shared memory: their counters, and those after it."""
+
+    counters: Counters
+    sent: Future[Counters]
 
 
 class TrainerState:
@@ -60,6 +70,8 @@ class TrainerState:
         self.vectors = TrainerVectors(shared_memory, program)
         live.attach(self.vectors.by_name, self.vectors.scratch[: program.numel])
         self.counters = Counters()
+        self._draft: _Draft | None = None
+        self._is_copied = False  # whether the shared memory has the newest live vectors
         self.ledger, self.contributed = Ledger(), Ledger()  # microbatches of a stage, as in the counters
 
     @property
@@ -125,6 +137,7 @@ class TrainerState:
         norm = self._optimizer.gradient_norm()
         if not math.isfinite(norm):
             return None
+        self._is_copied = False
         if self._live.is_shared:
             self.vectors.publish(self.counters, OVERWRITE)
         self._optimizer.apply(self.counters.step, norm)
@@ -139,20 +152,86 @@ class TrainerState:
         """Return the plan of the round for which the next contribution is made."""
         return self._program.plan(self.counters.round)
 
+    @property
+    def can_draft(self) -> bool:
+        """Return whether steps may go on while a thread encodes a contribution: they change other memory than it reads.
+
+        What a contribution consumes, and tokens of experts, are of one moment.
+        """
+        schedule = self.plan.method.schedule
+        is_of_one_moment = self._signal.consumed_names or schedule.experts == "trained"
+        return schedule.ahead > 0 and not (self._live.is_shared or is_of_one_moment)
+
+    @property
+    def draft_steps(self) -> int | None:
+        """Return the number of steps made since a contribution was drafted; `None` if there is no draft."""
+        draft = self._draft
+        return None if draft is None else self.counters.step - draft.counters.step
+
+    @property
+    def is_draft_encoded(self) -> bool:
+        return self._draft is not None and self._draft.sent.done()
+
+    def draft_contribution(self, thread: Executor) -> None:
+        """Let a thread make a contribution of the progress so far, which `make_contribution` returns.
+
+        Until then the vectors in the shared memory are the thread's, and steps change those on the accelerator.
+        """
+        self._require_none_outstanding()
+        self._copy_live()
+        self._advance_age(self.plan.steps - self.counters.since_message.steps)
+        self._draft = _Draft(self.counters, thread.submit(self._encode_and_send, self.counters))
+
     def make_contribution(self, exact: ExactStep | None = None) -> ContributionHeader:
         """Encode the progress since the reference into the outbox; no contribution may be outstanding.
 
         `exact`: the sum of an exact step, which is all that a contribution to it contains.
         """
-        counters = self.counters
-        if counters.outstanding is not None:
-            raise ValueError("the contribution before this one is still outstanding")
+        self._require_none_outstanding()
+        if self._draft is not None:
+            return self._finish_draft(self._draft)
         self._copy_live()
         trained = self._find_trained_experts()
-        parts = self._encode_exact(exact) if exact else self.vectors.encode_progress(counters, self._sender, trained)
-        self._write_contribution(parts)
+        parts = (
+            self._encode_exact(exact) if exact else self.vectors.encode_progress(self.counters, self._sender, trained)
+        )
+        self._advance_age(self.plan.steps - self.counters.since_message.steps)
         self.contributed, self.ledger = self.ledger, Ledger()
-        self._advance_age(self.plan.steps - counters.since_message.steps)
+        self.counters = self._send(self.counters, parts, trained, exact)
+        self._live.clear(self._signal.consumed_names)
+        return self._header()
+
+    def _require_none_outstanding(self) -> None:
+        if self.counters.outstanding is not None:
+            raise ValueError("the contribution before this one is still outstanding")
+
+    def _header(self) -> ContributionHeader:
+        assert self.counters.outstanding is not None
+        return self.counters.outstanding.to_header()
+
+    def _encode_and_send(self, counters: Counters) -> Counters:
+        return self._send(counters, self.vectors.encode_progress(counters, self._sender))
+
+    def _finish_draft(self, draft: _Draft) -> ContributionHeader:
+        """Continue from the counters of a draft with the steps that were made since it began."""
+        sent, newest = draft.sent.result(), self.counters
+        self._draft = None
+        self.counters = sent.model_copy(
+            update={
+                "step": newest.step,
+                "tokens": newest.tokens,
+                "position": newest.position,
+                "since_message": newest.since_message - draft.counters.since_message,
+                "obstacle": "" if newest.obstacle == draft.counters.obstacle else newest.obstacle,
+            }
+        )
+        return self._header()
+
+    def _send(
+        self, counters: Counters, parts: Sequence[Payload], trained: Sequence[bool] = (), exact: ExactStep | None = None
+    ) -> Counters:
+        """Write a contribution into the outbox and store what it does not carry; return the counters after it."""
+        self._write_contribution(parts)
         outstanding = Outstanding(
             serial=counters.messages + 1,
             round=counters.round,
@@ -161,21 +240,22 @@ class TrainerState:
             trace=counters.trace,
             ledger="" if exact is None else exact.ledger.to_bytes().hex(),
         )
-        self.update(
-            messages=outstanding.serial,
-            outstanding=outstanding,
-            since_message=StepTotals(),
-            unreported=StepTotals(),
-            anchors=(),
-            started_at=None,
-            obstacle="",
-            ledger=self.ledger.to_text(),
-            contributed=self.contributed.to_text(),
-            routed=self._count_from_zero(trained),
+        sent = counters.model_copy(
+            update={
+                "messages": outstanding.serial,
+                "outstanding": outstanding,
+                "since_message": StepTotals(),
+                "unreported": StepTotals(),
+                "anchors": (),
+                "started_at": None,
+                "obstacle": "",
+                "ledger": self.ledger.to_text(),
+                "contributed": self.contributed.to_text(),
+                "routed": self._count_from_zero(trained),
+            }
         )
-        self.vectors.store(self.counters, Change(kind="sent", round=outstanding.round))
-        self._live.clear(self._signal.consumed_names)
-        return outstanding.to_header()
+        self.vectors.store(sent, Change(kind="sent", round=outstanding.round))
+        return sent
 
     def _find_trained_experts(self) -> tuple[bool, ...]:
         """Return for each expert whether to send it; nothing if all that moved are sent, as where nobody counts."""
@@ -288,6 +368,7 @@ class TrainerState:
     def count_step(self, tokens: int, loss: float, position: int, ledger: Ledger | None = None) -> None:
         """Count an inner step that was applied; `ledger`: its microbatches, at a stage."""
         counters = self.counters
+        self._is_copied = False
         self.ledger |= ledger or Ledger()
         self.update(
             step=counters.step + 1,
@@ -307,15 +388,17 @@ class TrainerState:
 
     def _copy_live(self) -> None:
         """Copy what is on an accelerator into the shared memory; a kill meanwhile loses the newest steps."""
-        if self._live.is_shared:
+        if self._live.is_shared or self._is_copied:
             return
         self.vectors.publish(self.counters, OVERWRITE)
         self._live.save(self.vectors.by_name)
         self.vectors.publish(self.counters)
+        self._is_copied = True
 
     def _load_live(self) -> None:
         """Copy the weights and the optimizer's vectors to an accelerator."""
         self._live.load(self.vectors.by_name)
+        self._is_copied = True
 
     def _write_contribution(self, parts: Sequence[Payload]) -> None:
         sizes = [len(part) for part in parts]

@@ -1,10 +1,11 @@
 """Write checkpoints in the background, and retain the blobs that peers may request.
 
-A checkpoint is written after every `checkpoint.every_rounds` rounds. The next one waits for it, so that after a kill at
-any moment the disk has the last or the last but one that was due.
+A checkpoint is written after every `checkpoint.every_rounds` rounds, those of large models less often. The next one
+waits for it, so that after a kill at any moment the disk has the last or the last but one that was due.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -28,6 +29,9 @@ from protocol.consensus.chain import ChainHead, ChainLog
 from protocol.consensus.messages.contributions import Commit
 from protocol.errors import StorageError
 
+# Vectors stay as they are while they are written, so a trainer may have to wait for it; and a disk wears out.
+BYTES_PER_SECOND = 5e7  # on average: 31 million parameters every 19 s, a billion every 11 minutes
+FREE_BYTES = 1 << 26  # small states are saved as often as rounds come
 KEPT_SECONDS = 30.0  # of the blobs of a round, for a peer that is still replaying it while faster ones go on
 CONFIRMED_ROUNDS = 8  # of a new chain, before the checkpoint of the old one may go
 MAX_RETAINED_STATES = 6  # including those that peers are downloading
@@ -83,6 +87,7 @@ class Checkpointer:
         self._retained_states: list[bytes] = []  # oldest first
         self._saving: asyncio.Task[None] | None = None
         self._saved_round: int | None = None  # of the newest save
+        self._next_save_at = -math.inf
         self._unconfirmed = CONFIRMED_ROUNDS  # rounds until a checkpoint that an earlier process kept may go
         self.last_error = ""  # why the newest checkpoint is not on disk; empty if it is
 
@@ -158,6 +163,9 @@ class Checkpointer:
         """Start a save if one is due; wait until the previous one is on disk."""
         if self._is_save_due(replicated):
             await self.wait_until_saved()
+            layout = self._state.shared_memory.layout
+            costly = max(0, layout.total_bytes + layout.file_bytes - FREE_BYTES)
+            self._next_save_at = self._clock() + costly / BYTES_PER_SECOND
             self._saved_round = replicated.chain.round
             self._saving = asyncio.create_task(
                 self._save_once_applied(_PendingSave.of(replicated, contributions)), name="checkpoint"
@@ -169,7 +177,7 @@ class Checkpointer:
             await self.wait_until_saved()
 
     def _is_save_due(self, replicated: ReplicatedState) -> bool:
-        return replicated.chain.round % self.schedule.every_rounds == 0
+        return replicated.chain.round % self.schedule.every_rounds == 0 and self._clock() >= self._next_save_at
 
     async def wait_until_saved(self) -> None:
         """Wait until the running save, if any, is on disk or has failed with a line in the log."""

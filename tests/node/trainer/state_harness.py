@@ -9,7 +9,7 @@ from node.model import build_model, initial_weights, shape_table
 from node.trainer.inner_step import InnerOptimizer
 from node.trainer.ipc.channel import ContributionOutcome
 from node.trainer.ipc.shared_memory import SharedLayout, SharedMemory
-from node.trainer.live import live_vectors
+from node.trainer.live import CopiedVectors, live_vectors
 from node.trainer.schedule import is_contribution_due, may_apply_anchor, must_wait
 from node.trainer.state import TrainerState
 from optim.compose import compose
@@ -36,10 +36,19 @@ def copy_arena(arena: SharedMemory) -> SharedMemory:
 
 
 class StateHarness:
-    """One state. Without an arena it has its own, whose anchor of round 0 is the model's first weights."""
+    """One state. Without an arena it has its own, whose anchor of round 0 is the model's first weights.
+
+    With `copies` the model has its own memory, as on an accelerator.
+    """
 
     def __init__(
-        self, recipe: str, tables: Tables | None = None, arena: SharedMemory | None = None, device: str = "cpu"
+        self,
+        recipe: str,
+        tables: Tables | None = None,
+        arena: SharedMemory | None = None,
+        device: str = "cpu",
+        *,
+        copies: bool = False,
     ) -> None:
         self.program = RoundPlanner(compose(recipe, tables or {}), shape_table(MODEL).layout, PARTS)
         self._owns = arena is None
@@ -50,7 +59,7 @@ class StateHarness:
         self.optimizer = InnerOptimizer(self.model, TRAIN, self.program.method.inner)
         if device != "cpu":
             self.arena.pin()
-        live = live_vectors(self.model, self.optimizer)
+        live = CopiedVectors(self.model, self.optimizer) if copies else live_vectors(self.model, self.optimizer)
         self.state = TrainerState(live, self.optimizer, self.program, ContributionEncoder(self.program), self.arena)
         if not self.state.restore():
             self.state.start(0)

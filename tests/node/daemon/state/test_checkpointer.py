@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from node.daemon.checkpoints import checkpoint
+from node.daemon.state import checkpointer
 from node.daemon.state.checkpointer import KEPT_SECONDS, MAX_OLD_STATES, MAX_RETAINED_STATES
 from node.daemon.state.contributions import TRACKER_KEY
 from node.loop.contributions import MAX_AGE_ROUNDS, MAX_RESTORABLE, ContributionTracker, StoredContribution
@@ -165,6 +166,20 @@ async def test_a_save_waits_for_adoption_and_the_next_one_for_the_save(world: Ch
     assert world.saved() == [1]
     await world.keeper.wait_until_saved()
     assert world.saved() == [1, 2]
+
+
+async def test_large_states_are_saved_less_often(world: CheckpointerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = world.arena.layout
+    monkeypatch.setattr(checkpointer, "FREE_BYTES", 0)
+    monkeypatch.setattr(checkpointer, "BYTES_PER_SECOND", (layout.total_bytes + layout.file_bytes) / 60)
+    world.adopted.set()
+    for passed in (0, 59, 1):
+        world.now += passed
+        await grown(world.replica, world.store, 1)
+        await world.keeper.wait_until_announceable(world.replica)
+        await world.keeper.save_in_background(world.replica, ContributionTracker(PROGRAM))
+    await world.keeper.wait_until_saved()
+    assert world.saved() == [1, 3]
 
 
 async def test_what_is_saved_is_that_moment_though_the_replica_moves_on(world: CheckpointerSetup) -> None:
