@@ -96,7 +96,11 @@ def describe_left(reason: str) -> LogText:
     """Return the end of a sentence about a peer that is gone; saying goodbye is nothing to warn of."""
     if reason == LEFT_POLITELY:
         return LogText("left", "busy")
-    text = {"expired": "is silent and counts as gone", "unreachable": "does not answer and counts as gone"}.get(reason)
+    text = {
+        "expired": "is silent and counts as gone",
+        "unreachable": "does not answer and counts as gone",
+        "ended": "has ended without a goodbye",
+    }.get(reason)
     return LogText(text or f"is gone: {reason}", "warn")
 
 

@@ -34,8 +34,9 @@ class MembershipChanged:
     moment; they vote and hold blobs like all others, but no peer waits for their contribution. `ahead`: peers on the
     chain that this peer should move to. They may have decided this round, and so keep their votes in it. `trainers`:
     all live trainers of the run, wherever their chains end: their contributions may be on a roster. `excluded`: keys
-    whose misdeeds are proved. `missed`: peers that vanished for most of the run, not for us alone. `set_aside`: peers
-    that neither reduce nor delay a roster. `not_leading`: peers that lead no early view.
+    whose misdeeds are proved. `missed`: peers that vanished for most of the run, not for us alone. `ended`: peers that
+    vanished because their process did. `set_aside`: peers that neither reduce nor delay a roster. `not_leading`: peers
+    that lead no early view.
     """
 
     peers: frozenset[PeerId]
@@ -45,6 +46,7 @@ class MembershipChanged:
     trainers: frozenset[PeerId] = frozenset()
     excluded: frozenset[PeerId] = frozenset()
     missed: frozenset[PeerId] = frozenset()
+    ended: frozenset[PeerId] = frozenset()
     set_aside: frozenset[PeerId] = frozenset()
     not_leading: frozenset[PeerId] = frozenset()
 

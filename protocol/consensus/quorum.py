@@ -98,6 +98,10 @@ class VoterSet:
     survivor of two goes on. Peers on the smaller side of a split wait for `vote_memory`, so a shorter one never makes
     two decisions.
 
+    A member whose process has ended (`ended`) is on no side of a split. If too few are left for a quorum, it is
+    forgotten at once, so that all members can decide; those that are silent are waited for, because they may live. Of
+    a quorum that decided, one of them has to live, or what died with its voters might come back with them.
+
     A member that is known to be ahead is not forgotten: peers that were cut off for nearly `vote_memory` and meet the
     others again must not decide alone a round that the others have passed.
     """
@@ -154,6 +158,15 @@ class VoterSet:
         if membership.missed and not self._electorate.tolerated_liars(len(self.voters)):
             self._forget(membership.missed & self._vanished.keys(), now)
         self._recount()
+        if (ended := membership.ended & self._vanished.keys()) and self._must_do_without():
+            self._forget(ended, now)
+            self._recount()
+
+    def _must_do_without(self) -> bool:
+        """Return whether too few voters live for a quorum, but one of each quorum does."""
+        count, living = len(self.voters), len(self.live & self.voters)
+        quorum = self._electorate.quorum_size(count)
+        return count - quorum < living < quorum
 
     def _forget(self, peers: Iterable[PeerId], now: float) -> None:
         for peer in peers:

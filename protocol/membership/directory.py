@@ -5,9 +5,10 @@ so news reach n peers in about log(n) heartbeats. A peer signs its own record ag
 before it expires. Urgent changes are pushed at once. A peer that does not answer never delays the others, because each
 exchange is a task with its own deadline.
 
-A peer that is silent until its record expires is gone. A peer that we cannot reach twice in a row counts as gone until
-it speaks again. While no peer is live, and from time to time otherwise (each half of a partition has live peers), the
-directory tries its remembered contacts, but none that said goodbye.
+A peer that is silent until its record expires is gone. A peer that we cannot reach twice in a row, or whose machine
+says that its process has ended, counts as gone until it speaks again. While no peer is live, and from time to time
+otherwise (each half of a partition has live peers), the directory tries its remembered contacts, but none that said
+goodbye.
 """
 
 import asyncio
@@ -101,6 +102,7 @@ class PeerDirectory(MembershipServicer):
         self._call_buckets = TokenBuckets(CALL_BURST, MAX_CALLS_PER_HEARTBEAT / heartbeat)
         self._failures: Counter[PeerId] = Counter()
         self._exchanges: dict[PeerId, asyncio.Task[None]] = {}
+        self._end_checks: dict[PeerId, asyncio.Task[None]] = {}
         self._repeat_exchanges: set[PeerId] = set()
         self._unresolved: set[PeerId] = set()  # peers of which we hold another version than an update changes
         self._next_report_at = float("-inf")  # of changes to the listeners
@@ -168,6 +170,7 @@ class PeerDirectory(MembershipServicer):
         logger.debug("%s counts as gone until it speaks again: %s", peer, reason)
         self._known.table.suspect(peer)
         self._notify_listeners()
+        self._start_end_check(peer)
 
     async def run(self) -> None:
         """Gossip until cancelled. Raises KeyInUseError if another node uses our key and started earlier."""
@@ -334,6 +337,8 @@ class PeerDirectory(MembershipServicer):
         reason = describe_call_error(error)
         self._failures[peer] += 1
         is_live = peer in self.live()
+        if is_live and is_unreachable(error):
+            self._start_end_check(peer)
         if is_live and is_unreachable(error) and self._failures[peer] >= FAILURES_UNTIL_SUSPECT:
             self.suspect(peer, f"no answer in {self._failures[peer]} attempts: {reason}")
         elif is_live:
@@ -344,6 +349,21 @@ class PeerDirectory(MembershipServicer):
             tried = " ".join(self._contacts.addresses().get(peer, ()))
             level = logging.WARNING if self._contacts.should_warn(peer) else logging.DEBUG
             logger.log(level, "no answer from %s at %s (%s); trying again in %.0f s", peer, tried, reason, wait)
+
+    def _start_end_check(self, peer: PeerId) -> None:
+        if peer not in self._end_checks:
+            self._end_checks[peer] = asyncio.create_task(self._check_end(peer))
+
+    async def _check_end(self, peer: PeerId) -> None:
+        """Ask the machine of a peer that does not answer; it may be back meanwhile, with another record."""
+        table = self._known.table
+        sequence = table.sequence_of(peer)
+        try:
+            if await self._transport.has_ended(peer) and table.sequence_of(peer) == sequence:
+                table.end(peer)
+                self._notify_listeners()
+        finally:
+            self._end_checks.pop(peer, None)
 
     def _merge_records(self, message: GossipRequest | GossipReply, sender: PeerId) -> None:
         count = len(message.records) + len(message.updates)
@@ -393,7 +413,7 @@ class PeerDirectory(MembershipServicer):
         if self._report_timer is not None:
             self._report_timer.cancel()
             self._report_timer = None
-        tasks = list(self._exchanges.values())
+        tasks = [*self._exchanges.values(), *self._end_checks.values()]
         for task in tasks:
             task.cancel()
         if tasks:

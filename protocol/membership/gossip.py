@@ -36,6 +36,7 @@ LEAVE_TEXTS = {
     "left": "left",
     "expired": "is silent and counts as gone",
     "unreachable": "does not answer and counts as gone",
+    "ended": "has ended without a goodbye",
 }
 
 
@@ -45,6 +46,7 @@ class GossipTransport(Protocol):
     async def addresses(self) -> tuple[str, ...]: ...
     def introduce(self, peer: PeerId, addresses: Sequence[str], direct_port: int = 0) -> None: ...
     def forget(self, peer: PeerId) -> None: ...
+    async def has_ended(self, peer: PeerId) -> bool: ...
     def set_voters(self, voters: frozenset[PeerId]) -> None: ...
     def channel(self, peer: PeerId) -> grpc.aio.Channel: ...
 
@@ -84,13 +86,21 @@ class MembershipChanges:
 
     def __init__(self) -> None:
         self._sequences: dict[PeerId, int] = {}
+        self._ended: frozenset[PeerId] = frozenset()
 
     def since_last(
-        self, live: Mapping[PeerId, PeerRecord], departure_of: Callable[[PeerId], PeerLeft]
+        self,
+        live: Mapping[PeerId, PeerRecord],
+        departure_of: Callable[[PeerId], PeerLeft],
+        ended: frozenset[PeerId] = frozenset(),
     ) -> list[MembershipEvent]:
-        """Return an event for each peer that joined, left or changed its record."""
-        known = self._sequences
-        events: list[MembershipEvent] = [departure_of(peer) for peer in known.keys() - live.keys()]
+        """Return an event for each peer that joined, left or changed its record.
+
+        Another one follows for a peer that did not answer, once its machine says that it has ended (`ended`).
+        """
+        known, news = self._sequences, ended - self._ended
+        self._ended = ended
+        events: list[MembershipEvent] = [departure_of(peer) for peer in (known.keys() - live.keys()) | news]
         for peer, record in live.items():
             if peer not in known:
                 events.append(PeerJoined(peer, record))

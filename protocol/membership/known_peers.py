@@ -253,7 +253,7 @@ class KnownPeers:
     def notify_listeners(self) -> None:
         """Report the changes since the last call to the listeners."""
         live = {peer: record for peer, record in self.live().items() if peer != self.peer_id}
-        events = self._changes.since_last(live, self.table.departure_of)
+        events = self._changes.since_last(live, self.table.departure_of, self.table.ended())
         if not events:
             return
         for listener in self._listeners:

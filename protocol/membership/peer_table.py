@@ -51,7 +51,7 @@ class PeerUpdated:
 @dataclass(frozen=True, slots=True)
 class PeerLeft:
     peer: PeerId
-    reason: str  # "left", "expired" or "unreachable"
+    reason: str  # "left", "expired", "unreachable" or "ended"
     record: PeerRecord | None = field(default=None, compare=False)  # its last one, if it is still known
 
 
@@ -71,6 +71,7 @@ class _Entry:
     signed: Signed
     record: PeerRecord
     is_suspected: bool = False
+    has_ended: bool = False
     is_confirmed: bool = True  # its key has spoken to us, or somebody vouches for it
     other: "tuple[Signed, PeerRecord] | None" = None  # the last record of another process with the same key
     earlier: tuple[tuple[int, Signed], ...] = ()  # the versions before, with their sequences
@@ -200,6 +201,16 @@ class PeerTable:
         if entry is not None:
             self._entries[peer] = replace(entry, is_suspected=True)
 
+    def end(self, peer: PeerId) -> None:
+        """Treat a peer as not live until another record of it arrives, because its process has ended."""
+        entry = self._entries.get(peer)
+        if entry is not None and not entry.record.leaving:
+            self._entries[peer] = replace(entry, is_suspected=True, has_ended=True)
+
+    def ended(self) -> frozenset[PeerId]:
+        """Return the peers whose process has ended without a goodbye, as long as their records last."""
+        return frozenset(peer for peer, entry in self._entries.items() if entry.has_ended)
+
     def reason_left(self, peer: PeerId) -> str:
         """Return why a peer is not live."""
         entry = self._entries.get(peer)
@@ -207,6 +218,8 @@ class PeerTable:
             return "expired"
         if entry.record.leaving:
             return "left"
+        if entry.has_ended:
+            return "ended"
         return "unreachable" if entry.is_suspected else "expired"
 
     def departure_of(self, peer: PeerId) -> PeerLeft:

@@ -129,6 +129,12 @@ class DialPolicy:
             return False
         return self._host_failures.tokens_left(str(host), now) >= 1 and self._all_failures.tokens_left("", now) >= 1
 
+    def has_proved(self, peer: PeerId, endpoint: Endpoint) -> bool:
+        """Return whether this peer was the last one that proved its key at an endpoint."""
+        failures = self._failures.get(endpoint)
+        owner = failures.last_owner if failures is not None else self._proofs.get(endpoint, ("", 0.0))[0]
+        return owner == peer
+
     def is_reachable(self, host: IpAddress) -> bool:
         """Return whether an address is on the internet, in our own network or in that of our contacts."""
         if host.is_multicast or host.is_unspecified or host.is_reserved and not host.is_loopback:

@@ -160,6 +160,10 @@ class BulkTransport:
         if connections and connections.endpoint != endpoint:
             self._change_endpoint(connections, endpoint)
 
+    def endpoint_of(self, peer: PeerId) -> DirectEndpoint | None:
+        """Return where `peer` takes direct connections, None if nowhere."""
+        return self._endpoints.get(peer)
+
     def _change_endpoint(self, connections: PeerConnections, endpoint: DirectEndpoint | None) -> None:
         connections.endpoint = endpoint
         connections.path_selector.reset_direct()

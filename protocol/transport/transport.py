@@ -20,6 +20,7 @@ from protocol.recent import RecentTable
 from protocol.transport.call_guard import CallGuard, GuardedServer
 from protocol.transport.connection_supervisor import ConnectionSupervisor
 from protocol.transport.dial_policy import DialPolicy, GuardedDials, Resolver
+from protocol.transport.ended import endpoints_to_ask, refuse_all
 from protocol.transport.grpc_bridge import UNKNOWN_CALLER, Dial, InboundBridge, OutboundBridge, caller
 from protocol.transport.local_sockets import SocketFolder, retry_while_port_taken
 from protocol.transport.multipath import BulkTransport
@@ -265,6 +266,15 @@ class Transport:
         for key in [(peer, use) for use in get_args(ChannelUse)]:
             if key in self._outbound_bridges and self._outbound_bridges[key].has_failed:
                 self._supervisor.spawn(self._outbound_bridges.pop(key).close(FAILING_CALL_SECONDS))
+
+    async def has_ended(self, peer: PeerId) -> bool:
+        """Return whether the machine of a peer says that its process has ended (`ended`); takes two seconds at most."""
+        policy = self._dials.policy if self._dials is not None else None
+        routes, direct = self._addresses.get(peer, ()), self.bulk.endpoint_of(peer)
+        endpoints = endpoints_to_ask(
+            routes, direct, lambda endpoint: policy is None or policy.has_proved(peer, endpoint)
+        )
+        return await refuse_all(endpoints)
 
     def set_voters(self, voters: frozenset[PeerId]) -> None:
         """Set the peers whose calls and connections go before those of others; empty while nobody has a vote yet."""

@@ -59,6 +59,7 @@ def scenario_of(seed: int) -> Scenario:
         reducers_per_part=chance.choice([1, 2, 2]),
         strangers=random.Random(f"strangers {seed}").choice([0, 0, 1, 4]),
         trusted=random.Random(f"trusted {seed}").random() < TRUSTED_SHARE,
+        machines_answer=random.Random(f"answers {seed}").random() < 0.5,
     )
 
 

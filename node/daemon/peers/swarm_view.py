@@ -52,6 +52,7 @@ class SwarmView:
         self.has_contacts = has_contacts
         self._rng = rng
         self._left_peers = RecentTable[PeerId, PeerState](MAX_LEFT_PEERS)
+        self._ended_peers = RecentTable[PeerId, None](MAX_LEFT_PEERS)
         self._left_losses = RecentTable[PeerId, PeerRecord](MAX_LEFT_LOSSES)
         self._has_met_trainer = False  # whether another trainer was ever seen
         self._directory.subscribe(self)
@@ -129,14 +130,15 @@ class SwarmView:
         live = list(self._directory.live().items())
         self._rng.shuffle(live)
         states, left = self._admitted(peer_states(self._seen_in(live))), dict(self._left_peers)
+        ended = frozenset(self._ended_peers)
         if self._stage is None or self._missing is None:
-            return SwarmSnapshot(states, left)
+            return SwarmSnapshot(states, left, ended=ended)
         states |= kept_states_of(dict(live), self._stage)
         records = list(self._admitted_peers.standing_records().values())
         trainers = sum(record.role == "trainer" for record in records)
         missed = self._missing.missed_by_most(trainers, time.monotonic())
         steps = self._decisions.reports() if self._decisions is not None else StepReports(0)
-        return SwarmSnapshot(states, left, lowest_round(records, self._stage), missed, steps)
+        return SwarmSnapshot(states, left, lowest_round(records, self._stage), missed, ended, steps)
 
     def stage_witnesses(self) -> list[PeerId]:
         """Return peers that know the chain of our stage: its trainers, or its keepers if there is none; random order.
@@ -228,7 +230,10 @@ class SwarmView:
             return
         if isinstance(event, PeerJoined):
             self._left_peers.pop(event.peer, None)
+            self._ended_peers.pop(event.peer, None)
             self._has_met_trainer = self._has_met_trainer or record.role == "trainer"
+        elif isinstance(event, PeerLeft) and event.reason == "ended":
+            self._ended_peers[event.peer] = None
         elif isinstance(event, PeerLeft) and event.reason == "left":
             self._left_peers[event.peer] = peer_state(seen)
             if record.validation_round and self._admitted_peers.admits(event.peer, record):

@@ -92,7 +92,7 @@ class MissingPeers:
                 self._lose(event, now)
 
     def _lose(self, event: PeerLeft, now: float) -> None:
-        if event.reason == "expired":
+        if event.reason in ("expired", "ended"):
             self._silent_since[event.peer] = now - self._timing.expiry
         elif event.reason == "unreachable":  # for us; a record that others pass on brings it back
             self._silent_since[event.peer] = now

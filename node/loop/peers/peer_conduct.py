@@ -129,7 +129,8 @@ class PeerConduct:
         self._seen_excluded = self.conduct.excluded
         if excluded := self._seen_excluded:
             peers = {peer: state for peer, state in snapshot.peers.items() if peer not in excluded}
-            snapshot = SwarmSnapshot(peers, {**snapshot.left, **dict.fromkeys(excluded, PeerState(None))})
+            left = {**snapshot.left, **dict.fromkeys(excluded, PeerState(None))}
+            snapshot = replace(snapshot, peers=peers, left=left, _trainers_at={})
         self._snapshot = snapshot
         return snapshot
 

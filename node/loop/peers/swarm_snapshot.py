@@ -43,7 +43,7 @@ class SwarmSnapshot:
     """All live peers, this one included, and the peers that have left, with the state that they had.
 
     `other_stages` is the round that the other stages of a pipeline have all reached, None if nothing is known of them.
-    `missed`: peers that vanished, as most of the run sees it.
+    `missed`: peers that vanished, as most of the run sees it. `ended`: peers whose machines say that they run no more.
     `steps` says how the stages have decided exact steps.
 
     Peers are asked in the order of `peers`, so a daemon shuffles it. Virtual peers of one process
@@ -54,6 +54,7 @@ class SwarmSnapshot:
     left: Mapping[PeerId, PeerState] = field(default_factory=dict)
     other_stages: int | None = None
     missed: frozenset[PeerId] = frozenset()
+    ended: frozenset[PeerId] = frozenset()
     steps: StepReports = StepReports(0)
     _trainers_at: dict[frozenset[Digest], frozenset[PeerId]] = field(default_factory=dict, compare=False)
 
@@ -119,6 +120,7 @@ class SwarmSnapshot:
             frozenset(peer for peers_ahead in ahead for peer in peers_ahead) - avoided,
             self.trainers,
             missed=self.missed,
+            ended=self.ended,
         )
 
     def _is_behind(self, peer: PeerId, chain: Chain) -> bool:

@@ -71,6 +71,43 @@ def test_absent_voters_are_remembered_where_a_liar_is_tolerated() -> None:
     assert members.members == frozenset("abcd")
 
 
+def lose(names: str, gone: str, ended: str, electorate: Electorate) -> VoterSet:
+    members = new_voter_set(electorate)
+    members.update(MembershipChanged(frozenset(names)), 0.0)
+    members.update(MembershipChanged(frozenset(names) - set(gone), ended=frozenset(ended)), 1.0)
+    return members
+
+
+def test_nobody_waits_for_voters_whose_processes_have_ended() -> None:
+    members = lose("abcdefgh", "abc", "abc", founded_by("abcdefgh"))
+    assert members.is_quorum("defgh") and not members.is_quorum("defg"), "all that live are needed"
+    assert members.voters == frozenset("abcdefgh"), "what the dead said counts"
+    members.update(MembershipChanged(frozenset("abcdefgh")), 2.0)
+    assert not members.is_quorum("defgh"), "they are back"
+
+
+@pytest.mark.parametrize("ended", ["", "ab"])
+def test_a_voter_that_is_merely_silent_is_waited_for(ended: str) -> None:
+    """It may be on another side of a split."""
+    members = lose("abcdefgh", "abc", ended, founded_by("abcdefgh"))
+    for now in (5.0, MEMORY):
+        members.advance(now)
+        assert not members.is_quorum("defgh")
+    members.advance(MEMORY + 1.1)
+    assert members.is_quorum("defgh")
+
+
+def test_dead_voters_are_remembered_where_they_may_have_decided_without_the_others() -> None:
+    """Six of eight decide: of three that live, one has voted with them; of two, perhaps none."""
+    assert lose("abcdefgh", "abcde", "abcde", founded_by("abcdefgh")).is_quorum("fgh")
+    assert not lose("abcdefgh", "abcdef", "abcdef", founded_by("abcdefgh")).is_quorum("gh")
+
+
+def test_dead_voters_are_remembered_while_a_quorum_is_left() -> None:
+    members = lose("abcdefgh", "ab", "ab", founded_by("abcdefgh"))
+    assert members.members == frozenset("abcdefgh") and members.is_quorum("cdefgh")
+
+
 def test_a_few_deaths_let_no_straggler_hold_up_a_round() -> None:
     members = voter_set("abcdefg", "xyz", trusting("abcdefgxyz"))
     assert members.is_quorum("bcdefg") and members.is_quorum("bcdefa") and not members.is_quorum("bcdef")

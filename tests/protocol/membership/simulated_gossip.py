@@ -63,6 +63,8 @@ class FakeNetwork:
         self.directories: dict[str, PeerDirectory] = {}
         self.dead: set[str] = set()
         self.frozen: set[str] = set()
+        self.ended: set[str] = set()  # whose machines say that they are dead
+        self.asked_machines: list[str] = []
         self.calls: list[tuple[str, str]] = []
 
     async def call(self, source: str, target: str, request: GossipRequest, seconds: float) -> GossipReply:
@@ -97,6 +99,10 @@ class FakeTransport:
     def forget(self, peer: str) -> None:
         self.introduced.pop(peer, None)
         self.forgotten.append(peer)
+
+    async def has_ended(self, peer: str) -> bool:
+        self.network.asked_machines.append(peer)
+        return peer in self.network.ended
 
     def set_voters(self, voters: frozenset[str]) -> None:
         pass

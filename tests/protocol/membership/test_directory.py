@@ -145,6 +145,41 @@ async def test_peer_is_suspected_after_two_failures_until_it_speaks_again(swarm:
     assert isinstance(events[-1], PeerJoined | PeerUpdated)
 
 
+async def test_peer_whose_machine_says_that_it_is_dead_is_gone_at_once(swarm: GossipSwarm) -> None:
+    """At the first call that fails; one that does not answer is told apart, and nobody asks after those that do."""
+    peers = start_chain(swarm, 3, expiry=60.0)
+    events = EventRecorder()
+    peers[0].subscribe(events)
+    await until(lambda: all_see(peers, peers))
+    dead = peers[2].peer_id
+    swarm.network.ended.add(dead)
+    swarm.kill(peers[2])
+    peers[0]._failures[dead] = -1000  # as if its first failures were to come yet
+    await until(lambda: all_see(peers[:1], peers[:2]), 5.0)
+    assert PeerLeft(dead, "ended") in events and PeerLeft(dead, "unreachable") not in events
+    assert set(swarm.network.asked_machines) == {dead}
+
+
+async def test_peer_that_did_not_answer_is_reported_again_once_its_machine_says_that_it_is_dead(
+    swarm: GossipSwarm,
+) -> None:
+    peers = start_chain(swarm, 2, expiry=60.0)
+    events = EventRecorder()
+    peers[0].subscribe(events)
+    await until(lambda: all_see(peers, peers))
+    other = peers[1].peer_id
+    peers[0].suspect(other, "it does not take messages")
+    await until(lambda: not peers[0]._end_checks)
+    swarm.network.ended.add(other)
+    peers[0]._start_end_check(other)
+    await until(lambda: PeerLeft(other, "ended") in events)
+    assert PeerLeft(other, "unreachable") in events
+    swarm.network.ended.clear()
+    peers[1].publish(urgent=True, step=5)
+    await until(lambda: all_see(peers, peers))
+    assert isinstance(events[-1], PeerJoined | PeerUpdated), "it has spoken"
+
+
 async def test_frozen_peer_does_not_delay_the_others(swarm: GossipSwarm) -> None:
     peers = start_chain(swarm, 5, expiry=60.0)
     await until(lambda: all_see(peers, peers))

@@ -48,10 +48,19 @@ class Gossip:
         """Return whether another peer is on a chain that is not ours."""
         return any(not self._peer.chain.has_head(head.digest) for head in self.snapshot().peers_by_head)
 
+    def ended(self) -> frozenset[PeerId]:
+        """Return the peers whose machines say that they run no more."""
+        peer, link = self._peer, self._peer.network.link
+        if not peer.network.scenario.machines_answer:
+            return frozenset()
+        dead = sorted(self.records.keys() & link.dead)
+        return frozenset(name for name in dead if link.is_open(peer.name, name) and link.is_open(name, peer.name))
+
     def snapshot(self) -> SwarmSnapshot:
-        peer = self._peer
+        peer, ended = self._peer, self.ended()
         oldest = peer.network.now - peer.network.scenario.expiry
         records = sorted(self.records.items())
         own = PeerState(peer.chain.head, state_of(peer.chain.head).digest)
-        others = {name: PeerState(head, state_of(head).digest) for name, (head, heard) in records if heard >= oldest}
-        return SwarmSnapshot({peer.name: own, **others, **dict.fromkeys(peer.swarm.strangers, own)})
+        heads = {name: head for name, (head, heard) in records if heard >= oldest and name not in ended}
+        others = {name: PeerState(head, state_of(head).digest) for name, head in heads.items()}
+        return SwarmSnapshot({peer.name: own, **others, **dict.fromkeys(peer.swarm.strangers, own)}, ended=ended)

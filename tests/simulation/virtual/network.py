@@ -64,6 +64,7 @@ class Scenario:
     reducers_per_part: int = 2
     strangers: int = 0  # keys that announce the head of each peer and do nothing else
     trusted: bool = False  # whether the peers trust one another, so that a majority decides
+    machines_answer: bool = False  # whether the machine of a peer that died says so to whom asks
 
     @property
     def rule(self) -> AdmissionSection:
@@ -112,7 +113,11 @@ class LinkState:
 
     def can_receive(self, sender: PeerId, receiver: PeerId) -> bool:
         """Whether what `sender` sent before arrives."""
-        if receiver in self.dead or (sender, receiver) in self.blocked:
+        return receiver not in self.dead and self.is_open(sender, receiver)
+
+    def is_open(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Whether the machine of one reaches that of the other, whatever runs there."""
+        if (sender, receiver) in self.blocked:
             return False
         return not self.islands or self.islands.get(sender, 0) == self.islands.get(receiver, 0)
 

@@ -119,6 +119,17 @@ def test_who_said_good_bye_has_departed_until_it_joins_again(monkeypatch: pytest
     assert membership(members).departed == {"d", "e"}
 
 
+def test_whose_process_has_ended_is_known_to_be_dead_until_it_joins_again() -> None:
+    directory = FakeDirectory()
+    members = members_of(directory)
+    directory.tell(PeerLeft("a", "ended"))
+    directory.tell(PeerLeft("b", "unreachable"))
+    found = membership(members)
+    assert found.ended == {"a"} and found.departed == frozenset(), "it may come back with what it voted for"
+    directory.tell(PeerJoined("a", PeerRecord()))
+    assert membership(members).ended == frozenset()
+
+
 def test_who_rests_is_at_this_round_and_known_to_rest() -> None:
     directory = FakeDirectory()
     directory.records["a"] = PeerRecord(role="trainer", digest=genesis_head(RUN_ID).digest, resting=True)

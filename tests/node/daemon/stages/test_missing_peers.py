@@ -20,6 +20,7 @@ def missing(*events: MembershipEvent) -> MissingPeers:
 
 def test_most_of_a_run_misses_a_peer_whose_record_expired() -> None:
     assert missing(left("a", "expired")).missed_by_most(7, 100.0) == {"a"}
+    assert missing(left("a", "ended")).missed_by_most(7, 100.0) == {"a"}, "its machine says so"
 
 
 def test_the_halves_of_a_split_run_miss_nobody() -> None:
