@@ -307,13 +307,14 @@ class RoundLoop:
         return True
 
     def _assemble(self, now: float) -> bool:
-        """Wait for enough peers; a run that has already begun waits for a limited time only.
+        """Wait for enough peers; in a run that has already begun only while we are alone, and for a limited time.
 
         The first round needs trainers that are ready: one that still starts would miss rounds from the first one on.
         """
         needed, here = self._options.min_peers, len(self._snapshot.trainers)
         present = here - len(self._snapshot.resting) if self.chain.round == 0 else here
-        is_patient = self.chain.round == 0 or self._patience_ends is None or now < self._patience_ends
+        is_alone = not self._snapshot.trainers - {self._peer_id}
+        is_patient = self.chain.round == 0 or is_alone and (self._patience_ends is None or now < self._patience_ends)
         if present < needed and is_patient:
             self._actions.report_phase("waiting for peers", reports.waiting(here, present, needed))
             return not self._syncing.is_asking and self._syncing.is_behind(now) and self._begin_sync(now)

@@ -19,11 +19,13 @@ class EarlySubmitPolicy:
     """The time at which the machine asks for an early contribution.
 
     It asks `margin_seconds` before the grace of the others ends, provided that one of them has contributed at least
-    `min_full_tokens`.
+    `min_full_tokens`. `awaits_half`: the grace begins once half of them have contributed; for a peer that has come in
+    the middle of the round it begins with the first one, so that the others need not wait until it has made all steps.
     """
 
     margin_seconds: float
     min_full_tokens: int
+    awaits_half: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ few steps, in rounds too short for peers that make all.
 
 A peer that has not contributed when the grace of the others is about to end is asked for its contribution
 (`EarlySubmitPolicy.margin_seconds`). This is more than noise: such a round alone determines the steps of the next one.
+In the first round of which a peer sees the end it is asked once the first of the others has waited for so long: peers
+that come back all the time would otherwise make each round longer by all the steps that they make.
 A slow peer whose single step takes about as long as the grace does not count steps, because it could come so early
 that the grace of the others ends before they have contributed: it is asked as soon as they have. Times are those of
 the caller's clock, in seconds.
@@ -61,6 +63,7 @@ class Pacing:
         self._totals: tuple[int, float] | None = None
         self._coarse = COARSE_STEP_OF_PAIR
         self._in_time = dict[int, frozenset[PeerId]]()  # by round number, of the last round only
+        self._has_ended_round = False  # one that this process was in until its end
         self._reset_round(0, 0.0)
 
     def _reset_round(self, number: int, now: float) -> None:
@@ -101,7 +104,8 @@ class Pacing:
 
     def early_submit_policy(self, number: int) -> EarlySubmitPolicy:
         """Return the time at which the round asks for an early contribution."""
-        return EarlySubmitPolicy(self._margin_seconds(), self._min_full_tokens(number))
+        is_new = number > 0 and not self._has_ended_round
+        return EarlySubmitPolicy(self._margin_seconds(), self._min_full_tokens(number), awaits_half=not is_new)
 
     def record_steps(self, step: int, seconds: float) -> None:
         """Record the trainer's total inner steps, and the total seconds that it computed for them."""
@@ -140,6 +144,7 @@ class Pacing:
             arrival_times: the time at which each full contribution of other peers arrived.
             in_time: the peers on the roster.
         """
+        self._has_ended_round = True
         # In a pair, the first contribution starts the grace.
         self._coarse = COARSE_STEP if len(arrival_times) > 1 else COARSE_STEP_OF_PAIR
         in_time_before, self._in_time = self._in_time.get(self._number - 1), {self._number: frozenset(in_time)}

@@ -190,14 +190,15 @@ class RoundState:
             self._early_submit_policy is None
             or self.early_submit_requested
             or self.contributed_at is not None
-            or self.half_contributed_since is None
+            or not self.full_arrival_times
         ):
             return None
-        if not self.full_arrival_times:
+        policy, half_since = self._early_submit_policy(self.number), self.half_contributed_since
+        if policy.awaits_half and half_since is None:
             return None
-        margin = self._early_submit_policy(self.number).margin_seconds
-        grace_begins = max(min(self.full_arrival_times.values()), self.half_contributed_since)
-        return grace_begins + max(0.0, self.settings.grace - margin)
+        first = min(self.full_arrival_times.values())
+        grace_begins = max(first, half_since) if policy.awaits_half and half_since is not None else first
+        return grace_begins + max(0.0, self.settings.grace - policy.margin_seconds)
 
     def roster_due_at(self) -> float | None:
         """Return the time, past or future, at which a roster is due, or `None` if none is in sight."""

@@ -87,6 +87,15 @@ def test_run_begins_with_enough_peers_and_goes_on_with_fewer() -> None:
     assert resumed.loop.session.is_open
 
 
+def test_who_comes_back_beside_another_trainer_goes_on_at_once() -> None:
+    """The others may wait for its vote. The control, alone, is above."""
+    peer = LoopUnderTest(min_peers=3, expiry=10.0)
+    peer.chain.append(chain_of(1)[1][0])
+    peer.meet(friend=PeerState(peer.chain.head))
+    peer.start()
+    assert peer.loop.session.is_open
+
+
 def test_first_round_waits_for_trainers_that_are_ready() -> None:
     """Control: later rounds do not."""
     peer = LoopUnderTest(min_peers=2, expiry=10.0)

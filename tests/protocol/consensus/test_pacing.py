@@ -231,3 +231,15 @@ def test_who_has_time_for_less_than_a_step_reads_that_it_makes_one() -> None:
     pacing.record_early_request(2.0)
     pacing.close_round({"one": 0.0, "another": 0.0}, ())
     assert pacing.steps_for(1) == 1 and pacing.describe(1).startswith(f"1 of {FULL} steps per round")
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_only_who_comes_into_a_run_that_goes_on_waits_for_no_half(number: int) -> None:
+    """It is behind at first, perhaps, and opens a round that the others have ended."""
+    pacing = FakeMachine(1.0).pacing
+    for opened in (number, number + 1):
+        pacing.open_round(opened, 0.0)
+        assert pacing.early_submit_policy(opened).awaits_half == (opened == 0)
+    pacing.close_round({}, [])
+    pacing.open_round(number + 2, 10.0)
+    assert pacing.early_submit_policy(number + 2).awaits_half

@@ -13,10 +13,10 @@ from tests.simulation.virtual.network import make_contribution, make_signer
 class EarlySubmitCluster(Cluster):
     """All machines are asked `reserve` seconds before the grace ends, for the sake of `whole` tokens."""
 
-    reserve, whole = 0.5, 1
+    reserve, whole, awaits_half = 0.5, 1, True
 
     def new_machine(self, name: PeerId, seen: dict[PeerId, float] | None = None) -> RoundMachine:
-        settings, urgency = self.scenario.settings(), EarlySubmitPolicy(self.reserve, self.whole)
+        settings, urgency = self.scenario.settings(), EarlySubmitPolicy(self.reserve, self.whole, self.awaits_half)
         start = RoundStart(0, BASE, seen or {})
         return RoundMachine(
             settings, name, start, make_signer(name), self.now, early_submit_policy=lambda number: urgency
@@ -70,3 +70,16 @@ def test_who_has_offered_is_not_asked() -> None:
     table.contribute(table.names[1])
     table.elapse(2 * table.scenario.settings().grace)
     assert table.asked_early() == [], "one of three is not yet half"
+
+
+def test_who_came_in_the_middle_of_a_round_is_asked_before_half_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is the control: the others wait until half of them have contributed."""
+    monkeypatch.setattr(EarlySubmitCluster, "awaits_half", False)
+    table = EarlySubmitCluster(3, "gather")
+    grace = table.scenario.settings().grace
+    first, *others = table.names
+    table.contribute(first)
+    table.elapse(grace - 0.8)
+    assert table.asked_early() == []
+    table.elapse(0.8)
+    assert sorted(table.asked_early()) == sorted(others)
