@@ -11,6 +11,7 @@ so that no thread waits for another). A card trains one way after the other, so 
     compiled_ratio   the same, both compiled
     compiled_gain    our compiled step over the plain eager loop
     fp8_gain         our compiled step with products in fp8 over the one without, on a card that has them
+    small_gain       our compiled step with `--memory-mode small` (moments of 8 bits) over the one without, on a card
     mfu              share of the device's peak in bf16, for devices whose peak is known
     bytes            per parameter at the peak, on a card (docs/results/memory.md has a CPU's)
 
@@ -41,6 +42,7 @@ from node.run_dir import write_atomically
 from node.trainer.devices.device import autocast_context, choose_device, device_class
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
+from optim.inner.eight_bit import EightBitAdamW
 from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import TrainSection
 
@@ -48,12 +50,13 @@ ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results" / "device.json"
 PAGE: Final = ROOT / "docs" / "results" / "devices.md"
 PEAKS: Final = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s in bf16, dense
-WAYS: Final = ("plain", "ours", "plain compiled", "ours compiled", "ours compiled fp8")
+WAYS: Final = ("plain", "ours", "plain compiled", "ours compiled", "ours compiled fp8", "ours compiled small")
 RATIOS: Final = {
     "ratio": ("ours", "plain"),
     "compiled_ratio": ("ours compiled", "plain compiled"),
     "compiled_gain": ("ours compiled", "plain"),
     "fp8_gain": ("ours compiled fp8", "ours compiled"),
+    "small_gain": ("ours compiled small", "ours compiled"),
 }
 WARM_STEPS, LEAST_STEPS, STEPS_OF_A_CARD = 2, 3, 20
 MAX_SECONDS: Final = 3600  # of a size, with compilation
@@ -90,6 +93,7 @@ SIZES: Final = {
     "124M": _size(768, 12, 1024, 50_304, 64, 32),
     "0.6B": _size(1536, 20, 2048, 50_304, 32, 8),
     "1B": _size(2048, 18, 2048, 50_304, 16, 4),
+    "3B": _size(2560, 34, 2048, 50_304, 8, 2),
 }
 DEFAULT_SIZES: Final = {"cpu": ("10M", "25M"), "cuda": ("124M", "0.6B", "1B")}
 
@@ -168,6 +172,8 @@ def measure(size: Size, device: torch.device, words: argparse.Namespace) -> Row:
 def can_measure(way: str, device: torch.device) -> bool:
     if way.endswith("fp8") and not has_fp8(device):
         return False
+    if way.endswith("small") and device.type != "cuda":
+        return False
     return device.type == "cuda" or has_compiler() or "compiled" not in way
 
 
@@ -182,7 +188,7 @@ def build_steps(ways: Sequence[str], size: Size, device: torch.device) -> dict[s
         model.use_memory(weights, None if is_plain else gradient)
         if way.endswith("fp8"):
             model.multiply_in_fp8()
-        steps[way] = PlainLoop(model, size, is_compiled) if is_plain else OurLoop(model, size)
+        steps[way] = PlainLoop(model, size, is_compiled) if is_plain else OurLoop(model, size, way.endswith("small"))
     return steps
 
 
@@ -213,9 +219,9 @@ def is_enough(turns: int, passed: float, seconds: float, device: torch.device) -
 class OurLoop:
     """A trainer's step: accumulation into one flat gradient, clipping, our AdamW over the flat vector."""
 
-    def __init__(self, model: LanguageModel, size: Size) -> None:
+    def __init__(self, model: LanguageModel, size: Size, has_small_memory: bool = False) -> None:
         self._model, self._size, self._count = model, size, 0
-        self._optimizer = InnerOptimizer(model, TRAIN, AdamW())
+        self._optimizer = InnerOptimizer(model, TRAIN, EightBitAdamW() if has_small_memory else AdamW())
 
     def __call__(self, windows: Tensor) -> None:
         accumulate_gradient(self._model, windows, self._size.microbatch)

@@ -153,7 +153,7 @@ class SumTest:
 
         The additional one keeps the test from expecting that rare near ties never occur.
         """
-        kept = torch.cat((honest.double().clamp(max=cap), torch.tensor([cap], dtype=torch.float64)))
+        kept = torch.cat((honest.double().clamp(max=cap), honest.new_full((1,), cap, dtype=torch.float64)))
         return cls(float(kept.mean()), float(kept.var(correction=0)), cap, false_alarms)
 
     def limit(self, count: int) -> float:

@@ -34,6 +34,7 @@ WEIGHT: Final = ".weight"
 INT8_LARGEST: Final = 127
 BLOCK: Final = 64
 LEAST_SCALE: Final = 1e-30
+PAIR_BYTES: Final = 4 * 2 * 256  # of the table of a matrix in nf4
 LEVELS: Final = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -128,14 +129,17 @@ def compress(matrix: Tensor, kind: FrozenType) -> Held:
 
 
 def _compress_nf4(matrix: Tensor) -> Held:
-    """Return two codes a byte (O, blocks, 32), scales in bf16 (O, blocks, 1), and a tensor as long as a row."""
+    """Return two codes a byte (O, blocks, 32), scales in bf16 (O, blocks, 1), a tensor as long as a row, and `_pairs`.
+
+    A table that each product made on a card would let the processor wait for it.
+    """
     rows, columns = matrix.shape
     blocks = F.pad(matrix, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     scales = blocks.abs().amax(dim=-1, keepdim=True).clamp(min=LEAST_SCALE).bfloat16()
     levels = torch.tensor(LEVELS)
     borders = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(blocks / scales, borders).to(torch.uint8)
-    return codes[..., 0::2] << 4 | codes[..., 1::2], scales, torch.empty(columns, 0)
+    return codes[..., 0::2] << 4 | codes[..., 1::2], scales, torch.empty(columns, 0), _pairs()
 
 
 def expand(held: Held, dtype: torch.dtype) -> Tensor:
@@ -145,15 +149,15 @@ def expand(held: Held, dtype: torch.dtype) -> Tensor:
             return matrix.to(dtype)
         case (codes, scales):
             return (codes * scales).to(dtype)
-        case (packed, scales, shape):
-            pairs = (_pairs(packed.device)[packed.int()].flatten(-2) * scales).flatten(1)
-            return pairs[:, : len(shape)].to(dtype)
+        case (packed, scales, shape, pairs):
+            values = (pairs[packed.int()].flatten(-2) * scales).flatten(1)
+            return values[:, : len(shape)].to(dtype)
     raise ValueError("no matrix is held so")
 
 
-def _pairs(device: torch.device) -> Tensor:
+def _pairs() -> Tensor:
     """Return the two values (256, 2) of each byte."""
-    levels, byte = torch.tensor(LEVELS, device=device), torch.arange(256, device=device)
+    levels, byte = torch.tensor(LEVELS), torch.arange(256)
     return torch.stack((levels[byte >> 4], levels[byte & 15]), dim=-1)
 
 
@@ -206,7 +210,7 @@ def _held_bytes(shape: tuple[int, ...], kind: FrozenType) -> int:
         case "int8":
             return math.prod(shape) + 4 * shape[0]
         case "nf4":
-            return shape[0] * -(-shape[1] // BLOCK) * (BLOCK // 2 + 2)
+            return shape[0] * -(-shape[1] // BLOCK) * (BLOCK // 2 + 2) + PAIR_BYTES
 
 
 def add_adapter(weights: Mapping[str, Tensor], factors: Mapping[str, Tensor], adapter: AdapterSection) -> None:
