@@ -163,8 +163,10 @@ class SumTest:
         return count * self.mean + linear + math.sqrt(linear * linear + 2 * spread * need)
 
     def accepts(self, margins: Tensor) -> bool:
-        """Check the margins (T,) of one text, or of all texts of a peer together."""
-        return float(margins.double().clamp(max=self.cap).sum()) <= self.limit(len(margins))
+        """Check the margins (T,) of one text, or of all texts of a peer together; none may be above the cap."""
+        return bool((margins <= self.cap).all()) and float(margins.double().clamp(max=self.cap).sum()) <= self.limit(
+            len(margins)
+        )
 
 
 class Advantages(NamedTuple):

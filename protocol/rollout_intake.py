@@ -56,7 +56,7 @@ class RolloutIntake:
     def __post_init__(self) -> None:
         self._round = 0
         self._trainers = dict[int, frozenset[PeerId]]()
-        self._makers = dict[PeerId, _Maker]()
+        self._makers = RecentTable[PeerId, _Maker](4 * MAX_MAKERS)
         self._pool = list[SignedGroup]()
 
     def restart(self, cursors: Cursors) -> None:
@@ -82,7 +82,7 @@ class RolloutIntake:
 
     def wanted(self, makers: Iterable[PeerId]) -> dict[PeerId, Place]:
         """Return from which place on to ask each of these makers; none while the pool is full."""
-        if len(self._pool) >= self.capacity:
+        if self.is_full:
             return {}
         found = dict[PeerId, Place]()
         for maker in makers:
@@ -118,6 +118,10 @@ class RolloutIntake:
         self.refused[maker] = reason
         self._pool = [each for each in self._pool if each.maker != maker]
         return True
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._pool) >= self.capacity
 
     @property
     def waiting(self) -> int:

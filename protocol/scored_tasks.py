@@ -13,6 +13,7 @@ bounded time, whatever the text is.
 
 import ast
 import hashlib
+import itertools
 import re
 import string
 from abc import ABC, abstractmethod
@@ -71,6 +72,10 @@ class ScoredTask(ABC):
         answer = last_line(text)
         return self._score(question, answer) if answer and len(answer) <= MAX_ANSWER else 0.0
 
+    def right_answer(self, question: Question) -> str:
+        """Return an answer with the score 1."""
+        return "".join(question.solution)
+
     @abstractmethod
     def _score(self, question: Question, answer: str) -> float:
         """Score an answer of at most `MAX_ANSWER` characters."""
@@ -105,6 +110,9 @@ class Sort(ScoredTask):
         numbers = [draws.between(0, 99) for _ in range(draws.between(3, 5))]
         return Question(self.name, f"sort {' '.join(map(str, numbers))}\n", tuple(map(str, sorted(numbers))))
 
+    def right_answer(self, question: Question) -> str:
+        return " ".join(question.solution)
+
     def _score(self, question: Question, answer: str) -> float:
         return share_in_place(question.solution, tuple(answer.split(" ")))
 
@@ -138,6 +146,18 @@ class Countdown(ScoredTask):
         return Question(
             self.name, f"make {target} of {' '.join(map(str, numbers))}\n", (str(target), *map(str, numbers))
         )
+
+    def right_answer(self, question: Question) -> str:
+        for numbers in itertools.permutations(question.solution[1:]):
+            for signs in itertools.product("+-*", repeat=2):
+                first, second, third = numbers
+                for text in (
+                    f"({first} {signs[0]} {second}) {signs[1]} {third}",
+                    f"{third} {signs[1]} ({first} {signs[0]} {second})",
+                ):
+                    if self._score(question, text) == 1.0:
+                        return text
+        raise ValueError("a question without an answer")
 
     def _score(self, question: Question, answer: str) -> float:
         found = evaluate(answer)

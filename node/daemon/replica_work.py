@@ -7,6 +7,7 @@ from node.daemon.audits.auditor import Auditor
 from node.daemon.inbox import Inbox
 from node.daemon.node_network import NodeNetwork
 from node.daemon.peers.replica_peers import ReplicaPeers
+from node.daemon.rollouts import RolloutFeed
 from node.daemon.stages.build import build_stage, stage_config
 from node.daemon.state.checkpointer import Checkpointer
 from node.daemon.state.contributions import ContributionIntake
@@ -75,6 +76,10 @@ class ReplicaWork:
         )
         pacing = self._session.pacing
         self.trainer = TrainerLink(self._process, state.anchors, intake, pacing.steps_for, self._on_message, status)
+        self.rollouts: RolloutFeed | None = None
+        if state.manifest.rl is not None:
+            send = self._process.send
+            self.rollouts = RolloutFeed(node, state, peers.swarm_view, send, inbox, status)
         self.checkpointer = Checkpointer(
             state, self.trainer.wait_until_applied, self._requested_digests, self._held_digests, status
         )
@@ -97,7 +102,9 @@ class ReplicaWork:
         return TrainerProcess(state.shared_memory, config, self.stage.memory if self.stage else None)
 
     def open(self) -> None:
-        """Serve the stage; call it on the network."""
+        """Serve the stage and fetch rollouts; call it on the network."""
+        if self.rollouts is not None:
+            self.rollouts.start()
         if self.stage is not None:
             self.stage.start(self._process.send)
 
@@ -112,6 +119,8 @@ class ReplicaWork:
             self.stage.stop()
         if self.auditor is not None:
             self.auditor.stop()
+        if self.rollouts is not None:
+            self.rollouts.stop()
         await self.trainer.stop(self._state.replicated.chain.round, evaluates=evaluates)
         await self._state.anchors.finish_change()
 
@@ -131,6 +140,8 @@ class ReplicaWork:
         directory = self._node.directory
         if self.stage is not None:
             self.stage.on_trainer_message(message)
+        if self.rollouts is not None:
+            self.rollouts.on_trainer_message(message)
         self._status.on_trainer_message(message)
         match message:
             case TrainerProgress():

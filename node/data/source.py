@@ -9,6 +9,7 @@ from node.data.chat import LONG_TALK, ChatEncoder, open_encoder
 from node.data.conversations import open_conversations
 from node.data.corpus import UNCOUNTED, Corpus, SourceText
 from node.data.huggingface import open_huggingface
+from node.data.questions import open_questions
 from node.data.skipped_rows import SkipLog, name_source_faults
 from node.data.text_files import open_files
 from node.data.token_shards import open_tokens
@@ -42,6 +43,8 @@ def open_source(source: SourceSection, data: DataSection, base: Path, log: SkipL
         if source.source == "tokens":
             return open_tokens(source, base, data.validation_share, tokenizer_digest(data.tokenizer, base))
         encoder = open_encoder(data, base)
+        if source.source == "questions":
+            return open_questions(source, encoder, data.validation_share)
         if isinstance(encoder, ChatEncoder):
             return open_conversations(source, base, encoder, data.validation_share, log)
         open_texts = open_huggingface if source.source == "hf" else open_files

@@ -41,6 +41,7 @@ RecoveredErrorKind = Literal[
     "not applied",  # a committed round: its state is fetched later
     "state differs",  # from the others' at the same point of the chain: theirs is fetched
     "trainer late",  # it did not apply an anchor in time
+    "rollouts refused",  # of a peer whose groups failed their checks
     "sent again",  # a contribution of the chain that was left
     "contribution missing",  # from the disk: it is not submitted again
     "checkpoint skipped",

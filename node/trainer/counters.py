@@ -102,6 +102,7 @@ class Counters(_CounterModel):
     began: NonNegativeInt = 0  # age of the run in inner steps when this trainer joined
     position: NonNegativeInt = 0
     since_message: StepTotals = StepTotals()
+    learned: tuple[tuple[str, int, int], ...] = ()  # maker, round and serial after its last group, of rollouts
     ledger: str = ""  # microbatches of these steps, at a stage of a pipeline
     contributed: str = ""  # those of the last contribution
     routed: tuple[NonNegativeInt, ...] = ()  # tokens of each expert since it was sent; empty if all are sent

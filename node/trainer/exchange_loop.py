@@ -181,6 +181,7 @@ class ExchangeLoop(ABC):
                 exact_step=counters.exact_step,
                 evaluates=self.evaluates,
                 start=self._config.start,
+                learned=counters.learned,
             )
         )
         if outstanding:

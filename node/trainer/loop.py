@@ -46,9 +46,11 @@ from node.trainer.ipc.channel import (
     TrainerProgress,
     TrainerWarning,
 )
+from node.trainer.ipc.rollout_messages import RolloutFound, RolloutsWanted
 from node.trainer.ipc.shared_memory import SharedMemory
 from node.trainer.ipc.stage_messages import ComputeStage, DrawMicrobatch, DropStageSum, StageCommand, TakeStageStep
 from node.trainer.live import LiveVectors, live_vectors
+from node.trainer.reinforcement import RolloutLearner
 from node.trainer.site.messages import own_version
 from node.trainer.stages.faulty_stage import build_stage_work
 from node.trainer.stages.stage_work import EXACT_READER, StageWork, stage_train
@@ -56,7 +58,7 @@ from node.trainer.state import TrainerState
 from optim.exchange import ContributionEncoder
 from optim.round_plan import RoundPlanner
 from protocol.audits import Conditions
-from protocol.errors import MurmurError
+from protocol.errors import DeviceError, MurmurError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import TrainSection
 
@@ -124,6 +126,8 @@ class Trainer(ExchangeLoop):
             self._stage.start = config.start
             self._stage.begin_step(counters.round)
         self._text = self._corpus.fingerprint(manifest.model.context) if manifest.audits.share else ""
+        self._learner = self._build_learner(config) if manifest.rl is not None else None
+        self._rollouts_since = time.monotonic()  # the last step or anchor
         self._skipped_in_a_row = 0
         self._gradient_norm = 0.0  # of the newest step
 
@@ -136,6 +140,17 @@ class Trainer(ExchangeLoop):
         self._note_compiled(config, channel, fault)
         self._optimizer = InnerOptimizer(self._model, self._manifest.train, program.method.inner)
         return live_vectors(self._model, self._optimizer, has_open_gradient=has_open_gradient)
+
+    def _build_learner(self, config: TrainerConfig) -> RolloutLearner:
+        if self.ranks > 1:
+            raise DeviceError("a run with [rl] trains on one device; leave out --devices, or name one")
+        device = device_class(self._device, self._is_compiled, self.ranks, config.options)
+        learner = RolloutLearner(self._manifest, Path(config.base), self._model, device)
+        learner.keep_policy(self._state.counters.round, self._anchor_weights(self._state.counters.round))
+        return learner
+
+    def _anchor_weights(self, round_number: int) -> Tensor:
+        return self._shared_memory.anchor(round_number)[: self._model.flat.numel()]
 
     def _note_compiled(self, config: TrainerConfig, channel: TrainerChannel, fault: str) -> None:
         self._is_compiled = config.options.compile and not fault
@@ -220,7 +235,7 @@ class Trainer(ExchangeLoop):
         if self._ranks is not None:
             measured = [self._ranks.measure_loss(round_number, held.batches) for held in self._held_out]
             return combine_sources(self._held_out, measured)
-        weights = self._shared_memory.anchor(round_number)[: self._model.flat.numel()]
+        weights = self._anchor_weights(round_number)
         with uncompiled(self._is_compiled):
             return validate(self._model, weights, self._held_out)
 
@@ -233,6 +248,10 @@ class Trainer(ExchangeLoop):
         if command.settings is not None:
             self._optimizer.train = self._train_of(command.settings)
             self._batches.weights = command.settings.weights
+        if self._learner is not None:
+            weights = self._anchor_weights(command.round)
+            self._learner.keep_policy(command.round, weights, is_other_chain=command.is_other_chain)
+            self._rollouts_since = time.monotonic()
 
     def poll_commands(self) -> None:
         if self._site and (newcomer := self._site.newcomer):
@@ -245,12 +264,16 @@ class Trainer(ExchangeLoop):
         self._update_pause()
         if (self._pause.is_paused or super().reason_to_wait()) and not (self._stage and self._stage.is_offer_due):
             return "pause"
+        if self._learns_rollouts and not self._has_rollouts():
+            return "idle"
         return "idle" if self._stage is not None and not self._stage.is_step_due else None
 
     def handle_other(self, command: ToTrainer) -> None:
         match command:
             case DrawMicrobatch() | ComputeStage() | TakeStageStep() | DropStageSum() if self._stage:
                 self._serve_stage(self._stage, command)
+            case RolloutFound() if self._learner:
+                self._learner.receive(command.maker, command.body)
             case _:
                 super().handle_other(command)
 
@@ -283,8 +306,57 @@ class Trainer(ExchangeLoop):
         if reason is not None:
             self._channel.send(PauseChanged(reason=reason))
 
+    @property
+    def _learns_rollouts(self) -> bool:
+        """Return whether the steps of the round are made of rollouts."""
+        rl = self._manifest.rl
+        return rl is not None and rl.has_begun(self._state.counters.round)
+
+    def _has_rollouts(self) -> bool:
+        """Return whether a step of rollouts may begin: with a whole batch, or with the groups that came in time.
+
+        If none came in time, the steps that were made are sent, so that nobody waits for rollout peers that are gone.
+        """
+        assert self._learner is not None and self._manifest.rl is not None
+        if missing := self._learner.request():
+            self._channel.send(RolloutsWanted(count=missing))
+        if self._learner.waiting >= self._manifest.rl.groups:
+            return True
+        if time.monotonic() - self._rollouts_since < self._manifest.rl.wait_seconds:
+            return False
+        if not self._learner.waiting and self._state.counters.since_message.steps:
+            self._step_target.set(self._state.counters.round, 1)
+        return bool(self._learner.waiting)
+
+    def _take_rollout_step(self, learner: RolloutLearner) -> None:
+        """Make one inner step of rollouts; one whose groups have no variance counts, and changes no weight."""
+        counters, position = self._state.counters, self._batches.position
+        with self._timer.measure("compute"), uncompiled(self._is_compiled):
+            lookahead = self._optimizer.lookahead_weights(counters.step)
+            made = learner.learn(counters.round, self._microbatch, counters.learned, lookahead)
+            norm: float | None = 0.0
+            if made.has_gradient:
+                norm = self._state.take_step(made.tokens, made.loss, position, learned=made.learned)
+            elif made.tokens:
+                self._state.count_step(made.tokens, made.loss, position, learned=made.learned)
+            self._optimizer.clear_gradient()
+        self._rollouts_since = time.monotonic()
+        if norm is None or not made.tokens:
+            self._state.update(learned=made.learned)
+        if not made.has_gradient:
+            self._state.save()
+        self._channel.send(made.report)
+        if norm is None:
+            self._skip_step(counters.step)
+        elif made.tokens:
+            self._gradient_norm, self._skipped_in_a_row = norm, 0
+            self.report_step(made.tokens, made.loss)
+
     def _take_step(self) -> None:
         """Make one inner step; skip it if the loss or the gradient is not finite."""
+        if self._learner is not None and self._learns_rollouts:
+            self._take_rollout_step(self._learner)
+            return
         with self._timer.measure("compute"):
             step = self._state.counters.step
             tokens, loss = self._stage.take() if self._stage else self._accumulate_batch(step)

@@ -34,6 +34,7 @@ from optim.round_plan import RoundPlan, RoundPlanner
 from protocol.pipeline.ledger import Ledger
 
 MAX_SETTLED = 8
+Learned = tuple[tuple[str, int, int], ...]  # maker, round, serial
 OVERWRITE = Change(kind="overwrite")
 
 
@@ -127,10 +128,18 @@ class TrainerState:
         self._copy_live()
         self.vectors.publish(self.counters)
 
-    def take_step(self, tokens: int, loss: float, position: int, ledger: Ledger | None = None) -> float | None:
+    def take_step(
+        self,
+        tokens: int,
+        loss: float,
+        position: int,
+        ledger: Ledger | None = None,
+        learned: Learned | None = None,
+    ) -> float | None:
         """Apply the model's gradient, count the step and return the gradient's norm.
 
         None if the norm is not finite, and then nothing changes. `ledger`: the microbatches of the step, at a stage.
+        `learned`: the places after the groups of rollouts that it has learned.
         """
         if not isinstance(self._optimizer, InnerOptimizer):
             raise TypeError("a user's own loop makes its steps itself")
@@ -142,7 +151,7 @@ class TrainerState:
             self.vectors.publish(self.counters, OVERWRITE)
         self._optimizer.apply(self.counters.step, norm)
         self._count_routed_tokens(self._optimizer.take_routed_tokens())
-        self.count_step(tokens, loss, position, ledger)
+        self.count_step(tokens, loss, position, ledger, learned)
         if self._live.is_shared:
             self.vectors.publish(self.counters)
         return norm
@@ -365,8 +374,15 @@ class TrainerState:
         interrupted = self.counters.model_copy(update={"obstacle": "killed at an anchor"})
         self.vectors.store(interrupted, Change(kind="residual"))
 
-    def count_step(self, tokens: int, loss: float, position: int, ledger: Ledger | None = None) -> None:
-        """Count an inner step that was applied; `ledger`: its microbatches, at a stage."""
+    def count_step(
+        self,
+        tokens: int,
+        loss: float,
+        position: int,
+        ledger: Ledger | None = None,
+        learned: Learned | None = None,
+    ) -> None:
+        """Count an inner step that was applied; see `take_step`."""
         counters = self.counters
         self._is_copied = False
         self.ledger |= ledger or Ledger()
@@ -376,6 +392,7 @@ class TrainerState:
             position=position,
             since_message=counters.since_message + StepTotals(tokens=tokens, steps=1, loss=loss),
             ledger=self.ledger.to_text(),
+            learned=counters.learned if learned is None else learned,
         )
 
     def _count_routed_tokens(self, tokens: Sequence[int]) -> None:

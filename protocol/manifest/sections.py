@@ -45,7 +45,7 @@ PLACE_BITS: Final = 128  # of each source above them
 MAX_PHASES: Final = 16
 MAX_WEIGHT: Final = 1e6
 MAX_TEMPLATE_CHARACTERS: Final = 2**15
-SourceKind = Literal["python-stdlib", "text", "tokens", "hf"]
+SourceKind = Literal["python-stdlib", "text", "tokens", "hf", "questions"]
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 MAX_STAGES: Final = 128
 MIN_MEMORY_BYTES, MAX_MEMORY_BYTES = 2**20, 2**40

@@ -85,6 +85,13 @@ class SwarmView:
         """Return all live trainers at any round, including this node."""
         return [peer for peer, record in self._admitted_here().items() if record.role == "trainer"]
 
+    def rollout_peers(self) -> list[PeerId]:
+        """Return the live peers that draw rollouts and that the run admits, in random order to spread requests."""
+        live = self._directory.live()
+        found = [peer for peer, record in live.items() if record.role == "rollout"]
+        self._rng.shuffle(found)
+        return [peer for peer in found if self._admitted_peers.admits(peer, live[peer])]
+
     def other_trainers(self) -> list[PeerId]:
         return [peer for peer in self.trainers() if peer != self._directory.peer_id]
 

@@ -37,11 +37,13 @@ from protocol.errors import CheckpointError, MurmurError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import DataSection, SourceSection
+from protocol.scored_tasks import TASKS
 
 PROMPT_CHARACTERS = 48
 READ_BYTES = 4000
 FIXED_PROMPT = "The "
 FIXED_QUESTION = "Can you introduce yourself?"
+HELD_OUT_QUESTIONS = "samples"  # in the place of a run's id
 QUESTION_CHARACTERS = 200
 TOKENS = 60
 BYTE_TOKENS = 240  # if each token is one byte
@@ -61,6 +63,8 @@ def choose_prompt(data: DataSection, base: Path) -> str:
         return _choose_question(data, source, base)
     if source is None:
         return FIXED_PROMPT
+    if source.source == "questions" and source.path in TASKS:
+        return TASKS[source.path].question(HELD_OUT_QUESTIONS, 0).prompt
     if source.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return first_words(_read_held_out(list_stdlib_files(root), root, data.validation_share))
@@ -75,6 +79,8 @@ def _choose_question(data: DataSection, source: SourceSection | None, base: Path
     """Return the first question of held-out conversations that are here as files; a fixed one for other sources."""
     if source is None or source.source == "hf":
         return FIXED_QUESTION
+    if source.source == "questions" and source.path in TASKS:
+        return TASKS[source.path].question(HELD_OUT_QUESTIONS, 0).prompt.strip()
     encoder = open_encoder(data, base)
     assert isinstance(encoder, ChatEncoder), "the texts are conversations"
     with suppress(MurmurError, OSError):  # the files may be on other machines only

@@ -21,6 +21,7 @@ from node.monitoring.status import DeviceUse
 from node.options import SiteShard, TrainerOptions
 from node.step_settings import StepSettings
 from node.trainer.ipc.activation_memory import SlotSizes
+from node.trainer.ipc.rollout_messages import RolloutFound, RolloutsJudged, RolloutsWanted
 from node.trainer.ipc.stage_messages import (
     ComputeStage,
     DrawMicrobatch,
@@ -264,6 +265,9 @@ class Ready(_IpcMessage):
     exact_step: int = 0
     evaluates: bool = Field(default=True, description="answers Evaluate")
     start: int = Field(default=0, ge=0, description="as in its config")
+    learned: tuple[tuple[str, int, int], ...] = Field(
+        default=(), description="the place after the last rollout group of each maker: peer id, round, serial"
+    )
 
 
 class TrainerProgress(_IpcMessage):
@@ -375,6 +379,7 @@ ToTrainer = Annotated[
     | ComputeStage
     | TakeStageStep
     | DropStageSum
+    | RolloutFound
     | Stop,
     Field(discriminator="kind"),
 ]
@@ -393,6 +398,8 @@ FromTrainer = Annotated[
     | MicrobatchDrawn
     | StageComputed
     | StageStepped
+    | RolloutsWanted
+    | RolloutsJudged
     | Stopped
     | Failed
     | Crashed
