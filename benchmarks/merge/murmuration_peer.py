@@ -33,7 +33,7 @@ from node.daemon.state.outer_state import OuterState, ReplicatedState, RoundComp
 from node.daemon.state.replica_state import OfferedStates
 from node.daemon.state_effects import StateEffects
 from node.loop.actions import AdvanceState, ApplyCommit, PrecomputeCommit, PublishHead
-from node.loop.contributions import ContributionTracker, StoredContribution
+from node.loop.contributions import ContributionTracker, ForkOutcome, StoredContribution
 from node.loop.events import (
     CommitApplied,
     CommitComputed,
@@ -247,6 +247,9 @@ class MergeState:
         self._next = await self._replica.compute_next(action.commit, action.contributions)
         self.computed.set_result(len(action.contributions))
         self._inbox.post(CommitComputed(action.contributions))
+
+    def record_revised(self, verdict: ForkOutcome) -> None:
+        """There is no trainer whose outcomes change."""
 
     async def advance_state(self, action: AdvanceState) -> None:
         assert self._next is not None

@@ -125,7 +125,8 @@ class Effects:
                 self._tasks.spawn(self._state.start_trainer())
             case ApplyCommit():
                 self._tasks.spawn(self._state.apply_commit(action))
-            case AdvanceState():
+            case AdvanceState(_, verdict):
+                self._state.record_revised(verdict)
                 self._tasks.spawn(self._state.advance_state(action))
             case PublishStep():
                 self._state.publish_step(action)
@@ -138,6 +139,7 @@ class Effects:
             case TakeState():
                 self._tasks.spawn(self._state.take_state(action))
             case AdoptState():
+                self._state.record_revised(action.verdict)
                 self._state.begin_adoption(action)
                 self._tasks.spawn(self._state.adopt_state(action))
             case RestTrainer(is_resting):

@@ -26,6 +26,7 @@ from node.loop.actions import (
     ReportRecovered,
     TakeState,
 )
+from node.loop.contributions import ForkOutcome
 from node.loop.events import (
     ApplyFailed,
     CommitApplied,
@@ -188,12 +189,15 @@ class StateEffects:
         else:
             self._inbox.post(StateInstalled(self._replicated.blob.digest))
 
+    def record_revised(self, verdict: ForkOutcome) -> None:
+        """Report revised outcomes at once: from now on they apply to the trainer's next contribution."""
+        self._trainer.record_fork(verdict)
+        self._status.record_revised(verdict.revised)
+
     def begin_adoption(self, action: AdoptState) -> None:
-        """Report the revised outcomes at once: from now on they apply to the trainer's next contribution."""
-        self._trainer.record_fork(action.verdict)
+        """Report the jump to a chain or a later round."""
         self._status.reset_validation(self._replicated.chain.head)
         self._status.record_catch_up("skipped", action.skipped)
-        self._status.record_revised(action.verdict.revised)
 
     async def adopt_state(self, action: AdoptState) -> None:
         """Announce the state only once it is on disk: a kill would revert all skipped rounds."""

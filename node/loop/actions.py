@@ -119,10 +119,15 @@ class PublishStep:
 
 @dataclass(frozen=True)
 class AdvanceState:
-    """Give the computed state to the trainer, then make it our own; answer with CommitApplied."""
+    """Give the computed state to the trainer, then make it our own; answer with CommitApplied.
+
+    Args:
+        commit: the commit after which it is the state.
+        verdict: the outcomes of our contributions that the commit brings.
+    """
 
     commit: CertifiedCommit
-    outcome: ContributionOutcome
+    verdict: ForkOutcome
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ A network that was partitioned for longer than votes are remembered has two chai
 outcome on each. A peer that switches chains revises its last outcomes (`ContributionTracker.on_fork`): what only the
 old chain included is returned to the trainer, and what was returned although the new chain includes it is subtracted
 from the work to be sent. Both are plain arithmetic, because the work to be sent is all trained minus all applied work.
+
+A peer may also come back to a chain before a commit that has its work: then the outcome is revised when that commit is
+applied (`ContributionTracker.on_decided`).
 """
 
 from collections.abc import Sequence, Set
@@ -119,7 +122,7 @@ class LastSent(NamedTuple):
 
 
 class ForkOutcome(NamedTuple):
-    """The outcome of the pending contribution on another chain, and the revised outcomes of earlier ones."""
+    """The outcome of the pending contribution on a chain, and the revised outcomes of earlier ones."""
 
     outcome: ContributionOutcome
     revised: tuple[SettledContribution, ...] = ()
@@ -229,6 +232,33 @@ class ContributionTracker:
         """Return the outcome after these commits, in order, before round `round_number`."""
         outcomes = [*(self.on_commit(peer_id, commit) for commit in commits), self.on_round(round_number)]
         return next((outcome for outcome in outcomes if outcome != "none"), "none")
+
+    def on_decided(self, peer_id: PeerId, commit: Commit) -> ForkOutcome:
+        """Return the outcomes that the next commit of our chain brings.
+
+        We may have left this chain, with a contribution that it includes further on, and have come back to it before
+        that commit: then the contribution was returned on the way. A later one that carries its work comes back now.
+        """
+        included = {entry.body.parts for entry in commit.contributions if entry.sender == peer_id}
+        revised = self._revise_included(included)
+        outcome = self.on_commits(peer_id, [commit], commit.round + 1)
+        if revised and self.pending is not None:
+            outcome = self._settle("excluded")
+        return ForkOutcome(outcome, revised)
+
+    def _revise_included(self, included: Set[Parts]) -> tuple[SettledContribution, ...]:
+        """Revise the returned contributions that a commit includes, and whose work is still to be sent."""
+        unsent = {self.pending.header.serial} if self.pending else set()
+        revised: list[SettledContribution] = []
+        for index, entry in reversed(list(enumerate(self.settled))):
+            if entry.outcome != "excluded" or not (entry.resent_in is None or entry.resent_in in unsent):
+                continue
+            if entry.contribution.parts in included:
+                self.settled[index] = replace(entry, outcome="included", previous_outcome=entry.outcome, resent_in=None)
+                revised.append(self.settled[index])
+            else:
+                unsent.add(entry.contribution.header.serial)
+        return tuple(revised)
 
     def on_fork(
         self, peer_id: PeerId, commits: Sequence[Commit], round_number: int, old_head: ChainHead

@@ -384,7 +384,7 @@ class RoundLoop:
         pending = self.contributions.pending
         if pending is not None and self.session.is_open and self.session.number == self.chain.round:
             self._actions.report_phase("exchanging")
-            self.session.submit(pending, self.chain, now)
+            self.session.submit(pending, self.chain, now, self.contributions.retained_parts)
 
     def _update_swarm(self, snapshot: SwarmSnapshot, now: float) -> None:
         self._snapshot = self.conduct.view(snapshot)
@@ -420,8 +420,9 @@ class RoundLoop:
             return
         body = applying.commit.body
         applying.contributions = contributions
-        applying.outcome = self.contributions.on_commits(self._peer_id, [body], body.round + 1)
-        self._actions.add([AdvanceState(applying.commit, applying.outcome)])
+        verdict = self.contributions.on_decided(self._peer_id, body)
+        applying.outcome = verdict.outcome
+        self._actions.add([AdvanceState(applying.commit, verdict)])
 
     def _publish(self, state: Digest) -> None:
         self._set_state(state)

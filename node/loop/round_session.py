@@ -2,10 +2,14 @@
 
 The session buffers early messages until their round opens, and answers late ones with the decision of their round.
 Actions that follow a vote wait until that vote is on disk.
+
+A peer that left a chain may come back to one of its earlier heads. Its statements in the round after that head still
+bind it, because two for one place are a proof of guilt. So its votes and contributions are remembered by the head that
+they continue.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +48,10 @@ from protocol.consensus.pacing import Pacing
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
+from protocol.recent import RecentTable
 from protocol.steering import Revision
 
+MAX_STATEMENTS = 64  # heads that a peer may come back to: as many commits are kept
 MAX_PENDING_ACTIONS = 4096  # waiting for a vote; further messages are dropped, because peers retransmit
 
 
@@ -67,7 +73,10 @@ class RoundSession:
         self._options = options
         self._signer = signer
         self.pacing = pacing
-        self._vote = last_vote
+        self._votes = RecentTable[Digest, VoteRecord](MAX_STATEMENTS)  # the last one by the base of its round
+        if last_vote is not None:
+            self._votes[last_vote.base] = last_vote
+        self._contributed = RecentTable[Digest, Contribution](MAX_STATEMENTS)  # by the base of its round
         self._known_voters = frozenset(known_voters) | (last_vote.members if last_vote else frozenset())
         self._machine: RoundMachine | None = None
         self._number = -1
@@ -148,7 +157,7 @@ class RoundSession:
                 head.round,
                 head.digest,
                 last_seen,
-                self._vote,
+                self._votes.get(head.digest),
                 head.revision,
                 revisions,
                 self._options.audit_secret,
@@ -178,8 +187,20 @@ class RoundSession:
             self._membership = membership
             self._events.append(membership)
 
-    def submit(self, contribution: StoredContribution, chain: Chain, now: float) -> None:
-        """Submit our own contribution, whose blobs are in the store, to the open round."""
+    def submit(
+        self, contribution: StoredContribution, chain: Chain, now: float, stored: Container[Blob] | None = None
+    ) -> None:
+        """Submit our own contribution, whose blobs are in the store, to the open round.
+
+        If we have been in this round before and left it, others may have the contribution that we made then. It is
+        submitted again, or none if its blobs are gone.
+
+        Args:
+            contribution: our pending one.
+            chain: the chain that the round continues.
+            now: the current time.
+            stored: the blobs of ours that are in the store; None if all are.
+        """
         head, has_vote = chain.head, self._options.peer_id in chain.electorate.voters
         header = contribution.header
         self.pacing.record_submit(header.steps if header.round == head.round else None, now)
@@ -187,7 +208,9 @@ class RoundSession:
         body = replace(body, ticket=None if has_vote else self._options.ticket)
         if self._options.limits.audited:
             body = seal_contribution(body, chain, self._options.peer_id, self._signer)
-        self._events.append(LocalContribution(body))
+        body = self._contributed.setdefault(head.digest, body)
+        if stored is None or all(blob in stored for blob in body.parts):
+            self._events.append(LocalContribution(body))
 
     def receive(
         self, sender: PeerId, messages: Iterable[SignedMessage[Any]], trainers: Collection[PeerId], now: float
@@ -285,7 +308,7 @@ class RoundSession:
                 self._actions.append(action)
 
     def _persist(self, vote: VoteRecord) -> None:
-        self._vote = vote
+        self._votes[vote.base] = vote
         self._is_persisting = True
         self._actions.append(vote)
         if vote.lock:

@@ -267,7 +267,7 @@ class VirtualPeer:
         self.applied_state, self._computed = self._computed, None
         self.chain.append(action.commit)
         self.swarm.record_commit(action.commit.body)
-        self._settle(action.outcome)
+        self._settle(action.verdict.outcome)
         self._results.append(events.CommitApplied(self.applied_state[1].digest))
 
     def _find_path(self, action: FindPath) -> None:

@@ -23,6 +23,7 @@ from node.loop.round_loop import RoundLoop
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering, unsteered
 from optim.aggregation.base import LeftOut
+from protocol.blobs.blob import Blob
 from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
 from protocol.consensus.messages.contributions import AppliedContributions, Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
@@ -77,7 +78,7 @@ class FakeSession:
     def close(self) -> None:
         self.is_open = False
 
-    def submit(self, contribution: StoredContribution, head: ChainHead, now: float) -> None:
+    def submit(self, contribution: StoredContribution, head: ChainHead, now: float, stored: list[Blob]) -> None:
         self.offered.append(contribution.to_contribution(head, TERMS))
 
     def contributions_for(self, commit: Commit) -> SignedContributions:

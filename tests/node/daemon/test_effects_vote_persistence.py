@@ -133,7 +133,7 @@ async def test_a_round_that_is_opened_again_goes_on_after_its_vow(table: Loopbac
     table.begin()
     table.offer(0, 1)
     joined = table[1]
-    await until(lambda: joined.session._vote is not None)
+    await until(lambda: bool(joined.session._votes))
     joined.close()
     joined.begin()
     assert joined.machine.view == 1

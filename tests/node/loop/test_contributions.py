@@ -226,6 +226,45 @@ def test_jump_further_on_our_own_chain_revises_nothing() -> None:
     assert Fork("o-").tracker.on_fork(ME, [further], 3, NOWHERE).revised, "the control: as if it were another one"
 
 
+def come_back(*, carried: bool = False) -> tuple[ContributionTracker, Commit, Commit]:
+    """Return our contributions after a jump back to before the commit that has the last one, that commit, and an empty
+    one.
+
+    `carried`: what was returned is in a new contribution already.
+    """
+    tracker, head = ContributionTracker(PROGRAM), genesis_head(RUN_ID)
+    tracker.submit(make_contribution(0, 0))
+    ours, nothing = commit(head, make_contribution(0, 0)), commit(head, None)
+    tracker.on_decided(ME, ours)
+    fork = tracker.on_fork(ME, [], 0, extend_head(head, ours))
+    assert [entry.outcome for entry in fork.revised] == ["excluded"]
+    if carried:
+        tracker.submit(make_contribution(0, 1))
+    return tracker, ours, nothing
+
+
+def test_work_meets_the_chain_that_was_left_and_is_taken_out_again() -> None:
+    """Control: the rule for the pending contribution alone would leave the work to be sent once more."""
+    tracker, ours, nothing = come_back()
+    assert tracker.on_decided(ME, nothing) == ForkOutcome("none")
+    tracker, ours, _ = come_back()
+    verdict = tracker.on_decided(ME, ours)
+    assert [(entry.previous_outcome, entry.outcome) for entry in verdict.revised] == [("excluded", "included")]
+    assert tracker.on_decided(ME, ours) == ForkOutcome("none"), "once"
+    naive, ours, _ = come_back()
+    assert naive.on_commits(ME, [ours], 1) == "none" and naive.settled[0].outcome == "excluded"
+
+
+def test_what_carries_the_work_comes_back_before_it_is_taken_out() -> None:
+    tracker, ours, _ = come_back(carried=True)
+    verdict = tracker.on_decided(ME, ours)
+    assert verdict.outcome == "excluded" and tracker.pending is None
+    assert [entry.contribution for entry in verdict.revised] == [make_contribution(0, 0)]
+    sent, ours, nothing = come_back(carried=True)
+    assert sent.on_decided(ME, commit(genesis_head(RUN_ID), make_contribution(0, 1))).outcome == "included"
+    assert sent.on_decided(ME, ours).revised == (), "the control: nothing of it is to be sent any more"
+
+
 def test_settled_contributions_and_retained_parts_are_bounded() -> None:
     fork = Fork("o" * 20)
     outcomes = fork.outcomes(fork.meet())

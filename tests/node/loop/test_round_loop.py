@@ -131,7 +131,7 @@ def test_a_round_is_applied_then_published_then_the_next_one_opens() -> None:
     commit = decided(peer)
     assert not peer.loop.session.is_open
     [advance] = of_kind(AdvanceState, peer.post(CommitComputed(commit.body.contributions)))
-    assert advance.outcome == "included" and peer.contributions.pending is None
+    assert advance.verdict.outcome == "included" and peer.contributions.pending is None
     peer.chain.append(commit)
     [publish] = of_kind(PublishHead, peer.post(CommitApplied(b"next")))
     assert publish.contributions == commit.body.contributions and peer.loop.state == b"next"

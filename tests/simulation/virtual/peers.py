@@ -332,7 +332,7 @@ class SimulatedPeer(Messenger):
         commit = action.commit.body
         self.swarm.ledger.append(self.chain.head, commit)
         self.chain.append(action.commit)
-        self.progress.settle(action.outcome, ())
+        self.progress.settle(action.verdict.outcome, action.verdict.revised)
         self.feed(events.CommitApplied(state_of(self.chain.head).digest))
 
     def _find_path(self, action: FindPath) -> None:
