@@ -92,6 +92,11 @@ class Conditions(_Part):
     threads: int = Field(default=1, ge=1, le=MAX_THREADS)
     microbatch: int = Field(default=1, ge=1, le=2**20)
 
+    @property
+    def kind(self) -> str:
+        """Name the kind of device that decides the last bits of a pass of a stage; empty if that is unknown."""
+        return f"{self.device} {self.threads} threads" if self.device else ""
+
 
 class BlobName(_Part):
     """The name of a blob."""

@@ -26,6 +26,7 @@ MurmurError                      1   any of the errors below, unspecified
     ├── ForgedError                  a signature that does not verify
     ├── StaleError                   expired, replayed or of another run
     ├── LimitError                   more than this peer may send
+    ├── ContradictedError            a signed result that other servers contradict
     └── NewcomerError                one more unknown key than may be learned now
 """
 
@@ -147,7 +148,7 @@ class PeerFault(MurmurError):  # noqa: N818
 
     @property
     def metric_label(self) -> str:
-        """Return the label under which it is counted: malformed, forged, stale, limit or newcomer."""
+        """Return the label under which it is counted: malformed, forged, stale, limit, contradicted or newcomer."""
         return type(self).__name__.removesuffix("Error").lower()
 
 
@@ -164,6 +165,10 @@ class StaleError(PeerFault):
 
 
 class LimitError(PeerFault):
+    pass
+
+
+class ContradictedError(PeerFault):
     pass
 
 

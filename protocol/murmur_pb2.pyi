@@ -561,12 +561,48 @@ class Chunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., squeezed: _Optional[int] = ...) -> None: ...
 
 class HeldBlob(_message.Message):
-    __slots__ = ("blob", "holder")
+    __slots__ = ("blob", "holder", "result")
     BLOB_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
     blob: BlobRef
     holder: str
-    def __init__(self, blob: _Optional[_Union[BlobRef, _Mapping]] = ..., holder: _Optional[str] = ...) -> None: ...
+    result: Signed
+    def __init__(self, blob: _Optional[_Union[BlobRef, _Mapping]] = ..., holder: _Optional[str] = ..., result: _Optional[_Union[Signed, _Mapping]] = ...) -> None: ...
+
+class StageResult(_message.Message):
+    __slots__ = ("round", "base", "backward", "activation", "tokens", "gradient", "result", "loss", "kind")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    base: bytes
+    backward: bool
+    activation: bytes
+    tokens: bytes
+    gradient: bytes
+    result: BlobRef
+    loss: float
+    kind: str
+    def __init__(self, round: _Optional[int] = ..., base: _Optional[bytes] = ..., backward: _Optional[bool] = ..., activation: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., gradient: _Optional[bytes] = ..., result: _Optional[_Union[BlobRef, _Mapping]] = ..., loss: _Optional[float] = ..., kind: _Optional[str] = ...) -> None: ...
+
+class Contradiction(_message.Message):
+    __slots__ = ("run", "results")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    run: bytes
+    results: _containers.RepeatedCompositeFieldContainer[Signed]
+    def __init__(self, run: _Optional[bytes] = ..., results: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ...) -> None: ...
+
+class ContradictReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StageTask(_message.Message):
     __slots__ = ("run", "serial", "backward", "attempt", "life", "round", "replay", "activation", "tokens", "gradient", "deadline_ms", "loss", "number")
@@ -599,7 +635,7 @@ class StageTask(_message.Message):
     def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., round: _Optional[int] = ..., replay: _Optional[bool] = ..., activation: _Optional[_Union[HeldBlob, _Mapping]] = ..., tokens: _Optional[_Union[HeldBlob, _Mapping]] = ..., gradient: _Optional[_Union[HeldBlob, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., loss: _Optional[float] = ..., number: _Optional[int] = ...) -> None: ...
 
 class StageOutcome(_message.Message):
-    __slots__ = ("run", "serial", "backward", "attempt", "life", "status", "result", "added", "loss", "compute_ms", "rate", "missing")
+    __slots__ = ("run", "serial", "backward", "attempt", "life", "status", "result", "added", "loss", "compute_ms", "rate", "missing", "signed")
     RUN_FIELD_NUMBER: _ClassVar[int]
     SERIAL_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
@@ -612,6 +648,7 @@ class StageOutcome(_message.Message):
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    SIGNED_FIELD_NUMBER: _ClassVar[int]
     run: bytes
     serial: int
     backward: bool
@@ -624,7 +661,8 @@ class StageOutcome(_message.Message):
     compute_ms: float
     rate: float
     missing: str
-    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., status: _Optional[str] = ..., result: _Optional[_Union[BlobRef, _Mapping]] = ..., added: _Optional[bool] = ..., loss: _Optional[float] = ..., compute_ms: _Optional[float] = ..., rate: _Optional[float] = ..., missing: _Optional[str] = ...) -> None: ...
+    signed: Signed
+    def __init__(self, run: _Optional[bytes] = ..., serial: _Optional[int] = ..., backward: _Optional[bool] = ..., attempt: _Optional[int] = ..., life: _Optional[int] = ..., status: _Optional[str] = ..., result: _Optional[_Union[BlobRef, _Mapping]] = ..., added: _Optional[bool] = ..., loss: _Optional[float] = ..., compute_ms: _Optional[float] = ..., rate: _Optional[float] = ..., missing: _Optional[str] = ..., signed: _Optional[_Union[Signed, _Mapping]] = ...) -> None: ...
 
 class AskReply(_message.Message):
     __slots__ = ("kind", "life", "round", "rate", "retry_ms", "outcome")

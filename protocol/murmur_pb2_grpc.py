@@ -361,6 +361,11 @@ class StagesStub:
                 request_serializer=protocol_dot_murmur__pb2.StepStatement.SerializeToString,
                 response_deserializer=protocol_dot_murmur__pb2.StepReply.FromString,
                 _registered_method=True)
+        self.Contradict = channel.unary_unary(
+                '/murmur.v1.Stages/Contradict',
+                request_serializer=protocol_dot_murmur__pb2.Contradiction.SerializeToString,
+                response_deserializer=protocol_dot_murmur__pb2.ContradictReply.FromString,
+                _registered_method=True)
 
 
 class StagesServicer:
@@ -400,6 +405,13 @@ class StagesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Contradict(self, request, context):
+        """to all servers: excludes the maker of a false result
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StagesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -427,6 +439,11 @@ def add_StagesServicer_to_server(servicer, server):
                     servicer.State,
                     request_deserializer=protocol_dot_murmur__pb2.StepStatement.FromString,
                     response_serializer=protocol_dot_murmur__pb2.StepReply.SerializeToString,
+            ),
+            'Contradict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Contradict,
+                    request_deserializer=protocol_dot_murmur__pb2.Contradiction.FromString,
+                    response_serializer=protocol_dot_murmur__pb2.ContradictReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -564,6 +581,33 @@ class Stages:
             '/murmur.v1.Stages/State',
             protocol_dot_murmur__pb2.StepStatement.SerializeToString,
             protocol_dot_murmur__pb2.StepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Contradict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/murmur.v1.Stages/Contradict',
+            protocol_dot_murmur__pb2.Contradiction.SerializeToString,
+            protocol_dot_murmur__pb2.ContradictReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -124,6 +124,8 @@ class StagesStub:
     """to an owner that was answered "busy" """
     State: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.StepStatement, _murmur_pb2.StepReply]
     """to all servers, of exact steps"""
+    Contradict: _grpc.UnaryUnaryMultiCallable[_murmur_pb2.Contradiction, _murmur_pb2.ContradictReply]
+    """to all servers: excludes the maker of a false result"""
 
 @_typing.type_check_only
 class StagesAsyncStub(StagesStub):
@@ -137,6 +139,8 @@ class StagesAsyncStub(StagesStub):
     """to an owner that was answered "busy" """
     State: _aio.UnaryUnaryMultiCallable[_murmur_pb2.StepStatement, _murmur_pb2.StepReply]  # type: ignore[assignment]
     """to all servers, of exact steps"""
+    Contradict: _aio.UnaryUnaryMultiCallable[_murmur_pb2.Contradiction, _murmur_pb2.ContradictReply]  # type: ignore[assignment]
+    """to all servers: excludes the maker of a false result"""
 
 class StagesServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -177,6 +181,14 @@ class StagesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_murmur_pb2.StepReply, _abc.Awaitable[_murmur_pb2.StepReply]]:
         """to all servers, of exact steps"""
+
+    @_abc_1.abstractmethod
+    def Contradict(
+        self,
+        request: _murmur_pb2.Contradiction,
+        context: _ServicerContext,
+    ) -> _typing.Union[_murmur_pb2.ContradictReply, _abc.Awaitable[_murmur_pb2.ContradictReply]]:
+        """to all servers: excludes the maker of a false result"""
 
 def add_StagesServicer_to_server(servicer: StagesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

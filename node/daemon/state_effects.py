@@ -134,7 +134,8 @@ class StateEffects:
         self._remember_anchor(round_number, state.shared_vectors(self._state.method))
         step = state.exact_step
         await self._checkpointer.free_anchor(round_number, self._replicated.blob)
-        await self._trainer.apply_anchor(round_number, state.shared_vectors(self._state.method), settings, step)
+        shared = state.shared_vectors(self._state.method)
+        await self._trainer.apply_anchor(round_number, shared, settings, step, head.digest)
         await self._replicated.advance(action.commit, await self._placed(round_number, state))
         self._inbox.post(CommitApplied(self._replicated.blob.digest))
 
@@ -205,7 +206,8 @@ class StateEffects:
         self._remember_anchor(round_number, shared)
         step = self._replicated.state.exact_step
         await self._checkpointer.free_anchor(round_number, self._replicated.blob)
-        await self._trainer.apply_anchor(round_number, shared, self._settings(), step)
+        base = self._replicated.chain.digest
+        await self._trainer.apply_anchor(round_number, shared, self._settings(), step, base)
         await self._place_state()
         await self._save(action.commits)
         await self._checkpointer.wait_until_saved()

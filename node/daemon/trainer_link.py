@@ -67,6 +67,7 @@ class TrainerLink:
         self._on_message = on_message
         self._errors = errors
         self.round = 0  # of the anchor that was last written for the trainer
+        self._base = b""  # digest of the chain of that anchor; empty for the first one
         self._started = asyncio.Event()
         self._changed = asyncio.Condition()  # notified when one of the next two changes
         self._running = False
@@ -130,11 +131,17 @@ class TrainerLink:
         await self.process.send(SetResting(is_resting=is_resting))
 
     async def apply_anchor(
-        self, round_number: int, shared: Sequence[Tensor], settings: StepSettings, exact_step: int = 0
+        self,
+        round_number: int,
+        shared: Sequence[Tensor],
+        settings: StepSettings,
+        exact_step: int = 0,
+        base: bytes = b"",
     ) -> None:
         """Send the trainer a new anchor, with the outcome of its contribution if there is one.
 
         `settings` hold from that round on. `exact_step`: the step that the round makes, where steps are exact.
+        `base`: the digest of the chain of the anchor.
         """
         if not self._running:  # nobody reads the memory meanwhile, and `start` sends the anchor
             await self._anchors.write_in_thread(round_number, shared)
@@ -152,6 +159,7 @@ class TrainerLink:
                     self._has_switched |= round_number <= self.round
                     self.round, self.process.settings = round_number, settings
                     self.process.round, self.process.exact_step = round_number, exact_step
+                    self._base = base
         self.intake.tracker.on_round(round_number)  # a contribution may have arrived during the copy
         # On another chain the round may be lower, and still not be applied.
         self._applied_round = min(self._applied_round, round_number - 1)
@@ -276,6 +284,7 @@ class TrainerLink:
                 revised=self._revised_outcomes(),
                 settings=self.process.settings,
                 exact_step=self.process.exact_step,
+                base=self._base.hex(),
                 is_other_chain=self._has_switched,
             )
         )

@@ -202,6 +202,7 @@ StageAction = (
     | owner_events.Release
     | owner_events.StageEmpty
     | owner_events.WrongResult
+    | owner_events.ResultsDiffer
     | server_events.FetchInputs
     | server_events.Compute
     | server_events.TakeStep

@@ -202,9 +202,10 @@ class StageLoop:
     def _use_peers(self, now: float) -> None:
         us = StagePeer(self._me, self.life, self.round)
         self.mode.set_peers(self._seen, us, self.is_resting)
-        self._follow(self.owner.handle(owner_events.PeersChanged(self._routes(), self.round), now), now)
-        owners = {**self._seen.first_serials, self._me: self._first_serial}
         standing = None if self._seen.standing is None else self._seen.standing | {self._me}
+        changed = owner_events.PeersChanged(self._routes(), self.round, standing)
+        self._follow(self.owner.handle(changed, now), now)
+        owners = {**self._seen.first_serials, self._me: self._first_serial}
         self._serve(server_events.OwnersChanged(owners, standing, self._me), now)
         self._draw(now)
 
@@ -261,7 +262,11 @@ class StageLoop:
 
     def _serve(self, event: server_events.Event, now: float) -> None:
         if self.server is not None:
-            self._actions += self.server.handle(event, now)
+            actions = self.server.handle(event, now)
+            self._actions += actions
+            for action in actions:
+                if isinstance(action, server_events.TrainerEnded) and action.owner != self._me:
+                    self.owner.distrust(action.owner, now)
             self._settle(now)
 
     def _settle(self, now: float) -> None:
@@ -280,6 +285,7 @@ def build_stage_loop(manifest: StageManifest, me: PeerId, first: int, rng: rando
         needs_tokens=model.needs_tokens,
         activation_bytes=settings.activation_bytes,
         round_pause=EXACT_PAUSE if table.is_exact else 1.0,
+        audit_share=table.audit_share,
     )
     mode = LocalMode()
     if table.is_exact:

@@ -172,6 +172,7 @@ class ExchangeLoop(ABC):
         self._channel.send(
             Ready(
                 device=self.device,
+                device_kind=self.conditions.kind,
                 ranks=self.ranks,
                 step=counters.step,
                 round=counters.round,
@@ -313,7 +314,9 @@ class ExchangeLoop(ABC):
                     self._channel.send(TrainerWarning(reason="work dropped", line=line))
         self._save()
         share = self._timer.share("evaluate")
-        self._channel.send(AnchorApplied(round=command.round, exact_step=command.exact_step, evaluation_share=share))
+        self._channel.send(
+            AnchorApplied(round=command.round, exact_step=command.exact_step, base=command.base, evaluation_share=share)
+        )
 
     def _read_payloads(self, revised: RevisedOutcome) -> list[bytes]:
         """Read all parts of a contribution; returns none if one of them is missing or damaged."""

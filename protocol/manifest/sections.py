@@ -564,6 +564,10 @@ class PipelineSection(Section):
         default=2**28, ge=MIN_MEMORY_BYTES, le=MAX_MEMORY_BYTES, description="bytes of activations that a peer holds"
     )
 
+    audit_share: float = Field(
+        default=0.0, ge=0, le=1, description="of the results of servers that others compute again, in exact steps"
+    )
+
     @field_validator("staleness")
     @classmethod
     def _waits_for_backward(cls, staleness: int) -> int:
@@ -595,6 +599,11 @@ class PipelineSection(Section):
     def require_exact_fit(self, sources: Sequence[SourceSection], batch_tokens: int, context: int) -> None:
         """Raise ValueError unless the rest of the manifest allows exact steps, if it wants any."""
         if not self.is_exact:
+            if self.audit_share:
+                raise ValueError(
+                    'pipeline.audit_share: servers compute the same results only in exact steps; write mode = "exact", '
+                    "or audit_share = 0"
+                )
             return
         if not self.is_cut:
             raise ValueError('pipeline.mode: exact steps need several stages; write stages = 2, or mode = "local"')

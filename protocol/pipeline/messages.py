@@ -7,15 +7,16 @@ processes of a server: it grows with each restart, which voids everything that a
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self, get_args
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import DIGEST_BYTES, Blob
-from protocol.errors import LimitError, MalformedError
+from protocol.errors import LimitError, MalformedError, PeerFault
 from protocol.identity import PeerId, public_key
 from protocol.manifest.run import RunId
 from protocol.membership.record_fields import RANDOM_BITS
+from protocol.pipeline.results import MAX_RESULT_BYTES, ResultValue, SignedResult, StageQuestion, open_result
 from protocol.signing import MAX_ROUND
 
 Direction = Literal["forward", "backward"]
@@ -65,18 +66,34 @@ def first_serial(start: int) -> int:
 
 @dataclass(frozen=True)
 class HeldBlob:
-    """A blob in the memory of a peer."""
+    """A blob in the memory of a peer.
+
+    `result`: the holder's signature under it, which nobody has verified; None for tokens.
+    """
 
     blob: Blob
     holder: PeerId
+    result: wire.Signed | None = field(default=None, compare=False)
 
     def to_wire(self) -> wire.HeldBlob:
-        return wire.HeldBlob(blob=self.blob.to_wire(), holder=self.holder)
+        return wire.HeldBlob(blob=self.blob.to_wire(), holder=self.holder, result=self.result)
 
     @classmethod
     def from_wire(cls, body: wire.HeldBlob) -> Self:
         public_key(body.holder)
-        return cls(_read_blob(body.blob), body.holder)
+        if body.result.ByteSize() > 2 * MAX_RESULT_BYTES:
+            raise LimitError("a signed result that is too long")
+        return cls(_read_blob(body.blob), body.holder, body.result if body.HasField("result") else None)
+
+    def is_made_by_holder(self, run: RunId, direction: Direction) -> bool:
+        """Return whether the holder has signed the blob as its result of a pass at the stage with this id."""
+        if self.result is None or self.result.peer != self.holder:
+            return False
+        try:
+            body = open_result(self.result, run).body
+        except PeerFault:
+            return False
+        return (body.question.direction, body.value.blob) == (direction, self.blob)
 
 
 @dataclass(frozen=True)
@@ -173,6 +190,17 @@ class Task:
         )
 
 
+def question_of(task: Task, base: bytes, kind: str) -> StageQuestion:
+    """Return the question that the result of a task answers, with the weights of a chain on a kind of device."""
+    held = task.inputs
+    digests = _digest(held.activation), _digest(held.tokens), _digest(held.gradient)
+    return StageQuestion(task.round, base, task.direction, digests, kind)
+
+
+def _digest(held: HeldBlob | None) -> bytes:
+    return held.blob.digest if held is not None else b""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of a task, as its server reports it to the owner.
@@ -183,6 +211,7 @@ class Outcome:
         loss: at the last stage, in nats a token.
         rate: microbatches a second, from compute time only.
         missing: the input that could not be fetched.
+        signed: the sender's signature under its result; only outcomes that came over the network must have one.
     """
 
     run: RunId
@@ -197,6 +226,7 @@ class Outcome:
     compute_ms: float = 0.0
     rate: float = 0.0
     missing: Input | None = None
+    signed: SignedResult | None = field(default=None, compare=False)
 
     def to_wire(self) -> wire.StageOutcome:
         return wire.StageOutcome(
@@ -212,11 +242,16 @@ class Outcome:
             compute_ms=self.compute_ms,
             rate=self.rate,
             missing=self.missing or "",
+            signed=None if self.signed is None else self.signed.signed,
         )
 
     @classmethod
-    def from_wire(cls, body: wire.StageOutcome) -> Self:
-        """Return a checked outcome; raise MalformedError or LimitError if a field is out of its bounds."""
+    def from_wire(cls, body: wire.StageOutcome, sender: PeerId) -> Self:
+        """Return the checked outcome of an authenticated sender.
+
+        Raises MalformedError, LimitError or ForgedError if a field is out of its bounds, or the sender has not signed
+        the result.
+        """
         _check_ids(body.run, body.serial, body.attempt, body.life)
         _check_word(body.status, get_args(OutcomeStatus), "status")
         _check_word(body.missing, ("", *get_args(Input)), "name of an input")
@@ -226,6 +261,7 @@ class Outcome:
             _check_amount(body.loss, math.inf, "loss")
         _check_amount(body.compute_ms, MAX_DEADLINE_MS, "compute time")
         _check_amount(body.rate, MAX_RATE, "rate")
+        result = _read_blob(body.result) if body.HasField("result") else None
         return cls(
             run=body.run.hex(),
             serial=body.serial,
@@ -233,12 +269,13 @@ class Outcome:
             attempt=body.attempt,
             life=body.life,
             status=body.status,  # type: ignore[arg-type]  # checked above
-            result=_read_blob(body.result) if body.HasField("result") else None,
+            result=result,
             added=body.added,
             loss=body.loss if body.HasField("loss") else None,
             compute_ms=body.compute_ms,
             rate=body.rate,
             missing=body.missing or None,  # type: ignore[arg-type]  # checked above
+            signed=_open_own_result(body, result, sender) if body.status == "done" else None,
         )
 
 
@@ -264,8 +301,8 @@ class Answer:
         )
 
     @classmethod
-    def from_wire(cls, body: wire.AskReply) -> Self:
-        """Return a checked answer; raise MalformedError or LimitError if a field is out of its bounds."""
+    def from_wire(cls, body: wire.AskReply, sender: PeerId) -> Self:
+        """Return the checked answer of an authenticated sender; raise as `Outcome.from_wire` does."""
         _check_word(body.kind, get_args(AnswerKind), "answer")
         check_bound(body.life, MAX_LIFE, "life")
         check_bound(body.round, MAX_ROUND, "round")
@@ -273,7 +310,7 @@ class Answer:
         _check_amount(body.rate, MAX_RATE, "rate")
         if (body.kind == "known") != body.HasField("outcome"):
             raise MalformedError("only the answer 'known' has an outcome")
-        outcome = Outcome.from_wire(body.outcome) if body.HasField("outcome") else None
+        outcome = Outcome.from_wire(body.outcome, sender) if body.HasField("outcome") else None
         kind: AnswerKind = body.kind  # type: ignore[assignment]  # checked above
         return cls(kind, body.life, body.round, body.rate, body.retry_ms, outcome)
 
@@ -300,6 +337,16 @@ def read_invitation(body: wire.InviteRequest) -> RunId:
     """Return the stage that has room for forwards."""
     check_run(body.run)
     return body.run.hex()
+
+
+def _open_own_result(body: wire.StageOutcome, result: Blob | None, sender: PeerId) -> SignedResult:
+    """Return the signed result of an outcome. Raises an error unless its sender has signed that result."""
+    signed = open_result(body.signed, body.run.hex())
+    value = ResultValue(result, body.loss if body.HasField("loss") else None)
+    said = signed.maker, signed.body.question.direction, signed.body.value
+    if said != (sender, _direction(body.backward), value):
+        raise MalformedError("an outcome that is not what its sender has signed")
+    return signed
 
 
 def _direction(backward: bool) -> Direction:

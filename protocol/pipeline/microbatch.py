@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
+from protocol.pipeline.audits import ResultAudit
 from protocol.pipeline.messages import Direction, HeldBlob, Inputs, Outcome, Task
 from protocol.pipeline.routing import StagePeer
 
@@ -30,6 +31,7 @@ DropReason = Literal[
     "left",  # the owner leaves, and no stage counts it
     "stalled",  # one peer had it for too long and did not leave
     "round over",  # of an exact step, which counts what it has, or is made again
+    "contradicted",  # an audit found one of its results wrong
 ]
 REMEMBERED = 1024  # microbatches, to recognise late outcomes
 UNSAFE_ROUNDS = 3
@@ -45,6 +47,7 @@ class OwnerSettings:
         needs_tokens: each stage needs the tokens, not only the first and the last.
         round_pause: seconds until a server at another round is asked again.
         activation_bytes: the size of each result; 0 allows any.
+        audit_share: of the results that other servers compute again.
     """
 
     me: PeerId
@@ -53,6 +56,7 @@ class OwnerSettings:
     needs_tokens: bool = False
     round_pause: float = 1.0
     activation_bytes: int = 0
+    audit_share: float = 0.0
 
 
 class StagePass(NamedTuple):
@@ -119,6 +123,7 @@ class OwnedMicrobatch:
         self.needs_tokens = needs_tokens
         self.reached = 0  # passes made at least once
         self.request: Request | None = None
+        self.audit: ResultAudit | None = None  # of its last result; it waits for that
         self.attempt = 0
         self.loss: float | None = None
         self.refused_by: set[PeerId] = set()  # peers that do not compute the current pass
@@ -235,7 +240,8 @@ class OwnedMicrobatch:
             known.life = max(known.life, server.life) if known.peer == server.peer else known.life
             self.lost.discard(stage_pass.stage)
         if outcome.result is not None:
-            self._results[stage_pass] = HeldBlob(outcome.result, request.peer)
+            signed = outcome.signed.signed if outcome.signed is not None else None
+            self._results[stage_pass] = HeldBlob(outcome.result, request.peer, signed)
             self._makers[stage_pass] = request.peer
         self.reached = max(self.reached, self._index(stage_pass) + 1)
 

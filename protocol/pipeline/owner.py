@@ -11,10 +11,12 @@ import heapq
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from protocol.identity import PeerId
 from protocol.manifest.run import RunId
+from protocol.pipeline.audits import AUDIT_SECONDS, ResultAudit
 from protocol.pipeline.messages import MAX_RELEASED, Answer, HeldBlob, Outcome, Task
 from protocol.pipeline.microbatch import (
     DropReason,
@@ -38,6 +40,7 @@ from protocol.pipeline.owner_events import (
     PeersChanged,
     Release,
     ReleaseFailed,
+    ResultsDiffer,
     StageEmpty,
     WrongResult,
 )
@@ -144,6 +147,8 @@ class Owner:
 
     def __init__(self, settings: OwnerSettings, runs: Sequence[RunId], rng: random.Random) -> None:
         self.settings = settings
+        self._rng = rng
+        self._auditors: frozenset[PeerId] | None = None
         self.counts = OwnerCounts()
         self._runs = tuple(runs)
         self._stage_of = {run: stage for stage, run in enumerate(self._runs)}
@@ -163,6 +168,10 @@ class Owner:
 
     def run_of(self, stage: int) -> RunId:
         return self._runs[stage]
+
+    def stage_of(self, run: RunId) -> int | None:
+        """Return the stage with an id; None for another run."""
+        return self._stage_of.get(run)
 
     @property
     def room(self) -> int:
@@ -242,7 +251,13 @@ class Owner:
         actions, self._actions = self._actions, []
         return actions
 
+    def distrust(self, peer: PeerId, now: float) -> None:
+        """Give a peer whose results harm us no work for a while, at any stage."""
+        for router in self._routers:
+            router.record_loss(peer, now)
+
     def _change_peers(self, event: PeersChanged, now: float) -> None:
+        self._auditors = event.standing
         self.counts.lost += self._ended.update(event.stages)
         for stage, peers in enumerate(event.stages):
             self._routers[stage].update(peers)
@@ -266,6 +281,10 @@ class Owner:
         if request is not None and request.peer in gone:
             self._abandon(microbatch, request)
             self._send_next(microbatch, now)
+        if microbatch.audit is not None and any(map(microbatch.audit.expects, gone)):
+            for peer in gone:
+                microbatch.audit.give_up(peer)
+            self._go_on_with_audit(microbatch, microbatch.audit, now)
         microbatch.left |= {server for server in microbatch.visited if server[1] in gone}
         microbatch.visited -= microbatch.left
 
@@ -365,6 +384,9 @@ class Owner:
         self.counts.answers[answer.kind] += 1
         found = self._find(peer, event.task)
         stage = self._stage_of[event.task.run]
+        if self._is_audit(peer, event.task):
+            self._on_audit_answer(peer, event.task.serial, answer, now)
+            return
         if found is not None:
             self._routers[stage].record_answer(peer, max(0.0, now - found[1].sent))
         self._routers[stage].record_rate(peer, answer.rate)
@@ -431,6 +453,9 @@ class Owner:
     def _on_failure(self, event: AskFailed, now: float) -> None:
         stage = self._stage_of[event.task.run]
         until = self._routers[stage].record_failure(event.peer, now)
+        if self._is_audit(event.peer, event.task):
+            self._on_audit_answer(event.peer, event.task.serial, None, now)
+            return
         found = self._find(event.peer, event.task)
         if found is None:
             return
@@ -453,7 +478,9 @@ class Owner:
         microbatch = self._microbatches.get(outcome.serial)
         request = microbatch.request if microbatch is not None else None
         stage_pass = StagePass(outcome.direction, stage)
-        if microbatch is None or request is None or (request.peer, request.stage_pass) != (peer, stage_pass):
+        if microbatch is not None and self._is_of_audit(microbatch, peer, stage_pass):
+            self._on_audit_outcome(microbatch, peer, outcome, now)
+        elif microbatch is None or request is None or (request.peer, request.stage_pass) != (peer, stage_pass):
             self._on_late_outcome(peer, stage_pass, outcome)
         else:
             self._on_expected_outcome(microbatch, request, outcome, now)
@@ -473,7 +500,8 @@ class Owner:
                 router = self._routers[request.stage_pass.stage]
                 router.record_outcome(request.peer, now - request.opened, request.tasks)
             self.counts.replayed += microbatch.record(request, outcome)
-            self._continue(microbatch, now)
+            if not self._begin_audit(microbatch, request, outcome, now):
+                self._continue(microbatch, now)
 
     def _on_wrong_result(self, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> None:
         """Let another peer replay the result; the gradient counts, because no other peer may add it."""
@@ -489,6 +517,88 @@ class Owner:
             self._end(microbatch, "replayed too often", now)
         else:
             self._send_next(microbatch, now)
+
+    # Audits of results.
+
+    def _begin_audit(self, microbatch: OwnedMicrobatch, request: Request, outcome: Outcome, now: float) -> bool:
+        """Let another server compute a result again if it is drawn; return whether the microbatch waits for that."""
+        signed, share = outcome.signed, self.settings.audit_share
+        is_ours = request.peer == self.settings.me
+        if signed is None or is_ours or request.replay or not signed.body.is_comparable or self._rng.random() >= share:
+            return False
+        stage = request.stage_pass.stage
+        task = microbatch.task(request, self._runs[stage], self.settings, self._rounds[stage])
+        microbatch.audit = audit = ResultAudit(
+            signed, replace(task, replay=True), self._draw_auditors(stage, request.peer), now + AUDIT_SECONDS
+        )
+        self._go_on_with_audit(microbatch, audit, now)
+        return True
+
+    def _draw_auditors(self, stage: int, audited: PeerId) -> list[PeerId]:
+        """Return the servers that may compute a result again, in the order in which they are asked."""
+        live, me = self._live[stage] - self._draining[stage] - {audited}, self.settings.me
+        others = sorted(live - {me} if self._auditors is None else live & self._auditors - {me})
+        self._rng.shuffle(others)
+        # Nobody else is as sure to tell us the truth as our own server.
+        return [me, *others] if me in live else others
+
+    def _go_on_with_audit(self, microbatch: OwnedMicrobatch, audit: ResultAudit, now: float) -> None:
+        stage = self._stage_of[audit.task.run]
+        for peer in audit.next_peers() if now < audit.deadline else ():
+            microbatch.attempt += 1
+            audit.asked[peer] = microbatch.attempt
+            microbatch.visited.add((stage, peer))
+            life = self._lives.get((stage, peer), 0)
+            self._actions.append(Ask(peer, replace(audit.task, attempt=microbatch.attempt, life=life)))
+            self._timers.ask_again(audit.deadline, microbatch.serial, microbatch.attempt)
+        if audit.is_over or now >= audit.deadline:
+            self._end_audit(microbatch, audit, stage, now)
+
+    def _end_audit(self, microbatch: OwnedMicrobatch, audit: ResultAudit, stage: int, now: float) -> None:
+        """Give less work to servers that most others contradict; a microbatch with a wrong result begins again."""
+        microbatch.audit, end = None, audit.end()
+        self.counts.audited += end.verdict != "unanswered"
+        self.counts.unaudited += end.verdict == "unanswered"
+        self.counts.contradicted += len(end.wrong)
+        for peer in sorted(end.wrong):
+            self.distrust(peer, now)
+        if end.results:
+            self._actions.append(ResultsDiffer(stage, end.wrong, end.results))
+        if audit.first.maker in end.wrong:
+            self._end(microbatch, "contradicted", now)
+        else:
+            self._continue(microbatch, now)
+
+    def _is_audit(self, peer: PeerId, task: Task) -> bool:
+        microbatch = self._microbatches.get(task.serial)
+        audit = microbatch.audit if microbatch is not None else None
+        return audit is not None and audit.asked.get(peer) == task.attempt
+
+    def _is_of_audit(self, microbatch: OwnedMicrobatch, peer: PeerId, stage_pass: StagePass) -> bool:
+        audit = microbatch.audit
+        if audit is None or not audit.expects(peer):
+            return False
+        return (audit.task.direction, self._stage_of[audit.task.run]) == stage_pass
+
+    def _on_audit_answer(self, peer: PeerId, serial: int, answer: Answer | None, now: float) -> None:
+        microbatch = self._microbatches[serial]
+        audit = microbatch.audit
+        if audit is None or (answer is not None and answer.kind == "accepted"):
+            return
+        if answer is not None and answer.outcome is not None:
+            self._on_audit_outcome(microbatch, peer, answer.outcome, now)
+        else:
+            audit.give_up(peer)
+            self._go_on_with_audit(microbatch, audit, now)
+
+    def _on_audit_outcome(self, microbatch: OwnedMicrobatch, peer: PeerId, outcome: Outcome, now: float) -> None:
+        audit = microbatch.audit
+        assert audit is not None
+        if outcome.status == "done" and outcome.signed is not None:
+            audit.add(outcome.signed)
+        else:
+            audit.give_up(peer)
+        self._go_on_with_audit(microbatch, audit, now)
 
     def _on_late_outcome(self, peer: PeerId, stage_pass: StagePass, outcome: Outcome) -> None:
         """Count a gradient that another server of the stage counts too."""
@@ -515,7 +625,9 @@ class Owner:
         self._actions.append(Finished(microbatch.serial, microbatch.loss, reason, microbatch.added))
 
     def _on_due(self, microbatch: OwnedMicrobatch, attempt: int, now: float) -> None:
-        request = microbatch.request
+        request, audit = microbatch.request, microbatch.audit
+        if audit is not None and now >= audit.deadline:
+            self._go_on_with_audit(microbatch, audit, now)
         if request is None or request.attempt != attempt or request.due > now:
             return
         if now > request.overdue + (STUCK_SECONDS if request.is_bound else 0.0):

@@ -8,15 +8,20 @@ from protocol.identity import PeerId
 from protocol.manifest.run import RunId
 from protocol.pipeline.messages import Answer, Outcome, Task
 from protocol.pipeline.microbatch import DropReason, ServerLife
+from protocol.pipeline.results import SignedResult
 from protocol.pipeline.routing import StagePeer
 
 
 @dataclass(frozen=True)
 class PeersChanged:
-    """The live peers of each stage, and the round of this peer. A peer that is not listed is gone."""
+    """The live peers of each stage, and the round of this peer. A peer that is not listed is gone.
+
+    `standing`: the peers that may audit others; None: all.
+    """
 
     stages: tuple[tuple[StagePeer, ...], ...]
     round: int
+    standing: frozenset[PeerId] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,19 @@ class WrongResult:
     peer: PeerId
 
 
-Action = Ask | Release | Finished | StageEmpty | WrongResult
+@dataclass(frozen=True)
+class ResultsDiffer:
+    """Report the results of servers of a stage that contradict one another.
+
+    Of three and more, `wrong` are the servers that most contradict. Nobody has checked whether they exclude a key.
+    """
+
+    stage: int
+    wrong: frozenset[PeerId]
+    results: tuple[SignedResult, ...]
+
+
+Action = Ask | Release | Finished | StageEmpty | WrongResult | ResultsDiffer
 
 
 @dataclass
@@ -124,6 +141,9 @@ class OwnerCounts:
         replayed: passes that were computed again.
         outdated: outcomes of an earlier life.
         overdue: tasks that a peer accepted and did not do in several times the expected time.
+        audited: results that another server has computed again.
+        contradicted: results of audited servers and auditors that most others contradict.
+        unaudited: drawn results that no other server could compare.
     """
 
     done: int = 0
@@ -133,6 +153,9 @@ class OwnerCounts:
     replayed: int = 0
     outdated: int = 0
     overdue: int = 0
+    audited: int = 0
+    contradicted: int = 0
+    unaudited: int = 0
 
     def __post_init__(self) -> None:
         self.dropped = Counter[str]()

@@ -334,6 +334,7 @@ class StageServer:
             loss=event.loss,
             compute_ms=event.compute_ms,
             rate=self.rate,
+            signed=event.signed,
         )
         self.table.finish(work, outcome)
         if task.direction == "backward":

@@ -8,6 +8,7 @@ from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
 from protocol.pipeline.ledger import Ledger
 from protocol.pipeline.messages import Direction, HeldBlob, Input, Key, Outcome, Task
+from protocol.pipeline.results import SignedResult
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ class InputMissing:
 
 @dataclass(frozen=True)
 class Computed:
-    """A Compute has ended. `valid` is false for an input of another shape, or a value that is not finite."""
+    """A Compute has ended. `valid` is false for an input of another shape, or a value that is not finite.
+
+    `signed`: our signature under the result.
+    """
 
     key: Key
     direction: Direction
@@ -55,6 +59,7 @@ class Computed:
     loss: float | None
     compute_ms: float
     clipped: bool = False
+    signed: SignedResult | None = None
 
 
 @dataclass(frozen=True)

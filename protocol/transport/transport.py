@@ -79,7 +79,7 @@ class Transport:
         self.peer_id: PeerId = identity.peer_id
         self.traffic = TrafficCounter()
         self.listener: TlsListener | None = None  # accepts direct connections; `None` if this node takes none
-        self._identity = identity
+        self.identity = identity
         self._identity_path = identity_path
         self._sockets = folder
         self._folder = folder.path
@@ -166,7 +166,7 @@ class Transport:
         server = RpcServer(self._supervisor)
         for service in services:
             service(GuardedServer(server, self._guard))
-        self.listener = listener = TlsListener(self._identity, server.serve_peer, self._direct_limits)
+        self.listener = listener = TlsListener(self.identity, server.serve_peer, self._direct_limits)
         self._stack.push_async_callback(listener.close)
 
         async def bind() -> None:

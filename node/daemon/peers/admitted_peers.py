@@ -4,6 +4,8 @@ A record costs nothing, so a record alone decides nothing: every part of the nod
 reads them here. Trainers must satisfy the run's rule of admission, at stages and stores as in rounds; observers need no
 ticket, and decide nothing as trainers. Standing comes from the certified commits of a stage: its voters and its late
 contributors have it. Before a stage has a commit that we know, its admitted trainers do.
+
+A key whose result two thirds of the voters of a stage contradict counts nowhere any more, until this node restarts.
 """
 
 import time
@@ -15,6 +17,9 @@ from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.record_fields import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
+from protocol.pipeline.results import Contradiction
+
+MAX_EXCLUDED = 4096
 
 
 class AdmittedPeers:
@@ -29,6 +34,7 @@ class AdmittedPeers:
         self.gate = gate
         self._stages = stages
         self._electorates: dict[int, Electorate] = {}  # at the newest known head of each stage
+        self.contradicted: frozenset[PeerId] = frozenset()  # the keys whose results voters contradict
 
     def records(self) -> dict[PeerId, PeerRecord]:
         """Return the records of the live peers without trainers that the run does not admit."""
@@ -36,16 +42,34 @@ class AdmittedPeers:
         live = self.directory.live().items()
         return {peer: record for peer, record in live if self._counts(peer, record, now)}
 
+    def exclude(self, found: Contradiction, stage: int) -> bool:
+        """Exclude the key that a contradiction proves to have signed a false result; return whether that is news.
+
+        Raises StaleError if it proves nothing by the voters of the stage that we know.
+        """
+        electorate = self._electorates.get(stage)
+        if electorate is None or not found.proves(electorate.voters):
+            raise StaleError("the voters that we know do not contradict that result")
+        is_news = found.liar not in (*self.contradicted, self.directory.peer_id)
+        if not is_news or len(self.contradicted) >= MAX_EXCLUDED:
+            return False
+        self.contradicted |= {found.liar}
+        return True
+
     def _counts(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
+        if peer in self.contradicted:
+            return False
         return record.role != "trainer" or self.gate.admits(peer, record.ticket, now)
 
     def admits(self, peer: PeerId, record: PeerRecord) -> bool:
         """Return whether the run admits a peer with this record, whatever its role is."""
-        return self.gate.admits(peer, record.ticket, time.time())
+        return peer not in self.contradicted and self.gate.admits(peer, record.ticket, time.time())
 
     def require(self, caller: PeerId) -> None:
         """Raise StaleError unless the run admits a caller, as far as we know its record."""
         record = self.directory.live().get(caller)
+        if caller in self.contradicted:
+            raise StaleError(f"{caller} is excluded: its result was false")
         if not self.gate.admits(caller, record.ticket if record is not None else b"", time.time()):
             raise StaleError(f"the run does not admit {caller}, or its record has not arrived yet")
 

@@ -137,6 +137,9 @@ class SwarmView:
         live = list(self._directory.live().items())
         self._rng.shuffle(live)
         states, left = self._admitted(peer_states(self._seen_in(live))), dict(self._left_peers)
+        for peer in self._admitted_peers.contradicted:  # so that they lose their votes at once
+            states.pop(peer, None)
+            left[peer] = PeerState(None)
         ended = frozenset(self._ended_peers)
         if self._stage is None or self._missing is None:
             return SwarmSnapshot(states, left, ended=ended)

@@ -4,8 +4,8 @@ Microbatches hold blobs by key, several of them the same blob if need be, and th
 is free once no key holds its blob. `protocol.pipeline.server` decides which blobs a peer may hold at all, so there is
 always a free slot.
 
-Other peers get only blobs that this node made: its results and its own tokens. So a malformed activation is the fault
-of the peer that it was downloaded from, and not of the holder that a task names.
+Other peers get only blobs that this node made: its results and its own tokens. A malformed activation is the fault of
+the peer that signed it as its result, and otherwise of the owner that names it: a peer serves other blobs of that size.
 """
 
 import asyncio
@@ -21,9 +21,10 @@ from protocol.blobs.download import Downloader
 from protocol.blobs.store import BlobStore
 from protocol.errors import GoneError, MalformedError, MissingFileError, PeerFault, StorageError, UnreachableError
 from protocol.identity import PeerId
+from protocol.manifest.run import RunId
 from protocol.membership.directory import PeerDirectory
-from protocol.pipeline.messages import HeldBlob, Input, Key, Task
-from protocol.pipeline.stage import StageManifest
+from protocol.pipeline.messages import Direction, HeldBlob, Input, Key, Task
+from protocol.pipeline.stage import StageManifest, stage_run_ids
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,12 @@ def slot_sizes(manifest: StageManifest) -> SlotSizes:
         token_bytes=settings.token_bytes,
         tokens=activations + manifest.pipeline.in_flight + SPARE_ACTIVATIONS,
     )
+
+
+def neighbour_runs(manifest: StageManifest) -> tuple[RunId, RunId]:
+    """Return the ids of the stages before and after one; "" where there is none."""
+    runs = ("", *stage_run_ids(manifest.whole_run_id, manifest.pipeline.stages), "")
+    return runs[manifest.stage], runs[manifest.stage + 2]
 
 
 class FreeSlots:
@@ -84,7 +91,6 @@ class ActivationStore:
         }
         self._slots: dict[bytes, int] = {}
         self._made: set[bytes] = set()  # blobs of slots that this stage computed or read
-        self._sources: dict[bytes, PeerId] = {}  # the peer from which a blob of a slot was downloaded
         self._holders: defaultdict[bytes, set[Key]] = defaultdict(set)
         self._held: defaultdict[Key, set[bytes]] = defaultdict(set)
 
@@ -121,15 +127,10 @@ class ActivationStore:
         """Return whether a slot holds a blob that this stage made."""
         return digest in self._made
 
-    def source_of(self, digest: bytes) -> PeerId | None:
-        """Return the peer from which the blob of a slot was downloaded; `None` for one of this node."""
-        return None if digest in self._made else self._sources.get(digest)
-
-    def take_over(self, key: Key, blob: Blob, source: PeerId) -> None:
+    def take_over(self, key: Key, blob: Blob) -> None:
         """Move a blob that was fetched from a peer from the store into a slot, and hold it for a microbatch."""
         if not self.has(blob):
             slot = self._fill_slot(blob, self.store.view(blob.digest))
-            self._sources[blob.digest] = source
             self.store.discard(blob.digest)
             self.store.lend(self.memory.slot(slot))
         self.hold(key, blob.digest)
@@ -175,7 +176,6 @@ class ActivationStore:
             if not self._holders[digest]:
                 del self._holders[digest]
                 self._made.discard(digest)
-                self._sources.pop(digest, None)
                 self.store.discard(digest)
                 self.give_back(self._slots.pop(digest))
         if not self._held.get(key):
@@ -217,12 +217,21 @@ class NodeBlobs:
 
 
 class ActivationFetcher:
-    """Downloads each blob from its only holder. If the holder leaves, the download ends."""
+    """Downloads each blob from its only holder. If the holder leaves, the download ends.
+
+    `neighbours`: the ids of the stages before and after this one; "" where there is none.
+    """
 
     def __init__(
-        self, directory: PeerDirectory, node: NodeBlobs, downloader: Downloader, activations: ActivationStore
+        self,
+        directory: PeerDirectory,
+        node: NodeBlobs,
+        downloader: Downloader,
+        activations: ActivationStore,
+        neighbours: tuple[RunId, RunId],
     ) -> None:
         self.activations = activations
+        self._before, self._after = neighbours
         self._directory = directory
         self._node = node
         self._downloader = downloader
@@ -236,20 +245,24 @@ class ActivationFetcher:
         return None
 
     def blame_maker(self, task: Task, wrong: Input) -> None:
-        """Record the fault of the peer that we downloaded a malformed input from.
+        """Record the fault of the peer that signed a malformed input as its result, or else of the owner.
 
-        The owner is to blame for its tokens, and for a well-formed blob that it names as something else: that of this
-        node, or one whose size does not tell tokens from activations.
+        The owner is to blame for its tokens, and for a blob that it names as something else.
         """
-        sizes = self.activations.memory.sizes
-        source = self.activations.source_of(task.inputs.named()[wrong].blob.digest)
-        is_clear = wrong != "tokens" and sizes.activation_bytes != sizes.token_bytes
-        maker = source if source is not None and is_clear else task.owner
+        held = task.inputs.named()[wrong]
+        run, direction = self._maker_stage(wrong)
+        maker = held.holder if run and held.is_made_by_holder(run, direction) else task.owner
         if maker != self._directory.peer_id:
             fault = MalformedError(
                 f"{'tokens' if wrong == 'tokens' else 'an activation'} with a value that is not allowed"
             )
             self._directory.record_refusal(maker, fault)
+
+    def _maker_stage(self, wrong: Input) -> tuple[RunId, Direction]:
+        """Return the stage that makes an input, and in which direction; "" for tokens, which owners read."""
+        if wrong == "gradient":
+            return self._after, "backward"
+        return self._before if wrong == "activation" else "", "forward"
 
     def drop_peer(self, peer: PeerId) -> None:
         """End the downloads from a peer that is gone."""
@@ -265,7 +278,7 @@ class ActivationFetcher:
                 activations.copy(key, blob, self._node.view(blob.digest))
             else:
                 await self._download(held)
-                activations.take_over(key, blob, held.holder)
+                activations.take_over(key, blob)
         except FETCH_ERRORS as error:
             logger.info("an activation of %s is missing: %s", held.holder, error)
             return False

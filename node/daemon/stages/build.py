@@ -3,7 +3,7 @@
 import random
 
 from node.daemon.inbox import Inbox
-from node.daemon.stages.activations import ActivationFetcher, ActivationStore, slot_sizes
+from node.daemon.stages.activations import ActivationFetcher, ActivationStore, neighbour_runs, slot_sizes
 from node.daemon.stages.stage_effects import NodeStages, StageEffects
 from node.loop.stage_loop import build_stage_loop
 from node.processes.workers import BackgroundTasks
@@ -31,8 +31,9 @@ def build_stage(
     store = BlobStore(run_dir.activations, sizes.total_bytes, sizes.total_bytes)
     store.retain(())  # activations of an earlier process are useless
     activations = ActivationStore(ActivationMemory.create(sizes), store)
-    fetcher = ActivationFetcher(node.directory, node.blobs, Downloader(store, transport.bulk, rng), activations)
-    stage = StageEffects(loop, node, record, fetcher, tasks, inbox)
+    downloader = Downloader(store, transport.bulk, rng)
+    fetcher = ActivationFetcher(node.directory, node.blobs, downloader, activations, neighbour_runs(manifest))
+    stage = StageEffects(loop, node, record, fetcher, transport.identity, tasks, inbox)
     node.add(manifest.run_id, stage)
     inbox.attach_stage(stage.handle)
     return stage

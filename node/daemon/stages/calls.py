@@ -26,6 +26,7 @@ from protocol.pipeline.messages import (
     release_to_wire,
 )
 from protocol.pipeline.owner import ASK_SECONDS
+from protocol.pipeline.results import Contradiction
 from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class StageCalls:
         self._channels = channels
 
     async def ask(self, peer: PeerId, task: Task) -> Answer:
-        return Answer.from_wire(await self._call(peer, "Ask", task.to_wire()))
+        return Answer.from_wire(await self._call(peer, "Ask", task.to_wire()), peer)
 
     async def tell(self, peer: PeerId, outcome: Outcome) -> None:
         await self._call(peer, "Tell", outcome.to_wire())
@@ -53,6 +54,9 @@ class StageCalls:
 
     async def state(self, peer: PeerId, statement: Statement) -> None:
         await self._call(peer, "State", statement.to_wire())
+
+    async def contradict(self, peer: PeerId, found: Contradiction) -> None:
+        await self._call(peer, "Contradict", found.to_wire())
 
     async def _call(self, peer: PeerId, method: str, request: Any) -> Any:
         clock = asyncio.get_running_loop().time

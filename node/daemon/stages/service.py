@@ -13,6 +13,8 @@ from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
 from protocol.murmur_pb2 import (
     AskReply,
+    Contradiction,
+    ContradictReply,
     InviteReply,
     InviteRequest,
     ReleaseReply,
@@ -45,7 +47,7 @@ class StagesService(StagesServicer):
 
     async def Tell(self, request: StageOutcome, context: Any) -> TellReply:  # noqa: N802
         async with self._refusing_faults(context) as sender:
-            self._node.take_outcome(sender, Outcome.from_wire(request))
+            self._node.take_outcome(sender, Outcome.from_wire(request, sender))
         return TellReply()
 
     async def Release(self, request: ReleaseRequest, context: Any) -> ReleaseReply:  # noqa: N802
@@ -62,6 +64,11 @@ class StagesService(StagesServicer):
         async with self._refusing_faults(context) as sender:
             self._node.take_statement(sender, request)
         return StepReply()
+
+    async def Contradict(self, request: Contradiction, context: Any) -> ContradictReply:  # noqa: N802
+        async with self._refusing_faults(context):
+            self._node.take_contradiction(request)
+        return ContradictReply()
 
     @asynccontextmanager
     async def _refusing_faults(self, context: Any) -> AsyncIterator[PeerId]:

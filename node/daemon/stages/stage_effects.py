@@ -53,9 +53,10 @@ from node.trainer.ipc.stage_messages import (
     StageStepped,
     TakeStageStep,
 )
+from protocol import murmur_pb2 as wire
 from protocol.blobs.store import BlobStore
-from protocol.errors import MalformedError, PeerFault, UnreachableError
-from protocol.identity import PeerId
+from protocol.errors import ContradictedError, MalformedError, PeerFault, StaleError, UnreachableError
+from protocol.identity import Identity, PeerId
 from protocol.manifest.run import RunId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.peer_table import MembershipEvent, PeerLeft
@@ -63,8 +64,17 @@ from protocol.murmur_pb2 import StepStatement
 from protocol.pipeline import owner_events, server_events
 from protocol.pipeline.exact import SendStatement, Statement, StepDecisions, StepReports
 from protocol.pipeline.ledger import Ledger
-from protocol.pipeline.messages import Answer, Key, Outcome, Task, first_serial
+from protocol.pipeline.messages import Answer, Key, Outcome, Task, first_serial, question_of
 from protocol.pipeline.owner_events import OwnerCounts
+from protocol.pipeline.results import (
+    MAX_KIND_CHARACTERS,
+    Contradiction,
+    ResultValue,
+    SignedResult,
+    StageResult,
+    contradictions,
+    sign_result,
+)
 from protocol.pipeline.server_events import ServerCounts
 
 logger = logging.getLogger(__name__)
@@ -73,7 +83,10 @@ DRAIN_SECONDS = 8.0  # less than the ten seconds that a service manager waits be
 MIN_PAUSE_SECONDS = 0.001  # until a deadline, so that one in the past cannot occupy the daemon
 MORE_COMMANDS = 4  # in addition to draws; the trainer has one task or step at a time
 OWN = ""  # owner in the keys of our own tokens, so that they differ from the keys of tasks that we serve
-OWN_COUNTS = ("done", "partly counted", "lost", "duplicates", "replayed", "outdated", "overdue")
+OWN_COUNTS = (
+    *("done", "partly counted", "lost", "duplicates", "replayed", "outdated", "overdue"),
+    *("audited", "contradicted", "unaudited"),
+)
 SERVED_COUNTS = (
     *("computed", "steps", "withdrawn", "partly counted", "lost", "duplicates", "replayed", "invalid"),
     *("subtracted", "left behind", "turned away", "without forward", "clipped"),
@@ -89,6 +102,7 @@ class StageEffects:
         node: "NodeStages",
         record: StageRecord,
         fetcher: ActivationFetcher,
+        identity: Identity,
         background: BackgroundTasks,
         inbox: Inbox,
     ) -> None:
@@ -98,6 +112,9 @@ class StageEffects:
         self._directory: PeerDirectory = node.directory
         self._record = record
         self._fetcher = fetcher
+        self._identity = identity
+        self._base = b""  # digest of the chain whose weights the trainer has; empty if it is not known
+        self._kind = ""  # of the trainer's device
         self._background = background
         self._inbox = inbox
         self._commands = asyncio.Queue[StageCommand](loop.owner.settings.in_flight + MORE_COMMANDS)
@@ -189,6 +206,7 @@ class StageEffects:
             case Ready():
                 self._on_ready(message)
             case AnchorApplied():
+                self._base = bytes.fromhex(message.base)
                 self.post(StageAnchorApplied(message.round, _wall_ms(), message.exact_step))
                 self._see_peers()
             case ContributionHeader():
@@ -227,7 +245,7 @@ class StageEffects:
 
     def _on_ready(self, message: Ready) -> None:
         self._forget_commands()
-        self._start = message.start
+        self._start, self._base, self._kind = message.start, b"", message.device_kind[:MAX_KIND_CHARACTERS]
         self.post(
             TrainerReady(
                 message.round,
@@ -278,8 +296,14 @@ class StageEffects:
                 loss=message.loss,
                 compute_ms=1000 * message.seconds,
                 clipped=message.clipped,
+                signed=None if message.fault else self._sign(task, ResultValue(result, message.loss)),
             )
         )
+
+    def _sign(self, task: Task, value: ResultValue) -> SignedResult:
+        """Sign the result of a task."""
+        question = question_of(task, self._base, self._kind)
+        return sign_result(self._identity, self.loop.settings.run, StageResult(question, value))
 
     # Actions.
 
@@ -332,6 +356,7 @@ class StageEffects:
         | ReportRefused
         | owner_events.StageEmpty
         | owner_events.WrongResult
+        | owner_events.ResultsDiffer
         | server_events.TrainerEnded,
     ) -> None:
         match action:
@@ -348,6 +373,41 @@ class StageEffects:
                     self._directory.record_refusal(owner, MalformedError("a task of which the trainer dies"))
             case owner_events.WrongResult(peer):
                 self._directory.record_refusal(peer, MalformedError("a result of a wrong size"))
+            case owner_events.ResultsDiffer():
+                self._on_difference(action)
+
+    def _on_difference(self, action: owner_events.ResultsDiffer) -> None:
+        """Count results that most servers contradict, and exclude the keys that the voters contradict."""
+        for peer in sorted(action.wrong):
+            self._directory.record_refusal(peer, ContradictedError("a result that most servers contradict"))
+        for found in contradictions(self.loop.owner.run_of(action.stage), action.results):
+            try:
+                if self._node.admitted.exclude(found, action.stage):
+                    self.announce_excluded(found)
+            except StaleError as error:
+                logger.debug("%s is not excluded: %s", found.liar, error)
+
+    def take_contradiction(self, found: Contradiction) -> None:
+        """Exclude a key, as another peer has found out, and pass that on. Raises MalformedError or StaleError."""
+        stage = self.loop.owner.stage_of(found.run)
+        if stage is None:
+            raise MalformedError("a contradiction of another run")
+        if self._node.admitted.exclude(found, stage):
+            self.announce_excluded(found)
+
+    def announce_excluded(self, found: Contradiction) -> None:
+        """Report an excluded key, and tell all other peers once why."""
+        fault = ContradictedError("excluded, because two thirds of the voters contradict its result")
+        self._directory.record_refusal(found.liar, fault)
+        for peer in sorted(self._node.admitted.records().keys() - {self._directory.peer_id}):
+            self._spawn(peer, partial(self._contradict, peer, found))
+        self._see_peers()
+
+    async def _contradict(self, peer: PeerId, found: Contradiction) -> None:
+        try:
+            await self._node.calls.contradict(peer, found)
+        except (UnreachableError, PeerFault) as error:
+            logger.debug("%s does not learn that %s is excluded: %s", peer, found.liar, error)
 
     def _spawn(self, maker: PeerId, work: Callable[[], Awaitable[None]], failed: StageEvent | None = None) -> None:
         """Run a task that depends on a peer; an error in it is refused, and the loop hears `failed`."""
@@ -491,6 +551,10 @@ class NodeStages:
         self._owner.take_statement(peer, body)
 
     # Calls to peers; calls to ourselves need no network.
+
+    def take_contradiction(self, body: wire.Contradiction) -> None:
+        """Pass on results that contradict one. Raises PeerFault."""
+        self._owner.take_contradiction(Contradiction.from_wire(body))
 
     async def ask(self, peer: PeerId, task: Task) -> Answer:
         """Ask a server for a computation. Raises UnreachableError or PeerFault, as the other calls do."""

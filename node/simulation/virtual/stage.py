@@ -5,6 +5,7 @@
 links and trainers that keep a tally.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +28,11 @@ from node.loop.stage_loop import StageLoop
 from node.simulation.virtual.network import VirtualClock
 from protocol.blobs.blob import Blob
 from protocol.identity import PeerId
+from protocol.murmur_pb2 import Signed
 from protocol.pipeline import owner_events, server_events
 from protocol.pipeline.exact import SendStatement
-from protocol.pipeline.messages import Answer, HeldBlob, Input, Key, Task
+from protocol.pipeline.messages import Answer, HeldBlob, Input, Key, Task, question_of
+from protocol.pipeline.results import ResultValue, SignedResult, StageResult
 
 OWN = ""  # owner in the keys of a peer's own tokens, so that they differ from those that it serves
 MIN_PAUSE_SECONDS = 0.001  # until a deadline that has passed already
@@ -200,13 +203,27 @@ class StageProcess:
             result = self.trainer.compute(order, inputs)
             if result.blob is not None:
                 self.held.setdefault(task.key, {})[result.blob] = result.content
+            signed = self._sign(task, result) if result.valid else None
             computed = server_events.Computed(
-                task.key, task.direction, order.token, result.valid, result.blob, result.loss, 1000 * seconds
+                task.key,
+                task.direction,
+                order.token,
+                result.valid,
+                result.blob,
+                result.loss,
+                1000 * seconds,
+                signed=signed,
             )
             self.post(computed)
 
         self._world.on_compute(self, seconds)
         self._world.clock.schedule(seconds, self._if_same(end))
+
+    def _sign(self, task: Task, result: Computation) -> SignedResult:
+        """Name a result as one of this peer; nobody forges signatures here."""
+        question = question_of(task, hashlib.sha256(b"%d" % task.round).digest(), "virtual")
+        value = ResultValue(result.blob, result.loss)
+        return SignedResult(Signed(peer=self.name), StageResult(question, value), self.name)
 
     def _inputs(self, task: Task) -> dict[Input, object]:
         held = self.held.get(task.key, {})

@@ -212,6 +212,7 @@ class ApplyAnchor(_IpcMessage):
     settings: StepSettings | None = Field(default=None, description="from this anchor on; None: as before")
     exact_step: int = Field(default=0, ge=0, description="that the round makes, where steps are exact")
     is_other_chain: bool = Field(default=False, description="the anchor is of another chain")
+    base: str = Field(default="", pattern="^[0-9a-f]*$", description="digest of the chain of the anchor")
 
 
 class SetResting(_IpcMessage):
@@ -254,6 +255,7 @@ class Ready(_IpcMessage):
 
     kind: Literal["ready"] = "ready"
     device: str
+    device_kind: str = Field(default="", description="on all devices of a kind a pass of a stage has the same bits")
     ranks: int = Field(default=1, ge=1, description="devices that train together")
     step: int
     round: int
@@ -324,6 +326,7 @@ class AnchorApplied(_IpcMessage):
     kind: Literal["adopted"] = "adopted"
     round: int
     exact_step: int = 0
+    base: str = Field(default="", pattern="^[0-9a-f]*$", description="as in ApplyAnchor")
     evaluation_share: FiniteFloat = Field(default=0.0, description="share of the time that validations have taken")
 
 

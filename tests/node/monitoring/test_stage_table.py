@@ -91,5 +91,6 @@ async def test_metrics_count_microbatches_by_result() -> None:
 
 def test_status_page_explains_each_result_of_a_microbatch() -> None:
     own = {"done", "partly counted", "lost", "duplicates", "replayed", "outdated", "overdue"}
+    own |= {"audited", "contradicted", "unaudited"}
     dropped = {f"dropped: {reason}" for reason in get_args(DropReason)}
     assert explained_reasons("Pipelines") == own | dropped | {f"served: {name}" for name in SERVED_COUNTS}

@@ -23,18 +23,33 @@ from protocol.pipeline.messages import (
     Outcome,
     Task,
     invitation_to_wire,
+    question_of,
     read_invitation,
     read_release,
     release_to_wire,
 )
+from protocol.pipeline.results import ResultValue, SignedResult, StageResult, open_result, sign_result
 from protocol.signing import MAX_ROUND
 
 RUN = "ab" * 32
-OWNER, HOLDER = (Identity.create().peer_id for _ in range(2))
+MAKER, OTHER = Identity.create(), Identity.create()
+OWNER, HOLDER = OTHER.peer_id, MAKER.peer_id
 HELD = HeldBlob(Blob.of(b"activation"), HOLDER)
 TASK = Task(RUN, OWNER, 7, "backward", 3, 11, 5, Inputs(HELD, HELD, HELD), 1000, replay=True)
-OUTCOME = Outcome(RUN, 7, "forward", 3, 11, "done", HELD.blob, False, 2.5, 12.0, 3.5)
-MISSING = replace(OUTCOME, status="missing", missing="gradient", result=None, loss=None)
+FORWARD = replace(TASK, direction="forward")
+
+
+def signed(task: Task, blob: Blob | None, loss: float | None = None, maker: Identity = MAKER) -> SignedResult:
+    """Return a result as its maker signs it."""
+    result = StageResult(question_of(task, bytes(32), "cpu"), ResultValue(blob, loss))
+    return sign_result(maker, task.run, result)
+
+
+OUTCOME = Outcome(
+    RUN, 7, "forward", 3, 11, "done", HELD.blob, False, 2.5, 12.0, 3.5, signed=signed(FORWARD, HELD.blob, 2.5)
+)
+BACKWARD = replace(OUTCOME, added=True, direction="backward", loss=None, signed=signed(TASK, HELD.blob))
+MISSING = replace(OUTCOME, status="missing", missing="gradient", result=None, loss=None, signed=None)
 ANSWER = Answer("known", 11, 5, 3.5, 0, OUTCOME)
 
 
@@ -43,14 +58,53 @@ def test_a_task_survives_the_wire(task: Task) -> None:
     assert Task.from_wire(wire.StageTask.FromString(task.to_wire().SerializeToString()), OWNER) == task
 
 
-@pytest.mark.parametrize("outcome", [OUTCOME, MISSING, replace(OUTCOME, added=True, direction="backward", loss=None)])
+@pytest.mark.parametrize("outcome", [OUTCOME, MISSING, BACKWARD])
 def test_an_outcome_survives_the_wire(outcome: Outcome) -> None:
-    assert Outcome.from_wire(wire.StageOutcome.FromString(outcome.to_wire().SerializeToString())) == outcome
+    body = wire.StageOutcome.FromString(outcome.to_wire().SerializeToString())
+    read = Outcome.from_wire(body, HOLDER)
+    assert read == outcome and read.signed == outcome.signed
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        None,
+        signed(FORWARD, HELD.blob, 2.5, OTHER),
+        signed(FORWARD, Blob.of(b"other"), 2.5),
+        signed(FORWARD, HELD.blob, 2.6),
+        signed(TASK, HELD.blob, 2.5),
+        signed(replace(FORWARD, run="cd" * 32), HELD.blob, 2.5),
+    ],
+    ids=["unsigned", "other key", "other result", "other loss", "other direction", "other stage"],
+)
+def test_only_the_sender_signs_the_result_of_its_outcome(forged: SignedResult | None) -> None:
+    with pytest.raises(PeerFault):
+        Outcome.from_wire(replace(OUTCOME, signed=forged).to_wire(), HOLDER)
+
+
+def test_holder_is_the_maker_only_of_what_it_has_signed() -> None:
+    held = HeldBlob(HELD.blob, HOLDER, signed(FORWARD, HELD.blob, 2.5).signed)
+    read = HeldBlob.from_wire(wire.HeldBlob.FromString(held.to_wire().SerializeToString()))
+    assert read.is_made_by_holder(RUN, "forward")
+    assert not read.is_made_by_holder(RUN, "backward")
+    assert not read.is_made_by_holder("cd" * 32, "forward")
+    assert not replace(read, blob=Blob.of(b"other")).is_made_by_holder(RUN, "forward")
+    assert not replace(read, holder=OWNER).is_made_by_holder(RUN, "forward")
+    assert not HELD.is_made_by_holder(RUN, "forward")
+    body = held.to_wire()
+    body.result.body += bytes(2000)
+    with pytest.raises(LimitError):
+        HeldBlob.from_wire(body)
+
+
+def test_a_signed_result_survives_the_wire() -> None:
+    for each in (signed(FORWARD, HELD.blob, 2.5), signed(TASK, None)):
+        assert open_result(each.signed, RUN) == each
 
 
 @pytest.mark.parametrize("answer", [ANSWER, Answer("busy", 11, 5, 0.0, 250)])
 def test_an_answer_survives_the_wire(answer: Answer) -> None:
-    assert Answer.from_wire(wire.AskReply.FromString(answer.to_wire().SerializeToString())) == answer
+    assert Answer.from_wire(wire.AskReply.FromString(answer.to_wire().SerializeToString()), HOLDER) == answer
 
 
 def test_a_release_survives_the_wire() -> None:
@@ -128,7 +182,7 @@ def test_an_outcome_out_of_bounds_is_refused(change: Callable[[wire.StageOutcome
     body = OUTCOME.to_wire()
     change(body)
     with pytest.raises(PeerFault):
-        Outcome.from_wire(body)
+        Outcome.from_wire(body, HOLDER)
 
 
 @pytest.mark.parametrize(
@@ -148,4 +202,4 @@ def test_an_answer_out_of_bounds_is_refused(change: Callable[[wire.AskReply], No
     body = ANSWER.to_wire()
     change(body)
     with pytest.raises(PeerFault):
-        Answer.from_wire(body)
+        Answer.from_wire(body, HOLDER)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from node.daemon.inbox import Inbox
-from node.daemon.stages.activations import ActivationFetcher, ActivationStore, slot_sizes
+from node.daemon.stages.activations import ActivationFetcher, ActivationStore, neighbour_runs, slot_sizes
 from node.daemon.stages.stage_effects import NodeStages, StageEffects
 from node.data import BatchReader, Corpus
 from node.data.corpus import TokenArray
@@ -27,7 +27,7 @@ from node.trainer.stages.stage_work import StageWork
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import GoneError, PeerFault
-from protocol.identity import PeerId
+from protocol.identity import Identity, PeerId
 from protocol.manifest.sections import PipelineSection
 from protocol.membership.peer_table import FieldValue
 from protocol.murmur_pb2 import PeerRecord
@@ -113,10 +113,17 @@ class AttackedStage:
         self.activations = ActivationStore(self.memory, store)
         self.shelf, self.calls, self.directory = Shelf(store), Calls(), Directory()
         self.node, self.inbox = NodeStages(admitted_of(self.directory, stages=STAGES), cast(Any, self.calls)), Inbox()
-        fetcher = ActivationFetcher(cast(Any, self.directory), self.node.blobs, cast(Any, self.shelf), self.activations)
+        fetcher = ActivationFetcher(
+            cast(Any, self.directory),
+            self.node.blobs,
+            cast(Any, self.shelf),
+            self.activations,
+            neighbour_runs(self.manifest),
+        )
         self.loop = build_stage_loop(self.manifest, ME, 1 << 20, random.Random(0), draws=False)
         record = self.node.records.record_of(self.manifest)
-        self.stage = StageEffects(self.loop, self.node, record, fetcher, BackgroundTasks(self.inbox), self.inbox)
+        tasks = BackgroundTasks(self.inbox)
+        self.stage = StageEffects(self.loop, self.node, record, fetcher, Identity.create(), tasks, self.inbox)
         self.node.add(self.manifest.run_id, self.stage)
         self.inbox.attach_stage(self.stage.handle)
         self.trainer = self._build_trainer()

@@ -10,13 +10,21 @@ from pathlib import Path
 import pytest
 
 from node.daemon.stages import stage_effects
-from node.daemon.stages.activations import ActivationFetcher, ActivationStore, FreeSlots, ServedActivations
+from node.daemon.stages.activations import (
+    ActivationFetcher,
+    ActivationStore,
+    FreeSlots,
+    ServedActivations,
+    neighbour_runs,
+)
 from node.trainer.ipc.stage_messages import ComputeStage, StageComputed
 from node.trainer.stages.stage_work import StageWork
 from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError
-from protocol.pipeline.messages import HeldBlob, Inputs, Task
+from protocol.identity import Identity
+from protocol.pipeline.messages import Direction, HeldBlob, Input, Inputs, Task
 from protocol.pipeline.microbatch_table import MicrobatchTable
+from protocol.pipeline.results import ResultValue, StageQuestion, StageResult, sign_result
 from protocol.pipeline.server_events import ReleasedBy
 from tests.node.daemon.stages.attacked_stage import HOLDER, ME, OWNER, STRANGER, AttackedStage
 
@@ -140,11 +148,10 @@ async def test_old_rule_gives_the_trainer_a_slot_of_another_size(
 
 
 def old_rule_of_blame(patch: pytest.MonkeyPatch) -> None:
-    """All peers that the task names as holders are to blame."""
+    """The peer that a malformed input was downloaded from is to blame."""
 
-    def blame(self: ActivationFetcher, task: Task, wrong: str) -> None:
-        for holder in {held.holder for held in task.inputs.named().values()} - {ME}:
-            self._directory.record_refusal(holder, MalformedError("wrong"))
+    def blame(self: ActivationFetcher, task: Task, wrong: Input) -> None:
+        self._directory.record_refusal(task.inputs.named()[wrong].holder, MalformedError("wrong"))
 
     patch.setattr(ActivationFetcher, "blame_maker", blame)
 
@@ -163,6 +170,13 @@ def held_by(task: Task, activation: str, gradient: str = HOLDER) -> Task:
     assert inputs.activation is not None
     second = inputs.gradient and HeldBlob(inputs.gradient.blob, gradient)
     return replace(task, inputs=Inputs(HeldBlob(inputs.activation.blob, activation), inputs.tokens, second))
+
+
+def signed_by(maker: Identity, stage: AttackedStage, blob: Blob, direction: Direction, after: bool) -> HeldBlob:
+    """Return a blob with a signature of its holder, as the result of the stage after this one or before it."""
+    run = neighbour_runs(stage.manifest)[after]
+    result = StageResult(StageQuestion(0, b"", direction, (b"", b"", b""), ""), ResultValue(blob, None))
+    return HeldBlob(blob, maker.peer_id, sign_result(maker, run, result).signed)
 
 
 async def blamed(stage: AttackedStage, *tasks: Task) -> set[str]:
@@ -187,13 +201,35 @@ async def test_task_cannot_frame_a_peer_by_naming_it_as_the_holder(
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["rule", "control"])
-async def test_only_the_maker_of_the_malformed_input_is_to_blame(
+async def test_blob_of_an_activations_size_does_not_frame_its_holder(
     tmp_path: Path, is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Peers serve many blobs, such as contributions; an owner may name one of them as an activation."""
     stage, malformed = stage_with_malformed_blob(tmp_path, monkeypatch, is_old)
     task = held_by(stage.task(0, "backward", stage.activation(1), malformed), HOLDER, OWNER)
-    assert await blamed(stage, task) == ({HOLDER, OWNER} if is_old else {OWNER})
+    assert await blamed(stage, task) == ({OWNER} if is_old else {STRANGER})
     assert stage.statuses(STRANGER) == ["invalid"]
+
+
+@pytest.mark.parametrize(
+    ("direction", "after", "is_same", "is_guilty"),
+    [
+        ("backward", True, True, True),
+        ("forward", True, True, False),
+        ("backward", False, True, False),
+        ("backward", True, False, False),
+    ],
+    ids=["its result", "other direction", "other stage", "other blob"],
+)
+async def test_maker_is_to_blame_for_the_result_that_it_signed(
+    tmp_path: Path, direction: Direction, after: bool, is_same: bool, is_guilty: bool
+) -> None:
+    stage, maker = AttackedStage(tmp_path), Identity.create()
+    malformed = stage.shelf.put(bytes([255]) * stage.sizes.activation_bytes)
+    held = signed_by(maker, stage, malformed if is_same else stage.activation(5), direction, after)
+    task = stage.task(0, "backward", stage.activation(1), malformed)
+    task = replace(task, inputs=replace(task.inputs, gradient=replace(held, blob=malformed)))
+    assert await blamed(stage, task) == {maker.peer_id if is_guilty else STRANGER}
 
 
 async def test_node_serves_its_results_and_not_what_it_fetched(tmp_path: Path) -> None:
@@ -207,7 +243,7 @@ async def test_node_serves_its_results_and_not_what_it_fetched(tmp_path: Path) -
     assert stage.activations.store.has(given.digest) and not served.has(given.digest)
     assert served.blob(outcome.result.digest) == outcome.result
     stage.node.release(STRANGER, stage.manifest.run_id, (0,))
-    assert not served.has(outcome.result.digest) and not stage.activations._made and not stage.activations._sources
+    assert not served.has(outcome.result.digest) and not stage.activations._made
 
 
 async def test_owner_is_to_blame_for_its_tokens(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from node.trainer.stages.stage_work import StageWork
 from protocol.blobs.blob import Blob
 from protocol.blobs.store import BlobStore
 from protocol.errors import MalformedError
+from protocol.identity import Identity
 from protocol.manifest.sections import PipelineSection
 from protocol.membership.peer_table import FieldValue
 from protocol.murmur_pb2 import PeerRecord
@@ -74,13 +75,13 @@ class World:
         self.memory = ActivationMemory.create(sizes)
         self.activations = ActivationStore(self.memory, BlobStore(folder, sizes.total_bytes, sizes.total_bytes))
         node, inbox = NodeStages(admitted_of(Directory(), stages=2), cast(Any, None)), Inbox()
-        fetcher = ActivationFetcher(node.directory, node.blobs, cast(Any, None), self.activations)
+        fetcher = ActivationFetcher(node.directory, node.blobs, cast(Any, None), self.activations, ("", ""))
         settings = StageSettings(RUNS[0], 0, 2, sizes.activation_bytes, sizes.token_bytes, COUNT, TABLE.memory)
         owner = Owner(OwnerSettings(ME, IN_FLIGHT), RUNS, random.Random(0))
         self.agreement = StepAgreement(ME, RUNS, 0, COUNT)
         self.loop = StageLoop(settings, owner, ExactMode(self.agreement, 0, TABLE.microbatch), 1 << 20)
         record = node.records.record_of(STAGE)
-        self.stage = StageEffects(self.loop, node, record, fetcher, cast(Any, Background()), inbox)
+        self.stage = StageEffects(self.loop, node, record, fetcher, Identity.create(), cast(Any, Background()), inbox)
         node.add(RUNS[0], self.stage)
         inbox.attach_stage(self.stage.handle)
 
