@@ -240,6 +240,7 @@ class Ledger:
             "seed": job.seed,
             "factor": job.factor,
             "commit": commit(),
+            "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
             "outcome": asdict(outcome),
         }

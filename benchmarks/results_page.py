@@ -1,0 +1,237 @@
+"""Write docs/results/README.md: each question that an expert asks, with the figure, the command and the date.
+
+    python -m benchmarks.results_page
+
+Every figure comes from a recorded file of results, and a question whose file does not exist yet is left out, so its row
+appears with the first run of this script after the file. The comment at the end of a row names the file and a part of
+its hash. `tests/benchmarks/test_results_page.py` says when the page is out of date.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.recipes import Ledger
+from node.simulation.comparison import RecipeResults
+
+ROOT: Final = Path(__file__).parents[1]
+PAGE: Final = ROOT / "docs" / "results" / "README.md"
+OLD_DATES: Final = {"recipes.json": "2026-11-27", "liars.json": "2026-11-27", "activations.json": "2026-11-27"}
+HASH_CHARACTERS: Final = 10
+ATTACKS_THAT_ARE_NONE: Final = ("clean", "absent", "unequal data")
+HEAD: Final = """# The questions, and the figures
+
+Each figure is made from a file of recorded results by `python -m benchmarks.results_page`. The pages that a row names
+say what was run, what else was tried, and what a figure does not show; [benchmarks.md](benchmarks.md) lists every
+script, and how to read the figures.
+
+| question | figure | command, and when | more |
+|---|---|---|---|
+"""
+Data = Any
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of the page; `answer` makes the figure of the recorded file."""
+
+    text: str
+    file: str  # from the root of the repository
+    answer: Callable[[Data], str]
+    command: str
+    page: str = ""
+
+
+def results_of(data: Data, setting: str = "scratch") -> dict[str, RecipeResults]:
+    """Return the runs of each recipe at its best rate, as the tables of docs/results/recipes.md have them."""
+    ledger = Ledger(Path(os.devnull) / "none")
+    ledger.runs = data["runs"]
+    names = list(dict.fromkeys(run["name"] for run in ledger.runs.values()))
+    return {results.name: results for results in ledger.comparison(setting, names).recipes}
+
+
+def losses_of(data: Data, setting: str = "scratch") -> dict[str, float]:
+    """Return the mean validation loss of each recipe over its seeds."""
+    return {name: results.loss for name, results in results_of(data, setting).items()}
+
+
+def answer_thousandth(data: Data) -> str:
+    losses = losses_of(data)
+    ideal = losses["data-parallel"]
+    parts = [f"`{name}` {losses[name] / ideal - 1:+.1%}" for name in ("frugal 1", "frugal", "senders 10")]
+    return (
+        f"{', '.join(parts)} above data parallel's loss; peers that never exchange {losses['local'] / ideal - 1:+.1%}"
+    )
+
+
+def answer_hundredth(data: Data) -> str:
+    losses, muon = losses_of(data), results_of(data)["averaging muon"]
+    above = {name: losses[name] / losses["data-parallel"] - 1 for name in ("averaging muon", "averaging")}
+    return (
+        f"`averaging` with Muon {above['averaging muon']:+.1%} at {muon.mean('bits_per_parameter_step'):.2g} bits a "
+        f"parameter and step, with AdamW {above['averaging']:+.1%}"
+    )
+
+
+def answer_virtual_share(data: Data) -> str:
+    found = results_of(data)
+    names = ("frugal", "averaging", "data-parallel")
+    return ", ".join(f"`{name}` {found[name].mean('compute_share'):.0%}" for name in names)
+
+
+def answer_worse_than_local(data: Data) -> str:
+    counts = []
+    for setting in ("scratch", "warm"):
+        losses = losses_of(data, setting)
+        worse = sum(loss > losses["local"] for loss in losses.values())
+        counts.append(f"{worse} of {len(losses)} {'from scratch' if setting == 'scratch' else 'from a warm start'}")
+    return ", ".join(counts)
+
+
+def answer_attacks(data: Data) -> str:
+    def loss(defence: str, attack: str) -> float:
+        cells = [cell["loss"] for key, cell in data.items() if key.rsplit("/", 1)[0] == f"frugal/{defence}/{attack}"]
+        return statistics.fmean(cells)
+
+    def worst(defence: str) -> tuple[float, str]:
+        attacks = {key.split("/")[2] for key in data if key.startswith(f"frugal/{defence}/")} - {*ATTACKS_THAT_ARE_NONE}
+        return max((loss(defence, attack) / loss(defence, "clean") - 1, attack) for attack in attacks)
+
+    (kept, first), (lost, second) = worst("default"), worst("undefended")
+    return f"at most {kept:+.1%} of the loss (`{first}`); without defences {lost:+.0%} (`{second}`)"
+
+
+def answer_step(data: Data) -> str:
+    return "; ".join(
+        f"{row['size']} on {row['where']['device'].split(' torch')[0]}: {row['ratio']:.2f}, compiled "
+        f"{row['compiled_ratio']:.2f}"
+        for row in data
+        if "compiled_ratio" in row
+    )
+
+
+def answer_card(data: Data) -> str:
+    devices = sorted({row["device"] for row in data})
+    parts = []
+    for device in devices:
+        rows = [row for row in data if row["device"] == device]
+        parts.append(f"{device.split(' torch')[0]}: {sum(row['right'] for row in rows)} of {len(rows)} runs are right")
+    has_card = any("cuda" in device for device in devices)
+    return "; ".join(parts) + ("" if has_card else "; no card has run the queue yet")
+
+
+def answer_logits(data: Data) -> str:
+    sizes = {(row["what"], row["way"]): row["bytes"] for row in data}
+    whole, chunks = sizes["131072", "all logits"], sizes["131072", "in chunks"]
+    kept, again = sizes["layers", "none"], sizes["layers", "full"]
+    return (
+        f"loss of 131,072 words: {chunks / 1e6:,.0f} MB instead of {whole / 1e6:,.0f}; layers with `--recompute full`: "
+        f"{again / 1e6:,.0f} MB instead of {kept / 1e6:,.0f}"
+    )
+
+
+def answer_grid(data: Data) -> str:
+    rows = sorted(data, key=lambda row: (row["steps"], row["mbit"]))
+    points = (
+        f"H {row['steps']} at {row['mbit']:g} Mbit/s {row['computing']:.1%} ({row['theirs']:.1%})"
+        for row in rows
+        if row.get("theirs") is not None
+    )
+    return "; ".join(points)
+
+
+def answer_goodput(data: Data) -> str:
+    rows = data.values() if isinstance(data, Mapping) else data
+    return "; ".join(
+        f"{row['share']:.0%} die in a round: {row['of_living']:.1%} of what the living could make, longest wait "
+        f"{row['longest_wait']:.0f} s, elastic data parallel {row['models']['elastic']['of_all']:.0%}"
+        for row in rows
+    )
+
+
+RECIPES: Final = "benchmarks/results/recipes.json"
+QUESTIONS: Final = (
+    Question(
+        "What share of the time do peers compute, in the setting of diloco-measured (theirs in brackets)?",
+        "docs/results/grid.json", answer_grid, "python benchmarks/grid.py",
+    ),
+    Question(
+        "How much work counts while peers die?",
+        "docs/results/goodput.json", answer_goodput, "python benchmarks/goodput.py",
+    ),
+    Question(
+        "What does a thousandth of the bits of data parallel cost?",
+        RECIPES, answer_thousandth, "python benchmarks/recipes.py", "recipes.md",
+    ),
+    Question("And a hundredth?", RECIPES, answer_hundredth, "python benchmarks/recipes.py", "recipes.md"),
+    Question(
+        "What share of the time do peers compute over 20 Mbit/s, in virtual time?",
+        RECIPES, answer_virtual_share, "python benchmarks/recipes.py", "recipes.md",
+    ),
+    Question(
+        "How many methods are worse than peers that never exchange, in 500 steps?",
+        RECIPES, answer_worse_than_local, "python benchmarks/recipes.py", "recipes.md",
+    ),
+    Question(
+        "How fast is a step, with a plain torch loop as 1?",
+        "docs/results/device.json", answer_step, "python -m benchmarks.device", "devices.md",
+    ),
+    Question(
+        "Which options are right on which device?",
+        "docs/results/card.json", answer_card, "python -m benchmarks.card", "devices.md",
+    ),
+    Question(
+        "What does a pass keep in memory?",
+        "docs/results/activations.json", answer_logits, "python -m benchmarks.activations", "devices.md",
+    ),
+    Question(
+        "What can two liars of ten do to learning?",
+        "benchmarks/results/liars.json", answer_attacks, "python benchmarks/liars.py", "liars.md",
+    ),
+)  # fmt: skip
+
+
+def make_page(root: Path = ROOT) -> str:
+    """Return the page of the results that are recorded."""
+    return HEAD + "".join(line for question in QUESTIONS for line in make_row(question, root))
+
+
+def make_row(question: Question, root: Path = ROOT) -> Iterator[str]:
+    """Yield the row of a question, if its file exists."""
+    path = root / question.file
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    data = json.loads(content)
+    when = newest_date(data) or OLD_DATES.get(path.name, "")
+    more = f"[{question.page}]({question.page})" if question.page else f"[{path.name}]({path.name})"
+    mark = f"<!-- {path.name} {hashlib.sha256(content).hexdigest()[:HASH_CHARACTERS]} -->"
+    cells = (question.text, question.answer(data), f"`{question.command}`{', ' * bool(when)}{when}", f"{more} {mark}")
+    yield f"| {' | '.join(cells)} |\n"
+
+
+def newest_date(data: Data) -> str:
+    """Return the newest date in a tree of JSON; empty if there is none."""
+    found = ""
+    if isinstance(data, Mapping):
+        found = str(data.get("date", ""))
+        children: Sequence[Data] = list(data.values())
+    else:
+        children = data if isinstance(data, list) else ()
+    return max([found, *map(newest_date, children)])
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(make_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The page of questions shows the figures that are recorded."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import results_page as page
+
+# Scripts of these record point by point, so the page may be older than the file.
+LATE = ("grid.json", "goodput.json")
+ROWS = {
+    "grid.json": [{"steps": 128, "mbit": 50, "computing": 0.97, "theirs": 0.1155, "date": "2026-11-28"}],
+    "goodput.json": {
+        "0.3": {
+            "share": 0.3,
+            "of_living": 0.96,
+            "longest_wait": 8.0,
+            "models": {"elastic": {"of_all": 0.5}},
+            "date": "2026-11-28",
+        }
+    },
+}
+
+
+def is_late(line: str) -> bool:
+    return any(f"<!-- {name} " in line for name in LATE)
+
+
+def test_page_shows_what_is_recorded() -> None:
+    shown, made = page.PAGE.read_text().splitlines(), page.make_page().splitlines()
+    assert [line for line in shown if not is_late(line)] == [line for line in made if not is_late(line)], (
+        "python -m benchmarks.results_page"
+    )
+    current = {mark for line in made for mark in re.findall(r"<!-- .+ -->", line)}
+    for line in filter(is_late, shown):
+        mark = re.findall(r"<!-- .+ -->", line)[0]
+        assert mark not in current or line in made, "python -m benchmarks.results_page"
+
+
+def test_question_appears_with_its_file(tmp_path: Path) -> None:
+    for question in page.QUESTIONS:
+        if Path(question.file).name not in LATE:
+            (tmp_path / question.file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(page.ROOT / question.file, tmp_path / question.file)
+    before = page.make_page(tmp_path).splitlines()
+    for name in LATE:
+        (tmp_path / "docs" / "results" / name).write_text(json.dumps(ROWS[name]))
+    new = [line for line in page.make_page(tmp_path).splitlines() if line not in before]
+    assert len(new) == 2 and "H 128 at 50 Mbit/s 97.0% (11.6%)" in new[0] and "2026-11-28" in new[0]
+    assert "30% die in a round: 96.0%" in new[1]
+
+
+def test_figure_follows_the_file(tmp_path: Path) -> None:
+    """Control: the row of another loss is another one."""
+    question = next(each for each in page.QUESTIONS if each.answer is page.answer_thousandth)
+    data = json.loads((page.ROOT / question.file).read_text())
+    before = question.answer(data)
+    for run in data["runs"].values():
+        if run["name"] == "frugal" and run["setting"] == "scratch":
+            run["outcome"]["validation_loss"] *= 1.1
+    assert question.answer(data) != before
+
+
+@pytest.mark.parametrize("question", page.QUESTIONS, ids=lambda question: question.text[:30])
+def test_command_of_each_question_is_a_script(question: page.Question) -> None:
+    named = question.command.removeprefix("python ").removeprefix("-m ").replace(".py", "").replace(".", "/")
+    path = page.ROOT / f"{named}.py"
+    assert path.exists() or Path(question.file).name in LATE
