@@ -31,12 +31,16 @@ def sleep_after_steps() -> None:
 def play_steps(seconds: float) -> None:
     from node.trainer.loop import Trainer
 
-    accumulate = Trainer._accumulate_gradient
+    accumulate, ended = Trainer._accumulate_gradient, 0.0
 
     def accumulate_and_sleep(self: Trainer, windows: Tensor, at_weights: Tensor | None) -> float:
-        ends = time.monotonic() + seconds
+        nonlocal ended
+        begins = time.monotonic()
+        # What this machine does between two steps is part of the step, unless the trainer waited.
+        ends = (ended if begins - ended < seconds / 2 else begins) + seconds
         loss = accumulate(self, windows, at_weights)
         time.sleep(max(0.0, ends - time.monotonic()))
+        ended = time.monotonic()
         return loss
 
     Trainer._accumulate_gradient = accumulate_and_sleep  # type: ignore[method-assign]
