@@ -177,12 +177,21 @@ def join(
         str | None,
         typer.Option(metavar="DIR", help="the model that the run's adapter changes: a directory, or hf:NAME@REVISION"),
     ] = None,
+    role: Annotated[
+        Literal["trainer", "rollout"],
+        typer.Option(
+            help="trainer; or rollout: answer questions with the newest model, for runs that learn from scores"
+        ),
+    ] = "trainer",
     flags: NodeFlags,
 ) -> None:
     """Join a run and train. A restarted node resumes."""
     from node.commands.join.command import join_run
 
-    join_run(run, flags, folder=folder, insecure=insecure, allow_data=allow_data, ticket=ticket, base_model=base_model)
+    join_run(
+        run, flags, folder=folder, insecure=insecure, allow_data=allow_data, ticket=ticket, base_model=base_model,
+        role=role,
+    )  # fmt: skip
 
 
 @app.command(cls=GroupedCommand, epilog="Example: murmur host run.toml --http 0.0.0.0:8080")

@@ -16,13 +16,21 @@ import torch
 from node.commands.doctor.checks import free_memory
 from node.commands.join.consent import require_consent
 from node.commands.plan.arithmetic import forward_flops
-from node.daemon.run_limits import host_bytes, peer_bytes, trainer_bytes
+from node.daemon.run_limits import TEMPORARY_BYTES, host_bytes, peer_bytes, trainer_bytes
 from node.daemon.state.outer_state import outer_file_bytes, state_bytes
 from node.disk_budget import folder_bytes
 from node.from_manifest import build_node_program, in_memory_mode
 from node.model import shape_table, smallest_cut
+from node.model.generate import cache_bytes
 from node.model.interface import Recompute
-from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, max_microbatch, microbatch_bytes, run_microbatch
+from node.model.memory_estimate import (
+    PROCESS_BYTES,
+    adapted_bytes,
+    fixed_bytes,
+    max_microbatch,
+    microbatch_bytes,
+    run_microbatch,
+)
 from node.options import NodeOptions
 from node.trainer.devices.device import choose_devices, uses_bf16
 from node.trainer.ipc.shared_memory import SharedLayout
@@ -35,6 +43,8 @@ MIN_STATES = 2  # in the store of blobs: the newest one and its predecessor
 PASSES = 3  # a backward pass computes twice as much as a forward pass
 DAEMON_PROCESS_BYTES = 280_000_000  # without a model
 MATRIX_SIDE = 1024
+FLOAT_BYTES = 4
+ROLLOUT_TEXTS = 64  # that a rollout peer writes together
 MEASURED_SECONDS = 0.3
 
 
@@ -95,6 +105,28 @@ def require_capacity(settings: NodeOptions, is_downloaded: bool) -> None:
     kind, ranks = devices[0].type, len(devices)
     needed, small = estimate_needs(manifest, kind, ranks), small_memory(manifest, kind) if ranks == 1 else None
     check_capacity(needed, available_capacity(settings.folder), settings, is_downloaded, small)
+
+
+def require_rollout_capacity(settings: NodeOptions, is_downloaded: bool) -> None:
+    """Compare the needs of a rollout peer with what there is; raises as `require_capacity` does."""
+    needed = estimate_rollout_needs(settings.manifest)
+    check_capacity(needed, available_capacity(settings.folder), settings, is_downloaded)
+
+
+def estimate_rollout_needs(manifest: Manifest) -> Needs:
+    """Estimate what a rollout peer takes of a machine: no gradient, no moments, and no vectors shared with a trainer.
+
+    Its generator holds the weights, and keys and values of a batch. Its daemon computes the next state while the
+    present one is a file, and decodes one contribution after the other.
+    """
+    planner, model = build_node_program(manifest, None), manifest.model
+    state = state_bytes(planner.numel, planner.method)
+    follower = state + TEMPORARY_BYTES * planner.numel
+    generator = (
+        2 * FLOAT_BYTES * planner.numel + adapted_bytes(manifest) + cache_bytes(model, ROLLOUT_TEXTS, model.context)
+    )
+    disk = (manifest.checkpoint.keep + 1 + MIN_STATES) * state
+    return Needs(PROCESS_BYTES + DAEMON_PROCESS_BYTES + generator + follower, disk)
 
 
 def check_capacity(

@@ -6,6 +6,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
+from typing import Literal
 
 from node.daemon.node_network import NodeNetwork
 from node.daemon.peers.chain_sync import ServedChain
@@ -86,8 +87,8 @@ class Node(NodeNetwork):
         chain = self._chains.get(self.options.run_id)
         return chain.trust_point if chain is not None else None
 
-    async def open(self) -> None:
-        """Join the network and announce the replicas. Raises TransportError."""
+    async def open(self, role: Literal["observer", "rollout"] = "observer") -> None:
+        """Join the network and announce the replicas, or the role of a node without any. Raises TransportError."""
         options, trains = self.options, bool(self.replicas)
         self.transport.limit_dials(options.contacts)
         await self.transport.open(
@@ -102,7 +103,7 @@ class Node(NodeNetwork):
             self.metrics.add_refusal_counter(counter)
         ticket = load_own_ticket(options.manifest, self.run_dir, self.peer_id)
         self.directory.publish(
-            role="trainer" if trains else "observer",
+            role="trainer" if trains else role,
             resting=trains,  # until the trainer is ready
             ticket=ticket.signed.SerializeToString(deterministic=True) if ticket else b"",
             name=options.name,

@@ -77,7 +77,7 @@ class PeerReport(EventModel):
     """The newest report of a peer about itself; the host measures `sending` and `receiving`, in bytes per second."""
 
     peer: PeerId
-    role: Literal["trainer", "observer"]
+    role: Literal["trainer", "observer", "rollout"]
     name: str = ""
     device: str = ""
     version: str = ""

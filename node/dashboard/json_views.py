@@ -176,6 +176,8 @@ def peer_status(state: RunState, peer: PeerHistory) -> tuple[str, Tone]:
         return ("left", "busy") if peer.has_left_politely or state.is_over else ("gone", "bad")
     if peer.report.role == "observer":
         return "watching", "busy"
+    if peer.report.role == "rollout":
+        return "rolls out", "ok"
     head = state.round
     if not peer.included_count and head > 1 and peer.report.round < head - 1:
         return "joining", "busy"

@@ -86,7 +86,7 @@ def _describe_results(event: ModelEvaluated) -> str:
 
 def _describe_joined(event: PeerAppeared, names: Mapping[PeerId, str]) -> str:
     now = event.now
-    verb = "trains" if now.role == "trainer" else "watches"
+    verb = {"trainer": "trains", "rollout": "rolls out"}.get(now.role, "watches")
     return " · ".join(
         filter(None, (f"{peer_label(now.peer, {**names, now.peer: now.name})} joined, {verb}", now.device))
     )

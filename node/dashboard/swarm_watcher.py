@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from node.daemon.receipts.commit_log import CommitLog, commit_file_header
 from node.daemon.stages.stage_peers import served_stage
@@ -296,6 +297,14 @@ class ByteRate:
         return round(self._value, 1)
 
 
+def _role_of(record: PeerRecord) -> Literal["trainer", "observer", "rollout"]:
+    match record.role:
+        case "trainer" | "rollout" as role:
+            return role
+        case _:
+            return "observer"
+
+
 def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, float], now: float) -> PeerReport:
     """Build the report of a peer from its record, with all claims clamped to sane ranges.
 
@@ -304,7 +313,7 @@ def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, floa
     served = served_stage(record, MAX_STAGES)
     return PeerReport(
         peer=peer,
-        role="trainer" if record.role == "trainer" else "observer",
+        role=_role_of(record),
         name=record.name,
         device=record.device,
         version=record.version,

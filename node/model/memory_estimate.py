@@ -37,14 +37,14 @@ MAX_MICROBATCH = 4096
 def fixed_bytes(manifest: Manifest, device: str, cut: Cut | None = None, ranks: int = 1) -> int:
     """Estimate the bytes of each rank that do not depend on the microbatch; `device` is "cpu" or "cuda"."""
     table = shape_table(manifest.model, cut or smallest_cut(manifest))
-    process = (PROCESS_BYTES if device == "cpu" else 0) + _frozen_bytes(manifest, device)
+    process = (PROCESS_BYTES if device == "cpu" else 0) + adapted_bytes(manifest, device)
     if ranks > 1:
         return BYTES_PER_PARAMETER["cuda"] * table.numel // ranks + _gathered_bytes(table) + process
     saved = SMALL_MOMENTS_SAVE if manifest.train.memory == "small" and device == "cuda" else 0
     return (BYTES_PER_PARAMETER[device] - saved) * table.numel + process
 
 
-def _frozen_bytes(manifest: Manifest, device: str) -> int:
+def adapted_bytes(manifest: Manifest, device: str = "cpu") -> int:
     """Estimate the bytes of the weights that an adapter changes, and of those that are expanded at the same time.
 
     On a CPU that is the largest block in fp32, while it is read; on an accelerator the largest matrix, in 16 bits.

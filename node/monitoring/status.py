@@ -69,6 +69,7 @@ Phase = Literal[
     "leaving",
     "done",
     "watching",
+    "rolling out",
 ]
 MAX_STATUS_BYTES = 1 << 20
 MAX_SHOWN_REVISIONS = 3
@@ -204,6 +205,9 @@ class NodeStatus(BaseModel):
     stage_rate: float = Field(default=0.0, description="microbatches a second that this node can compute")
     stages: tuple[StageEntry, ...] = Field(default=(), description="of a pipeline: the peers of each stage")
     kept: str = Field(default="", description="of a pipeline: the states of other stages that this node keeps")
+    rollouts: dict[str, int] = Field(
+        default={}, description="of a rollout peer: rounds applied, states fetched, groups by what became of them"
+    )
     audits: dict[str, int] = Field(default={}, description="contributions that this node repeated, by verdict")
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
@@ -223,6 +227,8 @@ class NodeStatus(BaseModel):
             return "no: the run has reached its target"
         if self.phase == "watching":
             return "no: this host only watches; use `murmur host --train` to take part"
+        if self.phase == "rolling out":
+            return self._describe_rolling_out()
         if self.phase in ("starting", "joining", "waiting for peers", "paused", "leaving"):
             return f"no: {self.reason or self.phase}"
         if self.phase == "catching up":
@@ -248,6 +254,8 @@ class NodeStatus(BaseModel):
         """Return the line that `murmur status` prints."""
         if self.phase == "watching":
             return self._watching_summary()
+        if self.phase == "rolling out":
+            return self._rollout_summary()
         decided = self.contributions_included + self.contributions_excluded
         pace = (self.pace,) if self.pace else ()
         return " · ".join(
@@ -296,6 +304,25 @@ class NodeStatus(BaseModel):
         conflict = [self.key_conflict] if self.key_conflict else []
         figures = (self.describe_round(), peers, *self.describe_left(), sent, "watching", f"page {self.page}")
         return " · ".join((*figures, *describe_empty_stages(self.stages), *conflict))
+
+    def _describe_rolling_out(self) -> str:
+        if self.trainer_trouble or self.reason:
+            return f"no: {self.trainer_trouble or self.reason}"
+        return "yes" if self.rollouts.get("groups taken") else "no: no trainer has taken its groups yet"
+
+    def _rollout_summary(self) -> str:
+        made, taken = self.rollouts.get("groups made", 0), self.rollouts.get("groups taken", 0)
+        figures = (
+            self.describe_round(),
+            "rolls out",
+            f"{format_count(self.tokens_per_second)} tok/s",
+            f"groups taken {taken}/{made}",
+            f"sent {format_bytes(self.bytes_sent)}",
+            *self.describe_direct_paths(),
+            f"contributing: {self.describe_contributing()}",
+        )
+        unsaved = [f"not saved: {self.unsaved}"] if self.unsaved else []
+        return " · ".join((*figures, *unsaved, *([self.key_conflict] if self.key_conflict else [])))
 
     def describe_direct_paths(self) -> tuple[str, ...]:
         """Return `direct to 2 of 3`, or nothing before the first download."""

@@ -78,7 +78,8 @@ async def abort_call(context: Any, fault: PeerFault) -> NoReturn:
 def describe_event(event: PeerJoined | PeerLeft | PeerUpdated) -> str:
     if isinstance(event, PeerLeft):
         return f"{event.peer} {LEAVE_TEXTS.get(event.reason, event.reason)}"
-    return f"{event.peer} {'joined' if event.record.role == 'trainer' else 'is watching'}"
+    verbs = {"trainer": "joined", "rollout": "rolls out"}
+    return f"{event.peer} {verbs.get(event.record.role, 'is watching')}"
 
 
 class MembershipChanges:

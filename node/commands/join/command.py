@@ -5,13 +5,13 @@ import logging
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from node.commands.join.consent import require_data_consent
 from node.commands.join.invitation import DATA, Invitation, check_pin, open_or_recall, save_invitation
 from node.flags import NodeFlags
 from node.monitoring.display import Display, configure_logs
-from node.options import parse_node_options
+from node.options import NodeOptions, parse_node_options
 from node.own_loops import require_our_loop
 from node.own_ticket import require_admission
 from node.paths import join_dir
@@ -24,14 +24,16 @@ from protocol.manifest.reading import load_manifest
 from protocol.signing import fingerprint
 
 if TYPE_CHECKING:
+    from node.daemon.lifecycle import FinishedRun
     from node.daemon.node import Node
 
 logger = logging.getLogger(__name__)
+Role = Literal["trainer", "rollout"]
 
 
 def join_run(
     run: str, flags: NodeFlags, *, folder: Path | None = None, insecure: bool = False, allow_data: bool = False,
-    ticket: Path | None = None, base_model: str | None = None,
+    ticket: Path | None = None, base_model: str | None = None, role: Role = "trainer",
 ) -> None:  # fmt: skip
     """Take part until the run reaches its target or Ctrl-C. Raises MurmurError."""
     with configure_logs(flags.log_json, flags.verbose) as display:
@@ -39,7 +41,10 @@ def join_run(
             invitation = _with_base_model(open_or_recall(run, folder, insecure), base_model)
         node_dir = (folder or invitation.folder or join_dir(invitation.manifest)).resolve()
         require_admission(invitation.manifest, RunDir(node_dir), ticket)
-        _join_run(run, flags, display, node_dir, invitation, allow_data)
+        if role == "rollout":
+            _roll_out(run, flags, display, node_dir, invitation)
+        else:
+            _join_run(run, flags, display, node_dir, invitation, allow_data)
 
 
 def _with_base_model(invitation: Invitation, source: str | None) -> Invitation:
@@ -55,19 +60,10 @@ def _with_base_model(invitation: Invitation, source: str | None) -> Invitation:
 def _join_run(
     run: str, flags: NodeFlags, display: Display, node_dir: Path, invitation: Invitation, allow_data: bool
 ) -> None:
-    manifest = invitation.manifest
-    settings = parse_node_options(
-        flags,
-        manifest=manifest,
-        base=invitation.base or node_dir / DATA,
-        folder=node_dir,
-        more_peers=invitation.peers,
-    )
-    if settings.trust is None and invitation.trust is not None:
-        settings = settings.model_copy(update={"trust": invitation.trust, "requires_trust": False})
+    manifest, settings = invitation.manifest, _settings_of(flags, node_dir, invitation)
     with display.activity("loading PyTorch"), rare_garbage_collection():
         from node.commands.capacity import require_capacity
-        from node.commands.join.finished_run import describe_end, find_end
+        from node.commands.join.finished_run import find_end
         from node.commands.plan.command import warn_if_poor
         from node.daemon.lifecycle import run_node
         from node.data.check import check_and_log_text
@@ -96,6 +92,44 @@ def _join_run(
             raise
     else:
         finished = asyncio.run(run_node(settings, display, _record_commits))
+    _print_end(display, finished, run, node_dir)
+
+
+def _roll_out(run: str, flags: NodeFlags, display: Display, node_dir: Path, invitation: Invitation) -> None:
+    """Answer questions with the newest model instead of training; the text of the run is not needed."""
+    manifest, settings = invitation.manifest, _settings_of(flags, node_dir, invitation)
+    with display.activity("loading PyTorch"), rare_garbage_collection():
+        from node.commands.capacity import require_rollout_capacity
+        from node.from_manifest import require_program
+        from node.model.weight_files import require_frozen
+        from node.rollout.command import require_followable, run_rollout_peer
+        from node.trainer.devices.device import require_usable_device
+
+    require_program(manifest, invitation.text)
+    require_followable(manifest)
+    require_usable_device(settings)
+    require_rollout_capacity(settings, invitation.is_downloaded)
+    require_frozen(manifest.model, settings.base)
+    _verify_organiser(node_dir, invitation)
+    _print_end(display, asyncio.run(run_rollout_peer(settings, display)), run, node_dir)
+
+
+def _settings_of(flags: NodeFlags, node_dir: Path, invitation: Invitation) -> NodeOptions:
+    settings = parse_node_options(
+        flags,
+        manifest=invitation.manifest,
+        base=invitation.base or node_dir / DATA,
+        folder=node_dir,
+        more_peers=invitation.peers,
+    )
+    if settings.trust is None and invitation.trust is not None:
+        return settings.model_copy(update={"trust": invitation.trust, "requires_trust": False})
+    return settings
+
+
+def _print_end(display: Display, finished: "FinishedRun | None", run: str, node_dir: Path) -> None:
+    from node.commands.join.finished_run import describe_end
+
     display.close()
     if finished is not None:
         for line in describe_end(finished, run, node_dir):

@@ -4,6 +4,9 @@ The store fetches the state that most trainers report, once the chain to it is c
 state (`node.loop.peers.state_votes`), and saves it as a checkpoint. It fetches the final state at once, and others so
 rarely that they take a small share of its link. Its peer record names the state that it holds, so newcomers, and peers
 that return after all others have left, can fetch it here. Commands that fetch a model once do so by the same path.
+
+A store that follows the run computes each state from the one before it and the certified commits (`replay.py`), and
+fetches one only if it lags too far behind.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +28,7 @@ from node.daemon.peers.swarm_view import find_newest_validation, stage_witnesses
 from node.daemon.run_limits import contribution_limits
 from node.daemon.stored_states.announcing import StateAnnouncer
 from node.daemon.stored_states.choice import ChoiceRules, RoundFilter, StateOffer, choose_state
+from node.daemon.stored_states.replay import CommitReplay
 from node.daemon.stored_states.state_folder import ReportedLoss, StateFolder, StoredState
 from node.disk_budget import DiskRoom
 from node.from_manifest import build_program, topology_class
@@ -31,6 +36,7 @@ from node.loop.peers.catch_up import MAX_VANISHED_STATES
 from node.loop.peers.state_votes import StateEvidence, StateVotes, is_state_confirmed
 from node.loop.peers.swarm_snapshot import PeerState, SwarmSnapshot
 from node.loop.steering import Steering
+from node.processes.workers import RunInThread
 from node.run_dir import RunDir
 from node.units import format_bytes
 from protocol.blobs.blob import Blob
@@ -50,6 +56,7 @@ from protocol.tasks import cancel_and_wait
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+FOLLOW_SECONDS = 0.1  # the same for a store that follows the run
 CHOICE_SECONDS = 0.2
 LINK_SHARE = 0.05  # of the time, for downloads
 MIN_PAUSE_SECONDS = 30.0  # between two downloads while the run continues
@@ -91,13 +98,15 @@ class StateSources:
 class StorePlan:
     """How a store announces and paces its downloads; the defaults suit the only store of a host.
 
-    `round_filter` chooses the rounds, None means any; `room` limits the disk, None means no limit.
+    `round_filter` chooses the rounds, None means any; `room` limits the disk, None means no limit. `follower` runs the
+    computations of a store that follows the run; None means that it fetches a state now and then.
     """
 
     announcer: StateAnnouncer
     round_filter: RoundFilter | None = None
     room: DiskRoom | None = None
     max_requests: int = MAX_REQUESTS
+    follower: RunInThread | None = None
 
 
 class FetchedState(NamedTuple):
@@ -148,6 +157,10 @@ class StateStore:
         self._next_fetch_at = 0.0
         self._avoided: dict[tuple[ChainHead, Digest], float] = {}  # no peer could prove them; the end of the pause
         self._validation = ReportedLoss()
+        self.replay: CommitReplay | None = None  # of a store that follows the run
+        self._replay_failed: ChainHead | None = None
+        self.replayed = 0  # rounds whose commits this process has applied
+        self.fetched = 0  # states that this process has downloaded
 
     @property
     def refusals(self) -> Counter[str]:
@@ -193,12 +206,12 @@ class StateStore:
             offer = self._due_offer(time.monotonic())
             if offer is not None:
                 await self._keep(offer)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS if self.replay is None else FOLLOW_SECONDS)
 
     def _due_offer(self, now: float) -> StateOffer | None:
         """Return the state to fetch now: the final one at once, another one after the pause."""
         offer, round_filter = self._choose(), self._plan.round_filter
-        if offer is None or self.steering.is_final(offer.head):
+        if offer is None or self.replay is not None or self.steering.is_final(offer.head):
             return offer
         if round_filter is None:
             return offer if now >= self._next_fetch_at else None
@@ -272,9 +285,9 @@ class StateStore:
         """Fetch and save a state; after a failure, log the reason and try again later."""
         began = time.monotonic()
         try:
-            chain, blob = await self._fetch_both(offer)
-            kept = StoredState(chain.head, chain.log, blob, self._validation)
-            await asyncio.to_thread(self.folder.save, kept)
+            kept = await self._replay_commits(offer) or await self._fetch_kept(offer)
+            if self._is_save_due(kept.head):
+                await asyncio.to_thread(self.folder.save, kept)
         except StorageError as error:
             self._fail(str(error))
             self._announce()  # without a state, so that peers do not wait for us
@@ -288,6 +301,40 @@ class StateStore:
             if self._plan.round_filter is not None:
                 self._plan.round_filter.record_fetch(self.run_id, seconds)
             self._next_fetch_at = time.monotonic() + max(MIN_PAUSE_SECONDS, seconds / LINK_SHARE)
+
+    def _is_save_due(self, head: ChainHead) -> bool:
+        """Return whether to write a checkpoint; a follower writes as many as a trainer, but its first at once."""
+        every = self.steering.manifest_at(head.round).checkpoint.every_rounds
+        return self.replay is None or self.blob is None or head.round % every == 0 or self.steering.is_final(head)
+
+    async def _fetch_kept(self, offer: StateOffer) -> StoredState:
+        chain, blob = await self._fetch_both(offer)
+        self.fetched += 1
+        return StoredState(chain.head, chain.log, blob, self._validation)
+
+    async def _replay_commits(self, offer: StateOffer) -> StoredState | None:
+        """Return the state after the certified commits between ours and an offer; None if it has to be fetched."""
+        if self.replay is None or self.blob is None or self._replay_failed == offer.head:
+            return None
+        chain, state = Chain(self.chain.head, self.chain.log), self.blob
+        try:
+            proven = await self._fetch_chain(offer, chain.round)
+            commits = proven.chain.log.commits
+            blob = await self.replay.apply(chain.head, state, commits, partial(self._live_holders, offer))
+            if blob.digest != offer.state:
+                raise StaleError("the result is not the state that the trainers announce")
+            for commit in commits:
+                chain.append(commit)
+        except (UnreachableError, PeerFault, MissingFileError) as error:
+            logger.info("fetching the state of round %d instead of applying commits: %s", offer.head.round, error)
+            self._replay_failed = offer.head
+            return None
+        self.replayed += len(commits)
+        return StoredState(chain.head, chain.log, blob, self._validation)
+
+    def _live_holders(self, offer: StateOffer) -> list[PeerId]:
+        live = self._sources.admitted.records()
+        return [peer for peer in offer.holders if peer in live]
 
     async def _fetch_both(self, offer: StateOffer) -> tuple[ChainOffer, Blob]:
         """Return the certified chain and the confirmed state: the only way by which a state comes to this node.
@@ -345,33 +392,30 @@ class StateStore:
         blob = Blob(offer.state, self.folder.state_bytes)
         seconds = MIN_FETCH_SECONDS + blob.size / MIN_BYTES_PER_SECOND
         self._retain(blob)
-
-        def holders() -> list[PeerId]:
-            live = self._sources.admitted.records()
-            return [peer for peer in offer.holders if peer in live]
-
+        holders = partial(self._live_holders, offer)
         await self._sources.downloader.fetch(blob, holders, seconds, wait_if_absent=False)
         return blob
 
-    async def _fetch_chain(self, offer: StateOffer) -> ProvenChain:
+    async def _fetch_chain(self, offer: StateOffer, since: int = 0) -> ProvenChain:
         """Return the certified chain to a state, from one of its holders; contacts and voters are asked first.
+
+        `since` is the first round whose commit is needed.
 
         Raises UnreachableError if no holder shows it, UncertifiedError if its certificates do not suffice.
         """
-        live, first = self._sources.admitted.records(), {*self._sources.contacts, *self.chain.electorate.voters}
-        holders = [peer for peer in offer.holders if peer in live]
-        for peer in sorted(holders, key=lambda peer: peer not in first)[:MAX_CHAIN_SOURCES]:
+        first = {*self._sources.contacts, *self.chain.electorate.voters}
+        for peer in sorted(self._live_holders(offer), key=lambda peer: peer not in first)[:MAX_CHAIN_SOURCES]:
             try:
-                return await self._read_chain(peer, offer)
+                return await self._read_chain(peer, offer, since)
             except UncertifiedError:
                 raise
             except (UnreachableError, PeerFault) as error:
                 logger.info("%s does not show the chain to round %d: %s", peer, offer.head.round, error)
         raise UnreachableError(f"no peer shows the chain to round {offer.head.round}")
 
-    async def _read_chain(self, peer: PeerId, offer: StateOffer) -> ProvenChain:
+    async def _read_chain(self, peer: PeerId, offer: StateOffer, since: int) -> ProvenChain:
         """Read and verify the last commits of a peer's chain. Raises PeerFault unless they lead to the state."""
-        start = max(0, offer.head.round - MAX_KEPT_COMMITS)
+        start = max(since, offer.head.round - MAX_KEPT_COMMITS)
         shown = await self._sources.reader.read(peer, start)
         commits = tuple(entry for entry in shown.log.commits if entry.body.round < offer.head.round)
         state = offer.state if self._rules.has_one_state else b""
@@ -460,6 +504,8 @@ def build_state_store(node: Node, manifest: Manifest, run_dir: RunDir, plan: Sto
     )
     has_one_state = topology_class(planner.method).has_shared_state
     store = StateStore(manifest, folder, sources, plan, node.revisions.log, has_one_state)
+    if plan.follower is not None:
+        store.replay = CommitReplay(planner, store.steering, folder, sources.downloader, node.peer_id, plan.follower)
     store.restore(node.options.base)
     served = ServedChain(store.chain, lambda: store.blob, store.steering, has_one_state)
     node.add_chain(manifest.run_id, served, folder.store)

@@ -1,0 +1,49 @@
+"""A peer without a trainer follows the run bit for bit, and no round needs it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from node.commands.up.peer_process import PeerProcess
+from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, manifest_with, running_swarm
+from tests.swarm.processes import find_trainer
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSwarm]:
+    """Two trainers and a rollout peer, the last one."""
+    method = {"schedule": {"inner_steps": 60}}
+    manifest = manifest_with(run={"min_peers": 2}, target={"rounds": ENDLESS}, method=method)
+    with running_swarm(tmp_path_factory.mktemp("rollouts"), manifest, 2) as made:
+        made.start()
+        made.wait_for_round(2)
+        made.add_peer("--role", "rollout").start(made.peers[0].addresses()[:1])
+        yield made
+
+
+def applied(swarm: ProcessSwarm, peer: PeerProcess) -> int:
+    return sum(status.rollouts.get("rounds applied", 0) for status in swarm.poll(peer))
+
+
+def test_rollout_peer_applies_the_commits_bit_for_bit_and_has_no_trainer(swarm: ProcessSwarm) -> None:
+    follower = swarm.peers[-1]
+    swarm.wait_until(lambda: applied(swarm, follower) >= 2, "it has applied commits")
+    [status] = swarm.poll(follower)
+    swarm.wait_for_agreement(after=status.round)
+    [status] = swarm.poll(follower)
+    assert status.rollouts["states fetched"] == 1, "later rounds need the commits alone"
+    assert status.phase == "rolling out" and find_trainer(daemon_pid(follower)) is None
+    assert status.bytes_received_by_kind["blobs"] > 0 and status.contributions_included == 0
+
+
+def test_rounds_go_on_while_a_rollout_peer_is_dead_and_it_comes_back(swarm: ProcessSwarm) -> None:
+    *trainers, follower = swarm.peers
+    swarm.kill_peer(follower)
+    before = max(status.round for status in swarm.poll(*trainers))
+    swarm.wait_for_round(before + 2, *trainers, seconds=30)
+    assert all(not status.absences for status in swarm.poll(*trainers)), "nobody waited for it"
+    follower.start(swarm.peers[0].addresses()[:1])
+    swarm.wait_until(lambda: applied(swarm, follower) >= 1, "it follows again")
+    swarm.wait_for_agreement(after=before + 2)
