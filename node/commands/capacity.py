@@ -108,7 +108,7 @@ def require_capacity(settings: NodeOptions, is_downloaded: bool) -> None:
 
 
 def require_rollout_capacity(settings: NodeOptions, is_downloaded: bool) -> None:
-    """Compare the needs of a rollout peer with what there is; raises as `require_capacity` does."""
+    """Compare the needs of a rollout peer with this machine; raises as `require_capacity` does."""
     needed = estimate_rollout_needs(settings.manifest)
     check_capacity(needed, available_capacity(settings.folder), settings, is_downloaded)
 

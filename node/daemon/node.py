@@ -50,6 +50,7 @@ class Node(NodeNetwork):
         self.manifests: dict[RunId, Manifest] = {options.run_id: options.manifest}
         self.replicas: dict[RunId, Replica] = {}
         self.describe_kept_states: Callable[[], str] | None = None  # of other stages of a pipeline
+        self.more_services: list[AddServicer] = []  # of a node without a replica
         self._chains: dict[RunId, ServedChain] = {}  # of the replicas, and of states that are kept
 
     async def add_replica(self, manifest: Manifest, run_dir: RunDir, workers: Workers) -> Replica:
@@ -134,6 +135,7 @@ class Node(NodeNetwork):
             partial(add_CarriersServicer_to_server, CarriersService(self.replicas, self.directory.record_refusal)),
             partial(add_RoundsServicer_to_server, rounds),
             *(stages if self.stages else ()),
+            *self.more_services,
         ]
 
     async def run_replicas(self) -> None:

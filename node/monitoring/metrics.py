@@ -187,6 +187,7 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     yield _labelled_counter(
         "murmur_microbatches", "Microbatches of a pipeline, own and served ones", "result", status.microbatches
     )
+    yield _labelled_counter("murmur_rollouts", "Work of a rollout peer by outcome", "outcome", status.rollouts)
     yield _labelled_counter("murmur_audits", "Audits of others' contributions", "verdict", status.audits)
     yield from _card_metrics(status.cards)
     stage_rate = "Microbatches a second that this node can compute at its stage of a pipeline"

@@ -206,7 +206,7 @@ class NodeStatus(BaseModel):
     stages: tuple[StageEntry, ...] = Field(default=(), description="of a pipeline: the peers of each stage")
     kept: str = Field(default="", description="of a pipeline: the states of other stages that this node keeps")
     rollouts: dict[str, int] = Field(
-        default={}, description="of a rollout peer: rounds applied, states fetched, groups by what became of them"
+        default={}, description="of a rollout peer: rounds applied, states fetched, groups by outcome"
     )
     audits: dict[str, int] = Field(default={}, description="contributions that this node repeated, by verdict")
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")

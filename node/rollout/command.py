@@ -7,9 +7,11 @@ a host, it holds the newest state and serves it to others.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
 
 from node.daemon.lifecycle import FinishedRun, locked_run_dir
 from node.daemon.node import Node
@@ -28,23 +30,22 @@ from node.paths import registered
 from node.processes.process import handle_stop_signals
 from node.processes.process_memory import enable_frequent_gc, trim_periodically
 from node.processes.workers import start_workers
+from node.rollout.rolling import Roller, RolloutsService
 from node.run_dir import RunDir
 from protocol.errors import MurmurError, UsageError
 from protocol.manifest.run import Manifest
+from protocol.murmur_pb2_grpc import add_RolloutsServicer_to_server
 from protocol.tasks import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.2  # between two looks whether the run is over
 HANDOVER_SECONDS = 5.0  # for the trainers to see that we hold the final state
 
 
 def require_followable(manifest: Manifest) -> None:
     """Raise UsageError if nobody can follow the run without a trainer."""
-    if manifest.pipeline.is_cut:
-        raise UsageError("--role rollout: the run is cut into stages, and no single peer has its model; leave it out")
-    if manifest.model.is_custom:
-        raise UsageError("--role rollout: the run's model has no code here that could generate; leave it out")
+    if manifest.rl is None:  # so its model has code here, and is not cut
+        raise UsageError("--role rollout: the run does not learn from scores (its manifest has no [rl]); leave it out")
     if not topology_class(build_method(manifest)).has_shared_state:
         raise UsageError("--role rollout: peers of this run have weights of their own, which nobody can follow")
 
@@ -52,9 +53,10 @@ def require_followable(manifest: Manifest) -> None:
 class RolloutStatus:
     """The answer of a rollout peer to `murmur status`."""
 
-    def __init__(self, node: Node, store: StateStore) -> None:
+    def __init__(self, node: Node, store: StateStore, roller: Roller) -> None:
         self._node = node
         self._store = store
+        self._roller = roller
         options = node.options
         first = first_status(options.manifest, node.peer_id, options.name)
         self._constant = first.model_copy(update={"since": time.time()})
@@ -71,8 +73,9 @@ class RolloutStatus:
         other = node.directory.other_node_with_our_key()
         newest = find_newest_validation(node.admitted.records().values())
         return {
+            **self._roller.status_fields(),
             "phase": self._phase(),
-            "reason": self.leaving or ("" if store.blob is not None else "looking for the newest state of the run"),
+            "reason": self.leaving or self._reason(),
             "round": chain.round,
             "chain_tokens": chain.tokens,
             "target_rounds": target.rounds,
@@ -96,8 +99,17 @@ class RolloutStatus:
             "refusals": dict(node.metrics.refusals),
             "setbacks": dict(node.metrics.recovered_errors),
             "addresses": tuple(own.addresses) if own else (),
-            "rollouts": {"rounds applied": store.replayed, "states fetched": store.fetched},
+            "rollouts": {
+                "rounds applied": store.replayed,
+                "states fetched": store.fetched,
+                **self._roller.counts(),
+            },
         }
+
+    def _reason(self) -> str:
+        if self._store.blob is None:
+            return "looking for the newest state of the run"
+        return self._roller.describe_wait()
 
     def _phase(self) -> str:
         if self._store.is_complete:
@@ -132,8 +144,10 @@ async def _run(settings: NodeOptions, folder: RunDir, display: Display, stack: A
         store = build_state_store(node, settings.manifest, folder, plan)
         node.metrics.add_refusal_counter(store)
         node.directory.subscribe(display.names)
+        roller = Roller(node, store)
+        node.more_services.append(partial(add_RolloutsServicer_to_server, RolloutsService(node, roller)))
         await node.open("rollout")
-    status = RolloutStatus(node, store)
+    status = RolloutStatus(node, store, roller)
     port = await stack.enter_async_context(serve_metrics(settings.metrics, node.metrics, status))
     enable_frequent_gc()
     folder.write_node_info(node.peer_id, await node.transport.addresses(), port)
@@ -141,19 +155,22 @@ async def _run(settings: NodeOptions, folder: RunDir, display: Display, stack: A
     logger.info("this node is %s in run %s", node.peer_id, settings.manifest.run.name)
     await stack.enter_async_context(recorded_metrics(folder.path, status, node.metrics, settings.log))
     await stack.enter_async_context(record_chain(store.chain, settings.manifest, folder.path))
-    await _follow(node, store, display, status, stop)
+    loops = store.run(), roller.run(), trim_periodically(), display.show_status(status)
+    await _follow(node, store, loops, status, stop)
     folder.write_final_status(status.status().model_dump_json())
     return _end_of(store, status)
 
 
-async def _follow(node: Node, store: StateStore, display: Display, status: RolloutStatus, stop: asyncio.Event) -> None:
+async def _follow(
+    node: Node, store: StateStore, loops: Iterable[Coroutine[Any, Any, None]], status: RolloutStatus,
+    stop: asyncio.Event,
+) -> None:  # fmt: skip
     """Gossip and follow until a signal comes, the run is over, or a task fails."""
-    loops_of_ours = store.run(), trim_periodically(), display.show_status(status)
-    endless = [asyncio.create_task(loop) for loop in loops_of_ours]
+    endless = [asyncio.create_task(loop) for loop in loops]
     ending = [asyncio.create_task(stop.wait()), asyncio.create_task(_wait_until_over(store))]
     try:
-        async with gossiping(node) as loops:
-            done, _ = await asyncio.wait({*endless, *ending, *loops}, return_when=asyncio.FIRST_COMPLETED)
+        async with gossiping(node) as network:
+            done, _ = await asyncio.wait({*endless, *ending, *network}, return_when=asyncio.FIRST_COMPLETED)
             status.leaving = "" if store.is_complete else "stopped"
             for task in done:
                 await task
@@ -165,8 +182,7 @@ async def _follow(node: Node, store: StateStore, display: Display, status: Rollo
 
 async def _wait_until_over(store: StateStore) -> None:
     """Wait until the run is over, and for the trainers to see that this node holds the final state."""
-    while not store.is_complete:
-        await asyncio.sleep(LOOK_SECONDS)
+    await store.completed.wait()
     await asyncio.sleep(HANDOVER_SECONDS)
 
 

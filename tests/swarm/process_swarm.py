@@ -39,7 +39,7 @@ def manifest_with(**changes: Mapping[str, Any]) -> Manifest:
     values = load_manifest(CONFIG).model_dump(mode="json", exclude_none=True)
     values["data"] |= {"source": "text", "path": "corpus.txt"}
     for table, keys in changes.items():
-        values[table] |= keys
+        values[table] = values.get(table, {}) | keys
     return Manifest.model_validate_json(json.dumps(values))
 
 

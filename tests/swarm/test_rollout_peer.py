@@ -8,15 +8,16 @@ from node.commands.up.peer_process import PeerProcess
 from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, manifest_with, running_swarm
 from tests.swarm.processes import find_trainer
 
+LATER = {"task": "reverse", "start_round": 100_000, "answer_tokens": 8}  # until then it only follows
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSwarm]:
-    """Two trainers and a rollout peer, the last one."""
+    """A trainer, whose quorum would be two if the rollout peer counted, and a rollout peer."""
     method = {"schedule": {"inner_steps": 60}}
-    manifest = manifest_with(run={"min_peers": 2}, target={"rounds": ENDLESS}, method=method)
-    with running_swarm(tmp_path_factory.mktemp("rollouts"), manifest, 2) as made:
+    manifest = manifest_with(run={"min_peers": 1}, target={"rounds": ENDLESS}, method=method, rl=LATER)
+    with running_swarm(tmp_path_factory.mktemp("rollouts"), manifest, 1) as made:
         made.start()
         made.wait_for_round(2)
         made.add_peer("--role", "rollout").start(made.peers[0].addresses()[:1])

@@ -158,6 +158,8 @@ class StateStore:
         self._avoided: dict[tuple[ChainHead, Digest], float] = {}  # no peer could prove them; the end of the pause
         self._validation = ReportedLoss()
         self.replay: CommitReplay | None = None  # of a store that follows the run
+        self.changed = asyncio.Event()  # set with each new state; its reader clears it
+        self.completed = asyncio.Event()  # set with the final state
         self._replay_failed: ChainHead | None = None
         self.replayed = 0  # rounds whose commits this process has applied
         self.fetched = 0  # states that this process has downloaded
@@ -195,6 +197,12 @@ class StateStore:
             self.chain.switch_to(kept.head, kept.log)
             self._sources.admitted.learn(self._stage, self.chain.electorate)
             logger.info("holding the %s of round %d", self._name, kept.head.round)
+            self._signal_change()
+
+    def _signal_change(self) -> None:
+        self.changed.set()
+        if self.is_complete:
+            self.completed.set()
 
     async def run(self) -> None:
         """Fetch newer states until cancelled."""
@@ -460,6 +468,7 @@ class StateStore:
         self.chain.switch_to(kept.head, kept.log)
         self._sources.admitted.learn(self._stage, self.chain.electorate)
         self.blob, self.error = kept.blob, ""
+        self._signal_change()
         self._announce()
         self._retain(kept.blob)
         final = f"the final {self._name}," if self.is_complete else f"the {self._name}"
