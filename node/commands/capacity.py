@@ -114,7 +114,7 @@ def require_rollout_capacity(settings: NodeOptions, is_downloaded: bool) -> None
 
 
 def estimate_rollout_needs(manifest: Manifest) -> Needs:
-    """Estimate what a rollout peer takes of a machine: no gradient, no moments, and no vectors shared with a trainer.
+    """Estimate the needs of a rollout peer: no gradient, no moments, and no vectors shared with a trainer.
 
     Its generator holds the weights, and keys and values of a batch. Its daemon computes the next state while the
     present one is a file, and decodes one contribution after the other.

@@ -1,19 +1,67 @@
 """Supervise the generator process of a rollout peer: start it, send requests, restart it when it dies or hangs.
 
-It ends with its daemon, whose death closes its pipe. It gives up its memory and its processors to other programs first.
+A message is one line of JSON. The process ends with its daemon, whose death closes its pipe.
 """
 
 import asyncio
 import contextlib
 import logging
 import sys
+from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from node.options import Device
 from node.processes.process import python_environment
-from node.rollout.messages import MAX_LINE_BYTES, DrawReply, DrawRequest, GeneratorConfig
 from protocol.errors import MurmurError
 from protocol.fault_words import describe_faults
+from protocol.rollout_groups import DrawnAnswer, RolloutGroup
+
+MAX_LINE_BYTES = 1 << 26  # of a reply
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GeneratorConfig(_Line):
+    """The first line that a generator reads."""
+
+    manifest: str
+    base: Path
+    maker: str
+    device: Device
+    threads: int = Field(ge=1)
+
+
+class DrawRequest(_Line):
+    """Draw the groups `serials` with the weights after `round` rounds, which begin the state in the file `state`."""
+
+    round: int
+    state: Path
+    serials: tuple[int, ...]
+
+
+class DrawnGroup(_Line):
+    """The tokens of each answer with their log probabilities."""
+
+    serial: int
+    tokens: tuple[tuple[int, ...], ...]
+    log_probabilities: tuple[tuple[float, ...], ...]
+
+    def to_group(self, round_number: int, device: str) -> RolloutGroup:
+        answers = zip(self.tokens, self.log_probabilities, strict=True)
+        return RolloutGroup(round_number, self.serial, device, tuple(DrawnAnswer(*answer) for answer in answers))
+
+
+class DrawReply(_Line):
+    """The groups, in the order of the request; `lacks_state`: the file was gone before it was read."""
+
+    device: str = ""
+    seconds: float = 0.0
+    groups: tuple[DrawnGroup, ...] = ()
+    lacks_state: bool = False
+
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.rollout.journal import COMPACT_FACTOR, GroupJournal
-from node.rollout.outbox import GroupOutbox, HeldGroup
+from node.rollout.outbox import COMPACT_FACTOR, GroupJournal, GroupOutbox, HeldGroup
 from protocol.identity import Identity
 from protocol.rollout_groups import DrawnAnswer, GroupLimits, Place, RolloutGroup, sign_group
 
