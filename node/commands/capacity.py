@@ -132,7 +132,7 @@ def estimate_rollout_needs(manifest: Manifest) -> Needs:
 def check_capacity(
     needed: Needs, available: Needs, settings: NodeOptions, is_downloaded: bool, small: int | None = None
 ) -> None:
-    """Compare the needs of a run with what there is. Raises as `require_capacity` does.
+    """Compare the needs of a run with this machine. Raises as `require_capacity` does.
 
     `small`: the memory that it would need in the other mode, if it can.
     """

@@ -119,7 +119,7 @@ class GroupJournal:
         self._bytes = 0
 
     def load(self, maker: PeerId, limits: GroupLimits) -> list[HeldGroup]:
-        """Return the groups in the file, and cut off what is damaged; a file of another kind is replaced."""
+        """Return the groups in the file, and cut off damaged bytes; a file of another kind is replaced."""
         data = self._read()
         end, found = len(self._header), list[HeldGroup]()
         if data.startswith(self._header):
