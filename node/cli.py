@@ -81,6 +81,9 @@ def init(
     public: Annotated[
         bool, typer.Option("--public", help="for strangers: only keys with a ticket of yours take part")
     ] = False,
+    rl: Annotated[
+        str, typer.Option(metavar="TASK", help="learn from scores: reverse, sort, arithmetic or countdown")
+    ] = "",
     yes: Annotated[bool, typer.Option("--yes", help="ask nothing; take the defaults")] = False,
 ) -> None:
     """Write a first manifest: five questions, or flags."""
@@ -100,6 +103,7 @@ def init(
         licence=licence,
         recipe=recipe,
         public=public,
+        rl=rl,
     )
     write_manifest(target, options, ask=sys.stdin.isatty() and not yes)
 

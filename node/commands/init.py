@@ -10,7 +10,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import NAME_PATTERN
+from protocol.scored_tasks import TASKS
 from protocol.signing import fingerprint
 
 DEFAULT_RECIPE = "frugal"
@@ -57,6 +58,7 @@ class InitOptions:
     licence: str = ""
     recipe: str = DEFAULT_RECIPE
     public: bool = False
+    rl: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _ask_questions(options: InitOptions, target: Path) -> InitOptions:
         ("peers", "5. Peers to wait for before the first round", "", "2", parse_peers),
     )
     for field, question, choices, default, check in questions:
-        if given[field] is None:
+        if given[field] is None and not (field == "text" and options.rl):
             typer.echo("".join(f"   {line}\n" for line in textwrap.wrap(choices, PROMPT_WIDTH)), nl=False)
             given[field] = typer.prompt(
                 question, default=default, show_default=bool(default), value_proc=partial(_check_answer, check)
@@ -259,10 +261,9 @@ def manifest_text(
     options: InitOptions, folder: Path, organiser_key: str, schedule: Mapping[str, int] = NO_SCHEDULE
 ) -> str:
     """Return the manifest as commented TOML; `schedule` has the options that differ from the recipe's."""
-    size, data = (
-        SIZES[check_size(options.size or DEFAULT_SIZE)],
-        choose_data(options.text or STDLIB, options.tokenizer, folder),
-    )
+    size, data = SIZES[check_size(options.size or DEFAULT_SIZE)], choose_run_data(options, folder)
+    if options.rl:
+        size = replace(size, context=RL_CONTEXT)
     peers = options.peers or 2
     default = TOKENS_PER_PARAMETER * size.parameters(data.vocabulary)
     tokens = parse_count(options.tokens, "--tokens") if options.tokens else default
@@ -278,6 +279,7 @@ def manifest_text(
         "path": data.path,
         "tokenizer": data.tokenizer,
         "recipe": options.recipe,
+        "task": options.rl,
     }
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
     numbers: dict[str, object] = {
@@ -289,10 +291,28 @@ def manifest_text(
     if schedule:
         pairs = ", ".join(f"{name} = {value}" for name, value in schedule.items())
         numbers["schedule"] = f"{{ {pairs} }}"
-    template = (TEMPLATE if schedule else TEMPLATE.replace(SCHEDULE_LINE, "")) + (
-        PUBLIC_TEMPLATE if options.public else ""
-    )
+    template = _template(options, has_schedule=bool(schedule))
     return "".join(_fill_line(line, quoted | vars(size) | numbers) for line in template.splitlines())
+
+
+def choose_run_data(options: InitOptions, folder: Path) -> DataChoice:
+    """Return the text of a run: right answers to the questions of its task, unless a text is named; see `choose_data`.
+
+    Raises UsageError if there is no such task.
+    """
+    if options.rl and options.rl not in TASKS:
+        raise UsageError(f"{options.rl[:40]!r} is not a task; write one of {', '.join(TASKS)}")
+    chosen = choose_data(options.text or STDLIB, options.tokenizer, folder)
+    if options.rl and options.text is None:
+        return replace(chosen, source="questions", path=options.rl)
+    return chosen
+
+
+def _template(options: InitOptions, *, has_schedule: bool) -> str:
+    template = TEMPLATE if has_schedule and not options.rl else TEMPLATE.replace(SCHEDULE_LINE, "")
+    if options.rl:
+        template = template.replace(DECAY_LINE, "").replace(TARGET_LINE, "") + RL_TEMPLATE
+    return template + (PUBLIC_TEMPLATE if options.public else "")
 
 
 def _fill_line(line: str, values: Mapping[str, object]) -> str:
@@ -307,6 +327,20 @@ PUBLIC_TEMPLATE = """
 mode = "tickets"  # only keys to which you give a ticket take part: murmur ticket RUN.toml KEY
 """
 
+RL_TEMPLATE = """rounds = 300
+
+[rl]  # the model learns from scores of its own answers, which rollout peers draw: murmur join RUN --role rollout
+task = {task}
+start_round = 60  # rounds before it learn the text of [data]
+group = 8  # answers to a question
+groups = 16  # of an inner step
+answer_tokens = 24
+rate_factor = 0.5  # of the learning rate
+"""
+
+DECAY_LINE = "decay_steps = {steps}  # about the steps of one peer until the target\n"
+TARGET_LINE = "tokens = {tokens}  # of all peers together; the run ends there\n"
+RL_CONTEXT = 64  # tokens of a question and its answer
 SCHEDULE_LINE = "schedule = {schedule}  # rounds long enough for home links: murmur plan\n"
 TEMPLATE = """\
 # A run of Murmuration. All keys: docs/reference/manifest.md. Anyone who has this file can join.
@@ -361,13 +395,18 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
     )
     return [
         f"wrote {target}: run {manifest.run.name}, {format_count(facts.parameters)} parameters, "
-        f"{format_count(manifest.target.tokens or 0)} tokens",
+        + (
+            f"{format_count(manifest.target.tokens)} tokens"
+            if manifest.target.tokens
+            else f"{manifest.target.rounds} rounds"
+        ),
         *([slow] if facts.busy < BUSY else []),
         f"a peer needs at least {format_bytes(facts.cpu)} on a CPU, or {format_bytes(facts.cuda)} of a card's memory",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",
         f"its fingerprint, which volunteers compare, is {fingerprint(manifest.run.organiser_key)}",
         f"try it here:     murmur up {target} --peers 2 --rounds 5",
         f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",
+        *(["draw rollouts:   murmur join LINK --role rollout"] if manifest.rl is not None else []),
     ]
 
 

@@ -184,6 +184,7 @@ class ReplicaWork:
             "unsaved": self.checkpointer.last_error,
             **(self.stage.status_fields() if self.stage else {}),
             "audits": dict(self.auditor.counts) if self.auditor else {},
+            "learning": self.rollouts.status() if self.rollouts else None,
         }
 
 

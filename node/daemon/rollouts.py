@@ -7,7 +7,7 @@ deadline, so a slow or dead peer delays nobody else.
 import asyncio
 import base64
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from node.daemon.node_network import NodeNetwork
 from node.daemon.peers.peer_rpc import await_reply, call_by_best_channel
 from node.daemon.peers.swarm_view import SwarmView
 from node.daemon.state.replica_state import ReplicaState
+from node.monitoring.status import LearningSample, LearningStatus, MakerStatus
 from node.monitoring.status_reporter import StatusReporter
 from node.processes.workers import BackgroundTasks, FaultSink
 from node.trainer.ipc.channel import AnchorApplied, FromTrainer, Ready, ToTrainer
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 MAX_REASON_CHARACTERS = 200
+SHOWN_ROUNDS = 200
+SHOWN_SAMPLES = 8
 MAX_CALLS = 16  # at once
 
 
@@ -68,9 +71,12 @@ class RolloutFigures:
     clipped: float = 0.0
     fates: Counter[str] = field(default_factory=Counter)
     ages: Counter[int] = field(default_factory=Counter)
+    by_round: RecentTable[int, tuple[float, int]] = field(default_factory=lambda: RecentTable(SHOWN_ROUNDS))
+    samples: deque[LearningSample] = field(default_factory=lambda: deque(maxlen=SHOWN_SAMPLES))
 
-    def add(self, judged: RolloutsJudged) -> None:
-        """Add the groups of one step."""
+    def add(self, judged: RolloutsJudged, round_number: int) -> None:
+        """Add the groups of one step of a round."""
+        self.samples.extend(LearningSample(**each.model_dump()) for each in judged.samples)
         valid = [each for each in judged.verdicts if not each.refusal]
         self.fates["skipped"] += judged.skipped
         self.fates["unchecked"] += sum(each.is_unchecked for each in judged.verdicts)
@@ -79,6 +85,8 @@ class RolloutFigures:
         self.answers += sum(each.answers for each in valid)
         self.tokens += sum(each.tokens for each in valid)
         if valid:
+            total, count = self.by_round.get(round_number, (0.0, 0))
+            self.by_round[round_number] = (total + sum(each.reward for each in valid), count + len(valid))
             self.reward = sum(each.reward for each in valid) / len(valid)
             self.length = sum(each.tokens for each in valid) / sum(each.answers for each in valid)
             self.entropy, self.mismatch = judged.entropy, judged.mismatch
@@ -205,7 +213,7 @@ class RolloutFeed:
         return await call_by_best_channel(self._transport, maker, call, lambda: deadline - clock())
 
     def _judge(self, judged: RolloutsJudged) -> None:
-        self.figures.add(judged)
+        self.figures.add(judged, self._applied)
         for verdict in judged.verdicts:
             figures = self.makers.setdefault(verdict.maker, MakerFigures())
             if not verdict.refusal:
@@ -213,6 +221,36 @@ class RolloutFeed:
                 figures.reward += verdict.reward
             elif not verdict.is_unchecked:
                 self._strike(verdict.maker, _describe(verdict), is_proof=verdict.is_proof)
+
+    def status(self) -> LearningStatus:
+        """Return the figures for people."""
+        figures, intake = self.figures, self.intake
+        makers = {
+            maker: MakerStatus(
+                taken=each.taken,
+                refused=each.refused,
+                reason=each.reason,
+                reward=each.reward / each.taken if each.taken else None,
+            )
+            for maker, each in self.makers.items()
+        }
+        return LearningStatus(
+            waiting=intake.waiting,
+            groups=figures.groups,
+            answers=figures.answers,
+            tokens=figures.tokens,
+            reward=figures.reward,
+            length=figures.length,
+            entropy=figures.entropy,
+            mismatch=figures.mismatch,
+            effective=figures.effective,
+            clipped=figures.clipped,
+            fates={fate: count for fate, count in (intake.counts + figures.fates).items() if count},
+            ages={str(age): count for age, count in sorted(figures.ages.items())},
+            rewards={str(number): total / count for number, (total, count) in figures.by_round.items()},
+            makers=makers,
+            samples=tuple(figures.samples),
+        )
 
     def _strike(self, maker: PeerId, reason: str, *, is_proof: bool) -> None:
         figures = self.makers.setdefault(maker, MakerFigures())

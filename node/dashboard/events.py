@@ -97,6 +97,8 @@ class PeerReport(EventModel):
     device_use: Annotated[float, Field(ge=0, le=1)] | None = None
     device_memory: Count | None = None
     device_memory_total: Count | None = None
+    reward: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="mean score of answers")
+    rollouts: Count = Field(default=0, description="groups of answers that it learned from, or drew for trainers")
     resting: bool = Field(default=False, description="does not train at the moment")
     stage: Count | None = Field(default=None, description="of a pipeline, from 0 on; None: it serves none")
     stage_rate: Amount = Field(default=0.0, description="microbatches a second that it can compute")

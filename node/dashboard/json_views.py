@@ -201,6 +201,7 @@ def peer_values(state: RunState, peer: PeerHistory) -> Values:
     return {
         **peer.report.model_dump(exclude={"stage_rate", "microbatches"}),
         "stage": peer.report.stage if state.stages else None,
+        "rollouts": peer.report.rollouts or None,
         "short": short_id(peer.report.peer),
         "link": _describe_link(state, peer.report),
         "state": word,
@@ -218,7 +219,7 @@ def peer_values(state: RunState, peer: PeerHistory) -> Values:
 
 
 def _describe_link(state: RunState, peer: PeerReport) -> str:
-    """Return how other peers reach this one, and what it relays for them; only relays known to the host are named."""
+    """Return how other peers reach this one, and its relayed bytes; only relays known to the host are named."""
     known = [short_id(carrier) for carrier in peer.carriers if carrier in state.peers]
     path = f"relay by {', '.join(known)}" if peer.reach == "relay" and known else peer.reach
     relayed = sum(peer.peer in other.report.carriers for other in state.peers.values() if other.gone_at is None)

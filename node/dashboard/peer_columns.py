@@ -55,6 +55,8 @@ PEER_COLUMNS = (
     PeerColumn("tokens_per_second", "tokens/s", "si", "now", "tokens/s"),
     PeerColumn("speeds", "Recent speed", "spark", "now"),
     PeerColumn("loss", "Loss", "decimal", "now", "loss", digits=3),
+    PeerColumn("reward", "Reward", "decimal", "now", "reward", digits=3, optional=True),
+    PeerColumn("rollouts", "Groups", "count", "now", "groups", optional=True),
     PeerColumn("learning_rate", "Rate", "short", "now", "rate"),
     PeerColumn("gradient_norm", "Gradient", "short", "now", "gradient"),
     PeerColumn("device_use", "GPU", "share", "now", "GPU", optional=True),

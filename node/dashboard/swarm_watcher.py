@@ -333,6 +333,8 @@ def build_peer_report(peer: PeerId, record: PeerRecord, rates: tuple[float, floa
         device_use=record.device_use if record.HasField("device_use") else None,
         device_memory=_clamp_count(record.device_memory) or None,
         device_memory_total=_clamp_count(record.device_memory_total) or None,
+        reward=record.reward if record.HasField("reward") else None,
+        rollouts=_clamp_count(record.rollouts),
         resting=record.resting,
         stage=served.stage if served else None,
         stage_rate=served.rate if served else 0.0,

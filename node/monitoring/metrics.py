@@ -22,7 +22,15 @@ from starlette.routing import Route
 
 from node.data.skipped_rows import SkipReason
 from node.monitoring.http_server import open_listener, serve
-from node.monitoring.status import CatchUpKind, DeviceUse, NodeStatus, RecoveredErrorKind, RoundOutcome, StatusSource
+from node.monitoring.status import (
+    CatchUpKind,
+    DeviceUse,
+    LearningStatus,
+    NodeStatus,
+    RecoveredErrorKind,
+    RoundOutcome,
+    StatusSource,
+)
 from node.units import ALL_INTERFACES, parse_host_port
 from protocol.consensus.messages.contributions import AppliedContributions
 
@@ -190,6 +198,8 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     yield _labelled_counter("murmur_rollouts", "Work of a rollout peer by outcome", "outcome", status.rollouts)
     yield _labelled_counter("murmur_audits", "Audits of others' contributions", "verdict", status.audits)
     yield from _card_metrics(status.cards)
+    if status.learning is not None:
+        yield from _learning_metrics(status.learning)
     stage_rate = "Microbatches a second that this node can compute at its stage of a pipeline"
     gauges: tuple[tuple[str, str, float | None], ...] = (
         ("murmur_paused", "1 while training pauses for other programs that use the device", float(bool(status.paused))),
@@ -208,6 +218,24 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         ("murmur_device_memory_total_bytes", "Bytes of the accelerator's memory", status.device_memory_total),
         ("murmur_peers_known", "Live peers, this one included", status.peers),
         ("murmur_start_time_seconds", "Start of this process since the epoch", status.since),
+    )
+    for name, text, value in gauges:
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value=value)
+
+
+def _learning_metrics(learning: LearningStatus) -> Iterator[Metric]:
+    """Yield the figures of learning from rollouts."""
+    yield _labelled_counter("murmur_rollout_groups", "Groups of rollouts by fate", "fate", learning.fates)
+    yield _labelled_counter("murmur_rollout_ages", "Groups learned from, by age in rounds", "age", learning.ages)
+    yield CounterMetricFamily("murmur_rollout_tokens", "Tokens of answers learned from", value=learning.tokens)
+    gauges = (
+        ("murmur_rollout_reward", "Mean score of the answers of the newest step", learning.reward),
+        ("murmur_rollout_length", "Tokens of an answer", learning.length),
+        ("murmur_rollout_entropy", "Entropy of the draws, nats a token", learning.entropy),
+        ("murmur_rollout_mismatch", "KL divergence from the policies that drew, nats a token", learning.mismatch),
+        ("murmur_rollout_effective", "Share of tokens that count by importance", learning.effective),
+        ("murmur_rollout_clipped", "Share of tokens outside the trust region", learning.clipped),
     )
     for name, text, value in gauges:
         if value is not None:

@@ -113,6 +113,50 @@ class DeviceUse(BaseModel):
     memory_total: int = Field(ge=0)
 
 
+class MakerStatus(BaseModel):
+    """The groups of one rollout peer: how many were learned from and refused, with the newest reason."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    taken: int = 0
+    refused: int = 0
+    reason: str = ""
+    reward: float | None = Field(default=None, description="mean score of the answers that were learned from")
+
+
+class LearningSample(BaseModel):
+    """An answer that the model drew, with its score."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    maker: str
+    question: str
+    answer: str
+    reward: float
+
+
+class LearningStatus(BaseModel):
+    """Learning from rollouts since the start of this process; rates and means are those of the newest step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    waiting: int = Field(default=0, description="groups in the pool")
+    groups: int = Field(default=0, description="that were learned from")
+    answers: int = 0
+    tokens: int = 0
+    reward: float | None = Field(default=None, description="mean score, from 0 to 1")
+    length: float = Field(default=0.0, description="tokens of an answer")
+    entropy: float = Field(default=0.0, description="nats a token, as the answers' makers reported them")
+    mismatch: float = Field(default=0.0, description="KL divergence from the policies that drew, nats a token")
+    effective: float = Field(default=1.0, description="share of tokens that count")
+    clipped: float = Field(default=0.0, description="share of tokens outside the trust region")
+    fates: dict[str, int] = Field(default={}, description="groups by fate")
+    ages: dict[str, int] = Field(default={}, description="groups by age in rounds")
+    rewards: dict[str, float] = Field(default={}, description="mean score by round, of the last ones")
+    makers: dict[str, MakerStatus] = Field(default={}, description="by peer id")
+    samples: tuple[LearningSample, ...] = ()
+
+
 class ErrorRecorder(Protocol):
     """Counts and logs errors that need no action; implemented by StatusReporter."""
 
@@ -208,6 +252,7 @@ class NodeStatus(BaseModel):
     rollouts: dict[str, int] = Field(
         default={}, description="of a rollout peer: rounds applied, states fetched, groups by outcome"
     )
+    learning: LearningStatus | None = Field(default=None, description="from rollouts; absent in runs without [rl]")
     audits: dict[str, int] = Field(default={}, description="contributions that this node repeated, by verdict")
     direct_refusals: dict[str, int] = Field(default={}, description="rejected direct connections, by reason")
     seconds: dict[str, float] = Field(default={}, description="by activity: compute, encode, wait, ...")
@@ -279,6 +324,22 @@ class NodeStatus(BaseModel):
             )
         )
 
+    def learning_lines(self) -> tuple[str, ...]:
+        """Return the progress of learning from rollouts, with a line for each maker; nothing where there is none."""
+        found = self.learning
+        if found is None or not (found.groups or found.fates):
+            return ()
+        reward = "-" if found.reward is None else f"{found.reward:.3f}"
+        first = (
+            f"rollouts: reward {reward}, {format_plural(found.groups, 'group')} learned, {found.length:.1f} tokens an "
+            f"answer, entropy {found.entropy:.2f}, mismatch {found.mismatch:.4f}, effective {found.effective:.0%}"
+        )
+        makers = (
+            f"rollouts of {maker}: {each.taken} taken, {each.refused} refused" + (each.reason and f": {each.reason}")
+            for maker, each in list(found.makers.items())[-MAX_SHOWN_CONDUCT:]
+        )
+        return (first, *makers, f"rollout groups: {_format_counts(found.fates)}")
+
     def reason_lines(self) -> tuple[str, ...]:
         """Return the lines below the summary: the stages of a pipeline, and each kind of trouble since the start."""
         tables = (
@@ -292,7 +353,14 @@ class NodeStatus(BaseModel):
         lines = tuple(f"{title}: {_format_counts(counts)}" for title, counts in tables if counts)
         revisions = (f"revision {line}" for line in self.revisions[-MAX_SHOWN_REVISIONS:])
         stages = stage_lines(self.stages, self.stage)
-        return (*stages, *([self.kept] if self.kept else []), *revisions, *self.conduct[:MAX_SHOWN_CONDUCT], *lines)
+        return (
+            *self.learning_lines(),
+            *stages,
+            *([self.kept] if self.kept else []),
+            *revisions,
+            *self.conduct[:MAX_SHOWN_CONDUCT],
+            *lines,
+        )
 
     def describe_left(self) -> tuple[str, ...]:
         """Return `9:38 left`, or nothing where that is not known."""
@@ -336,8 +404,12 @@ class NodeStatus(BaseModel):
     def record_fields(self) -> dict[str, str | bytes | int | float]:
         """Return the fields of the peer record that describe this node's work."""
         device_use = {} if self.device_use is None else {"device_use": self.device_use}
+        learning = self.learning or LearningStatus()
+        reward = {} if learning.reward is None else {"reward": learning.reward}
         return {
             **device_use,
+            **reward,
+            "rollouts": learning.groups or self.rollouts.get("groups taken", 0),
             **{MICROBATCH_FIELDS[word]: count for word, count in sum_microbatches(self.microbatches).items()},
             "stage": 0 if self.stage is None else self.stage + 1,
             "device_memory": self.device_memory or 0,

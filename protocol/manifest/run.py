@@ -178,8 +178,9 @@ class Manifest(Section):
         return self.data.weights_at(self.target.progress(rounds, tokens), tokens)
 
     def rate_factor(self, rounds: int, tokens: int) -> float:
-        """Return the factor of the final anneal after `rounds` and `tokens`, which all peers know."""
-        return self.anneal.rate_factor(self.target.progress(rounds, tokens))
+        """Return the factor of the learning rate after `rounds` and `tokens`: of the final anneal and of [rl]."""
+        scores = self.rl.rate_factor if self.rl is not None and self.rl.has_begun(rounds) else 1.0
+        return scores * self.anneal.rate_factor(self.target.progress(rounds, tokens))
 
     @property
     def run_id(self) -> RunId:

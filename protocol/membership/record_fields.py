@@ -330,6 +330,8 @@ FIELD_BOUNDS: dict[str, Bound] = {
     "learning_rate": AMOUNT,
     "gradient_norm": AMOUNT,
     "device_use": SHARE,
+    "reward": SHARE,
+    "rollouts": ANYTHING,
     "device_memory": ANYTHING,
     "device_memory_total": ANYTHING,
     "bytes_received": ANYTHING,

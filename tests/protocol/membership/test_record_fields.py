@@ -58,6 +58,7 @@ OUT_OF_BOUNDS: dict[str, tuple[Any, ...]] = {
     "validation_round": (2**64 - 1,),
     "direct_port": (65536,),
     "device_use": (1.01, -0.01, math.nan),
+    "reward": (1.01, -0.01, math.nan),
 } | dict.fromkeys(
     (
         "tokens_per_second", "validation_loss", "compute_seconds", "exchange_seconds", "wait_seconds",
