@@ -11,14 +11,25 @@ from node.daemon.stages import service
 from node.daemon.stages.service import StagesService
 from node.daemon.stages.stage_effects import NodeStages
 from node.daemon.stages.stage_peers import lowest_round, stage_peers
+from protocol.blobs.blob import Blob
 from protocol.electorate import OPEN, Electorate
-from protocol.errors import MalformedError
+from protocol.errors import MalformedError, StaleError
+from protocol.identity import Identity
 from protocol.manifest.sections import AdmissionSection
 from protocol.murmur_pb2 import PeerRecord, ReleaseRequest, StageOutcome, StageTask, StepStatement
+from protocol.pipeline.results import (
+    Contradiction,
+    ResultValue,
+    SignedResult,
+    StageQuestion,
+    StageResult,
+    sign_result,
+)
 from tests.node.small_run import MANIFEST, PEERS, admitted_of
 from tests.ratchet import read_sources
 
 FRIEND, STRANGER = PEERS[0].peer_id, PEERS[1].peer_id
+RUN = "ab" * 32
 LISTED = MANIFEST.model_copy(update={"admission": AdmissionSection(mode="list", keys=(FRIEND,))})
 TICKETS = MANIFEST.model_copy(update={"admission": AdmissionSection(mode="tickets")})
 
@@ -27,6 +38,7 @@ ALLOWED = {
     ("node/daemon/peers/admitted_peers.py", "records"): "makes the view of those who count",
     ("node/daemon/peers/admitted_peers.py", "require"): "looks for the ticket of a caller",
     ("node/daemon/peers/swarm_view.py", "_live"): "addresses, and hosts, which need no ticket",
+    ("node/daemon/peers/swarm_view.py", "rollout_peers"): "asks the rule for each peer that draws rollouts",
     ("node/daemon/peers/swarm_view.py", "live_peers"): "chosen peers only: whether calls may arrive",
     ("node/daemon/peers/swarm_view.py", "snapshot"): "heads that certificates prove; trainers only if admitted",
     ("node/daemon/peers/swarm_view.py", "stage_witnesses"): "prefers those that the run admits",
@@ -103,6 +115,43 @@ def test_lost_peer_had_standing_only_by_commits() -> None:
     assert peers.had_standing("key", trainer(0)), "nobody has another kind yet"
     peers.learn(0, certified("one"))
     assert not peers.had_standing("key", trainer(0)) and peers.had_standing("one", trainer(0))
+
+
+def contradiction(honest: int, liar: Identity = PEERS[0]) -> Contradiction:
+    """Return a false result, and the results of the same pass by so many others."""
+    question = StageQuestion(8, bytes(32), "forward", (b"\1" * 32, b"", b""), "cpu")
+
+    def result(maker: Identity, content: bytes) -> SignedResult:
+        return sign_result(maker, RUN, StageResult(question, ResultValue(Blob.of(content), None)))
+
+    others = [result(each, b"true") for each in PEERS[1 : 1 + honest]]
+    return Contradiction(RUN, (result(liar, b"false"), *others))
+
+
+def test_key_whose_result_the_voters_contradict_counts_nowhere() -> None:
+    voters = [each.peer_id for each in PEERS[:3]]
+    directory = Directory(**{voter: trainer(0) for voter in voters})
+    peers = cut_in_two(directory)
+    with pytest.raises(StaleError):
+        peers.exclude(contradiction(2), 0)  # before the first commit nobody votes
+    peers.learn(0, certified(*voters))
+    with pytest.raises(StaleError):
+        peers.exclude(contradiction(1), 0)
+    peers.require(voters[0])
+    assert peers.exclude(contradiction(2), 0) and not peers.exclude(contradiction(2), 0), "it is news once"
+    assert peers.records().keys() == peers.standing_records().keys() == set(voters[1:])
+    assert not peers.admits(voters[0], directory.records[voters[0]])
+    with pytest.raises(StaleError):
+        peers.require(voters[0])
+
+
+def test_nobody_excludes_itself() -> None:
+    voters = [each.peer_id for each in PEERS[:3]]
+    directory = Directory(**{voter: trainer(0) for voter in voters})
+    directory.peer_id = voters[0]
+    peers = cut_in_two(directory)
+    peers.learn(0, certified(*voters))
+    assert not peers.exclude(contradiction(2), 0) and voters[0] in peers.records()
 
 
 def test_revoked_key_is_no_trainer_of_any_stage() -> None:

@@ -33,6 +33,7 @@ from protocol.membership.peer_table import FieldValue
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import StepReports
 from protocol.pipeline.messages import HeldBlob, Inputs, Outcome, Task
+from protocol.pipeline.results import Contradiction
 from protocol.pipeline.routing import StagePeer
 from protocol.pipeline.stage import StageManifest
 from tests.node.small_run import MANIFEST, admitted_of
@@ -88,6 +89,10 @@ class Calls:
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[PeerId, Outcome]] = []
+        self.contradictions: list[tuple[PeerId, Contradiction]] = []
+
+    async def contradict(self, peer: PeerId, found: Contradiction) -> None:
+        self.contradictions.append((peer, found))
 
     async def tell(self, peer: PeerId, outcome: Outcome) -> None:
         self.outcomes.append((peer, outcome))

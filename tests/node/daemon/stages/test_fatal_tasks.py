@@ -13,7 +13,8 @@ from node.trainer.ipc.trainer_process import MAX_CRASHES_IN_A_ROW, TrainerProces
 from protocol.errors import DeviceError
 from protocol.pipeline import microbatch_table
 from protocol.pipeline.microbatch_table import FatalTasks
-from tests.node.daemon.stages.attacked_stage import ME, OWNER, STRANGER, AttackedStage
+from protocol.pipeline.owner import Owner
+from tests.node.daemon.stages.attacked_stage import HOLDER, ME, OWNER, STRANGER, AttackedStage
 from tests.node.trainer.process_harness import ProcessHarness
 
 MANY = 2 * MAX_CRASHES_IN_A_ROW
@@ -74,15 +75,17 @@ class DyingTrainer:
         await self.process.stop(5.0)
         await asyncio.wait(self._tasks, timeout=5)
 
-    def fatal_task(self, serial: int, attempt: int) -> object:
+    def fatal_task(self, serial: int, attempt: int, owner: str) -> object:
         content = MARK.ljust(self.stage.sizes.activation_bytes, b".")
-        return replace(self.stage.task(serial, "forward", self.stage.shelf.put(content)), attempt=attempt)
+        task = self.stage.task(serial, "forward", self.stage.shelf.put(content), owner=owner)
+        return replace(task, attempt=attempt)
 
-    async def attack(self, other_keys: bool) -> None:
+    async def attack(self, other_keys: bool, owner: str = STRANGER) -> None:
         """Ask for the fatal computation, again and again, until it is answered or the trainer has died often."""
         async with asyncio.timeout(SECONDS):
             for attempt in range(1, 50):
-                task = self.fatal_task(attempt if other_keys else 1, attempt)
+                first = self.stage.loop._first_serial if owner == ME else 0
+                task = self.fatal_task(first + (attempt if other_keys else 1), attempt, owner)
                 answer = self.stage.node.answer(task)  # type: ignore[arg-type]
                 if answer.kind in ("busy", "known") or self.ended or self.process.crash_count >= MANY:
                     return
@@ -126,6 +129,19 @@ async def test_task_that_kills_the_trainer_is_computed_twice(dying: DyingTrainer
     assert dying.stage.statuses(STRANGER) == ["void", "invalid"]
     assert {peer for peer, _ in dying.stage.directory.refused} == {STRANGER}
     assert await dying.serves()
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["rule", "control"])
+async def test_peer_whose_results_kill_our_trainer_gets_no_microbatches(
+    dying: DyingTrainer, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_old:
+        monkeypatch.setattr(Owner, "distrust", lambda self, peer, now: None)
+    await dying.attack(other_keys=False, owner=ME)
+    owner, now = dying.stage.loop.owner, asyncio.get_running_loop().time()
+    assert dying.process.crash_count == 2
+    assert {peer for peer, _ in dying.stage.directory.refused} == {HOLDER}
+    assert all((router._loss_until(HOLDER) > now) != is_old for router in owner._routers)
 
 
 async def test_old_rule_repeats_it_without_end(dying: DyingTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

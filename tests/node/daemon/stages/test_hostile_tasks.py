@@ -20,11 +20,13 @@ from node.daemon.stages.activations import (
 from node.trainer.ipc.stage_messages import ComputeStage, StageComputed
 from node.trainer.stages.stage_work import StageWork
 from protocol.blobs.blob import Blob
-from protocol.errors import MalformedError
+from protocol.electorate import OPEN, Electorate
+from protocol.errors import MalformedError, StaleError
 from protocol.identity import Identity
 from protocol.pipeline.messages import Direction, HeldBlob, Input, Inputs, Task
 from protocol.pipeline.microbatch_table import MicrobatchTable
-from protocol.pipeline.results import ResultValue, StageQuestion, StageResult, sign_result
+from protocol.pipeline.owner_events import ResultsDiffer
+from protocol.pipeline.results import Contradiction, ResultValue, StageQuestion, StageResult, sign_result
 from protocol.pipeline.server_events import ReleasedBy
 from tests.node.daemon.stages.attacked_stage import HOLDER, ME, OWNER, STRANGER, AttackedStage
 
@@ -339,3 +341,45 @@ def test_free_slots_of_tiny_activations_take_no_memory() -> None:
     assert [free.take() for _ in range(3)] == [5, 6, 7] and len(free) == 0
     free.give_back(6)
     assert len(free) == 1 and free.take() == 6
+
+
+def results_against(liar: Identity, others: list[Identity], run: str) -> Contradiction:
+    """Return a false result of one server, and the true ones of others."""
+    question = StageQuestion(3, bytes(32), "forward", (b"\1" * 32, b"", b""), "cpu")
+    values = {maker.peer_id: ResultValue(Blob.of(b"true"), None) for maker in others}
+    values[liar.peer_id] = ResultValue(Blob.of(b"false"), None)
+    return Contradiction(
+        run, tuple(sign_result(each, run, StageResult(question, values[each.peer_id])) for each in (liar, *others))
+    )
+
+
+async def test_proof_of_a_false_result_excludes_its_maker_and_is_passed_on_once(tmp_path: Path) -> None:
+    stage = AttackedStage(tmp_path)
+    liar, *others = (Identity.create() for _ in range(3))
+    found = results_against(liar, others, stage.manifest.run_id)
+    with pytest.raises(StaleError):
+        stage.node.take_contradiction(found.to_wire())  # no voters are known
+    voters = frozenset(each.peer_id for each in (liar, *others))
+    stage.node.admitted.learn(stage.manifest.stage, Electorate(OPEN, 9, voters, {}))
+    for _ in range(2):
+        stage.node.take_contradiction(found.to_wire())
+        await stage.settle()
+    assert stage.node.admitted.contradicted == {liar.peer_id}
+    assert {peer for peer, _ in stage.calls.contradictions} == {HOLDER, OWNER, STRANGER}
+    assert len(stage.calls.contradictions) == 3 and stage.calls.contradictions[0][1] == found
+    assert [peer for peer, _ in stage.directory.refused] == [liar.peer_id]
+    with pytest.raises(MalformedError):
+        stage.node.take_contradiction(results_against(liar, others, "cd" * 32).to_wire())
+
+
+async def test_owner_excludes_by_the_results_of_its_audit(tmp_path: Path) -> None:
+    stage = AttackedStage(tmp_path)
+    liar, *others = (Identity.create() for _ in range(3))
+    found = results_against(liar, others, stage.manifest.run_id)
+    action = ResultsDiffer(stage.manifest.stage, frozenset({liar.peer_id}), found.results)
+    stage.stage._run(action)
+    assert not stage.node.admitted.contradicted, "nobody has a vote yet"
+    voters = frozenset(each.peer_id for each in (liar, *others))
+    stage.node.admitted.learn(stage.manifest.stage, Electorate(OPEN, 9, voters, {}))
+    stage.stage._run(action)
+    assert stage.node.admitted.contradicted == {liar.peer_id}
