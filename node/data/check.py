@@ -23,6 +23,7 @@ from node.data.conversations import read_conversations
 from node.data.corpus import (
     UNCOUNTED,
     Corpus,
+    PackedText,
     Shard,
     TokenArray,
     count_held_out,
@@ -117,8 +118,29 @@ def is_on_hub(manifest: Manifest, base: Path) -> bool:
 def read_text(manifest: Manifest, source: SourceSection, base: Path) -> TextReport:
     """Check a source in this process."""
     with name_source_faults(source):
-        read = _read_shards if source.source == "tokens" else _read_documents
-        return read(manifest, source, base).model_copy(update={"name": source.name})
+        match source.source:
+            case "tokens":
+                report = _read_shards(manifest, source, base)
+            case "questions":
+                report = _read_questions(manifest, source, base)
+            case _:
+                report = _read_documents(manifest, source, base)
+        return report.model_copy(update={"name": source.name})
+
+
+def _read_questions(manifest: Manifest, source: SourceSection, base: Path) -> TextReport:
+    """Check that the right answers to the questions of a task, which are made here, fit the model."""
+    encoder = open_encoder(manifest.data, base)
+    tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
+    require_vocabulary(tokenizer.size, manifest.model.vocabulary)
+    text = open_source(source, manifest.data, base, SkipLog())
+    assert isinstance(text.training, PackedText)
+    windows = text.training.spread(manifest.model.context, SAMPLE_TOKENS)
+    return TextReport(
+        tokens=len(text.training) + len(text.validation),
+        vocabulary=tokenizer.size,
+        sample=_decode_sample(tokenizer, windows[0].tolist()),
+    )
 
 
 def _read_shards(manifest: Manifest, source: SourceSection, base: Path) -> TextReport:

@@ -41,6 +41,16 @@ def test_text_files_are_counted_and_a_sample_is_shown_without_control_characters
     assert report.describe() == f'100 documents, 41.8k tokens; sample: "{sample}..."'
 
 
+def test_questions_of_a_task_need_no_file(tmp_path: Path) -> None:
+    (report,) = check_text(run_with(source="questions", path="reverse"), tmp_path)
+    assert report.tokens > 10_000 and report.vocabulary == 256 and "reverse" in report.sample
+
+
+def test_task_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no questions"):
+        check_text(run_with(source="questions", path="rhyme"), tmp_path)
+
+
 @pytest.mark.parametrize("clock", [iter(range(0, 10_000, 1))])
 def test_long_text_is_read_for_a_few_seconds_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Iterator[int]
