@@ -139,7 +139,7 @@ def _read_questions(manifest: Manifest, source: SourceSection, base: Path) -> Te
     return TextReport(
         tokens=len(text.training) + len(text.validation),
         vocabulary=tokenizer.size,
-        sample=_decode_sample(tokenizer, windows[0].tolist()),
+        sample=_decode_sample(tokenizer, windows[0].tolist()).partition("\ufffd")[0].rstrip(),  # before the padding
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from node.commands.capacity import estimate_rollout_needs
 from node.commands.plan.arithmetic import (
     FORMATS,
     GOOD_WINDOW,
@@ -165,6 +166,11 @@ def _about_round(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -
     )
 
 
+def rollout_memory(work: Workload) -> int | None:
+    """Return the bytes of main memory of a rollout peer; None in a run that does not learn from scores."""
+    return None if work.manifest.rl is None else estimate_rollout_needs(work.manifest).memory
+
+
 def format_stages(stages: Sequence[int]) -> str:
     """Return stage numbers with ranges: 0-2, 5."""
     ranges: list[list[int]] = []
@@ -191,6 +197,8 @@ def print_plan(work: Workload, kinds: Sequence[PeerKind], found: Prediction, con
     """Print the tables and the warnings."""
     console.print(Text(_headline(work, kinds)))
     console.print(_limits_table(work, found))
+    if (memory := rollout_memory(work)) is not None:
+        console.print(Text(f"a rollout peer (`murmur join --role rollout`) takes {format_bytes(memory)} of memory"))
     if work.is_cut:
         console.print(_stages_table(work, found))
         console.print(Text(_other_formats(found)))
@@ -327,4 +335,5 @@ def plan_values(work: Workload, kinds: Sequence[PeerKind], found: Prediction) ->
         ],
         "peers": [peer_values(work, kind, number, found) for number, kind in enumerate(kinds)],
         "warnings": warnings_of(work, kinds, found),
+        **({} if (memory := rollout_memory(work)) is None else {"rollout_peer_memory": memory}),
     }  # fmt: skip

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from node.commands.capacity import estimate_needs
 from node.commands.plan.arithmetic import predict, workload_of
 from node.commands.plan.command import describe_if_poor, plan, warn_if_poor
 from node.commands.plan.peers import typical_peers
-from node.commands.plan.report import print_plan
+from node.commands.plan.report import plan_values, print_plan
 from protocol.errors import ManifestError, MissingFileError
 from protocol.manifest.run import Manifest
+from protocol.manifest.sections import ReinforcementSection
 from tests.node.commands.plan.plans import peer, run_of
 
 EVERYWHERE, HERE = ("/ip4/0.0.0.0/tcp/0",), ("/ip4/127.0.0.1/tcp/0",)
@@ -64,3 +66,15 @@ def test_poor_layout_is_one_line_and_a_good_one_is_none(caplog: pytest.LogCaptur
 def test_peers_of_one_machine_are_not_warned(caplog: pytest.LogCaptureFixture) -> None:
     warn_if_poor(run_of(), HERE)
     assert not caplog.messages
+
+
+def test_plan_of_a_run_that_learns_from_scores_says_the_memory_of_a_rollout_peer() -> None:
+    rl = ReinforcementSection(task="reverse", answer_tokens=8)
+    manifest = run_of(stages=1).model_copy(update={"rl": rl})
+    work, kinds = workload_of(manifest), typical_peers(manifest)
+    screen = io.StringIO()
+    print_plan(work, kinds, predict(work, kinds), Console(file=screen, width=80))
+    assert "--role rollout" in screen.getvalue()
+    needed = plan_values(work, kinds, predict(work, kinds))["rollout_peer_memory"]
+    assert 0 < needed < estimate_needs(manifest, "cpu").memory, "it has no gradient and no moments"
+    assert "rollout_peer_memory" not in plan_values(workload_of(run_of()), kinds, predict(workload_of(run_of()), kinds))
