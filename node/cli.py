@@ -396,12 +396,15 @@ def rollback(
 
 @app.command(epilog="Example: murmur key ~/.local/state/murmur/demo-1a2b3c4d")
 def key(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's directory; the key is created if missing")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a node's directory")],
+    create: Annotated[
+        bool, typer.Option("--create", help="create the key, and DIR, of a node that has not run")
+    ] = False,
 ) -> None:
     """Show the peer id of a node."""
     from node.commands.status import key_line
 
-    typer.echo(key_line(folder))
+    typer.echo(key_line(folder, create))
 
 
 @app.command(epilog="Example: murmur rank 10.0.0.1:29400 --token TOKEN --device all")

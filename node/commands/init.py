@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import typer
 
+from node.commands.plan.peers import CPU_PARAMETERS
 from node.commands.run_sizes import BUSY, MAX_RECORDED_PEERS, RECORDED, SIZES, SizeFacts, find_facts, recorded_facts
 from node.paths import organiser_key_path
 from node.run_dir import read_json_if_whole
@@ -389,6 +390,7 @@ tokens = {tokens}  # of all peers together; the run ends there
 def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) -> list[str]:
     """Return the lines that follow a new manifest: the size of the run, and the commands to go on with."""
     recipe = manifest.method.recipe
+    of_cpus = "CPUs suffice: cards would train so small a model faster than home links carry its rounds"
     slow = (
         f"typical volunteers would train {facts.busy:.0%} of the time, and wait for rounds else: a larger model"
         f"{'' if recipe == DEFAULT_RECIPE else f', or {DEFAULT_RECIPE},'} keeps them busy (`murmur plan` says more)"
@@ -400,6 +402,7 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
             if manifest.target.tokens
             else f"{manifest.target.rounds} rounds"
         ),
+        *([of_cpus] if facts.parameters < CPU_PARAMETERS else []),
         *([slow] if facts.busy < BUSY else []),
         f"a peer needs at least {format_bytes(facts.cpu)} on a CPU, or {format_bytes(facts.cuda)} of a card's memory",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",

@@ -59,7 +59,7 @@ def _describe_admission(manifest: Manifest, old_key: str) -> list[str]:
     lines = []
     if manifest.admission.mode == "tickets":
         lines.append(
-            "this run admits tickets: ask its organiser for one for the new key, which `murmur key DIR` prints"
+            "this run admits tickets: ask its organiser for one for the new key, which `murmur key DIR --create` prints"
         )
     elif manifest.admission.mode == "list":
         lines.append(

@@ -5,6 +5,7 @@ import contextlib
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -23,8 +24,8 @@ def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[
     """Return a line for each node, followed by its counted reasons, or one JSON object.
 
     Without a `path`, the nodes are all running ones of this user, or the last one if none runs. The JSON object maps
-    node folders to status, `null` for a node that does not run. Raises UnreachableError if `check` is set and no node
-    runs.
+    node folders to status; that of a node that does not run has `stopped`, its line of text, and `last`, the status
+    with which it ended, `null` if there is none. Raises UnreachableError if `check` is set and no node runs.
     """
     folders = find_node_dirs(path) if path else running_dirs() or find_node_dirs(None)
     statuses = asyncio.run(_fetch_statuses(folders))
@@ -32,7 +33,7 @@ def status_lines(path: Path | None, as_json: bool, check: bool = False) -> list[
         raise UnreachableError(f"no node answers: {folders[0].name} {_describe_stopped(folders[0])}")
     if as_json:
         shown = {
-            str(folder): status.model_dump(mode="json") if status else None
+            str(folder): status.model_dump(mode="json") if status else _stopped_values(folder)
             for folder, status in zip(folders, statuses, strict=True)
         }
         return [json.dumps(shown)]
@@ -64,13 +65,18 @@ def _node_lines(folder: Path, label: str, status: NodeStatus | None) -> list[str
     return [f"{label}: {status.summary()}", *(f"    {reason}" for reason in status.reason_lines()), *trust]
 
 
-def key_line(folder: Path) -> str:
-    """Return the peer id of the node in `folder`; creates its key if there is none."""
+def key_line(folder: Path, create: bool = False) -> str:
+    """Return the peer id of the node in `folder`; `create` makes its key if there is none.
+
+    Raises UsageError for the folder of a swarm, and without `create` for another folder, such as a mistyped one.
+    """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a directory; name a node's folder")
     peers = sorted(folder.glob("peer-*"))
     if peers and not (folder / "key").exists():
         raise UsageError(f"{folder} is the folder of a whole swarm; name one of its peers, such as {peers[0]}")
+    if not create and not (folder / "key").exists():
+        raise UsageError(f"no node has run in {folder}; correct the folder, or make a key for a new node with --create")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -94,12 +100,24 @@ async def _fetch_one_status(folder: Path) -> NodeStatus | None:
     return status if status.peer_id == read_peer_id(folder) else None
 
 
+def _last_status(folder: Path) -> NodeStatus | None:
+    """Return the status with which a node ended."""
+    try:
+        return NodeStatus.model_validate_json((folder / FINAL_STATUS).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _stopped_values(folder: Path) -> dict[str, Any]:
+    last = None if is_locked(folder) else _last_status(folder)
+    return {"stopped": _describe_stopped(folder), "last": last and last.model_dump(mode="json")}
+
+
 def _describe_stopped(folder: Path) -> str:
     if is_locked(folder):
         return "is starting, or does not answer"
-    try:
-        last = NodeStatus.model_validate_json((folder / FINAL_STATUS).read_bytes())
-    except (OSError, ValidationError):
+    last = _last_status(folder)
+    if last is None:
         return f"does not run; start it with {_start_command(folder)}"
     if last.is_done:
         return f"does not run; when it ended: {last.describe_round()}, step {last.step}, the target was reached"

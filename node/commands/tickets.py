@@ -58,7 +58,7 @@ def run_tickets(options: TicketOptions) -> None:
     manifest, addresses = open_run(options.run, options.insecure)
     require_organiser_key(manifest)
     if options.host and (options.revoke or not options.holder):
-        raise UsageError("--host needs the KEY of a host, without --revoke; `murmur key DIR` shows it")
+        raise UsageError("--host needs the KEY of a host, without --revoke; `murmur key DIR --create` shows it")
     if not options.holder:
         _print_issued(manifest)
         return

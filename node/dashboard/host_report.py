@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import shlex
+import time
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -17,10 +19,13 @@ from node.dashboard.contributors import mean_seconds
 from node.dashboard.event_log import EventLog
 from node.dashboard.run_report import REPORT_JSON, REPORT_MARKDOWN, ContributorReport, RunReport, write_report
 from node.dashboard.state import RunState
+from node.paths import read_peer_id
+from node.units import format_plural
 from protocol.errors import MissingFileError, ReceiptError, StorageError
 
 logger = logging.getLogger(__name__)
 WRITE_SECONDS = 2.0  # between two looks whether the report of a finished run has changed
+MEASURED_SECONDS = 30.0  # after the end, for the loss of the final model
 
 
 def build_host_report(state: RunState) -> RunReport:
@@ -76,6 +81,22 @@ def describe_end(report: RunReport) -> str:
     return f"the run is over: round {report.rounds:,}, {report.tokens:,} tokens{loss}"
 
 
+def end_lines(report: RunReport, folder: Path) -> list[str]:
+    """Return the last lines of a host about its run: the end, the report, the model, and its own part if it trained."""
+    peer, place = read_peer_id(folder), shlex.quote(str(folder))
+    own = [one for one in report.contributors if one.peer == peer]
+    return [
+        describe_end(report),
+        f"its report is {folder / REPORT_MARKDOWN}",
+        f"to get the model as a folder: murmur export {place} OUT",
+        *(
+            f"your part: {one.tokens:,} tokens in {format_plural(one.rounds, 'round')} ({one.share:.1%}); thank you"
+            for one in own
+        ),
+        "the page and the model are served until Ctrl-C",
+    ]
+
+
 class CurrentReport:
     """The report of the newest state; it is built once per event, because it reads all rounds."""
 
@@ -103,6 +124,8 @@ class ReportWriter:
         self._folder = folder
         self._event_log = event_log
         self._written: RunReport | None = None
+        self._announce_at: float | None = None
+        self._has_announced = False
 
     async def run(self) -> None:
         """Write whenever the report of a finished run has changed, until cancelled."""
@@ -112,6 +135,8 @@ class ReportWriter:
             if state.is_over and state.index != index:
                 index = state.index
                 await asyncio.to_thread(self.write)
+            if self._written is not None:
+                self.announce_end(self._written, time.monotonic())
             await asyncio.sleep(WRITE_SECONDS)
 
     def write(self) -> None:
@@ -124,10 +149,26 @@ class ReportWriter:
         except StorageError as error:
             logger.warning("the report of the run is not written: %s", error)
             return
-        if report.outcome != "running" and (self._written is None or self._written.outcome == "running"):
-            logger.info("%s", describe_end(report))
-            logger.info("the run is over; its report is %s", self._folder / REPORT_MARKDOWN)
         self._written = report
+
+    def announce_end(self, report: RunReport, now: float) -> None:
+        """Print the end once: with the loss of the final model, or without it if nobody measures it for a while."""
+        if self._has_announced or report.outcome == "running":
+            return
+        if self._announce_at is None:
+            self._announce_at = now + MEASURED_SECONDS if now < float("inf") else now
+        is_measured = report.validation_round == report.rounds
+        if not is_measured and now < self._announce_at:
+            return
+        self._has_announced = True
+        for line in end_lines(report, self._folder):
+            logger.info("%s", line)
+
+    def close(self) -> None:
+        """Write the report of the run so far, and print its end if that is still missing."""
+        self.write()
+        if self._written is not None:
+            self.announce_end(self._written, float("inf"))
 
 
 def receipt_routes(issuer: ReceiptIssuer) -> list[Route]:

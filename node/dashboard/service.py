@@ -184,7 +184,7 @@ async def serve_dashboard(
             yield RunningDashboard(watcher, event_log, f"{address.base_url(port)}/", sampler, voucher)
     finally:
         await cancel_and_wait((sampling, evaluations, watcher, report_task, uploading))
-        report_writer.write()
+        report_writer.close()
         event_log.close()
 
 

@@ -96,7 +96,7 @@ def run_one_life(engine: Engine, health: Sequence[str]) -> str:
     """Of a node, until it is told to stop; its peer id."""
     engine.start(NODE)
     wait_until(lambda: engine.run_in_container(health).returncode == 0, HEALTHY_SECONDS)
-    # `murmur key` makes a key where there is none, so it must not run before the node has its folder.
+    # `murmur key` refuses a folder without a key, so it must not run before the node has its folder.
     folder = 'set -- /data/murmur/test-*; test -e "$1/node.json" && echo "$1"'
     wait_until(lambda: engine.run_in_container(["sh", "-c", folder]).returncode == 0, HEALTHY_SECONDS)
     peer = checked_output(engine.run_in_container(["sh", "-c", "murmur key /data/murmur/test-*"]))

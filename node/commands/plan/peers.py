@@ -26,6 +26,7 @@ from protocol.manifest.sections import Section
 
 MAX_FILE_BYTES = 64 * 1024
 MAX_KINDS, MAX_PEERS = 64, 10_000
+CPU_PARAMETERS: Final = 10_000_000  # with fewer, a round of the default recipe keeps a typical CPU busy
 
 
 def _rate_of(value: object) -> object:
@@ -96,10 +97,18 @@ TYPICAL: Final[tuple[dict[str, Any], ...]] = (
 
 
 def typical_peers(manifest: Manifest) -> tuple[PeerKind, ...]:
-    """Return typical volunteers: eight, or the least multiple that starts the run with two peers at each stage."""
+    """Return typical volunteers: eight, or the least multiple that starts the run with two peers at each stage.
+
+    A whole model of less than `CPU_PARAMETERS` is one for CPUs: a card takes so little time for a step that it would
+    wait for its link, and nobody needs one.
+    """
+    from node.model import shape_table  # loads torch
+
     one_set = sum(values["count"] for values in TYPICAL)
-    factor = -(-max(manifest.run.min_peers, 2 * manifest.pipeline.stages) // one_set)
-    return tuple(PeerKind.model_validate({**values, "count": factor * values["count"]}) for values in TYPICAL)
+    count = one_set * -(-max(manifest.run.min_peers, 2 * manifest.pipeline.stages) // one_set)
+    if not manifest.pipeline.is_cut and shape_table(manifest.model).numel < CPU_PARAMETERS:
+        return (PeerKind.model_validate({**TYPICAL[-1], "count": count}),)
+    return tuple(PeerKind.model_validate({**values, "count": count // one_set * values["count"]}) for values in TYPICAL)
 
 
 def load_peers(path: Path) -> tuple[PeerKind, ...]:

@@ -140,7 +140,7 @@ def test_recorded_paces_are_those_of_new_predictions_and_keep_volunteers_busy(si
         build_program(manifest)
         if facts.busy >= BUSY:
             assert describe_if_poor(manifest) == "", recipe
-    assert recorded_facts()[size, "frugal"].busy >= BUSY or size in ("tiny", "small"), "the default of init"
+    assert recorded_facts()[size, "frugal"].busy >= BUSY, "the default of init"
 
 
 def test_counts_have_suffixes() -> None:

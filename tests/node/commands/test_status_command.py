@@ -43,7 +43,9 @@ async def test_a_line_for_each_node_of_a_swarm(tmp_path: Path, unused_tcp_port: 
     assert lines[3] == "peer-1: does not run; when it ended: round 30/30, step 600, the target was reached"
     assert lines[4] == "peer-2: does not run; start it with `murmur join RUN`"
     assert objects[str(tmp_path / "peer-0")]["round"] == 4
-    assert objects[str(tmp_path / "peer-1")] is None
+    stopped = objects[str(tmp_path / "peer-1")]
+    assert stopped == {"stopped": lines[3].removeprefix("peer-1: "), "last": done.model_dump(mode="json")}
+    assert objects[str(tmp_path / "peer-2")] == {"stopped": lines[4].removeprefix("peer-2: "), "last": None}
 
 
 async def test_a_port_that_is_anothers_by_now_tells_nothing(tmp_path: Path) -> None:
@@ -92,7 +94,8 @@ def test_a_node_that_starts_is_not_told_to_start(tmp_path: Path, unused_tcp_port
         assert status_lines(tmp_path, False) == ["peer-0: is starting, or does not answer"]
         with pytest.raises(UnreachableError, match="no node answers: peer-0 is starting, or does not answer"):
             status_lines(tmp_path, False, check=True)
-        assert json.loads(status_lines(tmp_path, True)[0]) == {str(tmp_path / "peer-0"): None}
+        starting = {"stopped": "is starting, or does not answer", "last": None}
+        assert json.loads(status_lines(tmp_path, True)[0]) == {str(tmp_path / "peer-0"): starting}
         folder = tmp_path / "peer-0"
     assert status_lines(tmp_path, False) == [f"peer-0: does not run; start it with `murmur join {folder}`"]
 
@@ -103,9 +106,16 @@ def test_status_of_nowhere(tmp_path: Path) -> None:
 
 
 def test_key_is_made_once_and_shown_again(tmp_path: Path) -> None:
-    peer_id = key_line(tmp_path / "new" / "node")
+    peer_id = key_line(tmp_path / "new" / "node", create=True)
     assert peer_id.startswith("12D3KooW")
-    assert key_line(tmp_path / "new" / "node") == peer_id
+    assert key_line(tmp_path / "new" / "node") == key_line(tmp_path / "new" / "node", create=True) == peer_id
+
+
+def test_mistyped_folder_gets_no_key(tmp_path: Path) -> None:
+    for folder in (tmp_path / "nod", tmp_path):
+        with pytest.raises(UsageError, match="no node has run in .*; correct the folder"):
+            key_line(folder)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_key_where_no_node_is(tmp_path: Path) -> None:
@@ -118,11 +128,11 @@ def test_no_key_where_no_node_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="file is not a directory; name a node's folder"):
         key_line(tmp_path / "file")
     with pytest.raises(StorageError, match="cannot use the folder .*; name a node's folder"):
-        key_line(tmp_path / "file" / "node")
+        key_line(tmp_path / "file" / "node", create=True)
 
 
 def test_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    key_line(tmp_path)
+    key_line(tmp_path, create=True)
     os.chmod(tmp_path / "key", 0o644)
     with pytest.raises(IdentityError, match="chmod 600"):
         key_line(tmp_path)

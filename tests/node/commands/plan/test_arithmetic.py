@@ -164,6 +164,17 @@ def test_stages_are_those_of_the_model() -> None:
     assert (whole.layers, whole.sent_bytes, whole.held) == (7, 0, 0)
 
 
+def test_small_models_are_for_cpus() -> None:
+    small, large, cut = run_of(stages=1, width=128), run_of(stages=1, width=1024), run_of(width=128)
+    assert {kind.device for kind in typical_peers(small)} == {"cpu"}
+    assert (
+        {kind.device for kind in typical_peers(large)}
+        == {kind.device for kind in typical_peers(cut)}
+        == {"cpu", "cuda"}
+    )
+    assert sum(kind.count for kind in typical_peers(small)) == sum(kind.count for kind in typical_peers(large))
+
+
 def test_typical_peers_suffice_to_start_a_run() -> None:
     assert sum(kind.count for kind in typical_peers(run_of())) == 8
     many = run_of(stages=16)

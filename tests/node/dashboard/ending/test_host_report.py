@@ -1,6 +1,7 @@
 """The report of a finished run as its host saw it, and the files that hold it."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from node.dashboard import host_report as module
 from node.dashboard.event_log import EventLog
 from node.dashboard.events import ChainForked, PeerDeparted, RevisionReport, RunSteered
-from node.dashboard.host_report import ReportWriter, build_host_report
+from node.dashboard.host_report import ReportWriter, build_host_report, end_lines
 from node.dashboard.json_views import run_status, snapshot
 from node.dashboard.run_report import RunReport, render_end
 from node.dashboard.state import MAX_GONE_PEERS
@@ -81,6 +82,31 @@ async def test_files_follow_the_end_of_the_run(tmp_path: Path, monkeypatch: pyte
     await until_written("def h" + SAMPLE)
     assert "| mary | 411 |" in (tmp_path / "report.md").read_text()
     writer.cancel()
+
+
+def test_end_waits_for_the_loss_of_the_final_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    save_node_info(tmp_path, MARY.peer_id)
+    report, writer = build_host_report(apply_all(finished_run())), ReportWriter(tmp_path, EventLog(None, []))
+    assert report.validation_round == report.rounds
+    before = report.model_copy(update={"validation_round": report.rounds - 1, "validation_loss": 1.75})
+    writer.announce_end(before.model_copy(update={"outcome": "running"}), 0.0)
+    writer.announce_end(before, 1.0)
+    assert not caplog.messages
+    writer.announce_end(report, 3.0)
+    writer.announce_end(report, 99.0)
+    assert caplog.messages == end_lines(report, tmp_path)
+    assert caplog.messages[0].endswith(f"validation loss {report.validation_loss:.3f}")
+    assert any(line.startswith("your part: 411 tokens in 4 rounds") for line in caplog.messages)
+    late = ReportWriter(tmp_path, EventLog(None, []))
+    late.announce_end(before, 1.0)
+    late.announce_end(before, 1.0 + module.MEASURED_SECONDS)
+    assert f"validation loss 1.750 after round {report.rounds - 1}" in caplog.messages[-5]
+
+
+def save_node_info(folder: Path, peer: str) -> None:
+    """Make `folder` one of the node with this peer id."""
+    (folder / "node.json").write_text(json.dumps({"peer_id": peer, "addresses": [], "metrics_port": 1}))
 
 
 def test_stopped_host_writes_the_figures_so_far(tmp_path: Path) -> None:
