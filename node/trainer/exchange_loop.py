@@ -51,6 +51,7 @@ from protocol.blobs.blob import Blob
 from protocol.errors import MalformedError
 
 SNAPSHOT_SECONDS = 10.0
+LATE_SNAPSHOTS = 3
 PROGRESS_SECONDS = 1.0
 WAIT_SECONDS = 1.0
 MAX_ANCHOR_WAIT_SECONDS = 5.0  # in mid-step; the gradients of a stage that it interrupts count in the step all the same
@@ -96,6 +97,7 @@ class ExchangeLoop(ABC):
         self._unreported = StepTotals()
         self._reported_at = self._saved_at = time.monotonic()
         self._pending_anchor: ApplyAnchor | None = None
+        self._adopting: ApplyAnchor | None = None  # that a thread applies
         self._anchor_since = 0.0
         self._step_target = StepTarget()
         self._contribution_timer = ContributionTimer()
@@ -131,6 +133,11 @@ class ExchangeLoop(ABC):
     @property
     def encodes_aside(self) -> bool:
         """Return whether the processor is free to encode a contribution while the next steps are made."""
+        return False
+
+    @property
+    def adopts_aside(self) -> bool:
+        """Return whether it is free to apply an anchor meanwhile, and nobody repeats the steps to the bit."""
         return False
 
     @property
@@ -197,13 +204,15 @@ class ExchangeLoop(ABC):
                 return False
             if self._is_draft_due():
                 self._finish_draft()
+            if self._is_adoption_due():
+                self._finish_adoption()
             counters, plan = self._state.counters, self._state.plan
             # A step may wait for the anchor; or for microbatches that wait for this peer to arrive at the newer round.
             is_late = time.monotonic() - self._anchor_since > MAX_ANCHOR_WAIT_SECONDS
             may_adopt = self.is_between_steps or is_late or must_wait(counters, plan)
             reason = self.reason_to_wait()
             if self._pending_anchor is not None and may_adopt and may_apply_anchor(counters, plan):
-                self._apply_anchor(self._pending_anchor)
+                self._begin_or_apply(self._pending_anchor)
             elif self.is_between_steps and self._is_contribution_due():
                 self._send_contribution()
             elif reason == "pause":
@@ -232,17 +241,24 @@ class ExchangeLoop(ABC):
         now = time.monotonic()
         if now - self._reported_at >= PROGRESS_SECONDS:
             self._send_progress()
-        if now - self._saved_at >= SNAPSHOT_SECONDS:
+        patience = LATE_SNAPSHOTS if self._shared_memory.is_held else 1  # it would wait for the checkpoint
+        if now - self._saved_at >= patience * SNAPSHOT_SECONDS:
             self._save()
 
     def _is_contribution_due(self) -> bool:
         counters, plan = self._state.counters, self._state.plan
-        if self._state.draft_steps is not None:
+        if self._state.draft_steps is not None or self._adopting is not None:
             return False
         seconds = self._contribution_timer.seconds(counters.since_message.steps, time.monotonic())
-        return is_contribution_due(
-            counters, self._step_target.steps_due(plan.steps, counters.round), plan.method.schedule, seconds
-        )
+        steps = self._step_target.steps_due(plan.steps, counters.round)
+        is_due = is_contribution_due(counters, steps, plan.method.schedule, seconds)
+        # While a checkpoint is written, a draft would wait; better to make more steps for it.
+        may_wait = counters.since_message.steps < steps + plan.method.schedule.ahead
+        return is_due and not (self._drafts and self._shared_memory.is_held and may_wait)
+
+    @property
+    def _drafts(self) -> bool:
+        return self.encodes_aside and self._state.can_draft
 
     def _handle_command(self, command: ToTrainer | None) -> None:
         match command:
@@ -272,7 +288,7 @@ class ExchangeLoop(ABC):
                 self.handle_other(command)
 
     def _send_contribution(self) -> None:
-        if self.encodes_aside and self._state.can_draft:
+        if self._drafts:
             with self._timer.measure("encode"):
                 self._state.draft_contribution(self._encoding)
             return
@@ -300,7 +316,35 @@ class ExchangeLoop(ABC):
     def _send_header(self, header: ContributionHeader) -> None:
         self._channel.send(header.model_copy(update={"conditions": self.conditions}))
 
+    def _begin_or_apply(self, command: ApplyAnchor) -> None:
+        """Let a thread apply an anchor if steps may go on meanwhile, otherwise apply it now."""
+        is_plain = not command.revised and not command.is_other_chain and not command.exact_step
+        if not (self.adopts_aside and self._state.can_adopt_beside and is_plain):
+            self._apply_anchor(command)
+            return
+        self._finish_draft()
+        self._pending_anchor, self._adopting = None, command
+        self._state.begin_adoption(self._encoding, command.round, command.outcome)
+
+    def _is_adoption_due(self) -> bool:
+        """Return whether an anchor is applied, or has to be waited for because no further step may be made."""
+        is_needed = self._pending_anchor is not None or self._is_resting
+        return self._adopting is not None and (
+            self._state.is_adopted or is_needed or must_wait(self._state.counters, self._state.plan)
+        )
+
+    def _finish_adoption(self) -> None:
+        """Move to the anchor that a thread has applied, if there is one."""
+        command, self._adopting = self._adopting, None
+        if command is None:
+            return
+        with self._timer.measure("adopt"):
+            self._state.finish_adoption()
+            self.on_anchor(command)
+        self._report_applied(command)
+
     def _apply_anchor(self, command: ApplyAnchor) -> None:
+        self._finish_adoption()
         self._finish_draft()
         self._pending_anchor = None
         with self._timer.measure("adopt"):
@@ -313,6 +357,9 @@ class ExchangeLoop(ABC):
                     line = f"dropped all unsent work with the contribution of round {entry.header.round}"
                     self._channel.send(TrainerWarning(reason="work dropped", line=line))
         self._save()
+        self._report_applied(command)
+
+    def _report_applied(self, command: ApplyAnchor) -> None:
         share = self._timer.share("evaluate")
         self._channel.send(
             AnchorApplied(round=command.round, exact_step=command.exact_step, base=command.base, evaluation_share=share)
@@ -363,6 +410,7 @@ class ExchangeLoop(ABC):
         return progress
 
     def _save(self) -> None:
+        self._finish_adoption()
         self._finish_draft()
         with self._timer.measure("snapshot"):
             self._state.update(seconds=dict(self._timer.seconds))

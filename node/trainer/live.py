@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from node.model import LanguageModel
@@ -53,6 +54,15 @@ class LiveVectors(ABC):
     @abstractmethod
     def clear(self, names: Sequence[str]) -> None:
         """Set vectors of the optimizer to zero."""
+
+    @property
+    def can_shift(self) -> bool:
+        """Return whether the weights can be moved without a copy of them in the shared memory."""
+        return False
+
+    def shift(self, difference: Tensor) -> None:
+        """Add a vector (numel,), fp32 on the CPU, to the weights."""
+        raise NotImplementedError
 
 
 class VectorsInPlace(LiveVectors):
@@ -102,6 +112,13 @@ class CopiedVectors(LiveVectors):
     def clear(self, names: Sequence[str]) -> None:
         for name in names:
             self._optimizer.vectors[name].zero_()
+
+    @property
+    def can_shift(self) -> bool:
+        return self._model.flat.dtype == torch.float32
+
+    def shift(self, difference: Tensor) -> None:
+        self._model.flat.add_(difference.to(self._model.flat.device))
 
 
 def live_vectors(

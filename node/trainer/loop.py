@@ -210,6 +210,10 @@ class Trainer(ExchangeLoop):
         return self._device.type == "cuda" and self._ranks is None and self._stage is None
 
     @property
+    def adopts_aside(self) -> bool:
+        return self.encodes_aside and not self._manifest.audits.share
+
+    @property
     def gradient_norm(self) -> float:
         return self._gradient_norm
 

@@ -13,7 +13,7 @@ Other signals measure other quantities, and share more vectors than the weights 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from optim.codecs.base import Payload
 from optim.exact import Float64Sum
 from optim.exchange import ContributionEncoder
 from optim.experts import add_tokens, find_trained
+from optim.merge_policy import RebaseOnAnchor
 from optim.round_plan import RoundPlan, RoundPlanner
 from protocol.pipeline.ledger import Ledger
 
@@ -44,6 +45,28 @@ class _Draft:
 
     counters: Counters
     sent: Future[Counters]
+
+
+@dataclass(frozen=True)
+class _Adoption:
+    """An anchor that a thread applies to the vectors in the shared memory."""
+
+    result: Future[tuple[Counters, Tensor]]  # the counters of these vectors then, and by how much the weights moved
+
+
+class SharedVectorsAlone(LiveVectors):
+    """The vectors in the shared memory, as a thread changes them while those on an accelerator are trained."""
+
+    is_shared = True
+
+    def save(self, shared: Mapping[str, Tensor]) -> None:
+        pass
+
+    def load(self, shared: Mapping[str, Tensor]) -> None:
+        pass
+
+    def clear(self, names: Sequence[str]) -> None:
+        pass
 
 
 class TrainerState:
@@ -72,6 +95,7 @@ class TrainerState:
         live.attach(self.vectors.by_name, self.vectors.scratch[: program.numel])
         self.counters = Counters()
         self._draft: _Draft | None = None
+        self._adoption: _Adoption | None = None
         self._is_copied = False  # whether the shared memory has the newest live vectors
         self.ledger, self.contributed = Ledger(), Ledger()  # microbatches of a stage, as in the counters
 
@@ -165,7 +189,7 @@ class TrainerState:
     def can_draft(self) -> bool:
         """Return whether steps may go on while a thread encodes a contribution: they change other memory than it reads.
 
-        What a contribution consumes, and tokens of experts, are of one moment.
+        Vectors that a contribution consumes, and tokens of experts, are of one moment.
         """
         schedule = self.plan.method.schedule
         is_of_one_moment = self._signal.consumed_names or schedule.experts == "trained"
@@ -309,6 +333,63 @@ class TrainerState:
             self.update(outstanding=None)
         self.vectors.store(self.counters, Change(kind="adopt", round=round_number, before=before))
         self._load_live()
+
+    @property
+    def can_adopt_beside(self) -> bool:
+        """Return whether steps may go on while a thread applies an anchor.
+
+        The anchor must move the weights by the same vector wherever they are, and an accelerator must have them alone.
+        """
+        policy = self._program.method.adoption
+        keeps_all = isinstance(policy, RebaseOnAnchor) and policy.keep == 1
+        return keeps_all and len(self._trained_names) == 1 and self._live.can_shift
+
+    @property
+    def is_adopting(self) -> bool:
+        return self._adoption is not None
+
+    @property
+    def is_adopted(self) -> bool:
+        return self._adoption is not None and self._adoption.result.done()
+
+    def begin_adoption(self, thread: Executor, round_number: int, outcome: ContributionOutcome) -> None:
+        """Let a thread apply an anchor to the vectors in the shared memory; `finish_adoption` moves the weights.
+
+        The vectors there stay as they were at the last copy, moved to the anchor, with the counters of that time: if
+        this process dies, the steps since then are lost, and nothing else.
+        """
+        result = thread.submit(self._adopt_aside, round_number, outcome)
+        self._adoption = _Adoption(result)
+
+    def _adopt_aside(self, round_number: int, outcome: ContributionOutcome) -> tuple[Counters, Tensor]:
+        aside = TrainerState(SharedVectorsAlone(), self._optimizer, self._program, self._sender, self._shared_memory)
+        counters = aside.vectors.read()
+        assert counters is not None
+        aside.counters = counters
+        moved = self.reference.neg()
+        aside.apply_anchor(round_number, outcome)
+        return aside.counters, moved.add_(self.reference)
+
+    def finish_adoption(self) -> None:
+        """Move the weights as far as the anchor says, and keep the steps that were made meanwhile."""
+        assert self._adoption is not None
+        (adopted, moved), newest = self._adoption.result.result(), self.counters
+        self._adoption = None
+        self._live.shift(moved)
+        self._is_copied = False
+        steps, anchors = newest.since_message, adopted.anchors
+        if len(anchors) > len(newest.anchors):
+            anchors = (*anchors[:-1], anchors[-1].model_copy(update={"steps": steps.steps}))
+        self.counters = adopted.model_copy(
+            update={
+                "step": newest.step,
+                "tokens": newest.tokens,
+                "position": newest.position,
+                "since_message": steps,
+                "anchors": anchors,
+                "obstacle": newest.obstacle or adopted.obstacle,
+            }
+        )
 
     def _settle(self, header: ContributionHeader, outcome: ContributionOutcome) -> None:
         others = (entry for entry in self.counters.settled if entry.serial != header.serial)

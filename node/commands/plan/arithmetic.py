@@ -12,7 +12,8 @@ operations and b_r bytes a second, in each direction.
               with 4 stages of peers of speeds 1:2:4:8). Windows above 8 P cost time where speeds differ and steps wait
               for all of their microbatches: 0.55 at 32 P (one measurement).
     step      q / (q + S - 1)                              to fill and to drain a step of q microbatches
-    round     T / max(T + max(0, t - a), all bytes / b_r)  T seconds of training, t of the exchange, a of which train on
+    round     T / max(T + h + max(0, t - a), all bytes / b_r, p / cores)
+              T seconds of training, t of the exchange, a of which train on, p of a core, h of a trainer held
 
 The bytes of a round: every peer sends its message to each of n - 1 others (gather), to the reducers of its parts and
 one part of the sums to all (butterfly), or to its group (groups).
@@ -48,6 +49,10 @@ TOO_LARGE_POINTS = ((8.0, 1.0), (32.0, 0.55))
 GOOD_WINDOW = 4.0
 UNEQUAL = 2.0  # times as fast as another peer of the stage
 EXCHANGE_ROUND_TRIPS = 4  # roster, fetch, proposal, commit
+# To encode, to check and merge contributions, to update, to hash and to apply the result: all processes of a peer in
+# rounds of four (`benchmarks/grid.py`).
+CORE_SECONDS_PER_VALUE = 19e-9
+HELD_SECONDS_PER_VALUE = 1e-9  # of the trainer: copies from and to the card, and work of its own thread
 FORMATS = {  # bytes of a value on its way
     "fp32": 4.0,
     "bf16": 2.0,
@@ -392,10 +397,19 @@ def round_fraction(work: Workload, stage: StageCost, kind: PeerKind, count: int,
         return 1.0
     message = round_bytes(work, stage, count)
     link = min(kind.up, kind.down)
-    exchange = message / link + EXCHANGE_ROUND_TRIPS * kind.rtt / 1000
+    computing, held = core_seconds(stage, kind)
+    exchange = message / link + EXCHANGE_ROUND_TRIPS * kind.rtt / 1000 + computing
     hidden = seconds * min(1.0, work.method.schedule.ahead / work.steps)
     carried = (rate * seconds * stage.sent_bytes + message) / link
-    return seconds / max(seconds + max(0.0, exchange - hidden), carried)
+    return seconds / max(seconds + held + max(0.0, exchange - hidden), carried, computing)
+
+
+def core_seconds(stage: StageCost, kind: PeerKind) -> tuple[float, float]:
+    """Return how long the cores of a peer compute for a round, and how long its trainer is held; 0 if unknown."""
+    if kind.cores is None:
+        return 0.0, 0.0
+    held = HELD_SECONDS_PER_VALUE * stage.parameters / min(1.0, kind.cores)
+    return CORE_SECONDS_PER_VALUE * stage.parameters / kind.cores, held
 
 
 def round_bytes(work: Workload, stage: StageCost, count: int) -> float:

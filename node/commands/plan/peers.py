@@ -9,6 +9,7 @@ down = "100mbit"
 memory = "8GB"     # of the device that trains
 rtt = 50           # milliseconds to the other peers and back
 device = "cuda"    # or "cpu"
+cores = 8          # that are free for the exchange; by default it is not counted
 """
 
 import json
@@ -62,6 +63,7 @@ class PeerKind(Section):
     memory: Size
     rtt: float = Field(default=50.0, ge=0, le=60_000)
     device: Literal["cuda", "cpu"] = "cuda"
+    cores: float | None = Field(default=None, ge=0.1, le=1024)
 
     @field_validator("name")
     @classmethod

@@ -404,9 +404,14 @@ class SharedMemory:
             self._holds += change
             _HOLD.pack_into(self._map, _HOLD_OFFSET, self._holds)
 
+    @property
+    def is_held(self) -> bool:
+        """Return whether a reader copies the vectors, so that a change would wait for it."""
+        return bool(_HOLD.unpack_from(self._map, _HOLD_OFFSET)[0])
+
     def _wait_while_held(self) -> None:
         deadline = time.monotonic() + self.hold_seconds
-        while _HOLD.unpack_from(self._map, _HOLD_OFFSET)[0] and time.monotonic() < deadline:
+        while self.is_held and time.monotonic() < deadline:
             _pause()
 
     def _find_newest(self) -> tuple[int, int, bytes] | None:

@@ -1,4 +1,4 @@
-"""A contribution that a thread encodes while steps are made is the one that would have been made at once."""
+"""What a thread does while a card makes steps comes to the same as if the card had waited."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import torch
 
 from node.trainer.exchange_loop import ExchangeLoop
 from node.trainer.inner_step import ValidationLoss
-from node.trainer.ipc.channel import TrainerChannel, TrainerConfig
+from node.trainer.ipc.channel import ApplyAnchor, ContributionOutcome, TrainerChannel, TrainerConfig, encode_frame
 from tests.node.trainer.state_harness import StateHarness, copy_arena
 from tests.optim.fake_peers import Tables
 
@@ -104,7 +104,7 @@ class Loop(ExchangeLoop):
     """An exchange loop whose steps are the harness's."""
 
     device = "cuda"
-    encodes_aside = True
+    encodes_aside = adopts_aside = True
 
     def __init__(self, bench: StateHarness, channel: TrainerChannel, thread: Executor) -> None:
         config = TrainerConfig(base=".", blobs=".", peer_id="12D3KooW", manifest="", round=0)
@@ -132,5 +132,106 @@ def test_loop_makes_steps_beside_a_draft_until_it_may_make_no_more(benches: list
     thread.run()
     assert loop.prepare_step() and bench.state.draft_steps is None
     assert bench.state.counters.outstanding is not None and bench.state.counters.since_message.steps == 3
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("outcome", ["included", "excluded", "none"])
+def test_anchor_applied_beside_steps_is_the_one_applied_after_them(
+    benches: list[StateHarness], outcome: ContributionOutcome
+) -> None:
+    thread = LateThread()
+    at_once, beside = benches
+    for number in range(3):
+        for bench in benches:
+            bench.train(number, steps=4)
+            if bench.state.counters.outstanding is None:
+                bench.state.make_contribution()
+            bench.train(10 + number, steps=1)
+            bench.share(number + 1, bench.anchor + 0.01)
+        beside.state.save()
+        beside.train(20 + number, steps=1)
+        beside.state.begin_adoption(thread, number + 1, outcome)
+        beside.train(30 + number, steps=1)
+        thread.run()
+        assert beside.state.is_adopted
+        beside.state.finish_adoption()
+        at_once.train(20 + number, steps=1)
+        at_once.train(30 + number, steps=1)
+        at_once.state.apply_anchor(number + 1, outcome)
+        assert at_once.state.counters == beside.state.counters and not beside.state.is_adopting
+        for name, vector in at_once.vectors.items():
+            torch.testing.assert_close(beside.vectors[name], vector, atol=1e-6, rtol=1e-6)
+
+
+def test_trainer_that_dies_after_an_anchor_beside_steps_has_applied_it_to_its_last_copy(
+    benches: list[StateHarness],
+) -> None:
+    bench, thread = benches[0], LateThread()
+    bench.train(0, steps=4)
+    bench.state.make_contribution()
+    bench.train(1, steps=1)
+    bench.state.save()
+    copied = bench.weights.clone()
+    bench.train(2, steps=2)
+    bench.share(1, bench.anchor + 0.01)
+    reference = bench.state.reference.clone()
+    bench.state.begin_adoption(thread, 1, "included")
+    thread.run()
+    arena = copy_arena(bench.arena)
+    restored = StateHarness("frugal", AHEAD, arena=arena, copies=True)
+    counters = restored.state.counters
+    assert (counters.round, counters.step, counters.since_message.steps, counters.outstanding) == (1, 5, 1, None)
+    torch.testing.assert_close(restored.weights, copied + restored.state.reference - reference)
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tables", "can"),
+    [
+        ("frugal", {}, True),
+        ("streaming-diloco", {}, False),  # mixes the weights of the moment
+        ("co2", {}, False),  # keeps nothing of them
+        ("local-adam", {}, False),  # moves the moments too
+    ],
+)
+def test_anchor_beside_steps_needs_a_method_that_keeps_all_of_them(recipe: str, tables: Tables, can: bool) -> None:
+    bench = StateHarness(recipe, tables, copies=True)
+    assert bench.state.can_adopt_beside is can
+    bench.close()
+
+
+def test_loop_makes_steps_while_a_checkpoint_is_written_as_long_as_it_may(benches: list[StateHarness]) -> None:
+    bench, thread = benches[0], LateThread()
+    ours, theirs = socket.socketpair()
+    loop = Loop(bench, TrainerChannel(ours), thread)
+    bench.train(0, steps=4)
+    with bench.arena._held():
+        for number in range(4):
+            assert loop.prepare_step() and bench.state.draft_steps is None
+            bench.train(10 + number, steps=1)
+    bench.train(20, steps=0)
+    assert loop.prepare_step() and bench.state.draft_steps == 0
+    ours.close()
+    theirs.close()
+
+
+def test_loop_makes_steps_beside_an_anchor_and_reports_it_once_it_is_applied(benches: list[StateHarness]) -> None:
+    bench, thread = benches[0], LateThread()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop = Loop(bench, TrainerChannel(ours), thread)
+    bench.train(0, steps=4)
+    bench.state.make_contribution()
+    bench.share(1, bench.anchor + 0.01)
+    theirs.send(encode_frame(ApplyAnchor(round=1, outcome="included")))
+    for number in range(3):
+        assert loop.prepare_step() and bench.state.is_adopting and bench.state.counters.round == 0
+        bench.train(10 + number, steps=1)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+    thread.run()
+    assert loop.prepare_step() and not bench.state.is_adopting and bench.state.counters.round == 1
+    assert b'"adopted"' in theirs.recv(1 << 16)
     ours.close()
     theirs.close()
