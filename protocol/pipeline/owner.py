@@ -524,7 +524,9 @@ class Owner:
         """Let another server compute a result again if it is drawn; return whether the microbatch waits for that."""
         signed, share = outcome.signed, self.settings.audit_share
         is_ours = request.peer == self.settings.me
-        if signed is None or is_ours or request.replay or not signed.body.is_comparable or self._rng.random() >= share:
+        if not share or signed is None or is_ours or request.replay or not signed.body.is_comparable:
+            return False
+        if self._rng.random() >= share:
             return False
         stage = request.stage_pass.stage
         task = microbatch.task(request, self._runs[stage], self.settings, self._rounds[stage])
