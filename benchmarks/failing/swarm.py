@@ -106,6 +106,7 @@ class Record:
     lives: dict[str, list[Life]] = field(default_factory=dict)
     standing: dict[str, Standing] = field(default_factory=dict)
     included: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
 
 
 class Churn:
@@ -215,13 +216,12 @@ def read_included(swarm: LabSwarm, record: Record) -> dict[str, list[tuple[float
     works = max(ledgers, key=lambda ledger: (-ledger.missing_rounds, ledger.head.round)).works
     first = min(record.rounds)
     return {
-        peer.name: [
+        name: [
             (record.rounds[work.round + 1], work.tokens)
-            for work in works.get(peer.status.peer_id, ())
+            for work in works.get(peer, ())
             if work.round >= first and work.round + 1 in record.rounds
         ]
-        for peer in swarm.lab_peers
-        if peer.status is not None
+        for name, peer in record.ids.items()
     }
 
 
@@ -239,7 +239,7 @@ def look(swarm: LabSwarm, record: Record, speeds: dict[str, float], steps: dict[
         tokens = max(status.chain_tokens for status in statuses.values())
         print(f"{now - record.began:7.1f} round {number}, {tokens} tokens", file=sys.stderr)
     for name, status in statuses.items():
-        life = record.lives[name][-1]
+        life, record.ids[name] = record.lives[name][-1], status.peer_id
         made = status.step - steps.get(name, 0)
         if life.ready is None and made > 0 and status.phase in ("training", "exchanging"):
             life.ready = now
