@@ -46,7 +46,7 @@ from node.paths import registered
 from node.processes.process import raise_fd_limit
 from node.run_dir import RunDir
 from node.run_file import load_run_file
-from node.trainer.devices.device import choose_devices
+from node.trainer.devices.device import choose_devices, require_usable_device
 from node.variants import read_variant
 from protocol.errors import UsageError
 from protocol.manifest.model import HUB_SCHEME
@@ -147,9 +147,18 @@ def up(options: UpOptions) -> int:
     texts = check_text(config.manifest, config.folder)  # before a folder is made for a run without text
     if options.dry_run:
         return _predict_needs(config)
+    _require_usable_device(config)
     with RunDir(config.folder).lock(config.manifest) as folder:
         folder.copy_tokenizer(config.manifest, config.folder)
         return _run_swarm(config, texts)
+
+
+def _require_usable_device(config: SwarmConfig) -> None:
+    """Raise DeviceError if no peer could train so on this machine, before one of them starts."""
+    options = parse_options(MachineOptions, config.flags)
+    require_usable_device(
+        NodeOptions(manifest=config.manifest, base=config.folder, folder=config.folder, **options.model_dump())
+    )
 
 
 def _predict_needs(config: SwarmConfig) -> int:

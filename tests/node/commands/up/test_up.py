@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from node.commands.up.report import ModelEvaluation
 from node.commands.up.up import UpOptions, adapt_manifest, build_peer_processes, resolve_options, up
 from node.flags import MachineFlags
 from node.run_dir import RunDir
-from protocol.errors import AlreadyRunningError, ManifestError, MissingFileError, OtherRunError, UsageError
+from protocol.errors import AlreadyRunningError, DeviceError, ManifestError, MissingFileError, OtherRunError, UsageError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.sections import DataSection, SourceSection
 
@@ -151,6 +152,13 @@ def test_missing_text_is_named_before_a_peer_starts(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="no file matches data.path"):
         up(UpOptions(run=tmp_path / "run.toml", folder=tmp_path / "swarm"))
     assert not (tmp_path / "swarm" / "peer-0").exists()
+
+
+@pytest.mark.parametrize("flags", [MachineFlags(weights="bf16"), MachineFlags(fp8=True)])
+def test_device_that_cannot_train_so_is_refused_before_a_peer_starts(tmp_path: Path, flags: MachineFlags) -> None:
+    with pytest.raises(DeviceError):
+        up(UpOptions(folder=tmp_path / "run", flags=dataclasses.replace(flags, device="cpu")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_missing_manifest_is_refused(tmp_path: Path) -> None:
