@@ -104,6 +104,14 @@ def _make_recipe(name: str, paper: str, common: OptionTables = DEFAULT_TABLES, *
 
 SYNCHRONOUS: Final = (
     _make_recipe("diloco", "arXiv 2311.08105", INT8, schedule=_every_steps(100)),
+    _make_recipe(
+        "muloco",
+        "arXiv 2505.23725",
+        INT8,
+        inner={"kind": "muon"},
+        schedule=_every_steps(30),
+        update={"kind": "nesterov", "learning_rate": 0.9, "momentum": 0.8, "shorten": True},
+    ),
     _make_recipe("sparseloco", "arXiv 2508.15706", SPARSE_TOPK, schedule=_every_steps(30)),
     _make_recipe(
         "sparseloco-senders",
@@ -382,6 +390,7 @@ SUMMARIES: Final[Mapping[str, str]] = types.MappingProxyType(
         "sparseloco": "The largest 1.6 % of the progress in 2 bits, every 30 steps; the rest is sent later.",
         "sparseloco-senders": "sparseloco, where each value is the mean over its senders, which moves farther.",
         "diloco": "All progress in 8 bits every 100 steps, with outer momentum: strong in long runs.",
+        "muloco": "diloco every 30 steps with Muon inside the peers, whose progress agrees better.",
         "averaging": "All progress in 8 bits every 30 steps, averaged: simple, good in short runs.",
         "adloco": "diloco, whose peers take larger batches as gradients become noisier.",
         "edit": "All progress every 128 steps; blocks of unusual progress are left out.",

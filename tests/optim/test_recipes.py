@@ -10,7 +10,8 @@ from optim.codecs.subset import RandomSubset
 from optim.compose import compose
 from optim.exchange import Aggregator, ContributionEncoder
 from optim.inner.base import GRADIENT_SUM, WEIGHTS
-from optim.outer import DelayedNesterov, FrozenAdam
+from optim.inner.muon import Muon
+from optim.outer import DelayedNesterov, FrozenAdam, OuterStep
 from optim.round_plan import RoundPlanner
 from optim.signals import PseudoGradient, SignalInputs
 from tests.optim.fake_peers import (
@@ -53,6 +54,19 @@ def test_data_parallel_is_adamw_on_the_mean_gradient() -> None:
         spread = (second / (1 - 0.95 ** (number + 1))).sqrt() + 1e-8
         weight = weight - 0.003 * first / (1 - 0.9 ** (number + 1)) / spread
     assert torch.allclose(replica.anchor, weight, atol=1e-5)
+
+
+def test_muloco_is_diloco_with_muon_and_the_steps_of_its_paper() -> None:
+    """Progress of one in each round moves the anchor by 0.9 (1 + 0.8 m), with m = 1, 1.8, 2.44."""
+    method, diloco = compose("muloco"), compose("diloco")
+    assert method.inner == Muon() and diloco.inner != method.inner
+    assert (method.codec, method.feedback, method.aggregate) == (diloco.codec, diloco.feedback, diloco.aggregate)
+    anchor, slots = torch.zeros(1), {"momentum": torch.zeros(1)}
+    found = []
+    for _ in range(3):
+        method.update.apply(anchor, slots, torch.ones(1), OuterStep())
+        found.append(-float(anchor))
+    assert found == pytest.approx([1.62, 1.62 + 2.196, 1.62 + 2.196 + 2.6568])
 
 
 def test_qsdp_differs_only_by_rounding() -> None:

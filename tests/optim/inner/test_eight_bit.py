@@ -124,7 +124,7 @@ def test_noise_depends_on_step_and_place_alone() -> None:
     assert torch.equal(*found) and not torch.equal(found[0], other[SECOND_CODES])
 
 
-REFUSED = {"local-adam", "des-loc", "mt-dao", "adloco", "distro", "gossip-adam"} | {
+REFUSED = {"muloco", "local-adam", "des-loc", "mt-dao", "adloco", "distro", "gossip-adam"} | {
     *("adaptive-braking", "spike-compensation", "weight-prediction")
 }
 
