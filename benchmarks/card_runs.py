@@ -8,6 +8,7 @@ needs, the product must refuse it with the exit code of DeviceError, and that is
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -63,6 +64,9 @@ exchange_timeout = 40.0
 [target]
 rounds = {rounds}
 """
+SIZES_OF_MODEL: Final = re.compile(
+    r"^(?:width|layers|heads|hidden|context) = .*\n", re.MULTILINE
+)  # config.json has them
 Sizes = Mapping[str, int]
 CARD_SIZES: Final[Sizes] = dict(width=256, layers=4, heads=4, hidden=704, context=256, batch=8192, microbatch=16)
 CPU_SIZES: Final[Sizes] = dict(width=64, layers=2, heads=2, hidden=128, context=64, batch=512, microbatch=4)
@@ -147,7 +151,8 @@ class Run:
         path = folder / "run.toml"
         values = {"name": self.name, "peers": self.peers, "rounds": self.rounds, **shop.sizes, **self.sizes}
         parts = {"model": self.model, "recipe": self.recipe, "method": self.method, "rest": self.rest}
-        path.write_text(MANIFEST.format(**values, **parts))
+        text = MANIFEST.format(**values, **parts)
+        path.write_text(SIZES_OF_MODEL.sub("", text) if self.model.startswith("from") else text)
         return path
 
     def _check(self, report: Mapping[str, Any], shop: Workshop) -> Result:
@@ -197,7 +202,7 @@ class Adapter:
         folder = shop.folder(f"base-{self.base}")
         frozen = make_base(folder, steps=40).model
         tables = (
-            f'from = "{folder}"\nvocabulary = 256',
+            f'from = "{folder}"',
             f'[adapter]\nrank = 8\nalpha = 16.0\nbase = "{self.base}"\n',
         )
         sizes = {name: getattr(frozen, name) for name in ("width", "layers", "heads", "hidden", "context")}

@@ -109,6 +109,12 @@ def test_manifest_of_every_run_can_be_read(tmp_path: Path, device_name: str) -> 
             assert shape_table(manifest.model).numel > 0
 
 
+def test_manifest_of_an_adapter_has_no_size_of_its_model(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, "cpu")
+    text = Run("adapter", model='from = "base"').write_manifest(shop, tmp_path).read_text()
+    assert 'from = "base"' in text and "width" not in text and "context" not in text and "batch_tokens = 512" in text
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
