@@ -374,9 +374,11 @@ class NodeStatus(BaseModel):
         return " · ".join((*figures, *describe_empty_stages(self.stages), *conflict))
 
     def _describe_rolling_out(self) -> str:
-        if self.trainer_trouble or self.reason:
-            return f"no: {self.trainer_trouble or self.reason}"
-        return "yes" if self.rollouts.get("groups taken") else "no: no trainer has taken its groups yet"
+        if self.trainer_trouble:
+            return f"no: {self.trainer_trouble}"
+        if self.rollouts.get("groups taken"):
+            return "yes"
+        return f"no: {self.absence or self.reason or 'no trainer has taken its groups yet'}"
 
     def _rollout_summary(self) -> str:
         made, taken = self.rollouts.get("groups made", 0), self.rollouts.get("groups taken", 0)

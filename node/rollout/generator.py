@@ -69,7 +69,7 @@ MODULE = "node.rollout"
 MAX_DEATHS_IN_A_ROW = 5
 RESTART_SECONDS = 0.5  # after a death, times the deaths in a row
 DRAW_SECONDS = 900.0  # for one request; a generator that takes longer hangs
-STOP_SECONDS = 5.0
+STOP_SECONDS = 20.0
 STDERR_BYTES = 4000
 
 

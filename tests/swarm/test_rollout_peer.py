@@ -1,6 +1,7 @@
 """A peer without a trainer follows the run bit for bit, and no round needs it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.swarm.process_swarm import ENDLESS, ProcessSwarm, daemon_pid, manifes
 from tests.swarm.processes import find_trainer
 
 LATER = {"task": "reverse", "start_round": 100_000, "answer_tokens": 8}  # until then it only follows
+LONG = 280.0  # seconds
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 
@@ -48,3 +50,32 @@ def test_rounds_go_on_while_a_rollout_peer_is_dead_and_it_comes_back(swarm: Proc
     follower.start(swarm.peers[0].addresses()[:1])
     swarm.wait_until(lambda: applied(swarm, follower) >= 1, "it follows again")
     swarm.wait_for_agreement(after=before + 2)
+
+
+def taken(swarm: ProcessSwarm, peer: PeerProcess) -> int:
+    return sum(status.rollouts.get("groups taken", 0) for status in swarm.poll(peer))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_run_learns_from_rollouts_over_the_deaths_of_both_roles(tmp_path: Path) -> None:
+    """After a warm-up on right answers; groups are taken before and after each death, and none is refused."""
+    rl = {"task": "reverse", "start_round": 2, "answer_tokens": 8, "group": 4, "groups": 4, "wait_seconds": 20.0}
+    manifest = manifest_with(
+        run={"min_peers": 1}, target={"rounds": ENDLESS}, method={"schedule": {"inner_steps": 3}}, rl=rl,
+        membership={"expiry": 10.0}, data={"source": "questions", "path": "reverse"},
+    )  # fmt: skip
+    with running_swarm(tmp_path, manifest, 1) as swarm:
+        [trainer], follower = list(swarm.peers), swarm.add_peer("--role", "rollout")
+        swarm.start()
+        swarm.wait_until(lambda: taken(swarm, follower) >= 12, "groups are taken", LONG)
+        swarm.kill_peer(follower)
+        follower.start(trainer.addresses()[:1])
+        swarm.wait_until(lambda: taken(swarm, follower) >= 12, "groups are taken after its death", LONG)
+        before = max(status.round for status in swarm.poll(trainer))
+        swarm.kill_peer(trainer)
+        trainer.start(follower.addresses()[:1])
+        swarm.wait_for_round(before + 2, trainer, seconds=LONG)
+        swarm.wait_for_agreement(LONG, after=before)
+        [status] = swarm.poll(follower)
+        assert status.rollouts["groups refused"] == 0 and status.describe_contributing() == "yes"
