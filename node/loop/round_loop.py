@@ -6,7 +6,7 @@ includes it. Events go in, actions come out; the daemon, the simulator and the t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from node.daemon.state.outer_state import SignedContributions
@@ -30,13 +30,13 @@ from node.loop.departure import Departure
 from node.loop.exact_rounds import ExactRounds
 from node.loop.options import LoopOptions
 from node.loop.peers.peer_conduct import PeerConduct
-from node.loop.peers.swarm_snapshot import SwarmSnapshot
+from node.loop.peers.swarm_snapshot import Arrivals, SwarmSnapshot
 from node.loop.peers.syncing import Syncing
 from node.loop.round_session import RoundSession
 from node.loop.steering import Steering
 from node.trainer.ipc.channel import ContributionOutcome
 from protocol.consensus.chain import CertifiedCommit, Chain
-from protocol.consensus.events import BlobAvailable, MisbehaviourSeen
+from protocol.consensus.events import BlobAvailable, MembershipChanged, MisbehaviourSeen
 from protocol.consensus.messages.contributions import Adoption, Commit
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
@@ -155,6 +155,7 @@ class RoundLoop:
         self._holds = Holds(options.steering, chain)
         self._exact = ExactRounds(options.exact)
         self._second_life = SecondLife(self._peer_id, options.was_copied)
+        self._arrivals = Arrivals(self._peer_id, chain)
         self._actions = ActionQueue()
 
     @property
@@ -241,7 +242,7 @@ class RoundLoop:
             case events.CommitComputed():
                 self._advance(event.contributions)
             case events.CommitApplied(state):
-                self._publish(state)
+                self._publish(state, now)
             case events.ApplyFailed(reason):
                 self._apply_failed(reason, now)
             case events.PathFound(offer):
@@ -251,7 +252,7 @@ class RoundLoop:
             case events.StateFetched():
                 self._syncing.on_fetched(now)
             case events.StateInstalled(state):
-                self._adopt(state)
+                self._adopt(state, now)
             case events.SyncFailed(reason, has_vanished):
                 self._sync_failed(reason, has_vanished, now)
             case events.HeadPublished():
@@ -374,7 +375,7 @@ class RoundLoop:
 
     def _open_round(self, now: float) -> None:
         self._actions.report_phase("training")
-        membership = self.conduct.membership(self.chain, self._syncing.avoided(now))
+        membership = self._membership(now)
         state = self.state if self._options.compares_states else b""
         self.session.open(self.chain, state, membership, self._snapshot.trainers, self.steering.new_revisions, now)
         self._submit(now)
@@ -392,7 +393,12 @@ class RoundLoop:
         self._departure.set_snapshot(self._snapshot)
         self._idle_until = 0.0
         if self.session.is_open:
-            self.session.update_membership(self.conduct.membership(self.chain, self._syncing.avoided(now)))
+            self.session.update_membership(self._membership(now))
+
+    def _membership(self, now: float) -> MembershipChanged:
+        membership = self.conduct.membership(self.chain, self._syncing.avoided(now))
+        arriving = self._arrivals.expected(self._snapshot, now) - membership.excluded - membership.set_aside
+        return replace(membership, arriving=arriving)
 
     def _drop_excluded(self, now: float) -> None:
         if self.conduct.has_news:
@@ -424,14 +430,15 @@ class RoundLoop:
         applying.outcome = verdict.outcome
         self._actions.add([AdvanceState(applying.commit, verdict)])
 
-    def _publish(self, state: Digest) -> None:
-        self._set_state(state)
+    def _publish(self, state: Digest, now: float) -> None:
+        self._set_state(state, now)
         if (applying := self._applying) is not None:
             self._actions.add(self._exact.apply(applying.commit.body, applying.counts))
             self._actions.add([PublishHead(applying.commit.body, applying.contributions, applying.outcome)])
 
-    def _set_state(self, state: Digest) -> None:
+    def _set_state(self, state: Digest, now: float) -> None:
         self.state = state
+        self._arrivals.on_moved(now)
         self._actions.add([ReportPace(self.session.describe_pace(self.chain.round))])
         self._syncing.on_moved()
 
@@ -485,10 +492,10 @@ class RoundLoop:
         elif (commit := self._syncing.next_commit()) is not None:
             self._apply(commit, now)
 
-    def _adopt(self, state: Digest) -> None:
+    def _adopt(self, state: Digest, now: float) -> None:
         """Revise the outcomes of our contributions after the state of another chain or a later round is installed."""
         if (adoption := self._syncing.adopt()) is not None:
-            self._set_state(state)
+            self._set_state(state, now)
             self._actions.add([adoption])
 
     def _sync_failed(self, reason: str, has_vanished: bool, now: float) -> None:

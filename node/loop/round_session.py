@@ -44,7 +44,7 @@ from protocol.consensus.messages.buffer import MessageBuffer, MessageKey, messag
 from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.kinds import ReducedPart, named_blobs
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.pacing import Pacing
+from protocol.consensus.pacing import Pacing, Patience
 from protocol.consensus.settings import RoundStart
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -73,6 +73,7 @@ class RoundSession:
         self._options = options
         self._signer = signer
         self.pacing = pacing
+        self._patience = Patience()
         self._votes = RecentTable[Digest, VoteRecord](MAX_STATEMENTS)  # the last one by the base of its round
         if last_vote is not None:
             self._votes[last_vote.base] = last_vote
@@ -164,6 +165,8 @@ class RoundSession:
                 chain.electorate,
                 state,
                 head.tokens,
+                # Less than a leader's timeout: peers that know of no newcomer do not suspect the leader.
+                self._patience.for_round(min(settings.grace, settings.leader_timeout / 2), now),
             ),
             self._signer,
             now,
@@ -328,6 +331,7 @@ class RoundSession:
     def _finish(self, commit: SignedMessage[Commit], now: float) -> None:
         assert self._machine is not None
         self.pacing.close_round(self._machine.arrival_times, commit.body.roster_peers)
+        self._patience.spend(self._machine.patience_spent)
         self.left_out, self.conduct = self._machine.left_out_blobs, self._machine.conduct
         informed = self._machine.last_seen if commit.sender == self._options.peer_id else ()
         self._buffer.record_decision(self._number, self._machine.signed_decision, informed, now)

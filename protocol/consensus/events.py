@@ -38,7 +38,8 @@ class MembershipChanged:
     all live trainers of the run, wherever their chains end: their contributions may be on a roster. `excluded`: keys
     whose misdeeds are proved. `missed`: peers that vanished for most of the run, not for us alone. `ended`: peers that
     vanished because their process did. `set_aside`: peers that neither reduce nor delay a roster. `not_leading`: peers
-    that lead no early view.
+    that lead no early view. `arriving`: trainers that may have neither a vote nor our head yet, but will soon: a roster
+    waits for them within the patience of this peer.
     """
 
     peers: frozenset[PeerId]
@@ -51,6 +52,7 @@ class MembershipChanged:
     ended: frozenset[PeerId] = frozenset()
     set_aside: frozenset[PeerId] = frozenset()
     not_leading: frozenset[PeerId] = frozenset()
+    arriving: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -377,6 +377,11 @@ class RoundMachine:
         return self._state.full_arrival_times
 
     @property
+    def patience_spent(self) -> float:
+        """Return the seconds for which the roster waited for arriving peers alone."""
+        return self._state.patience_spent
+
+    @property
     def parts_to_reduce(self) -> list[int]:
         """Return the parts that this peer reduces, by the newest roster; none without one."""
         return self._state.parts_to_reduce

@@ -22,6 +22,9 @@ that come back all the time would otherwise make each round longer by all the st
 A slow peer whose single step takes about as long as the grace does not count steps, because it could come so early
 that the grace of the others ends before they have contributed: it is asked as soon as they have. Times are those of
 the caller's clock, in seconds.
+
+Rounds may be shorter than the way of a newcomer from one head to the next, if its daemon is slow: then it would reach
+each head too late, and never contribute. So a roster waits for it, within the `Patience` of the peer that makes it.
 """
 
 import math
@@ -38,6 +41,32 @@ MAX_LATENESS = 0.1  # share of the grace; a peer that is late by less delays no 
 MIN_MARGIN, MAX_MARGIN = 0.25, 0.5  # shares of the grace
 COARSE_STEP, COARSE_STEP_OF_PAIR = 0.9, 0.25  # shares of the grace; longer steps are too coarse to count
 SMOOTHING = 0.5
+PATIENT_SHARE = 0.1  # of all time; so strangers that never contribute delay a run by no more
+MIN_PATIENCE, MAX_PATIENCE = 0.5, 10.0  # seconds
+
+
+class Patience:
+    """The time for which rosters may wait for newcomers: a share of all time, saved up to MAX_PATIENCE.
+
+    Once it is used up, nothing is spent until all of it is there again, because a slow newcomer needs several rounds
+    in a row.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = MAX_PATIENCE
+        self._at: float | None = None
+        self._is_saving = False
+
+    def for_round(self, most: float, now: float) -> float:
+        """Return the seconds for which the roster of a round that opens now may wait, at most `most`."""
+        passed = 0.0 if self._at is None else now - self._at
+        self._seconds, self._at = min(MAX_PATIENCE, self._seconds + PATIENT_SHARE * passed), now
+        self._is_saving = self._seconds < (MAX_PATIENCE if self._is_saving else MIN_PATIENCE)
+        return 0.0 if self._is_saving else min(most, self._seconds)
+
+    def spend(self, seconds: float) -> None:
+        """Record that a roster waited."""
+        self._seconds = max(0.0, self._seconds - seconds)
 
 
 class Pacing:

@@ -59,7 +59,7 @@ class RoundStart:
     adopted. `new_revisions`: those with which the list goes on; if this peer leads, its commit adopts them.
     `audit_secret`: random bytes that draw the part that this peer checks. `electorate`: the keys that may vote.
     `state`: the digest of the outer state before the round; empty where peers share none. `tokens`: those of all
-    rounds before.
+    rounds before. `patience`: the seconds for which a complete roster may wait for arriving peers.
     """
 
     number: int
@@ -72,6 +72,7 @@ class RoundStart:
     electorate: Electorate = NOBODY
     state: Digest = b""
     tokens: int = 0
+    patience: float = 0.0
 
     @property
     def basis(self) -> Basis:

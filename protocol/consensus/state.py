@@ -76,6 +76,10 @@ class RoundState:
         self.knowledge = RoundKnowledge(me)
         self.sums = Sums()
         self.audit_secret = start.audit_secret
+        self._patience = start.patience
+        self._arriving: frozenset[PeerId] = frozenset()
+        self._arrived_at: float | None = None  # when the last of the arriving peers had contributed
+        self.patience_spent = 0.0  # seconds for which the roster of this round waited for arriving peers alone
         self.false_reducers: set[PeerId] = set()
         self.false_speakers: set[PeerId] = set()
         self.unusable: set[PeerId] = set()
@@ -106,6 +110,7 @@ class RoundState:
         self.excluded, self.not_leading = event.excluded, event.not_leading - {self.me}
         self.set_aside = event.set_aside - {self.me}
         self.voter_set.update(event, now)
+        self._arriving = event.arriving
         if self.leader_role is not None:
             self.leader_role.excluded = self.excluded
 
@@ -173,6 +178,8 @@ class RoundState:
         self.roster_quorum_since = (
             (now if self.roster_quorum_since is None else self.roster_quorum_since) if complete else None
         )
+        has_arrived = self._arriving - awaited <= senders
+        self._arrived_at = (now if self._arrived_at is None else self._arrived_at) if has_arrived else None
 
     def _record_arrivals(self, now: float) -> None:
         known = self.knowledge.contributions
@@ -204,9 +211,11 @@ class RoundState:
         """Return the time, past or future, at which a roster is due, or `None` if none is in sight."""
         if self.view and self.knowledge.proposals:
             return self.view_since  # something may have been decided, and the leader has to find out
+        grace_ends = None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
         if self.roster_quorum_since is not None:
-            return self.roster_quorum_since
-        return None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
+            patience = self._patience if self._arrived_at is None else 0.0
+            return min(self.roster_quorum_since + patience, float("inf") if grace_ends is None else grace_ends)
+        return grace_ends
 
     def follow_roster(self, roster: SignedMessage[Roster], now: float) -> list[Rejection]:
         """Follow a roster, and reject contributions that differ from it or are too late for it."""
@@ -215,6 +224,9 @@ class RoundState:
             self.mark_leader_failed(self.current_view.leader)
         contributors = tuple(entry.sender for entry in roster.body.contributions)
         view = View(ballot, roster, self.topology.assign_reducers(roster.digest, contributors), now)
+        if self.current_view is None and self.roster_quorum_since is not None and self._patience:
+            waited_until = now if self._arrived_at is None else self._arrived_at
+            self.patience_spent = min(max(0.0, waited_until - self.roster_quorum_since), self._patience)
         self.view = ballot.view
         self.view_since = now
         self.current_view = view
@@ -323,4 +335,4 @@ class RoundState:
         """Return the times at which the passing of time alone may change a decision."""
         grace_ends = None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
         of_leader = self.leader_role.deadlines() if self.leader_role else []
-        return [grace_ends, self.early_submit_at(), self.voter_set.next_forget_at(), *of_leader]
+        return [grace_ends, self.roster_due_at(), self.early_submit_at(), self.voter_set.next_forget_at(), *of_leader]

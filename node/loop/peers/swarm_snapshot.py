@@ -1,15 +1,17 @@
 """Describe the known peers of a run at one moment, indexed for the round loop. PURE."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from protocol.consensus.chain import Chain, ChainHead
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead
 from protocol.consensus.events import MembershipChanged
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
 from protocol.pipeline.exact import StepReports
+
+NEAR_ROUNDS, NEAR_SECONDS = 4, 30.0  # behind our head: peers that far back are almost there
 
 
 @dataclass(frozen=True)
@@ -157,3 +159,35 @@ class SwarmSnapshot:
         votes = {state: len(voters.intersection(peers)) for state, peers in by_state.items()}
         ranked = min(by_state, key=lambda state: (-votes[state], -len(by_state[state]), state), default=b"")
         return by_state[ranked]
+
+
+class Arrivals:
+    """Knows when our chain had its last heads, and so which trainers are almost at the newest one.
+
+    Args:
+        peer_id: our own id.
+        chain: our chain.
+    """
+
+    def __init__(self, peer_id: PeerId, chain: Chain) -> None:
+        self._peer_id = peer_id
+        self._chain = chain
+        self._moved_at = deque[float](maxlen=MAX_KEPT_COMMITS)
+
+    def on_moved(self, now: float) -> None:
+        """Record that our chain has a new head."""
+        self._moved_at.append(now)
+
+    def expected(self, snapshot: SwarmSnapshot, now: float) -> frozenset[PeerId]:
+        """Return the other trainers that are ready, and at our head or almost there.
+
+        There are none where steps are exact, because these wait for all trainers anyway.
+        """
+        if snapshot.steps.stages:
+            return frozenset()
+        recent = sum(moved_at > now - NEAR_SECONDS for moved_at in self._moved_at)
+        oldest = self._chain.round - max(NEAR_ROUNDS, recent)
+        near = frozenset(
+            head.digest for head in snapshot.peers_by_head if head.round >= oldest and self._chain.has_head(head.digest)
+        )
+        return snapshot.trainers_at(near) - snapshot.resting - snapshot.missed - snapshot.ended - {self._peer_id}

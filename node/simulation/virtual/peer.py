@@ -40,16 +40,20 @@ from node.simulation.virtual.trainer import VirtualTrainer
 from node.step_settings import step_settings
 from node.trainer.ipc.channel import ContributionOutcome
 from protocol import murmur_pb2 as wire
+from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.events import PartReduced, Rejected, RequestEarlySubmit, Send, VoteRecord
 from protocol.consensus.fork_choice import ChainOffer
 from protocol.consensus.messages.contributions import PartBlob
 from protocol.consensus.messages.signed import Digest
 from protocol.identity import PeerId
+from protocol.recent import RecentTable
 from protocol.steering import RevisionLog
 
 if TYPE_CHECKING:
     from node.simulation.swarm import VirtualSwarm
+
+MAX_SHOWN_STATES = 4
 
 
 class VirtualPeer:
@@ -65,6 +69,7 @@ class VirtualPeer:
         self.applied_state: AppliedState = swarm.compute.initial
         self.audits = None if swarm.audits is None else PeerAudits(swarm.audits, peer_id)
         self.held_since: dict[Digest, int] = {}  # by round of ours
+        self.shown_states = RecentTable[Blob, AppliedState](MAX_SHOWN_STATES)  # kept for peers that fetch them
         self.contributions = ContributionTracker(swarm.planner)
         self.trainer: VirtualTrainer | None = None
         self._pacing = build_pacing(swarm.config.manifest, swarm.planner)
@@ -100,6 +105,11 @@ class VirtualPeer:
     @property
     def is_done(self) -> bool:
         return self.loop.steering.is_target_reached or self.loop.is_done
+
+    @property
+    def kept_states(self) -> dict[Blob, AppliedState]:
+        """Return the states that other peers may fetch, by blob."""
+        return {**self.shown_states, self.applied_state[1]: self.applied_state}
 
     def start(self) -> None:
         """Join the run."""
@@ -275,17 +285,18 @@ class VirtualPeer:
         if peer is None or not peer.is_alive:
             return self._result(events.SyncFailed("it does not answer"))
         chain = ChainOffer(peer.chain.log, peer.chain.head)
+        peer.shown_states[peer.applied_state[1]] = peer.applied_state
         # A newcomer has a contact, which is on this chain.
         self._result(events.PathFound(SyncOffer(chain, peer.applied_state[1], word=True)))
 
     def _take_state(self, action: TakeState) -> None:
         """Take the state from the holder whose uplink is free first."""
         network, peers = self.swarm.network, self.swarm.peers.values()
-        holders = [peer for peer in peers if peer.is_alive and peer.applied_state[1] == action.state]
+        holders = [peer for peer in peers if peer.is_alive and action.state in peer.kept_states]
         if not holders:
             return self._results.append(events.SyncFailed("nobody has it any more", has_vanished=True))
         source = min(holders, key=lambda peer: network.backlog_seconds(peer.slot))
-        applied = source.applied_state  # the source keeps it for as long as that takes
+        applied = source.kept_states[action.state]  # the source keeps it for as long as that takes
 
         def install() -> None:
             if not source.is_alive:
