@@ -121,7 +121,9 @@ class FakeTrainerLink:
     def record_fork(self, verdict: ForkOutcome) -> None:
         """Nobody asks."""
 
-    async def apply_anchor(self, round_number: int, anchor: object, train: object, exact_step: int = 0) -> None:
+    async def apply_anchor(
+        self, round_number: int, anchor: object, train: object, exact_step: int = 0, base: bytes = b""
+    ) -> None:
         self.adopted.append(round_number)
 
     def share_memory(self, round_number: int, state: OuterState) -> OuterState:
