@@ -267,11 +267,12 @@ def test_join_passes_on_every_option(called: list[tuple[object, ...]], monkeypat
     options += " --memory 4GB --compile --recompute full --weights bf16 --fp8 --pause-when-busy --direct off"
     options += " --upload 20mbit --download 1MB --devices 0,1 --memory-mode small"
     options += " --disk 9GB --ticket abc --trust 7:def --accept-jump --allow-data --stage 2 --own-loop"
-    options += " --log tensorboard --log wandb --site 10.0.0.1:29400 --site-shard all --base-model b"
+    options += " --log tensorboard --log wandb --site 10.0.0.1:29400 --site-shard all --base-model b --role rollout"
     run(monkeypatch, "join", "run.toml", *options.split(), "--insecure")
     run_argument, flags, *keywords = called[0]
     assert run_argument == "run.toml" and isinstance(flags, NodeFlags)
     assert asdict(flags) | dict(keywords) == {  # type: ignore[arg-type]
+        "role": "rollout",
         "folder": Path("d"),
         "peers": ["/a", "/b"],
         "device": "cpu",
