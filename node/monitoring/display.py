@@ -51,6 +51,8 @@ def status_parts(status: NodeStatus, phase_seconds: float) -> list[Part]:
     left = [Part(2, text) for text in status.describe_left()]
     if status.phase == "watching":
         return [*trouble, *_watching_parts(status), *left]
+    if status.phase == "rolling out":
+        return [*trouble, *_rollout_parts(status), *left]
     return [*trouble, *_training_parts(status), *left]
 
 
@@ -76,6 +78,17 @@ def _watching_parts(status: NodeStatus) -> list[Part]:
         Part(0, status.describe_round()), *loss, peers, Part(4, f"sent {format_bytes(status.bytes_sent)}"),
         Part(3, f"page {status.page}"),
     ]  # fmt: skip
+
+
+def _rollout_parts(status: NodeStatus) -> list[Part]:
+    return [
+        Part(0, status.describe_round()),
+        Part(1, status.describe_groups()),
+        Part(3, f"{format_count(status.tokens_per_second)} tok/s"),
+        Part(6, f"sent {format_bytes(status.bytes_sent)}"),
+        Part(8, format_plural(status.peers, "peer")),
+        *_trouble_parts(status),
+    ]
 
 
 def _training_parts(status: NodeStatus) -> list[Part]:

@@ -381,18 +381,21 @@ class NodeStatus(BaseModel):
         return f"no: {self.absence or self.reason or 'no trainer has taken its groups yet'}"
 
     def _rollout_summary(self) -> str:
-        made, taken = self.rollouts.get("groups made", 0), self.rollouts.get("groups taken", 0)
         figures = (
             self.describe_round(),
             "rolls out",
             f"{format_count(self.tokens_per_second)} tok/s",
-            f"groups taken {taken}/{made}",
+            self.describe_groups(),
             f"sent {format_bytes(self.bytes_sent)}",
             *self.describe_direct_paths(),
             f"contributing: {self.describe_contributing()}",
         )
         unsaved = [f"not saved: {self.unsaved}"] if self.unsaved else []
         return " · ".join((*figures, *unsaved, *([self.key_conflict] if self.key_conflict else [])))
+
+    def describe_groups(self) -> str:
+        """Return how many groups of a rollout peer trainers have taken, of those that it made."""
+        return f"groups taken {self.rollouts.get('groups taken', 0)}/{self.rollouts.get('groups made', 0)}"
 
     def describe_direct_paths(self) -> tuple[str, ...]:
         """Return `direct to 2 of 3`, or nothing before the first download."""

@@ -44,6 +44,8 @@ def test_narrow_line_keeps_the_figures_that_matter_most() -> None:
          "catching up: fetching · received 2.0 MB · 1:05"),
         ({"phase": "watching", "page": "http://h/"},
          "round 12/60 · loss 2.951 · 3 peers · sent 3.7 MB · page http://h/ · 0:42 left"),
+        ({"phase": "rolling out", "rollouts": {"groups made": 48, "groups taken": 25}, "tokens_per_second": 616.0},
+         "round 12/60 · groups taken 25/48 · 616 tok/s · sent 3.7 MB · 3 peers · 0:42 left"),
     ],
 )  # fmt: skip
 def test_line_of_a_node_that_does_not_train(changes: dict[str, Any], expected: str) -> None:
