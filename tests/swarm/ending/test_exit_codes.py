@@ -88,7 +88,7 @@ def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_key_that_others_may_read(run: Path, tmp_path: Path) -> None:
     home = tmp_path / "node"
-    subprocess.run([sys.executable, "-m", "node.cli", "key", str(home)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "node.cli", "key", str(home), "--create"], check=True, capture_output=True)
     (home / "key").chmod(0o644)
     code, line = refusal(join_command(run, home))
     assert code == 5
