@@ -2,7 +2,7 @@
 
     python benchmarks/grid.py [--points 128x50 8x200 ...] [--again] [--rounds N] [--plot]
 
-The setting is that of github.com/Adnan082/diloco-measured: four peers, a Llama of 30.8 million parameters, steps of
+The setting is that of github.com/Adnan082/diloco-measured: four peers, a `llama` of 30.8 million parameters, steps of
 2,048 tokens that take 26.5 ms on a card (L40S), 128 or 8 steps between messages, links of 50 to 5,000 Mbit/s. There,
 DiLoCo sends fp32 over gloo while the cards wait; here, `frugal` sends while they train on. The peers are real ones
 behind limited links (network namespaces), except that their trainers play the card (`benchmarks.played_card`).
@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--points", nargs="*", default=names, choices=names)
     parser.add_argument("--again", action="store_true", help="measure recorded points as well")
     parser.add_argument("--rounds", type=int, help="to measure, after the first three")
+    parser.add_argument("--json", action="store_true", help="print the recorded points as one JSON object, at the end")
     parser.add_argument("--plot", action="store_true", help="draw the plot and the table of the recorded points")
     options = parser.parse_args()
     if options.plot:
@@ -105,6 +106,7 @@ def main() -> int:
         if options.again or name not in known:
             steps, mbit = map(int, name.split("x"))
             record(measure(steps, mbit, options.rounds or ROUNDS[steps]))
+    print(json.dumps({point.name: asdict(point) for point in recorded()}) if options.json else table(recorded()))
     return int(not all(map(is_good, recorded())))
 
 
@@ -117,7 +119,6 @@ def record(point: Point) -> None:
     points = {entry.name: entry for entry in recorded()} | {point.name: point}
     ordered = sorted(points.values(), key=lambda entry: (-entry.steps, entry.mbit))
     RECORD.write_text(json.dumps([asdict(entry) for entry in ordered], indent=1) + "\n")
-    print(json.dumps(asdict(point)))
 
 
 def is_good(point: Point) -> bool:

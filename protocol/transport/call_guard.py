@@ -47,6 +47,8 @@ ALLOWANCES: Mapping[str, Allowance] = {  # by method; the slowest of honest need
     "murmur.v1.Stages/Release": Allowance(256, 64),
     "murmur.v1.Stages/Invite": Allowance(512, 128),
     "murmur.v1.Stages/State": Allowance(256, 64),
+    "murmur.v1.Stages/Contradict": Allowance(256, 64),
+    "murmur.v1.Rollouts/Groups": Allowance(64, 8),  # pages of groups, asked for twice a second
     "murmur.v1.Carriers/Carry": Allowance(128, 32),
     "murmur.v1.Steering/Revisions": Allowance(16, 2),
     "murmur.v1.Runs/Manifest": Allowance(8, 0.5),

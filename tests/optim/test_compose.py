@@ -128,7 +128,7 @@ def test_no_two_codecs_share_a_number() -> None:
 def test_unknown_recipe_suggests_the_nearest_name() -> None:
     with pytest.raises(UnknownRecipe, match="did you mean 'diloco'.*sparseloco"):
         compose("diloko")
-    with pytest.raises(UnknownRecipe, match="known: diloco, sparseloco"):
+    with pytest.raises(UnknownRecipe, match="known: diloco, muloco, sparseloco"):
         compose("zzz")
 
 

@@ -21,7 +21,7 @@ def test_faults_of_all_kinds_are_met() -> None:
     reasons: set[str] = set()
     seen: set[str] = set()
     unresolved = 0
-    for seed in range(60):
+    for seed in (*range(60), 98):  # 98: a peer takes over a chain
         story = SeededRun(seed)
         story.run()
         unresolved += story.swarm.unresolved
@@ -107,7 +107,7 @@ def growth(seed: int) -> float:
     return max(peaks[number] for number in range(22, 30)) / max(peaks[number] for number in range(8))
 
 
-@pytest.mark.parametrize("seed", [2, 9])
+@pytest.mark.parametrize("seed", [2, 4])
 def test_tables_do_not_grow_with_the_rounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded = growth(seed)
     monkeypatch.setattr(message_buffer, "MAX_KEPT_DECISIONS", 1000)

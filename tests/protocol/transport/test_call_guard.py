@@ -108,7 +108,7 @@ def test_every_method_of_the_protocol_has_an_allowance() -> None:
             self.methods |= {f"{service}/{name}" for name in handlers}
 
     names = Names()
-    for title in ("Membership", "Rounds", "Blobs", "Carriers", "Stages", "Steering", "Runs"):
+    for title in ("Membership", "Rounds", "Blobs", "Rollouts", "Carriers", "Stages", "Steering", "Runs"):
         servicer = getattr(murmur_pb2_grpc, f"{title}Servicer")()
         getattr(murmur_pb2_grpc, f"add_{title}Servicer_to_server")(servicer, names)
     assert names.methods == ALLOWANCES.keys()
