@@ -41,7 +41,7 @@ TARGETS: Final = {0.3: 0.95, 0.6: 0.88}
 LONGEST_WAIT = 10.0
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "goodput.json"
 PLOT = RESULTS.with_suffix(".svg")
-MODELS: Final[dict[str, Kind]] = {"synchronous": "synchronous", "elastic": "elastic"}
+KINDS: Final[tuple[Kind, ...]] = ("synchronous", "elastic")
 COLOURS: Final = {"murmuration": "#3366cc", "elastic": "#e67300", "synchronous": "#999999"}
 Row = dict[str, Any]
 
@@ -116,7 +116,7 @@ def measure(share: float, seconds: float, round_seconds: float, seed: int = 0) -
         round(max(standing.longest for standing in record.standing.values()), 1),
         round(max(later - earlier for earlier, later in zip(times, times[1:], strict=False)), 1),
         round(start, 1),
-        {name: model(kind, share, round_seconds, start) for name, kind in MODELS.items()},
+        {kind: model(kind, share, round_seconds, start) for kind in KINDS},
         time.strftime("%Y-%m-%d"),
     )
 

@@ -30,6 +30,7 @@ MAX_GROUP_BYTES: Final = 512 * 1024
 MAX_REPLY_BYTES: Final = 512 * 1024  # of groups in one reply; one group always fits
 CALL_SECONDS: Final = 10.0  # for one page
 MAX_DEVICE_CHARACTERS: Final = 96
+MAX_REASON_CHARACTERS: Final = 200  # of why a trainer refused a group
 LEAST_LOG_PROBABILITY: Final = -100.0  # nats; no token that was drawn is as unlikely
 
 

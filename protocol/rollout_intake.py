@@ -7,6 +7,7 @@ either process the pool begins empty at those places, and the makers serve the r
 The pool is bounded, and groups are pulled: while it is full nothing is fetched, and makers pause at their own bound.
 """
 
+import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class RolloutIntake:
         self._round = 0
         self._trainers = dict[int, frozenset[PeerId]]()
         self._makers = RecentTable[PeerId, _Maker](4 * MAX_MAKERS)
-        self._pool = list[SignedGroup]()
+        self._pool = list[SignedGroup]()  # oldest first
 
     def restart(self, cursors: Cursors) -> None:
         """Begin where the trainer's snapshot stands; groups that were fetched after it are fetched again."""
@@ -74,11 +75,8 @@ class RolloutIntake:
         oldest = number - self.max_age
         for old in [each for each in self._trainers if each < oldest]:
             del self._trainers[old]
-        kept = [each for each in self._pool if each.group.round >= oldest]
-        for each in self._pool:
-            if each.group.round < oldest:
-                self._drop(each)
-        self._pool = kept
+        while self._pool and self._pool[0].group.round < oldest:
+            self._drop(self._pool.pop(0))
 
     def wanted(self, makers: Iterable[PeerId]) -> dict[PeerId, Place]:
         """Return from which place on to ask each of these makers; none while the pool is full."""
@@ -96,15 +94,13 @@ class RolloutIntake:
         outcome = self._judge(found)
         self.counts[outcome] += 1
         if outcome == "fetched":
-            self._pool.append(found)
-            self._pool.sort(key=_age_order)
+            bisect.insort(self._pool, found, key=_age_order)
         return outcome
 
     def take(self, count: int, newest: int) -> list[SignedGroup]:
         """Hand out the oldest groups, whose weights a trainer at round `newest` has."""
-        ready = [each for each in self._pool if each.group.round <= newest][:count]
-        for each in ready:
-            self._pool.remove(each)
+        known = bisect.bisect_right(self._pool, newest, key=lambda each: each.group.round)
+        ready, self._pool = self._pool[: min(count, known)], self._pool[min(count, known) :]
         self.counts["taken"] += len(ready)
         return ready
 

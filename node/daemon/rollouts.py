@@ -26,14 +26,21 @@ from protocol.identity import PeerId
 from protocol.murmur_pb2 import RolloutsReply, RolloutsRequest
 from protocol.murmur_pb2_grpc import RolloutsStub
 from protocol.recent import RecentTable
-from protocol.rollout_groups import CALL_SECONDS, GroupLimits, Place, check_page, open_group, require_rl
+from protocol.rollout_groups import (
+    CALL_SECONDS,
+    MAX_REASON_CHARACTERS,
+    GroupLimits,
+    Place,
+    check_page,
+    open_group,
+    require_rl,
+)
 from protocol.rollout_intake import MAX_MAKERS, RolloutIntake
 from protocol.tasks import run_periodically
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-MAX_REASON_CHARACTERS = 200
 SHOWN_ROUNDS = 200
 SHOWN_SAMPLES = 8
 MAX_CALLS = 16  # at once

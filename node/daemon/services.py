@@ -156,6 +156,13 @@ async def _abort(context: Any, fault: PeerFault) -> NoReturn:
     raise AssertionError("abort always raises")
 
 
+async def abort_refused(context: Any, fault: PeerFault) -> NoReturn:
+    """End a call that its caller must not repeat as it is, or not so soon."""
+    codes, is_limit = grpc.StatusCode, isinstance(fault, LimitError)
+    await context.abort(codes.RESOURCE_EXHAUSTED if is_limit else codes.INVALID_ARGUMENT, str(fault))
+    raise AssertionError("abort always raises")
+
+
 class RunsService(RunsServicer):
     """Serves peers that are about to join one of these runs."""
 
@@ -179,8 +186,7 @@ class RunsService(RunsServicer):
             return await self._dial_back.probe_ports(peer, request.ports, time.monotonic())
         except PeerFault as fault:
             self._record_refusal(peer, fault)
-            codes, is_limit = grpc.StatusCode, isinstance(fault, LimitError)
-            await context.abort(codes.RESOURCE_EXHAUSTED if is_limit else codes.INVALID_ARGUMENT, str(fault))
+            await abort_refused(context, fault)
         except (TransportError, UnreachableError) as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         raise AssertionError("abort raises")

@@ -17,7 +17,7 @@ from node.daemon.stored_states.stage_stores import StageStores
 from node.dashboard.evaluations import EvaluationPlan
 from node.dashboard.event_log import EventLog, read_events
 from node.dashboard.json_views import seconds_left
-from node.dashboard.observer_node import Keeper, NodeHandle, gossiping, node_handle, open_observer_node
+from node.dashboard.observer_node import Keeper, NodeHandle, gossiping, node_handle, open_observer_node, stop_on_signal
 from node.dashboard.server import DashboardData, build_app
 from node.dashboard.service import (
     MAX_CONNECTIONS,
@@ -294,14 +294,7 @@ async def _run_until_stopped(
     observer: Node, endless: set[asyncio.Task[None]], display: Display, status: ObserverStatus
 ) -> None:
     """Gossip until a signal comes or an endless task ends; then tell the other peers that this node leaves."""
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        display.close()
-        logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
-        stop.set()
-
-    handle_stop_signals(asyncio.get_running_loop(), on_signal)
+    stop = stop_on_signal(display)
     stopped, trimming = asyncio.create_task(stop.wait()), asyncio.create_task(trim_periodically())
     shown = asyncio.create_task(display.show_status(status))
     try:

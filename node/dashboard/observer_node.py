@@ -6,6 +6,7 @@ votes.
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 from collections.abc import AsyncIterator
@@ -20,7 +21,9 @@ from node.daemon.stored_states.announcing import WholeRunAnnouncer
 from node.daemon.stored_states.stage_stores import StageStores, keep_stages
 from node.daemon.stored_states.state_store import StateStore, StorePlan, build_state_store
 from node.dashboard.chain_follower import shown_manifest
+from node.monitoring.display import Display
 from node.options import NodeOptions
+from node.processes.process import handle_stop_signals
 from node.run_dir import RunDir
 from protocol.consensus.chain import Chain
 from protocol.identity import Identity, PeerId
@@ -30,6 +33,8 @@ from protocol.signing import TrustPoint
 from protocol.steering import RevisionLog
 from protocol.tasks import cancel_and_wait
 from protocol.transport.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 3.0
 Keeper = StateStore | StageStores
@@ -119,6 +124,19 @@ def _build_keeper(node: Node, run_dir: RunDir) -> Keeper:
     keeper = build_state_store(node, manifest, run_dir, StorePlan(announcer=WholeRunAnnouncer(node.directory)))
     node.metrics.add_refusal_counter(keeper)
     return keeper
+
+
+def stop_on_signal(display: Display) -> asyncio.Event:
+    """Return an event that the first stop signal sets, after the status line is gone; a second one ends the process."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        display.close()
+        logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
+        stop.set()
+
+    handle_stop_signals(asyncio.get_running_loop(), on_signal)
+    return stop
 
 
 @contextlib.asynccontextmanager

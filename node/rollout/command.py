@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc
-
 from node.daemon.lifecycle import FinishedRun, locked_run_dir
 from node.daemon.node import Node
 from node.daemon.peers.swarm_view import find_newest_validation
 from node.daemon.receipts.commit_log import record_chain
+from node.daemon.services import abort_refused
 from node.daemon.stored_states.announcing import WholeRunAnnouncer
 from node.daemon.stored_states.state_store import StateStore, StorePlan, build_state_store
-from node.dashboard.observer_node import gossiping, open_node
+from node.dashboard.observer_node import gossiping, open_node, stop_on_signal
 from node.from_manifest import build_method, build_program, topology_class
 from node.monitoring.display import Display
 from node.monitoring.logs import sanitize
@@ -33,7 +32,6 @@ from node.monitoring.status import NodeStatus, first_status
 from node.monitoring.training_log.recorder import recorded_metrics
 from node.options import NodeOptions
 from node.paths import registered
-from node.processes.process import handle_stop_signals
 from node.processes.process_memory import enable_frequent_gc, trim_periodically
 from node.processes.workers import start_workers
 from node.rollout.generator import DrawReply, DrawRequest, GeneratorConfig, GeneratorProcess
@@ -45,7 +43,7 @@ from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import RolloutsReply, RolloutsRequest
 from protocol.murmur_pb2_grpc import RolloutsServicer, add_RolloutsServicer_to_server
 from protocol.recent import RecentTable
-from protocol.rollout_groups import GroupLimits, Place, page_of, require_rl, sign_group
+from protocol.rollout_groups import MAX_REASON_CHARACTERS, GroupLimits, Place, page_of, require_rl, sign_group
 from protocol.signing import MAX_ROUND
 from protocol.tasks import cancel_and_wait
 from protocol.transport.rate_limit import TokenBuckets
@@ -57,7 +55,7 @@ TEXTS_AT_ONCE = 64  # of one request to the generator
 PAUSE_SECONDS = 0.1  # between two looks whether a trainer has fetched groups
 SPEED_SECONDS = 10.0  # over which tokens a second are averaged
 CALLS_PER_SECOND, BURST_CALLS = 10.0, 40  # of one trainer
-MAX_REASON_CHARACTERS = 200
+HANDOVER_SECONDS = 5.0  # for the trainers to see that we hold the final state
 
 
 @dataclass(frozen=True)
@@ -135,12 +133,11 @@ class Roller:
 
     async def _add(self, number: int, reply: DrawReply) -> None:
         self.device = reply.device
-        made = list[HeldGroup]()
-        for drawn in reply.groups:
-            group = drawn.to_group(number, reply.device)
-            made.append(HeldGroup(group.place, sign_group(self._node.identity, self._store.run_id, group)))
-            self.tokens += group.tokens
-        count = sum(len(tokens) for drawn in reply.groups for tokens in drawn.tokens)
+        groups = [drawn.to_group(number, reply.device) for drawn in reply.groups]
+        identity, run_id = self._node.identity, self._store.run_id
+        made = [HeldGroup(group.place, sign_group(identity, run_id, group)) for group in groups]
+        count = sum(group.tokens for group in groups)
+        self.tokens += count
         share = min(1.0, reply.seconds / SPEED_SECONDS)
         self._speed += max(share, 0.05) * (count / max(reply.seconds, 1e-6) - self._speed)
         await asyncio.to_thread(self._journal.append, made, [*self.outbox.groups, *made])
@@ -193,9 +190,7 @@ class RolloutsService(RolloutsServicer):
             self._check(peer, request)
         except PeerFault as fault:
             self._node.directory.record_refusal(peer, fault)
-            is_limit = isinstance(fault, LimitError)
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_limit else grpc.StatusCode.INVALID_ARGUMENT
-            await context.abort(code, str(fault))
+            await abort_refused(context, fault)
         self._roller.verdicts[peer] = TrainerVerdict(
             request.taken, request.refused, sanitize(request.reason[:MAX_REASON_CHARACTERS])
         )
@@ -213,9 +208,6 @@ class RolloutsService(RolloutsServicer):
             raise LimitError(f"{peer} requests rollouts with numbers that are out of range")
         if not self._buckets.try_take(peer, time.monotonic()):
             raise LimitError(f"{peer} requests rollouts too often")
-
-
-HANDOVER_SECONDS = 5.0  # for the trainers to see that we hold the final state
 
 
 def require_followable(manifest: Manifest) -> None:
@@ -244,11 +236,10 @@ class RolloutStatus:
 
     def _fields(self) -> Mapping[str, object]:
         node, store, chain = self._node, self._store, self._store.chain
-        transport, own = node.transport, node.directory.live().get(node.peer_id)
         target = store.steering.manifest_at(chain.round).target
-        other = node.directory.other_node_with_our_key()
         newest = find_newest_validation(node.admitted.records().values())
         return {
+            **node.status_fields(),
             **self._roller.status_fields(),
             "phase": self._phase(),
             "reason": self.leaving or self._reason(),
@@ -262,19 +253,9 @@ class RolloutStatus:
             "unsaved": store.error,
             "validation_loss": newest.validation_loss if newest else None,
             "validation_round": newest.validation_round if newest else None,
-            "peers": len(node.directory.live()),
-            "key_conflict": other.describe() if other else "",
-            "bytes_sent": transport.bytes_sent,
-            "bytes_received": transport.bytes_received,
-            "bytes_sent_by_kind": {"blobs": node.blob_service.total_bytes_served, **node.directory.traffic.sent},
             "bytes_received_by_kind": {"blobs": store.bytes_received, **node.directory.traffic.received},
-            "direct_port": transport.direct_port,
-            "paths": transport.bulk.describe_paths(),
-            "bytes_fetched_by_path": dict(transport.bulk.bytes_received),
-            "direct_refusals": dict(transport.direct_refusals),
             "refusals": dict(node.metrics.refusals),
             "setbacks": dict(node.metrics.recovered_errors),
-            "addresses": tuple(own.addresses) if own else (),
             "rollouts": {
                 "rounds applied": store.replayed,
                 "states fetched": store.fetched,
@@ -306,14 +287,7 @@ async def run_rollout_peer(settings: NodeOptions, display: Display) -> FinishedR
 async def _run(settings: NodeOptions, folder: RunDir, display: Display, stack: AsyncExitStack) -> FinishedRun | None:
     workers = stack.enter_context(start_workers())
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="disk"))
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        display.close()
-        logger.info("Shutting down. Press Ctrl-C again to exit immediately.")
-        stop.set()
-
-    handle_stop_signals(asyncio.get_running_loop(), on_signal)
+    stop = stop_on_signal(display)
     with display.activity("connecting to the network"):
         node = await stack.enter_async_context(open_node(settings, folder))
         plan = StorePlan(announcer=WholeRunAnnouncer(node.directory), follower=workers.compute)

@@ -17,6 +17,14 @@ from protocol.errors import MurmurError
 from protocol.fault_words import describe_faults
 from protocol.rollout_groups import DrawnAnswer, RolloutGroup
 
+logger = logging.getLogger(__name__)
+
+MODULE = "node.rollout"
+MAX_DEATHS_IN_A_ROW = 5
+RESTART_SECONDS = 0.5  # after a death, times the deaths in a row
+DRAW_SECONDS = 900.0  # for one request; a generator that takes longer hangs
+STOP_SECONDS = 20.0
+STDERR_BYTES = 4000
 MAX_LINE_BYTES = 1 << 26  # of a reply
 
 
@@ -61,16 +69,6 @@ class DrawReply(_Line):
     seconds: float = 0.0
     groups: tuple[DrawnGroup, ...] = ()
     lacks_state: bool = False
-
-
-logger = logging.getLogger(__name__)
-
-MODULE = "node.rollout"
-MAX_DEATHS_IN_A_ROW = 5
-RESTART_SECONDS = 0.5  # after a death, times the deaths in a row
-DRAW_SECONDS = 900.0  # for one request; a generator that takes longer hangs
-STOP_SECONDS = 20.0
-STDERR_BYTES = 4000
 
 
 class GeneratorProcess:

@@ -32,7 +32,13 @@ from protocol.murmur_pb2 import Signed
 from protocol.recent import RecentTable
 from protocol.rollout_groups import MAX_GROUP_BYTES, GroupLimits, Place, open_group
 
+logger = logging.getLogger(__name__)
+
 MAX_TRAINERS = 256  # whose places are remembered
+FILE_NAME = "groups.log"
+MAX_RECORD_BYTES = MAX_GROUP_BYTES + 1024
+COMPACT_FACTOR = 4  # times the bytes of its groups; a longer file is rewritten
+_HEAD = struct.Struct("<I8s")
 
 
 @dataclass(frozen=True)
@@ -100,14 +106,6 @@ class GroupOutbox:
     @property
     def groups(self) -> tuple[HeldGroup, ...]:
         return tuple(self._held)
-
-
-logger = logging.getLogger(__name__)
-
-FILE_NAME = "groups.log"
-_HEAD = struct.Struct("<I8s")
-MAX_RECORD_BYTES = MAX_GROUP_BYTES + 1024
-COMPACT_FACTOR = 4  # times the bytes of its groups; a longer file is rewritten
 
 
 class GroupJournal:

@@ -101,6 +101,7 @@ class RolloutLearner:
         self._model = model
         self._device = device
         self._encoder = QuestionEncoder(manifest, base)
+        self._usable = self._encoder.usable.to(model.flat.device)
         self._require_room(manifest.model.context)
         self._limits = GroupLimits.of(manifest, MAX_STEPS)  # the daemon has checked their number
         self._policies = dict[int, Tensor]()  # weights by round
@@ -214,11 +215,10 @@ class RolloutLearner:
 
     def _examine(self, rows: Sequence[ClaimedAnswer], microbatch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each answer its margins (T,) and its differences (T,) to the claimed log probabilities."""
-        usable = self._encoder.usable.to(self._model.flat.device)
         for part in _parts(rows, microbatch):
             for row, logits in zip(part, self._logits(part), strict=True):
                 tokens = torch.tensor(row.answer, device=logits.device)
-                margins = margins_of(logits, self._rl.temperature, row.key, tokens, usable)
+                margins = margins_of(logits, self._rl.temperature, row.key, tokens, self._usable)
                 found = self._log_probabilities(logits, tokens)
                 yield margins.cpu(), (found.cpu() - torch.tensor(row.claimed)).abs()
 
@@ -229,16 +229,14 @@ class RolloutLearner:
         width = max(map(len, texts))
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
         logits: Tensor = self._model(tokens)
-        usable = self._encoder.usable.to(device)
         return [
-            logits[place, len(row.prompt) - 1 : len(text)].float()[:, usable]
+            logits[place, len(row.prompt) - 1 : len(text)].float()[:, self._usable]
             for place, (row, text) in enumerate(zip(rows, texts, strict=True))
         ]
 
     def _log_probabilities(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Compute those of tokens (T,); one that cannot be drawn gets that of another, and an infinite margin."""
-        usable = self._encoder.usable.to(logits.device)
-        places = torch.searchsorted(usable, tokens).clamp(max=len(usable) - 1)
+        places = torch.searchsorted(self._usable, tokens).clamp(max=len(self._usable) - 1)
         return torch.log_softmax(logits / self._rl.temperature, dim=-1).gather(1, places[:, None])[:, 0]
 
     def _judge(self, scored: ScoredGroup, checked: Sequence[tuple[Tensor, Tensor]]) -> ScoredGroup:

@@ -45,7 +45,6 @@ ALLOWED = {
     ("node/daemon/stages/activations.py", "_download"): "how long to wait for one holder",
     ("node/daemon/node.py", "status_fields"): "our own record, and the number of live peers",
     ("node/daemon/peers/run_contacts.py", "read_peer_table"): "what one peer knows; `choose_stage` asks the rule",
-    ("node/rollout/command.py", "_fields"): "our own record, and the number of live peers",
     ("node/commands/doctor/network.py", "_fetch_peer_table"): "counts who answers",
     ("node/dashboard/command.py", "status"): "our own record",
 }  # fmt: skip
