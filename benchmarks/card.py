@@ -174,6 +174,8 @@ QUEUE: Final = (
          "`--memory-mode small` learns as well"),
     Item("small compiled", 1.5, Run("small-c", ("--memory-mode", "small", "--compile"), compares=True),
          "the same, compiled"),
+    Item("small bf16", 0.7, Run("small-bf16", ("--memory-mode", "small", "--weights", "bf16"), compares=True,
+         needs="card"), "`--memory-mode small --weights bf16` learns as well"),
     Item("recompute", 1.5, Run("recompute", ("--recompute", "full", "--compile"), compares=True),
          "`--recompute full --compile` learns as well"),
     Item("death", 1.0, Run("death", ("--drill",), rounds=4, compares=True), "a killed peer comes back"),

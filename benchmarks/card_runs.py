@@ -277,8 +277,8 @@ def export_and_measure(shop: Workshop, seconds: float) -> Result:
     out = shop.folder("export")
     for command in (
         ["export", str(folder), str(out / "hf")],
-        ["generate", str(out / "hf"), "--prompt", "def ", "--tokens", "40"],
-        ["eval", str(folder)],
+        ["generate", str(out / "hf"), "--prompt", "def ", "--tokens", "40", "--device", shop.device],
+        ["eval", str(folder), "--device", shop.device],
     ):
         text = murmur(command, out, ends - time.monotonic())
     return {"eval": last_line(text)}

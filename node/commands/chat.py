@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TextIO
 
+import torch
+
 from node.data.chat import ASSISTANT, ChatTemplate, Message, find_template
 from node.model.generate import Sampling, TextGenerator
 from node.model.opened_model import OpenedModel
@@ -25,22 +27,22 @@ WELCOME: Final = f"Ctrl-C stops an answer, {FORGET} begins another conversation,
 class ChatModel:
     """A model that answers messages."""
 
-    def __init__(self, opened: OpenedModel, template: ChatTemplate) -> None:
-        self.generator = TextGenerator(opened)
+    def __init__(self, opened: OpenedModel, template: ChatTemplate, device: torch.device | str = "cpu") -> None:
+        self.generator = TextGenerator(opened, device)
         self._template = template
         self._ends = [template.end_of_answer] if template.end_of_answer else []
 
     @classmethod
-    def of(cls, opened: OpenedModel, source: str) -> "ChatModel":
+    def of(cls, opened: OpenedModel, source: str, device: torch.device | str = "cpu") -> "ChatModel":
         """Build the model that a user names. Raises UsageError or MissingFileError if it has no chat template."""
         if opened.run is None:
-            return cls(opened, ChatTemplate(find_template(Path(source))))
+            return cls(opened, ChatTemplate(find_template(Path(source))), device)
         chat = opened.run.manifest.data.chat
         if chat is None:
             raise UsageError(
                 "the run has no conversations ([data.chat]), so its model does not answer; use `murmur generate`"
             )
-        return cls(opened, ChatTemplate(chat))
+        return cls(opened, ChatTemplate(chat), device)
 
     def encode(self, messages: Sequence[Message], tokens: int) -> list[int]:
         """Encode the text that asks for the next answer of up to `tokens`.
@@ -144,6 +146,6 @@ def read_lines() -> Iterator[str]:
             return
 
 
-def chat(source: str, opened: OpenedModel, system: str, tokens: int, sampling: Sampling) -> None:
+def chat(source: str, opened: OpenedModel, system: str, tokens: int, sampling: Sampling, device: torch.device) -> None:
     """Answer line by line until the input ends. Raises MurmurError, one line."""
-    talk(Conversation(ChatModel.of(opened, source), tokens, sampling, system), read_lines(), sys.stdout)
+    talk(Conversation(ChatModel.of(opened, source, device), tokens, sampling, system), read_lines(), sys.stdout)

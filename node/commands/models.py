@@ -29,6 +29,7 @@ TopKOption = Annotated[int | None, typer.Option(min=1, help="sample from the k m
 TopPOption = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="sample from the most likely tokens of this probability together")
 ]
+DeviceOption = Annotated[str, typer.Option(metavar="DEVICE", help="device to write on: auto, cpu, cuda, or cuda:1")]
 SamplingSeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")]
 
 
@@ -107,6 +108,7 @@ def generate(
     top_k: TopKOption = None,
     top_p: TopPOption = 1.0,
     seed: SamplingSeedOption = 0,
+    device: DeviceOption = "auto",
     peer: PeerOption = None,
     insecure: InsecureOption = False,
     _: ImportOption = None,
@@ -115,11 +117,13 @@ def generate(
     with loading():
         from node.commands.console import open_model
         from node.model.generate import Sampling, continue_text, require_sampling
+        from node.trainer.devices.device import named_device
     from node.monitoring.logs import sanitize
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     require_sampling(prompt, tokens, sampling)
-    pieces = continue_text(open_model(source, peer or (), insecure), prompt, tokens, sampling)
+    place = named_device(device)
+    pieces = continue_text(open_model(source, peer or (), insecure), prompt, tokens, sampling, place)
     for piece in itertools.chain((sanitize(prompt, "\n\t"),), pieces):
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -134,6 +138,7 @@ def chat(
     top_k: TopKOption = None,
     top_p: TopPOption = 1.0,
     seed: SamplingSeedOption = 0,
+    device: DeviceOption = "auto",
     peer: PeerOption = None,
     insecure: InsecureOption = False,
 ) -> None:
@@ -142,10 +147,12 @@ def chat(
         from node.commands.chat import chat as talk
         from node.commands.console import open_model
         from node.model.generate import Sampling
+        from node.trainer.devices.device import named_device
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     sampling.require_valid()
-    talk(source, open_model(source, peer or (), insecure), system, tokens, sampling)
+    place = named_device(device)
+    talk(source, open_model(source, peer or (), insecure), system, tokens, sampling, place)
 
 
 def tokenize(

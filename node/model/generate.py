@@ -108,9 +108,11 @@ def require_sampling(prompt: str, tokens: int, sampling: Sampling) -> None:
         raise UsageError("the prompt is not UTF-8 text; convert it, or type it in a UTF-8 terminal")
 
 
-def continue_text(opened: OpenedModel, prompt: str, tokens: int, sampling: Sampling) -> Iterator[str]:
+def continue_text(
+    opened: OpenedModel, prompt: str, tokens: int, sampling: Sampling, device: torch.device | str = "cpu"
+) -> Iterator[str]:
     """Continue `prompt` with an opened model until its document ends, by at most `tokens`; see `generate`."""
-    return TextGenerator(opened).stream(prompt or "\n", tokens, sampling)  # the model needs a token to continue
+    return TextGenerator(opened, device).stream(prompt or "\n", tokens, sampling)  # the model needs a token to continue
 
 
 class TextGenerator:

@@ -17,7 +17,7 @@ from node.from_manifest import learning_rate_scale
 from node.model import LanguageModel
 from node.trainer.devices.device import autocast_context
 from optim.inner.base import InnerStep, InnerUpdateRule
-from optim.kernels.vectors import SLAB_SIZE, slabs
+from optim.kernels.vectors import SLAB_SIZE
 from protocol.manifest.sections import TrainSection
 
 SLAB_SIZES = {"cpu": SLAB_SIZE, "cuda": 1 << 24}  # values of a slab, for all of which an operation is one launch
@@ -75,28 +75,27 @@ class InnerOptimizer:
         """Apply the model's gradient, whose norm this is.
 
         `step` is the number of steps applied before; the bias correction of the moments depends on it. An elementwise
-        rule goes from slab to slab, so that its temporaries are small and stay in the cache.
+        rule goes from slab to slab, so that its temporaries are small and stay in the cache; so does each rule for
+        weights in bf16, which are in fp32 for the step.
         """
         weights, gradient, inputs = self._model.flat, self._gradient(), self._step_inputs(step)
-        if not self._inner.is_elementwise:
-            self._apply_slab(slice(0, weights.numel()), weights, gradient, inputs, norm)
+        if not self._inner.is_elementwise and self._model.rounding is None:
+            self._apply_part(slice(0, weights.numel()), weights, gradient, inputs, norm)
             return
-        for slab in slabs(weights.numel(), SLAB_SIZES[weights.device.type]):
-            self._apply_slab(slab, weights, gradient, inputs.within(slab.start, slab.stop), norm)
+        for part in self._inner.parts(weights.numel(), inputs, SLAB_SIZES[weights.device.type]):
+            self._apply_part(part, weights, gradient, inputs, norm)
 
-    def _apply_slab(self, slab: slice, weights: Tensor, gradient: Tensor, step: InnerStep, norm: float) -> None:
-        part = gradient[slab]
+    def _apply_part(self, part: slice, weights: Tensor, gradient: Tensor, step: InnerStep, norm: float) -> None:
+        values, fresh = weights[part], gradient[part]
         if norm > self.train.clip:
-            part.mul_(self.train.clip / norm)
-        vectors = {
-            name: vector[slab] if self._inner.is_elementwise else vector for name, vector in self.vectors.items()
-        }
+            fresh.mul_(self.train.clip / norm)
+        vectors, within = self._inner.part_of(part, self.vectors, step)
         if self._model.rounding is None:
-            self._inner.step(weights[slab], part, vectors, step)
+            self._inner.step(values, fresh, vectors, within)
         else:
-            values = weights[slab].float()
-            self._inner.step(values, part.float(), vectors, step)
-            self._model.rounding.copy(values, weights[slab])
+            exact = values.float()
+            self._inner.step(exact, fresh.float(), vectors, within)
+            self._model.rounding.copy(exact, values)
 
     def _gradient(self) -> Tensor:
         gradient = self._model.flat_gradient

@@ -2,13 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from optim.kernels.vectors import slabs
 from optim.layout import Layout, Shape, Span, clip_spans
 
 WEIGHTS = "weights"
@@ -24,7 +25,8 @@ class InnerStep:
 
     `count` is the number of steps applied before, `rate` the learning rate of this one. Only `matrix_spans` are subject
     to weight decay. `tensor_spans` locates every tensor; empty means that the vector is one tensor. `layer_matrices`
-    gives place and shape (..., rows, columns) of the matrices of the layers, without embedding and output.
+    gives place and shape (..., rows, columns) of the matrices of the layers, without embedding and output. `block` is
+    the number of the first block of a part, for a rule that counts blocks of values.
     """
 
     count: int
@@ -35,6 +37,7 @@ class InnerStep:
     matrix_spans: Sequence[Span]
     tensor_spans: Sequence[Span] = ()
     layer_matrices: Sequence[tuple[Span, Shape]] = ()
+    block: int = 0
 
     def with_count(self, count: int) -> "InnerStep":
         """Return this step with the count of an optimizer that counts its own steps."""
@@ -95,6 +98,18 @@ class InnerUpdateRule(ABC):
     def vector_dtype(self, name: str) -> torch.dtype:
         """Return the type of a state vector's values."""
         return torch.float32
+
+    def parts(self, numel: int, step: InnerStep, size: int) -> Iterable[slice]:
+        """Cut the parameters into parts of at most `size` that can be stepped one by one; one part if they cannot."""
+        return slabs(numel, size) if self.is_elementwise else (slice(0, numel),)
+
+    def part_of(
+        self, part: slice, vectors: Mapping[str, Tensor], step: InnerStep
+    ) -> tuple[Mapping[str, Tensor], InnerStep]:
+        """Return vectors and step of one of these parts."""
+        if not self.is_elementwise:
+            return vectors, step
+        return {name: vector[part] for name, vector in vectors.items()}, step.within(part.start, part.stop)
 
     def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
         """Return the weights at which to compute this step's gradient, as a new vector; None means the current ones."""

@@ -16,7 +16,8 @@ Blocks begin at each matrix. Vectors, such as norms and biases, keep fp32 moment
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Final, Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ from optim.inner.base import EPSILON, InnerStep, InnerUpdateRule, update_second_
 from optim.kernels.jit import kernel
 from optim.kernels.parallel import parallel_for
 from optim.kernels.vectors import SLAB_SIZE, Floats, slabs
-from optim.layout import Layout, Span
+from optim.layout import Layout, Span, clip_spans
 from optim.options import STRICT
 
 BLOCK: Final = 256
@@ -82,11 +83,33 @@ class EightBitAdamW(InnerUpdateRule):
 
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
         step.decay_weights(weights)
-        block = 0
+        block = step.block
         for span in step.matrix_spans:
             self._step_matrices(span, block, (weights, gradient), vectors, step)
             block += _block_count(span)
         _step_rest(weights, gradient, vectors, step)
+
+    def parts(self, numel: int, step: InnerStep, size: int) -> Iterable[slice]:
+        """Cut at the ends of adjacent matrices, and within them between two blocks."""
+        stop = 0
+        for start, end in (*step.matrix_spans, (numel, numel)):
+            if stop < start:
+                yield slice(stop, start)
+            pieces = slabs(end - start, max(BLOCK, size - size % BLOCK))
+            yield from (slice(start + piece.start, start + piece.stop) for piece in pieces)
+            stop = end
+
+    def part_of(
+        self, part: slice, vectors: Mapping[str, Tensor], step: InnerStep
+    ) -> tuple[Mapping[str, Tensor], InnerStep]:
+        before, within = clip_spans(step.matrix_spans, 0, part.start), step.within(part.start, part.stop)
+        first = sum(map(_block_count, before))
+        used = part.start - sum(stop - start for start, stop in before)
+        blocks = slice(first, first + sum(map(_block_count, within.matrix_spans)))
+        rest = slice(used, used + part.stop - part.start - sum(stop - start for start, stop in within.matrix_spans))
+        places = {SMALL_FIRST: rest, SMALL_SECOND: rest, FIRST_SCALES: blocks, SECOND_SCALES: blocks}
+        found = {name: vector[places.get(name, part)] for name, vector in vectors.items()}
+        return found, replace(within, block=step.block + first)
 
     def _step_matrices(
         self, span: Span, block: int, pair: tuple[Tensor, Tensor], vectors: Mapping[str, Tensor], step: InnerStep
@@ -99,7 +122,8 @@ class EightBitAdamW(InnerUpdateRule):
         def move(part: slice) -> None:
             values = slice(start + part.start, start + part.stop)
             first = block + part.start // BLOCK
-            blocks = slice(first, first + -(-(part.stop - part.start) // BLOCK))
+            row = first - step.block
+            blocks = slice(row, row + -(-(part.stop - part.start) // BLOCK))
             codes = [vectors[name][values] for name in (FIRST_CODES, SECOND_CODES)]
             scales = [vectors[name][blocks] for name in (FIRST_SCALES, SECOND_SCALES)]
             work([pair[0][values], pair[1][values], codes[0], scales[0], codes[1], scales[1]], first, step)

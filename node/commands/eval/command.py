@@ -23,14 +23,12 @@ from node.commands.join.consent import require_data_consent
 from node.commands.join.invitation import DATA, text_base
 from node.commands.up.report import update_report
 from node.daemon.checkpoints.checkpoint_folders import is_checkpoint
-from node.flags import MachineFlags
 from node.model.opened_model import OpenedModel
 from node.monitoring.logs import sanitize
 from node.monitoring.tables import table_console
-from node.options import TrainerOptions, parse_options
 from node.paths import join_dir
 from node.run_file import load_run_file
-from node.trainer.devices.device import choose_devices
+from node.trainer.devices.device import named_device
 from protocol.errors import DataError, UsageError
 from protocol.manifest.run import Manifest
 
@@ -73,7 +71,7 @@ class EvalOptions:
 
 def evaluate(options: EvalOptions) -> list[Result]:
     """Evaluate a model, and add the results to those of its folder if it is of a run. Raises MurmurError."""
-    device = choose_devices(parse_options(TrainerOptions, MachineFlags(device=options.device)))[0]
+    device = named_device(options.device)
     tasks = [name.strip() for task in options.tasks for name in task.split(TASK_SEPARATOR) if name.strip()]
     opened = open_model(options.source, options.peers, options.insecure)
     run = opened.run

@@ -212,6 +212,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[object, ...]]
     generation = module(continue_text=note, require_sampling=note, Sampling=lambda *words: words)
     monkeypatch.setitem(sys.modules, "node.model.generate", generation)
     monkeypatch.setitem(sys.modules, "node.commands.console", module(open_model=lambda source, *_: source))
+    monkeypatch.setitem(sys.modules, "node.trainer.devices.device", module(named_device=lambda name: name))
     evaluation = module(EvalOptions=dict, evaluate=lambda options: note(**options), print_results=note)
     monkeypatch.setitem(sys.modules, "node.commands.eval.command", evaluation)
     monkeypatch.setitem(sys.modules, "node.commands.join.command", module(join_run=note))
@@ -234,12 +235,13 @@ def test_commands_pass_on_their_arguments(
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     run(monkeypatch, "export", str(tmp_path), "out", "--merged")
-    run(monkeypatch, "generate", str(tmp_path), "--prompt", "def ", "--tokens", "9", "--seed", "3", "--top-p", "0.9")
+    run(monkeypatch, "generate", str(tmp_path), "--prompt", "def ", "--tokens", "9", "--seed", "3", "--top-p", "0.9",
+        "--device", "cuda:1")  # fmt: skip
     run(monkeypatch, "tokenize", "words.json", "shards", "a.txt", "b.txt")
     assert called == [
         (tmp_path, Path("out"), ("merged", True), ("repository", "")),
         ("def ", 9, (0.8, None, 0.9, 3)),
-        (str(tmp_path), "def ", 9, (0.8, None, 0.9, 3)),
+        (str(tmp_path), "def ", 9, (0.8, None, 0.9, 3), "cuda:1"),
         (Path("words.json"), [Path("a.txt"), Path("b.txt")], Path("shards")),
     ]
     assert "def text\n" in capsys.readouterr().out

@@ -56,6 +56,24 @@ def test_codes_decode_to_themselves() -> None:
     assert second[0] > 0 and second[255] == 1 and first[127] == 1 and first[255] == -1
 
 
+@pytest.mark.parametrize("rule", [EightBitAdamW(), TorchSteps()])
+def test_steps_in_parts_have_the_bits_of_whole_ones(rule: EightBitAdamW) -> None:
+    results = []
+    for size in (NUMEL, 700):
+        weights, vectors = values(0), zeros(rule)
+        for count in range(3):
+            step, gradient = step_of(count), values(count + 1)
+            parts = [slice(0, NUMEL)] if size == NUMEL else list(rule.parts(NUMEL, step, size))
+            assert sum(part.stop - part.start for part in parts) == NUMEL
+            for part in parts:
+                own, within = rule.part_of(part, vectors, step)
+                rule.step(weights[part], gradient[part], own, within)
+        results.append({"weights": weights, **vectors})
+    assert len(parts) == 8, "matrices of 3,000 and 25 values, in pieces of two blocks, and the vector between them"
+    for name, whole in results[0].items():
+        assert torch.equal(results[1][name], whole), name
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_kernel_and_torch_make_the_same_steps(rounding: str) -> None:
     rules: tuple[EightBitAdamW, ...] = tuple(

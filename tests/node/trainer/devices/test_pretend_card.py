@@ -122,12 +122,13 @@ def test_step_of_every_inner_optimizer_is_that_of_a_cpu(waits: list[str], kind: 
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=tolerance)
 
 
-def test_weights_in_bf16_are_rounded_by_noise_of_the_card(waits: list[str]) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "adamw-8bit"])
+def test_weights_in_bf16_are_rounded_by_noise_of_the_card(waits: list[str], kind: str) -> None:
     model = build_model(SHAPE, "cuda")
     model.keep_bf16()
     model.load_flat(initial_weights(SHAPE, 0))
     before = held(model.flat)
-    optimizer = InnerOptimizer(model, TRAIN, INNER_RULES["adamw"]())
+    optimizer = InnerOptimizer(model, TRAIN, INNER_RULES[kind]())
     accumulate_gradient(model, windows_of(4), 2)
     assert optimizer.step(0) is not None
     after = held(model.flat)

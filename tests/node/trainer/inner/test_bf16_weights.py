@@ -15,7 +15,8 @@ from node.trainer.devices.device import device_class, require_bf16_weights
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from node.trainer.live import CopiedVectors
 from optim.inner.adamw import AdamW
-from optim.inner.base import WEIGHTS
+from optim.inner.base import WEIGHTS, InnerUpdateRule
+from optim.inner.eight_bit import EightBitAdamW
 from protocol.errors import DeviceError
 from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import TrainSection
@@ -24,6 +25,7 @@ from tests.node.small_run import MANIFEST
 CPU = torch.device("cpu")
 SHAPE = ModelSection(vocabulary=32, width=32, layers=2, heads=4, hidden=64, context=16)
 STEPS, RATE = 100, 1e-5
+RULES = (AdamW(), EightBitAdamW())
 TRAIN = TrainSection(batch_tokens=64, learning_rate=RATE, warmup_steps=0, weight_decay=0.0)
 
 
@@ -56,24 +58,26 @@ def test_mean_of_rounded_values_is_right_and_values_of_bf16_keep_their_bits() ->
     assert torch.equal(again, exact)
 
 
-def moved(model: LanguageModel) -> float:
+def moved(model: LanguageModel, inner: InnerUpdateRule) -> float:
     """Return how far weights of about 0.02 move on average, under a gradient that never changes."""
     model.load_flat(torch.full((model.flat.numel(),), 0.02))
-    before, optimizer = model.flat.double(), InnerOptimizer(model, TRAIN, AdamW())
+    before, optimizer = model.flat.double(), InnerOptimizer(model, TRAIN, inner)
     for step in range(STEPS):
         model.attach_gradient().fill_(-1e-4)
         optimizer.step(step)
     return float((model.flat.double() - before).mean())
 
 
-def test_updates_of_less_than_half_a_bit_are_not_lost() -> None:
-    wanted = moved(prepared(None))
-    assert wanted == pytest.approx(STEPS * RATE, rel=0.01)
-    assert moved(prepared(StochasticRounding(CPU, seed=3))) == pytest.approx(wanted, rel=0.05)
-    assert moved(prepared(NearestRounding(CPU))) == 0, "control"
+@pytest.mark.parametrize("inner", RULES)
+def test_updates_of_less_than_half_a_bit_are_not_lost(inner: InnerUpdateRule) -> None:
+    wanted = moved(prepared(None), inner)
+    assert wanted == pytest.approx(STEPS * RATE, rel=0.05)
+    assert moved(prepared(StochasticRounding(CPU, seed=3)), inner) == pytest.approx(wanted, rel=0.05)
+    assert moved(prepared(NearestRounding(CPU)), inner) == 0, "control"
 
 
-def test_training_reaches_the_loss_of_fp32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inner", RULES)
+def test_training_reaches_the_loss_of_fp32_weights(monkeypatch: pytest.MonkeyPatch, inner: InnerUpdateRule) -> None:
     monkeypatch.setattr(interface, "CHUNK_VALUES", {"cpu": 1})
     monkeypatch.setattr(interface, "MIN_CHUNK_TOKENS", 20)
     train = TRAIN.model_copy(update={"learning_rate": 3e-3})
@@ -85,7 +89,7 @@ def test_training_reaches_the_loss_of_fp32_weights(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(inner_step, "autocast_context", context)
 
     def losses(model: LanguageModel) -> list[float]:
-        optimizer, found = InnerOptimizer(model, train, AdamW()), []
+        optimizer, found = InnerOptimizer(model, train, inner), []
         for step in range(40):
             found.append(accumulate_gradient(model, windows, 2))
             optimizer.step(step)
