@@ -82,7 +82,7 @@ def init(
         bool, typer.Option("--public", help="for strangers: only keys with a ticket of yours take part")
     ] = False,
     rl: Annotated[
-        str, typer.Option(metavar="TASK", help="learn from scores: reverse, sort, arithmetic or countdown")
+        str, typer.Option(metavar="TASK", help="learn from scores: reverse, brackets, sort, arithmetic or countdown")
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", help="ask nothing; take the defaults")] = False,
 ) -> None:

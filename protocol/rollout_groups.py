@@ -6,8 +6,9 @@ that follow from (run, round, maker, serial), and serials begin at 0 without gap
 answers nor how the dice fall, and withholds nothing that went badly: a gap ends its credit for the round. It makes at
 most `rl.ahead + 1` batches in a round, a batch being the groups of one round of one trainer.
 
-Trainers share the groups of a round: those whose contributions made its weights own them by a rendezvous hash
-(Thaler & Ravishankar 1998), which all of them compute alike. A trainer that is not among them yet counts itself.
+Trainers share the groups of a round by a rendezvous hash (Thaler & Ravishankar 1998), which all of them compute alike
+over those whose contributions made its weights and those that live when it begins. A trainer that comes later takes
+none of its groups, unless nobody else is left.
 """
 
 import hashlib

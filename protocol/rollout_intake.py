@@ -69,14 +69,22 @@ class RolloutIntake:
             self._makers.setdefault(maker, _Maker(place))
 
     def begin_round(self, number: int, trainers: Collection[PeerId]) -> None:
-        """Take note of the newest weights, and of those whose contributions made them."""
+        """Take note of the newest weights, and of those who share their groups; nobody: all are ours.
+
+        Groups of these weights that came before them are kept only if they are ours.
+        """
         self._round = number
         self._trainers[number] = frozenset(trainers)
+        self._keep_mine(number)
         oldest = number - self.max_age
         for old in [each for each in self._trainers if each < oldest]:
             del self._trainers[old]
         while self._pool and self._pool[0].group.round < oldest:
             self._drop(self._pool.pop(0))
+
+    def sharers(self, number: int) -> frozenset[PeerId]:
+        """Return who shares the groups of a round."""
+        return self._trainers.get(number, frozenset())
 
     def wanted(self, makers: Iterable[PeerId]) -> dict[PeerId, Place]:
         """Return from which place on to ask each of these makers; none while the pool is full."""
@@ -140,12 +148,17 @@ class RolloutIntake:
             known.closed_round, known.next = place.round, Place(place.round + 1)
             return "gap"
         known.next = place.next
-        return "fetched" if self._is_mine(found) else "other trainer"
+        return "fetched" if place.round > self._round or self._is_mine(found) else "other trainer"
 
     def _is_mine(self, found: SignedGroup) -> bool:
         place = found.group.place
-        trainers = self._trainers.get(place.round, frozenset()) | {self.me}
+        trainers = self._trainers.get(place.round) or {self.me}
         return owner_of(trainers, self.run_id, found.maker, place) == self.me
+
+    def _keep_mine(self, number: int) -> None:
+        kept = [each for each in self._pool if each.group.round != number or self._is_mine(each)]
+        others, self._pool = len(self._pool) - len(kept), kept
+        self.counts.update({"fetched": -others, "other trainer": others} if others else {})
 
     def _drop(self, found: SignedGroup) -> None:
         self.counts["too old"] += 1

@@ -6,6 +6,7 @@ An answer is the last line of a text, of at most `MAX_ANSWER` characters, and ev
 bounded time, whatever the text is.
 
     reverse       the letters of a word in reverse order; the score is the share of letters in their places
+    brackets      the brackets that close those of a line; the score is the share of brackets in their places
     sort          numbers in ascending order; the score is the share of numbers in their places
     arithmetic    a sum, a difference or a product of two numbers; 1 or 0
     countdown     an expression that makes a target of given numbers, each used once; 1, or 0.1 if the value differs
@@ -18,8 +19,10 @@ import re
 import string
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import ClassVar, Final
 
 MAX_ANSWER: Final = 200  # characters; a longer answer is wrong
@@ -96,6 +99,21 @@ class Reverse(ScoredTask):
     def _make(self, draws: Draws) -> Question:
         word = "".join(string.ascii_lowercase[draws.between(0, 25)] for _ in range(draws.between(4, 6)))
         return Question(self.name, f"reverse {word}\n", (word[::-1],))
+
+    def _score(self, question: Question, answer: str) -> float:
+        return share_in_place(tuple(question.solution[0]), tuple(answer))
+
+
+class Brackets(ScoredTask):
+    """Close open brackets, the last one first."""
+
+    name = "brackets"
+    pairs: ClassVar[Mapping[str, str]] = MappingProxyType({"(": ")", "[": "]", "{": "}", "<": ">"})
+
+    def _make(self, draws: Draws) -> Question:
+        opened = "".join("([{<"[draws.between(0, 3)] for _ in range(draws.between(5, 8)))
+        closed = "".join(self.pairs[each] for each in reversed(opened))
+        return Question(self.name, f"close {opened}\n", (closed,))
 
     def _score(self, question: Question, answer: str) -> float:
         return share_in_place(tuple(question.solution[0]), tuple(answer))
@@ -213,4 +231,5 @@ def _apply(sign: ast.operator, first: Fraction, second: Fraction) -> Fraction:
             raise ValueError("another operation")
 
 
-TASKS: Final[dict[str, ScoredTask]] = {task.name: task for task in (Reverse(), Sort(), Arithmetic(), Countdown())}
+ALL: Final[tuple[ScoredTask, ...]] = (Reverse(), Sort(), Arithmetic(), Countdown(), Brackets())
+TASKS: Final[dict[str, ScoredTask]] = {task.name: task for task in ALL}

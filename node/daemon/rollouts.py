@@ -127,6 +127,7 @@ class RolloutFeed:
         self.figures = RolloutFigures()
         self.makers = RecentTable[PeerId, MakerFigures](MAX_MAKERS)
         self._seen_round = -1
+        self._came_in: int | None = None  # the round in which others shared the groups without this trainer
         self._applied = 0  # the round whose weights the trainer has
         self._demand = 0  # groups that the trainer can take
         self._is_ready = False
@@ -158,7 +159,7 @@ class RolloutFeed:
         """Ask all rollout peers that are not being asked, and hand out what is there."""
         self._follow_chain()
         rl_begins = max(0, self._rl.start_round - 1)
-        if not self._is_ready or self._state.replicated.chain.round < rl_begins:
+        if not self._is_ready or self._state.replicated.chain.round < rl_begins or self._is_early():
             return
         for maker, since in self.intake.wanted(self._view.rollout_peers()).items():
             if maker not in self._asked and len(self._asked) < MAX_CALLS:
@@ -167,16 +168,31 @@ class RolloutFeed:
         await self._hand_out()
 
     def _follow_chain(self) -> None:
-        """Show the pool the newest round, and the makers of the weights of each."""
-        chain = self._state.replicated.chain
+        """Show the pool the newest round, and who shares the groups of each."""
+        chain, me = self._state.replicated.chain, self.intake.me
         if chain.round == self._seen_round:
             return
-        self._seen_round = chain.round
+        is_first, self._seen_round = self._seen_round < 0, chain.round
+        makers = frozenset[PeerId]()
         for entry in chain.log.commits[-self._rl.max_age - 1 :]:
-            makers = [contribution.sender for contribution in entry.body.contributions]
-            self.intake.begin_round(entry.body.round + 1, makers)
-        if not chain.log.commits:
-            self.intake.begin_round(chain.round, self._view.trainers())
+            makers = frozenset(contribution.sender for contribution in entry.body.contributions)
+            if not self.intake.sharers(entry.body.round + 1):
+                self.intake.begin_round(entry.body.round + 1, makers)
+        if is_first and makers and me not in makers:
+            self._came_in = chain.round
+        else:
+            self.intake.begin_round(chain.round, {*makers, *self._view.trainers(), me})
+
+    def _is_early(self) -> bool:
+        """Return whether the groups of the round are shared among others that live; the next round's are ours too."""
+        round_number = self._state.replicated.chain.round
+        if self._came_in != round_number:
+            return False
+        if self.intake.sharers(round_number) & set(self._view.other_trainers()):
+            return True
+        self._came_in = None
+        self.intake.begin_round(round_number, self._view.trainers())
+        return False
 
     async def _hand_out(self) -> None:
         groups = self.intake.take(self._demand, self._applied)

@@ -204,7 +204,7 @@ class AdapterSection(Section):
         return tuple(sorted(targets, key=ADAPTED.index))
 
 
-TaskName = Literal["reverse", "sort", "arithmetic", "countdown"]
+TaskName = Literal["reverse", "sort", "arithmetic", "countdown", "brackets"]
 TrustRegion = Literal["dppo", "m2po"]
 MAX_GROUP_ANSWERS: Final = 256
 MAX_ANSWER_TOKENS: Final = 2**15

@@ -173,7 +173,7 @@ def test_restart_continues_after_the_last_group_that_was_learned() -> None:
     assert [pool.offer(made(5, serial)) for serial in range(3)] == ["known", "fetched", "fetched"]
 
 
-def test_two_trainers_share_the_groups_and_a_newcomer_counts_itself() -> None:
+def test_two_trainers_share_the_groups() -> None:
     names = [maker.peer_id for maker in MAKERS]
     places = [Place(5, serial) for serial in range(200)]
     owned = [owner_of(names[:2], RUN, names[2], place) for place in places]
@@ -184,11 +184,19 @@ def test_two_trainers_share_the_groups_and_a_newcomer_counts_itself() -> None:
         for place in places:
             pool.offer(made(5, place.serial, 2))
     assert [pool.waiting for pool in pools] == [owned.count(name) for name in names[:2]]
-    newcomer = RolloutIntake(RUN, "newcomer", 1000, 2)
-    newcomer.begin_round(5, names[:2])
-    for place in places:
-        newcomer.offer(made(5, place.serial, 2))
-    assert 30 < newcomer.waiting < 110
+
+
+def test_groups_that_come_before_their_weights_are_shared_when_the_round_begins() -> None:
+    """Each group has one trainer, although none knew who shares the round when it fetched them."""
+    names = [maker.peer_id for maker in MAKERS[:2]]
+    pools = [RolloutIntake(RUN, name, 1000, 2) for name in names]
+    for pool in pools:
+        pool.begin_round(4, names)
+        assert {pool.offer(made(5, serial, 2)) for serial in range(50)} == {"fetched"}
+        pool.begin_round(5, names)
+    first, second = ({each.group.serial for each in pool.take(100, 5)} for pool in pools)
+    assert first | second == set(range(50)) and not first & second
+    assert [pool.counts["other trainer"] for pool in pools] == [len(second), len(first)]
 
 
 def test_proof_ends_a_maker_at_once_and_failed_tests_after_some() -> None:

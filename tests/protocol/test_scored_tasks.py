@@ -29,10 +29,10 @@ def test_questions_are_equal_on_all_machines() -> None:
     assert [TASKS[name].question("run", 0).prompt for name in TASKS] == GOLDEN
 
 
-GOLDEN = ["reverse inqa\n", "sort 43 47 12\n", "93 - 41 =\n", "make 15 of 14 6 5\n"]
+GOLDEN = ["reverse inqa\n", "sort 43 47 12\n", "93 - 41 =\n", "make 15 of 14 6 5\n", "close {(([([<\n"]
 
 
-@pytest.mark.parametrize("name", ["reverse", "sort", "arithmetic"])
+@pytest.mark.parametrize("name", ["reverse", "sort", "arithmetic", "brackets"])
 def test_solution_scores_one_and_another_less(name: str) -> None:
     task = TASKS[name]
     for number in range(20):

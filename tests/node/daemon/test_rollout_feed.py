@@ -30,18 +30,33 @@ class Peers(RolloutFeed):
         self.served = dict.fromkeys(NAMES, 4)
         self.answers = 8
         self.dead = set[PeerId]()
-        chain = SimpleNamespace(round=3, log=SimpleNamespace(commits=()))
+        self.live = ["me"]
+        self.chain = chain = SimpleNamespace(round=3, log=SimpleNamespace(commits=()))
         planner = SimpleNamespace(plan=lambda number: SimpleNamespace(steps=5))
         state = SimpleNamespace(
             manifest=MANIFEST, run_id=MANIFEST.run_id, planner=planner, replicated=SimpleNamespace(chain=chain)
         )
-        view = SimpleNamespace(rollout_peers=lambda: NAMES, trainers=lambda: ["me"])
+        view = SimpleNamespace(rollout_peers=lambda: NAMES, trainers=lambda: self.live, other_trainers=self._others)
         status = SimpleNamespace(record_recovered=lambda reason, line: self.lines.append(line))
         node = SimpleNamespace(transport=None, peer_id="me")
         faults = SimpleNamespace(fail=self._fail)
         super().__init__(
             cast(Any, node), cast(Any, state), cast(Any, view), self._collect, cast(Any, faults), cast(Any, status)
         )
+
+    def share(self, *senders: str) -> None:
+        """Let these have made the weights of the newest round; they are live."""
+        made_by = tuple(SimpleNamespace(sender=sender) for sender in senders)
+        commit = SimpleNamespace(body=SimpleNamespace(round=self.chain.round - 1, contributions=made_by))
+        self.chain.log = SimpleNamespace(commits=(*self.chain.log.commits, commit))
+        self.live = sorted({*self.live, *senders})
+
+    def advance(self, *senders: str) -> None:
+        self.chain.round += 1
+        self.share(*senders)
+
+    def _others(self) -> list[str]:
+        return [each for each in self.live if each != "me"]
 
     def _fail(self, error: BaseException) -> None:
         raise AssertionError(error)
@@ -115,6 +130,39 @@ async def test_restarted_trainer_gets_the_groups_after_its_snapshot_again() -> N
     feed.on_trainer_message(RolloutsWanted(count=12))
     await feed.turn()
     assert feed.places == [(NAMES[0], 2), (NAMES[0], 3)]
+
+
+async def test_newcomer_takes_no_groups_of_a_round_that_others_share() -> None:
+    """From the next round on it has its part; if the others vanish before, all groups are its own at once."""
+    for vanish in (False, True):
+        feed = Peers()
+        feed.served = {NAMES[0]: 4}
+        feed.share("other")
+        feed.on_trainer_message(READY)
+        feed.on_trainer_message(RolloutsWanted(count=12))
+        await feed.turn()
+        assert feed.asked == []
+        if vanish:
+            feed.live = ["me"]
+        else:
+            feed.advance("other")
+        await feed.turn()
+        assert feed.asked
+        expected = {"me"} if vanish else {"me", "other"}
+        assert feed.intake.sharers(feed.chain.round) == expected
+
+
+async def test_trainer_that_took_part_shares_with_those_that_came() -> None:
+    feed = Peers()
+    feed.share("me")
+    feed.on_trainer_message(READY)
+    await feed.turn()
+    feed.live = ["me", "newcomer"]
+    assert feed.intake.sharers(3) == {"me"}, "the newcomer waits for the next round"
+    feed.advance("me")
+    await feed.turn()
+    assert feed.intake.sharers(4) == {"me", "newcomer"}
+    assert feed.intake.sharers(3) == {"me"}
 
 
 async def test_groups_of_weights_that_the_trainer_lacks_wait() -> None:
