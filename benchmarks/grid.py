@@ -36,7 +36,8 @@ from types import MappingProxyType
 from typing import Final
 
 from benchmarks.played_card import FOLDER_VARIABLE, MODULE, STEP_VARIABLE
-from node.commands.plan.arithmetic import predict, workload_of
+from node.commands.capacity import workload_of
+from node.commands.plan.arithmetic import predict
 from node.commands.plan.peers import PeerKind
 from protocol.manifest.run import Manifest
 from tests.netlab.lab.lab_swarm import LabSwarm, running_lab_swarm

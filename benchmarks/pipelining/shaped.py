@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from benchmarks.pipelining.swarm import Setting, Swarm, Window
-from node.commands.plan.arithmetic import predict, workload_of
+from node.commands.capacity import workload_of
+from node.commands.plan.arithmetic import predict
 from node.commands.plan.peers import PeerKind
 from protocol.manifest.run import Manifest
 from tests.netlab.lab.laboratory import Laboratory, Link

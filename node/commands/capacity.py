@@ -5,22 +5,24 @@ is free is refused with the numbers. A downloaded manifest that would take more 
 a question to the person; `--memory` and `--disk` answer it beforehand.
 """
 
+import itertools
+import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from node.commands.doctor.checks import free_memory
 from node.commands.join.consent import require_consent
-from node.commands.plan.arithmetic import forward_flops
+from node.commands.plan.arithmetic import StageCost, Workload
 from node.daemon.run_limits import TEMPORARY_BYTES, host_bytes, peer_bytes, trainer_bytes
 from node.daemon.state.outer_state import outer_file_bytes, state_bytes
 from node.disk_budget import folder_bytes
-from node.from_manifest import build_node_program, in_memory_mode
-from node.model import shape_table, smallest_cut
+from node.from_manifest import build_node_program, build_program, in_memory_mode
+from node.model import Cut, all_cuts, model_family, shape_table, smallest_cut
 from node.model.generate import cache_bytes
 from node.model.interface import Recompute
 from node.model.memory_estimate import (
@@ -31,12 +33,15 @@ from node.model.memory_estimate import (
     microbatch_bytes,
     run_microbatch,
 )
+from node.model.shapes import deal_blocks
 from node.options import NodeOptions
 from node.trainer.devices.device import choose_devices, uses_bf16
 from node.trainer.ipc.shared_memory import SharedLayout
 from node.units import format_bytes, format_count
+from optim.round_plan import RoundPlanner
 from protocol.errors import DeviceError, ManifestError, StorageError
 from protocol.manifest.run import Manifest
+from protocol.pipeline.microbatch_table import RESERVED_SHARE
 
 TRAINER_BYTES_PER_PARAMETER = 16  # in a checkpoint: moments, weights and the waiting contribution
 MIN_STATES = 2  # in the store of blobs: the newest one and its predecessor
@@ -46,6 +51,10 @@ MATRIX_SIDE = 1024
 FLOAT_BYTES = 4
 ROLLOUT_TEXTS = 64  # that a rollout peer writes together
 MEASURED_SECONDS = 0.3
+PASSES_OF_STAGE = 4  # forward, the same again in the backward pass, and a backward pass of twice a forward
+CARD_BLOCK_SECONDS = 1e-3  # to launch the kernels of a block, forward and backward, in eager mode: small models wait
+FORWARD_SHARE = 1 - RESERVED_SHARE
+MAX_PLANNED_ROUNDS = 64
 
 
 @dataclass(frozen=True)
@@ -248,3 +257,92 @@ def measure_flops(device: torch.device) -> float:
         (matrix @ matrix)[0, 0].item()
         count += 1
     return 2 * MATRIX_SIDE**3 * count / seconds
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """Compute the work of a run. Raises ManifestError if its method does not fit the model."""
+    table, context = manifest.pipeline, manifest.model.context
+    sequences = table.microbatch if table.is_cut else 1
+    planner = build_program(manifest, cut=all_cuts(table.stages)[0])
+    rounds = _settled_rounds(planner)
+    settled = planner.method.at_round(rounds[0])
+    return Workload(
+        manifest,
+        settled.topology,
+        settled.schedule.ahead,
+        tuple(_stages_of(manifest)),
+        manifest.train.batch_tokens // (sequences * context),
+        sum(planner.plan(number).steps for number in rounds) / len(rounds),
+        _activation_bytes(manifest),
+        shape_table(manifest.model).numel,
+        None if manifest.rl is None else estimate_rollout_needs(manifest).memory,
+    )
+
+
+def _activation_bytes(manifest: Manifest) -> float:
+    if not manifest.pipeline.is_cut:
+        return 0.0
+    return float(manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.stream_width))
+
+
+def _stages_of(manifest: Manifest) -> Iterator[StageCost]:
+    """Yield the work of all stages; those with equal blocks are computed once, as there may be many of them."""
+    stages = manifest.pipeline.stages
+    known: dict[tuple[int, bool, bool], StageCost] = {}
+    ranges = deal_blocks(model_family(manifest.model).block_work(manifest.model), stages)
+    for cut, numbers in zip(all_cuts(stages), ranges, strict=True):
+        kind = (len(numbers), cut.has_embedding, cut.has_head)
+        if kind not in known:
+            known[kind] = _stage_work(manifest, cut)
+        yield replace(known[kind], stage=cut.stage)
+
+
+def _stage_work(manifest: Manifest, cut: Cut) -> StageCost:
+    planner, activation = build_program(manifest, cut=cut), _activation_bytes(manifest)
+    sequences = manifest.pipeline.microbatch if cut.stages > 1 else 1
+    neighbours = (not cut.has_embedding) + (not cut.has_head)
+    passes = PASSES_OF_STAGE if cut.stages > 1 else PASSES
+    numbers = model_family(manifest.model).block_range(manifest.model, cut)
+    rounds = _settled_rounds(planner)
+    return StageCost(
+        stage=cut.stage,
+        layers=len(numbers) - cut.has_embedding - cut.has_head,
+        parameters=shape_table(manifest.model, cut).numel,
+        flops=passes * sequences * forward_flops(manifest, cut),
+        sent_bytes=neighbours * activation,
+        message_bytes=sum(sum(planner.plan(number).max_sizes) for number in rounds) / len(rounds),
+        held=int(FORWARD_SHARE * manifest.pipeline.memory / (neighbours * activation)) if activation else 0,
+        memory=dict(_memory_by_device(manifest, cut)),
+        launch_seconds=_launch_seconds(manifest, len(numbers)) if cut.stages == 1 else 0.0,
+    )
+
+
+def _launch_seconds(manifest: Manifest, blocks: int) -> float:
+    """Return the share of one sequence in the time to launch the kernels of a pass."""
+    sequences = min(manifest.train.microbatch, manifest.train.batch_tokens // manifest.model.context)
+    return CARD_BLOCK_SECONDS * blocks / sequences
+
+
+def forward_flops(manifest: Manifest, cut: Cut) -> float:
+    """Return the operations of a forward pass of one sequence of T tokens through a stage.
+
+    A matrix takes 2 T operations an element, the attention of a layer 4 T^2 times the width of its heads (scores and
+    values, as if without a mask). Looking up an embedding, norms and gates are left out.
+    """
+    model = manifest.model
+    family = model_family(model)
+    numbers, work = family.block_range(model, cut), family.block_work(model)
+    elements = math.fsum(work[number] for number in numbers)
+    layers = len(numbers) - cut.has_embedding - cut.has_head
+    return 2.0 * model.context * elements + 4.0 * model.context**2 * model.head_width * model.heads * layers
+
+
+def _memory_by_device(manifest: Manifest, cut: Cut) -> Iterator[tuple[str, float]]:
+    """Yield what training needs of the device; on a CPU the daemon and the activations share its memory."""
+    sequences = run_microbatch(manifest)[1]
+    yield "cuda", float(fixed_bytes(manifest, "cuda", cut) + microbatch_bytes(manifest, sequences, "cuda", cut))
+    yield "cpu", float(PROCESS_BYTES + peer_bytes(manifest, build_program(manifest, cut=cut), "cpu", cut))
+
+
+def _settled_rounds(planner: RoundPlanner) -> list[int]:
+    return list(itertools.islice(planner.cycle, MAX_PLANNED_ROUNDS))

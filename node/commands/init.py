@@ -19,7 +19,17 @@ from typing import Any, Final
 import typer
 
 from node.commands.plan.peers import CPU_PARAMETERS
-from node.commands.run_sizes import BUSY, MAX_RECORDED_PEERS, RECORDED, SIZES, SizeFacts, find_facts, recorded_facts
+from node.commands.run_sizes import (
+    BUSY,
+    MAX_RECORDED_PEERS,
+    RECORDED,
+    SIZES,
+    SizeFacts,
+    find_facts,
+    recorded_facts,
+    work_key,
+    work_values,
+)
 from node.paths import organiser_key_path
 from node.run_dir import read_json_if_whole
 from node.units import format_bytes, format_count, parse_count
@@ -414,15 +424,18 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
 
 
 def measure_all() -> list[dict[str, Any]]:
-    """Return the facts of the default manifest of each size with each recipe."""
+    """Return the facts of the default manifest of each size with each recipe, and the work of the one with its pace."""
+    from node.commands.capacity import workload_of
     from optim.recipes import RECIPES
 
     rows = []
     for size in SIZES:
         for recipe in RECIPES:
-            text = manifest_text(InitOptions(size=size, recipe=recipe), Path(), "", {})
-            facts = find_facts(parse_manifest(text.encode(), size))
-            rows.append({"size": size, "recipe": recipe, **asdict(facts)})
+            options = InitOptions(size=size, recipe=recipe)
+            facts = find_facts(parse_manifest(manifest_text(options, Path(), "").encode(), size))
+            paced = parse_manifest(manifest_text(options, Path(), "", facts.schedule()).encode(), size)
+            work = {"key": work_key(paced), "work": work_values(workload_of(paced))}
+            rows.append({"size": size, "recipe": recipe, "facts": asdict(facts), **work})
     return rows
 
 

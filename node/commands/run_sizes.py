@@ -2,17 +2,22 @@
 
 A round must train for longer than its exchange takes. How many inner steps that needs depends on size and recipe, and
 finding out takes seconds and torch, so `run_sizes.json` has the results for the default manifest of each size and each
-recipe; `python -m node.commands.init` writes it, and a test compares it with new predictions.
+recipe, and the work of a run for `murmur plan`; `python -m node.commands.init` writes it, and a test compares it with
+new predictions.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from protocol.manifest.run import Manifest
+
+if TYPE_CHECKING:
+    from node.commands.plan.arithmetic import Workload
 
 RECORDED: Final = Path(__file__).with_name("run_sizes.json")
 BUSY: Final = 0.9  # share of their compute that typical volunteers should use
@@ -21,6 +26,12 @@ STEPS: Final = (12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 250)
 # a round, at 2.23 with 18, and at 3.39 with 50, where peers that never exchange end at 2.31.
 MOST_STRETCHED: Final = 2  # times the recipe's own steps
 MAX_RECORDED_PEERS: Final = 8  # up to this number, a plan assumes the same volunteers
+
+# Keys of [train] that change what a step does, and not how much it computes, keeps or sends.
+RATE_KEYS: Final = (
+    "learning_rate", "warmup_steps", "decay_steps", "schedule", "decay_share", "final_share", "weight_decay", "beta1",
+    "beta2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,49 @@ class SizeFacts:
 @cache
 def recorded_facts() -> Mapping[tuple[str, str], SizeFacts]:
     """Return the recorded facts by size and recipe, for byte tokens and at most MAX_RECORDED_PEERS."""
-    return {(row.pop("size"), row.pop("recipe")): SizeFacts(**row) for row in json.loads(RECORDED.read_text())}
+    return {(row["size"], row["recipe"]): SizeFacts(**row["facts"]) for row in _read_rows()}
+
+
+@cache
+def _read_rows() -> list[dict[str, Any]]:
+    return list(json.loads(RECORDED.read_text()))
+
+
+def recorded_workload(manifest: Manifest) -> "Workload | None":
+    """Return the recorded work of a manifest that `murmur init` wrote; None for one with another model or method."""
+    from node.commands.plan.arithmetic import StageCost, Workload
+    from optim.topologies import TOPOLOGIES
+
+    key = work_key(manifest)
+    for row in _read_rows():
+        if row["key"] == key:
+            values = dict(row["work"])
+            kind, options = values.pop("topology")
+            stages = tuple(StageCost(**stage) for stage in values.pop("stages"))
+            return Workload(manifest, TOPOLOGIES[kind](**options), stages=stages, **values)
+    return None
+
+
+def work_values(work: "Workload") -> dict[str, Any]:
+    """Return the work of a run, without its manifest, as JSON values."""
+    values = {name: value for name, value in vars(work).items() if name != "manifest"}
+    return values | {
+        "topology": [work.topology.kind, asdict(work.topology)],
+        "stages": [asdict(stage) for stage in work.stages],
+    }
+
+
+def work_key(manifest: Manifest) -> str:
+    """Return a hash of all that the work of a run depends on.
+
+    That is the whole manifest but for what is listed here, so that a key of a manifest that is new counts at first.
+    """
+    values = json.loads(manifest.canonical())
+    for section in ("run", "data", "target", "admission", "membership", "checkpoint"):
+        del values[section]
+    for key in RATE_KEYS:
+        del values["train"][key]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def find_facts(manifest: Manifest) -> SizeFacts:
@@ -88,14 +141,15 @@ def find_facts(manifest: Manifest) -> SizeFacts:
 
     Raises ManifestError if the recipe is unknown or does not fit the model.
     """
-    from node.commands.capacity import estimate_needs  # loads torch
-    from node.commands.plan.arithmetic import predict, workload_of
+    from node.commands.capacity import estimate_needs, workload_of  # loads torch
+    from node.commands.plan.arithmetic import predict
     from node.commands.plan.peers import typical_peers
     from node.from_manifest import build_method
     from node.model import shape_table
     from node.model.memory_estimate import fixed_bytes, microbatch_bytes
 
-    schedule, kinds = build_method(manifest).schedule, typical_peers(manifest)
+    schedule, parameters = build_method(manifest).schedule, shape_table(manifest.model).numel
+    kinds = typical_peers(manifest, parameters)
     found: dict[tuple[int | None, int | None], float] = {}
     for options in _schedules(manifest, schedule.inner_steps, schedule.ahead):
         found[options] = predict(workload_of(_with_schedule(manifest, options)), kinds).fraction
@@ -105,7 +159,7 @@ def find_facts(manifest: Manifest) -> SizeFacts:
     if found[best] < BUSY:  # as many messages as the recipe wants: fewer would not do
         best = next(iter(found))
     return SizeFacts(
-        shape_table(manifest.model).numel,
+        parameters,
         *best,
         round(found[best], 3),
         estimate_needs(manifest, "cpu").memory,

@@ -19,31 +19,17 @@ The bytes of a round: every peer sends its message to each of n - 1 others (gath
 one part of the sums to all (butterfly), or to its group (groups).
 """
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from node.commands.plan.peers import PeerKind
-from node.daemon.run_limits import peer_bytes
-from node.from_manifest import build_program
-from node.model import Cut, all_cuts, shape_table
-from node.model.families import model_family
-from node.model.memory_estimate import PROCESS_BYTES, fixed_bytes, microbatch_bytes, run_microbatch
-from node.model.shapes import deal_blocks
-from optim.method import Method
-from optim.round_plan import RoundPlanner
+from optim.topologies import TopologyOptions
 from protocol.consensus.topology import Butterfly
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import INT8_BLOCK, INT8_SCALE_BYTES
-from protocol.pipeline.microbatch_table import RESERVED_SHARE
 
-PASSES_OF_STAGE = 4  # forward, the same again in the backward pass, and a backward pass of twice a forward
-PASSES_OF_WHOLE = 3  # without the recomputation
-CARD_BLOCK_SECONDS = 1e-3  # to launch the kernels of a block, forward and backward, in eager mode: small models wait
-FORWARD_SHARE = 1 - RESERVED_SHARE
-MAX_PLANNED_ROUNDS = 64
 WINDOW_POINTS = ((1.0, 0.65), (2.0, 0.87), (4.0, 0.97), (8.0, 1.0))
 TOO_LARGE_POINTS = ((8.0, 1.0), (32.0, 0.55))
 GOOD_WINDOW = 4.0
@@ -88,103 +74,33 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Workload:
-    """A run. `step_microbatches` make up an inner step of a peer, `steps` inner steps a round."""
+    """A run, from which all predictions follow without its model and its method (and so without loading torch).
+
+    Args:
+        manifest: the run.
+        topology: of its settled rounds, whose steps `ahead` peers train on while a round is exchanged.
+        ahead: the number of these steps.
+        stages: the work of each stage.
+        step_microbatches: of an inner step of a peer.
+        steps: inner steps of a round.
+        activation_bytes: that a microbatch sends to a neighbour.
+        parameters: of the whole model.
+        rollout_memory: bytes of main memory of a rollout peer; None in a run that does not learn from scores.
+    """
 
     manifest: Manifest
-    method: Method
+    topology: TopologyOptions
+    ahead: int
     stages: tuple[StageCost, ...]
     step_microbatches: int
     steps: float
     activation_bytes: float
+    parameters: int
+    rollout_memory: int | None = None
 
     @property
     def is_cut(self) -> bool:
         return len(self.stages) > 1
-
-
-def workload_of(manifest: Manifest) -> Workload:
-    """Compute the work of a run. Raises ManifestError if its method does not fit the model."""
-    table, context = manifest.pipeline, manifest.model.context
-    sequences = table.microbatch if table.is_cut else 1
-    planner = build_program(manifest, cut=all_cuts(table.stages)[0])
-    rounds = _settled_rounds(planner)
-    return Workload(
-        manifest,
-        planner.method.at_round(rounds[0]),
-        tuple(_stages_of(manifest)),
-        manifest.train.batch_tokens // (sequences * context),
-        sum(planner.plan(number).steps for number in rounds) / len(rounds),
-        _activation_bytes(manifest),
-    )
-
-
-def _activation_bytes(manifest: Manifest) -> float:
-    if not manifest.pipeline.is_cut:
-        return 0.0
-    return float(manifest.pipeline.activation_bytes(manifest.model.context, manifest.model.stream_width))
-
-
-def _stages_of(manifest: Manifest) -> Iterator[StageCost]:
-    """Yield the work of all stages; those with equal blocks are computed once, as there may be many of them."""
-    stages = manifest.pipeline.stages
-    known: dict[tuple[int, bool, bool], StageCost] = {}
-    ranges = deal_blocks(model_family(manifest.model).block_work(manifest.model), stages)
-    for cut, numbers in zip(all_cuts(stages), ranges, strict=True):
-        kind = (len(numbers), cut.has_embedding, cut.has_head)
-        if kind not in known:
-            known[kind] = _stage_work(manifest, cut)
-        yield replace(known[kind], stage=cut.stage)
-
-
-def _stage_work(manifest: Manifest, cut: Cut) -> StageCost:
-    planner, activation = build_program(manifest, cut=cut), _activation_bytes(manifest)
-    sequences = manifest.pipeline.microbatch if cut.stages > 1 else 1
-    neighbours = (not cut.has_embedding) + (not cut.has_head)
-    passes = PASSES_OF_STAGE if cut.stages > 1 else PASSES_OF_WHOLE
-    numbers = model_family(manifest.model).block_range(manifest.model, cut)
-    rounds = _settled_rounds(planner)
-    return StageCost(
-        stage=cut.stage,
-        layers=len(numbers) - cut.has_embedding - cut.has_head,
-        parameters=shape_table(manifest.model, cut).numel,
-        flops=passes * sequences * forward_flops(manifest, cut),
-        sent_bytes=neighbours * activation,
-        message_bytes=sum(sum(planner.plan(number).max_sizes) for number in rounds) / len(rounds),
-        held=int(FORWARD_SHARE * manifest.pipeline.memory / (neighbours * activation)) if activation else 0,
-        memory=dict(_memory_by_device(manifest, cut)),
-        launch_seconds=_launch_seconds(manifest, len(numbers)) if cut.stages == 1 else 0.0,
-    )
-
-
-def _launch_seconds(manifest: Manifest, blocks: int) -> float:
-    """Return the share of one sequence in the time to launch the kernels of a pass."""
-    sequences = min(manifest.train.microbatch, manifest.train.batch_tokens // manifest.model.context)
-    return CARD_BLOCK_SECONDS * blocks / sequences
-
-
-def forward_flops(manifest: Manifest, cut: Cut) -> float:
-    """Return the operations of a forward pass of one sequence of T tokens through a stage.
-
-    A matrix takes 2 T operations an element, the attention of a layer 4 T^2 times the width of its heads (scores and
-    values, as if without a mask). Looking up an embedding, norms and gates are left out.
-    """
-    model = manifest.model
-    family = model_family(model)
-    numbers, work = family.block_range(model, cut), family.block_work(model)
-    elements = math.fsum(work[number] for number in numbers)
-    layers = len(numbers) - cut.has_embedding - cut.has_head
-    return 2.0 * model.context * elements + 4.0 * model.context**2 * model.head_width * model.heads * layers
-
-
-def _memory_by_device(manifest: Manifest, cut: Cut) -> Iterator[tuple[str, float]]:
-    """Yield what training needs of the device; on a CPU the daemon and the activations share its memory."""
-    sequences = run_microbatch(manifest)[1]
-    yield "cuda", float(fixed_bytes(manifest, "cuda", cut) + microbatch_bytes(manifest, sequences, "cuda", cut))
-    yield "cpu", float(PROCESS_BYTES + peer_bytes(manifest, build_program(manifest, cut=cut), "cpu", cut))
-
-
-def _settled_rounds(planner: RoundPlanner) -> list[int]:
-    return list(itertools.islice(planner.cycle, MAX_PLANNED_ROUNDS))
 
 
 SUBSPACE_FORMATS = {f"{name}, subspace of width/{SUBSPACE_PART}": name for name in ("bf16", "int8")}
@@ -399,7 +315,7 @@ def round_fraction(work: Workload, stage: StageCost, kind: PeerKind, count: int,
     link = min(kind.up, kind.down)
     computing, held = core_seconds(stage, kind)
     exchange = message / link + EXCHANGE_ROUND_TRIPS * kind.rtt / 1000 + computing
-    hidden = seconds * min(1.0, work.method.schedule.ahead / work.steps)
+    hidden = seconds * min(1.0, work.ahead / work.steps)
     carried = (rate * seconds * stage.sent_bytes + message) / link
     return seconds / max(seconds + held + max(0.0, exchange - hidden), carried, computing)
 
@@ -414,7 +330,7 @@ def core_seconds(stage: StageCost, kind: PeerKind) -> tuple[float, float]:
 
 def round_bytes(work: Workload, stage: StageCost, count: int) -> float:
     """Return the bytes that a peer uploads in a round of `count` peers, and about as many that it downloads."""
-    topology = work.method.topology
+    topology = work.topology
     if topology.reduces_parts:
         return (Butterfly.reducers_per_part + 1) * stage.message_bytes * (count - 1) / count
     return stage.message_bytes * topology.partners(count)

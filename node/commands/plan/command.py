@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from node.commands.join.invitation import open_or_recall
-from node.commands.plan.arithmetic import predict, workload_of
+from node.commands.plan.arithmetic import Workload, predict
 from node.commands.plan.peers import load_peers, typical_peers
 from node.commands.plan.report import POOR, factors, plan_values, print_plan
-from node.from_manifest import require_program
+from node.commands.run_sizes import recorded_workload
 from node.monitoring.tables import table_console
 from node.own_loops import NO_CODE
+from node.run_file import load_run_file
 from protocol.errors import UsageError
 from protocol.manifest.run import Manifest
 
@@ -29,17 +29,30 @@ LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
 def plan(run: str, peer_file: Path | None, insecure: bool, as_json: bool) -> None:
     """Print the prediction for a run. Raises MurmurError."""
-    invitation = open_or_recall(run, None, insecure)
-    require_program(invitation.manifest, invitation.text)
-    if invitation.manifest.model.is_custom:
-        raise UsageError(NO_CODE)
-    kinds = load_peers(peer_file) if peer_file else typical_peers(invitation.manifest)
-    work = workload_of(invitation.manifest)
+    work = _recall(Path(run)) or _compute(run, insecure)
+    kinds = load_peers(peer_file) if peer_file else typical_peers(work.manifest, work.parameters)
     found = predict(work, kinds)
     if as_json:
         sys.stdout.write(json.dumps(plan_values(work, kinds, found), indent=1) + "\n")
     else:
         print_plan(work, kinds, found, table_console())
+
+
+def _recall(path: Path) -> Workload | None:
+    """Return the recorded work of a run of `murmur init`, which takes no second; None for another."""
+    return recorded_workload(load_run_file(path).manifest) if path.is_file() else None
+
+
+def _compute(run: str, insecure: bool) -> Workload:
+    from node.commands.capacity import workload_of  # loads torch
+    from node.commands.join.invitation import open_or_recall
+    from node.from_manifest import require_program
+
+    invitation = open_or_recall(run, None, insecure)
+    require_program(invitation.manifest, invitation.text)
+    if invitation.manifest.model.is_custom:
+        raise UsageError(NO_CODE)
+    return workload_of(invitation.manifest)
 
 
 def warn_if_poor(manifest: Manifest, listen: Sequence[str]) -> None:
@@ -57,7 +70,10 @@ def warn_if_poor(manifest: Manifest, listen: Sequence[str]) -> None:
 
 def describe_if_poor(manifest: Manifest) -> str:
     """Return one line with the prediction for typical volunteers and its main reason; empty if they can do well."""
-    found = predict(workload_of(manifest), typical_peers(manifest))
+    from node.commands.capacity import workload_of  # loads torch
+
+    work = workload_of(manifest)
+    found = predict(work, typical_peers(manifest, work.parameters))
     if found.fraction >= POOR:
         return ""
     if not found.rate:

@@ -98,17 +98,15 @@ TYPICAL: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
-def typical_peers(manifest: Manifest) -> tuple[PeerKind, ...]:
+def typical_peers(manifest: Manifest, parameters: int) -> tuple[PeerKind, ...]:
     """Return typical volunteers: eight, or the least multiple that starts the run with two peers at each stage.
 
     A whole model of less than `CPU_PARAMETERS` is one for CPUs: a card takes so little time for a step that it would
-    wait for its link, and nobody needs one.
+    wait for its link, and nobody needs one. `parameters` are those of the whole model.
     """
-    from node.model import shape_table  # loads torch
-
     one_set = sum(values["count"] for values in TYPICAL)
     count = one_set * -(-max(manifest.run.min_peers, 2 * manifest.pipeline.stages) // one_set)
-    if not manifest.pipeline.is_cut and shape_table(manifest.model).numel < CPU_PARAMETERS:
+    if not manifest.pipeline.is_cut and parameters < CPU_PARAMETERS:
         return (PeerKind.model_validate({**TYPICAL[-1], "count": count}),)
     return tuple(PeerKind.model_validate({**values, "count": count // one_set * values["count"]}) for values in TYPICAL)
 

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from node.commands.capacity import estimate_rollout_needs
 from node.commands.plan.arithmetic import (
     FORMATS,
     GOOD_WINDOW,
@@ -25,7 +24,6 @@ from node.commands.plan.arithmetic import (
     zip_stages,
 )
 from node.commands.plan.peers import PeerKind
-from node.model import shape_table
 from node.monitoring.logs import sanitize
 from node.units import format_bytes, format_count, format_duration, format_plural
 
@@ -145,7 +143,7 @@ def _about_step(work: Workload, found: Prediction) -> Iterator[str]:
 
 
 def _about_waiting(work: Workload) -> Iterator[str]:
-    if not work.method.schedule.ahead:
+    if not work.ahead:
         yield (
             f"peers of {work.manifest.method.recipe!r} wait for their rounds, and a stage that waits stops the others; "
             "choose a recipe that trains on, such as frugal, or set method.schedule.ahead"
@@ -164,11 +162,6 @@ def _about_round(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -
         f"at {format_bytes(slowest.up)}/s; raise method.schedule.inner_steps or train.batch_tokens, or choose a recipe "
         "with smaller messages (`murmur recipes`)"
     )
-
-
-def rollout_memory(work: Workload) -> int | None:
-    """Return the bytes of main memory of a rollout peer; None in a run that does not learn from scores."""
-    return None if work.manifest.rl is None else estimate_rollout_needs(work.manifest).memory
 
 
 def format_stages(stages: Sequence[int]) -> str:
@@ -197,7 +190,7 @@ def print_plan(work: Workload, kinds: Sequence[PeerKind], found: Prediction, con
     """Print the tables and the warnings."""
     console.print(Text(_headline(work, kinds)))
     console.print(_limits_table(work, found))
-    if (memory := rollout_memory(work)) is not None:
+    if (memory := work.rollout_memory) is not None:
         console.print(Text(f"a rollout peer (`murmur join --role rollout`) takes {format_bytes(memory)} of memory"))
     if work.is_cut:
         console.print(_stages_table(work, found))
@@ -211,7 +204,7 @@ def _headline(work: Workload, kinds: Sequence[PeerKind]) -> str:
     manifest = work.manifest
     cut = f"{len(work.stages)} stages" if work.is_cut else "every peer holds the whole model"
     peers = format_plural(sum(kind.count for kind in kinds), "peer")
-    parameters = format_count(shape_table(manifest.model).numel)
+    parameters = format_count(work.parameters)
     return sanitize(f"{manifest.run.name}: {parameters} parameters, {cut}, {manifest.method.recipe}; {peers}")
 
 
@@ -335,5 +328,5 @@ def plan_values(work: Workload, kinds: Sequence[PeerKind], found: Prediction) ->
         ],
         "peers": [peer_values(work, kind, number, found) for number, kind in enumerate(kinds)],
         "warnings": warnings_of(work, kinds, found),
-        **({} if (memory := rollout_memory(work)) is None else {"rollout_peer_memory": memory}),
+        **({} if (memory := work.rollout_memory) is None else {"rollout_peer_memory": memory}),
     }  # fmt: skip

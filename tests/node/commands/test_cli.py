@@ -77,17 +77,21 @@ LIGHT_COMMANDS = (
     ("status", "."),
     ("steer", "-h"),
     ("verify", "a", "b"),
+    ("plan", "run.toml"),
 )
 
 
 @pytest.mark.parametrize("words", LIGHT_COMMANDS, ids=" ".join)
 def test_commands_that_compute_nothing_do_not_load_torch(words: tuple[str, ...], tmp_path: Path) -> None:
+    if words[0] == "plan":
+        murmur("init", str(tmp_path / "run.toml"), "--yes")
     program = (
         f"import sys, node.cli; sys.argv = ['murmur', *{words!r}]\n"
         "try: node.cli.main()\nfinally: print(*sys.modules.keys() & {'torch', 'numba', 'grpc'}, file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert result.stderr.splitlines()[-1] == "", result.stderr
+    assert words[0] != "plan" or "of the compute of all peers" in result.stdout
 
 
 def test_help_is_fast() -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from node.commands.capacity import workload_of
 from node.commands.init import InitOptions, check_size, choose_data, facts_of, init, manifest_text
 from node.commands.plan.command import describe_if_poor
-from node.commands.run_sizes import BUSY, SIZES, find_facts, recorded_facts
+from node.commands.run_sizes import BUSY, SIZES, find_facts, recorded_facts, recorded_workload, work_values
 from node.from_manifest import build_program
 from node.model import shape_table
 from node.paths import organiser_key_path
@@ -15,6 +16,7 @@ from node.units import parse_count
 from protocol.errors import ManifestError, MurmurError, UsageError
 from protocol.identity import Identity
 from protocol.manifest.reading import load_manifest, parse_manifest
+from protocol.manifest.run import Manifest
 from protocol.signing import load_signed_manifest
 
 
@@ -138,9 +140,31 @@ def test_recorded_paces_are_those_of_new_predictions_and_keep_volunteers_busy(si
         text = manifest_text(options, tmp_path, key, facts.schedule())
         manifest = parse_manifest(text.encode(), size)
         build_program(manifest)
+        assert recorded_workload(manifest) == workload_of(manifest), recipe
         if facts.busy >= BUSY:
             assert describe_if_poor(manifest) == "", recipe
     assert recorded_facts()[size, "frugal"].busy >= BUSY, "the default of init"
+
+
+def test_recorded_work_is_that_of_one_model_and_method(tmp_path: Path) -> None:
+    """What names the run, its text, its end and its rates leaves the work as it is; every other key changes it."""
+    key = Identity.create().peer_id
+
+    def written(old: str = "", new: str = "", name: str = "a", tokens: str = "2M") -> Manifest:
+        text = manifest_text(InitOptions(size="tiny", name=name, tokens=tokens), tmp_path, key)
+        assert old in text
+        return parse_manifest(text.replace(old, new, 1).encode(), "tiny")
+
+    usual = recorded_workload(written())
+    assert usual is not None and usual == workload_of(written())
+    renamed = written("learning_rate = 3e-3", "learning_rate = 1e-3", name="other", tokens="1M")
+    assert work_values(recorded_workload(renamed) or usual) == work_values(usual)
+    for change in (
+        ("layers = 4", "layers = 5"),
+        ("batch_tokens = 2048", "batch_tokens = 4096"),
+        ('recipe = "frugal"', 'recipe = "frugal"\nschedule = { inner_steps = 12 }'),
+    ):
+        assert recorded_workload(written(*change)) is None, change
 
 
 def test_counts_have_suffixes() -> None:

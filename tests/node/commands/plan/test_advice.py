@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from node.commands.plan.arithmetic import predict, workload_of
+from node.commands.capacity import workload_of
+from node.commands.plan.arithmetic import predict
 from node.commands.plan.peers import PeerKind
 from node.commands.plan.report import warnings_of
 from tests.node.commands.plan.plans import peer, peers, run_of

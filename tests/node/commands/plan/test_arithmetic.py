@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from node.commands.capacity import workload_of
 from node.commands.plan.arithmetic import (
     place_peers,
     predict,
@@ -11,7 +12,6 @@ from node.commands.plan.arithmetic import (
     step_fraction,
     window_fraction,
     window_of,
-    workload_of,
 )
 from node.commands.plan.peers import typical_peers
 from node.commands.plan.report import warnings_of
@@ -107,7 +107,7 @@ def test_steps_that_go_on_hide_the_exchange() -> None:
     """With as many steps ahead as a round has, only the bytes of a full link count."""
     run = run_of(stages=1, layers=4, recipe="diloco")
     waits = workload_of(run)
-    method = MethodSection(recipe="diloco", schedule={"ahead": waits.method.schedule.inner_steps})
+    method = MethodSection(recipe="diloco", schedule={"ahead": round(waits.steps)})
     goes_on = workload_of(run.model_copy(update={"method": method}))
     kinds = [peer(count=4, rtt=0, up="50mbit")]
     seconds = predict(waits, kinds).by_stage[0].round_seconds
@@ -165,17 +165,13 @@ def test_stages_are_those_of_the_model() -> None:
 
 
 def test_small_models_are_for_cpus() -> None:
-    small, large, cut = run_of(stages=1, width=128), run_of(stages=1, width=1024), run_of(width=128)
-    assert {kind.device for kind in typical_peers(small)} == {"cpu"}
-    assert (
-        {kind.device for kind in typical_peers(large)}
-        == {kind.device for kind in typical_peers(cut)}
-        == {"cpu", "cuda"}
-    )
-    assert sum(kind.count for kind in typical_peers(small)) == sum(kind.count for kind in typical_peers(large))
+    runs = run_of(stages=1, width=128), run_of(stages=1, width=1024), run_of(width=128)
+    small, large, cut = (typical_peers(run, shape_table(run.model).numel) for run in runs)
+    assert {kind.device for kind in small} == {"cpu"}
+    assert {kind.device for kind in large} == {kind.device for kind in cut} == {"cpu", "cuda"}
+    assert sum(kind.count for kind in small) == sum(kind.count for kind in large)
 
 
 def test_typical_peers_suffice_to_start_a_run() -> None:
-    assert sum(kind.count for kind in typical_peers(run_of())) == 8
-    many = run_of(stages=16)
-    assert sum(kind.count for kind in typical_peers(many)) == 32
+    assert sum(kind.count for kind in typical_peers(run_of(), 10**9)) == 8
+    assert sum(kind.count for kind in typical_peers(run_of(stages=16), 10**9)) == 32

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.commands.capacity import estimate_needs
-from node.commands.plan.arithmetic import predict, workload_of
+from node.commands.capacity import estimate_needs, workload_of
+from node.commands.plan.arithmetic import predict
 from node.commands.plan.command import describe_if_poor, plan, warn_if_poor
 from node.commands.plan.peers import typical_peers
 from node.commands.plan.report import plan_values, print_plan
@@ -24,7 +24,8 @@ LARGE_STEPS = {"stages": 1, "layers": 4, "width": 1024, "batch_tokens": 2**24}
 
 @pytest.mark.parametrize("manifest", [run_of(), run_of(stages=1), run_of(stages=64, layers=128)])
 def test_table_fits_a_terminal_of_80_columns(manifest: Manifest) -> None:
-    work, kinds = workload_of(manifest), (*typical_peers(manifest), peer(name="a name of 32 characters, at most"))
+    work = workload_of(manifest)
+    kinds = (*typical_peers(manifest, work.parameters), peer(name="a name of 32 characters, at most"))
     screen = io.StringIO()
     print_plan(work, kinds, predict(work, kinds), Console(file=screen, width=80))
     lines = screen.getvalue().splitlines()
@@ -71,7 +72,8 @@ def test_peers_of_one_machine_are_not_warned(caplog: pytest.LogCaptureFixture) -
 def test_plan_of_a_run_that_learns_from_scores_says_the_memory_of_a_rollout_peer() -> None:
     rl = ReinforcementSection(task="reverse", answer_tokens=8)
     manifest = run_of(stages=1).model_copy(update={"rl": rl})
-    work, kinds = workload_of(manifest), typical_peers(manifest)
+    work = workload_of(manifest)
+    kinds = typical_peers(manifest, work.parameters)
     screen = io.StringIO()
     print_plan(work, kinds, predict(work, kinds), Console(file=screen, width=80))
     assert "--role rollout" in screen.getvalue()
