@@ -16,6 +16,7 @@
     place          tells a folder that was copied or restored from the one that wrote it
     proofs         the misdeeds of other keys, which are excluded for this run (node.daemon.checkpoints.vote_log)
     convictions.json  the keys that audits excluded, with the signed findings of two thirds of the voters
+    contradictions.json  the keys that audits of a pipeline excluded, with the signed results
 
 A node without a fixed port reuses the port of its last start, so that addresses known to other peers stay valid.
 """
@@ -62,6 +63,7 @@ class RunDir:
         self.voucher = path / "voucher"
         self.proofs = path / "proofs"
         self.convictions = path / "convictions.json"
+        self.contradictions = path / "contradictions.json"
         self.place = path / "place"
         self.blobs = path / "blobs"
         self.activations = path / "activations"

@@ -3,6 +3,7 @@
 import os
 import random
 
+from node.daemon.checkpoints.vote_log import ContradictionFile
 from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.calls import stage_calls
 from node.daemon.stages.stage_chains import StageChains, build_decisions
@@ -19,6 +20,7 @@ from protocol.manifest.run import Manifest
 from protocol.membership.clock import SwarmClock
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.gossip import DirectoryOptions
+from protocol.pipeline.stage import stage_run_ids
 from protocol.transport.transport import Transport, caller
 from protocol.transport.tunnel import ConnectionLimits
 
@@ -50,10 +52,12 @@ class NodeNetwork:
             rng,
         )
         gate = AdmissionPolicy(manifest)
-        self.admitted = AdmittedPeers(self.directory, gate, manifest.pipeline.stages)
+        contradictions = ContradictionFile(run_dir.contradictions)
+        stages, run_id = manifest.pipeline.stages, manifest.whole_run_id
+        self.admitted = AdmittedPeers(self.directory, gate, stages, contradictions.load(stage_run_ids(run_id, stages)))
         decisions = build_decisions(manifest)
         calls = stage_calls(self.transport, injected_faults(os.environ, manifest.run.name))
-        self.stages = NodeStages(self.admitted, calls, decisions)
+        self.stages = NodeStages(self.admitted, calls, decisions, contradictions)
         self.stage_chains: StageChains | None = None
         if manifest.pipeline.is_cut:
             self.stage_chains = StageChains(

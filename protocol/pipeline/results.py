@@ -149,6 +149,19 @@ class Contradiction:
         return cls(run, tuple(open_result(signed, run) for signed in body.results))
 
 
+@dataclass(frozen=True)
+class ExcludedMaker:
+    """A contradiction, and the voters of the stage by which it has excluded a key."""
+
+    found: Contradiction
+    voters: frozenset[PeerId]
+
+    @property
+    def is_proved(self) -> bool:
+        """Return whether the results prove it."""
+        return self.found.proves(self.voters)
+
+
 def contradictions(run: RunId, results: Sequence[SignedResult]) -> list[Contradiction]:
     """Return for each server that others contradict the most frequent other value of the same question."""
     found = []

@@ -21,12 +21,12 @@ from tests.hostile.template import ForkedProcess, Template
 from tests.swarm.process_swarm import ENDLESS, manifest_with, write_run
 
 HONEST = 3
-START_SECONDS = 60.0
+HONEST_AT_A_STAGE = 2
+START_SECONDS = 90.0
 POLL_SECONDS = 0.02
 GROUND_KEYS = 200
-NICE = 19  # of attackers: they must not win by processor time
 ROUND = {"grace": 1.0, "leader_timeout": 1.0, "exchange_timeout": 5.0}
-STATUS_TABLES = ("refusals", "setbacks", "absences", "direct_refusals")
+STATUS_TABLES = ("refusals", "setbacks", "absences", "direct_refusals", "microbatches")
 
 
 def small_manifest(**changes: Mapping[str, Any]) -> Manifest:
@@ -48,11 +48,15 @@ def _grind_key(folder: Path) -> None:
 class ForkedPeer(PeerProcess):
     """A peer that the template forks instead of starting a Python of its own."""
 
-    def __init__(self, name: str, folder: Path, template: Template, target: str, run: Path) -> None:
+    def __init__(
+        self, name: str, folder: Path, template: Template, target: str, run: Path, stage: int | None = None
+    ) -> None:
         super().__init__(name, folder, ())
+        self.stage = stage
         self._template = template
         self._target = target
         self._words = [str(run), "--dir", str(folder), "--name", name, "--listen", LISTEN_ON_LOOPBACK]
+        self._words += [] if stage is None else ["--stage", str(stage)]
         self._forked: ForkedProcess | None = None
 
     def start(self, bootstrap: Sequence[str], niceness: int = 0) -> None:
@@ -92,19 +96,23 @@ class ForkedPeer(PeerProcess):
 class Arena:
     """The honest peers, the hostile node if `has_member`, and the strangers that an attack starts."""
 
-    def __init__(self, template: Template, folder: Path, manifest: Manifest, has_member: bool) -> None:
+    def __init__(
+        self, template: Template, folder: Path, manifest: Manifest, has_member: bool, stages: int = 0, stage: int = 0
+    ) -> None:
+        """`stages`: of a pipeline, 0 if there is none; `stage`: that of the hostile node."""
         self.manifest = manifest
         self.run = write_run(folder, manifest)
         self._template = template
-        self.honest = [self._make_peer(f"honest-{index}", "honest") for index in range(HONEST)]
-        self.member = self._make_peer("hostile", "hostile") if has_member else None
+        seats = [number % stages for number in range(HONEST_AT_A_STAGE * stages)] if stages else [None] * HONEST
+        self.honest = [self._make_peer(f"honest-{index}", "honest", seat) for index, seat in enumerate(seats)]
+        self.member = self._make_peer("hostile", "hostile", stage if stages else None) if has_member else None
         if self.member is not None:
             _grind_key(self.member.folder)
         self._log_bytes_before = 0
         self._strangers: list[tuple[Path, ForkedProcess]] = []
 
-    def _make_peer(self, name: str, kind: str) -> ForkedPeer:
-        return ForkedPeer(name, self.run.parent / name, self._template, f"tests.hostile.peers:{kind}", self.run)
+    def _make_peer(self, name: str, kind: str, stage: int | None = None) -> ForkedPeer:
+        return ForkedPeer(name, self.run.parent / name, self._template, f"tests.hostile.peers:{kind}", self.run, stage)
 
     @property
     def trainers(self) -> list[ForkedPeer]:
@@ -122,17 +130,19 @@ class Arena:
         self.wait_until(self._are_together, "all peers contribute to the rounds")
 
     def _are_together(self) -> bool:
-        everybody = len(self.trainers)
-        lines = [peer.rounds[-1:] for peer in self.honest]
-        return all(line and line[0].round >= 4 and len(line[0].senders[-1]) == everybody for line in lines)
+        everybody = Counter(peer.stage for peer in self.trainers)
+        lines = [(peer.stage, peer.rounds[-1:]) for peer in self.honest]
+        return all(line and line[0].round >= 4 and len(line[0].senders[-1]) == everybody[at] for at, line in lines)
 
-    def start_strangers(self, target: str, options: Mapping[str, Any], seconds: float = START_SECONDS) -> ForkedProcess:
+    def start_strangers(
+        self, target: str, options: Mapping[str, Any], niceness: int, seconds: float = START_SECONDS
+    ) -> ForkedProcess:
         """Start the program of one or many strangers, and wait until it says that the attack has begun."""
         self._log_bytes_before = self._log_bytes()
         home = self.run.parent / f"stranger-{len(self._strangers)}"
         addresses = [address for peer in self.honest for address in peer.addresses()[:1]]
         arguments = [target, str(home), str(self.run), addresses, dict(options)]
-        process = self._template.fork("tests.hostile.attackers.stranger:main", arguments, home / "log", NICE)
+        process = self._template.fork("tests.hostile.attackers.stranger:main", arguments, home / "log", niceness)
         self._strangers.append((home, process))
         self.wait_until(lambda: (home / "began").exists() or process.poll() is not None, "the attack begins", seconds)
         if process.poll() is not None:
@@ -158,18 +168,31 @@ class Arena:
         )
 
     def facts(self) -> dict[str, float]:
-        """Return what the strangers measured, and how much the honest peers have logged since they began."""
+        """Return what strangers measured, whether the hostile node still counts, and how much honest peers logged."""
         found: dict[str, float] = {"log_bytes": float(self._log_bytes() - self._log_bytes_before)}
+        if self.member is not None:
+            found["trusted"] = float(self._counts(self.member))
         for home, _ in self._strangers:
             path = home / "facts.json"
             found |= json.loads(path.read_text()) if path.exists() else {}
         return found
+
+    def _counts(self, member: ForkedPeer) -> bool:
+        """Return whether an honest peer of its stage still takes the contributions of the hostile node."""
+        key = Identity.load_or_create(member.folder / "key").peer_id
+        heads = [peer.rounds[-1:] for peer in self.honest if peer.stage == member.stage]
+        return any(key in senders for lines in heads for line in lines for senders in line.senders)
 
     def _log_bytes(self) -> int:
         return sum(peer.log.stat().st_size for peer in self.honest)
 
     def rounds(self) -> dict[str, list[RoundLine]]:
         return {peer.name: peer.rounds for peer in self.honest}
+
+    def rounds_by_stage(self) -> list[dict[str, list[RoundLine]]]:
+        """Return the rounds of the peers that have to decide alike."""
+        stages = dict.fromkeys(peer.stage for peer in self.honest)
+        return [{peer.name: peer.rounds for peer in self.honest if peer.stage == stage} for stage in stages]
 
     def foreign_rounds(self, since: float) -> int:
         """Return how many rounds of the honest peers have a contribution of a stranger."""

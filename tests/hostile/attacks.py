@@ -25,6 +25,8 @@ class Attack:
         changes: tables of the manifest.
         options: of the attacker's program.
         is_local: whether it attacks a person who starts a node, not the running ones.
+        stages: of the pipeline that it attacks; 0 if each honest peer has the whole model.
+        stage: of the hostile node in a pipeline.
     """
 
     name: str
@@ -40,15 +42,38 @@ class Attack:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     is_local: bool = False
+    stages: int = 0
+    stage: int = 0
+
+    @property
+    def niceness(self) -> int:
+        """Return the niceness of its strangers: those that send a few calls a second must not starve."""
+        return 0 if self.stages or self.is_local else NICE
 
     def is_counted(self, risen: Mapping[str, int]) -> bool:
         """Return whether one of its counters has risen; a refusal of a whole manifest is an error for the person."""
         return self.is_local or any(risen.get(name, 0) for name in self.counters)
 
 
+NICE = 19  # of floods: they must not win by processor time
 TRIMMED = {"method": {"aggregate": {"kind": "trimmed-mean"}}}
 GATHER = {"method": {"topology": {"kind": "gather"}}}
 FLOODED_PACE = 0.5
+STAGES = 2
+PIPELINE_PACE = 0.8
+PIPELINE: Mapping[str, Mapping[str, Any]] = {
+    "model": {"layers": STAGES, "tied": False},
+    "method": {"recipe": "frugal", "schedule": {"inner_steps": 2}},
+    "pipeline": {"stages": STAGES, "microbatch": 2, "in_flight": 4, "activations": "fp32", "memory": 1 << 22},
+}
+EXACT: Mapping[str, Mapping[str, Any]] = {
+    "model": PIPELINE["model"],
+    "method": {"recipe": "data-parallel", "schedule": {"inner_steps": 1}},
+    "pipeline": {**PIPELINE["pipeline"], "mode": "exact"},
+}
+VOID_STEPS = 3.0  # of four peers together
+AUDITED = {**EXACT, "pipeline": {**EXACT["pipeline"], "audit_share": 0.5}}
+OWN_SHARE = 0.4  # of one: the attacker gets nothing of it, not even once
 KNOCKS = 40.0  # of 3 peers at 12 addresses: in this laboratory they may dial loopback, and try each address once
 LOG_BYTES = 60_000.0  # of three peers; honest rounds write 5 kB
 CHAIN_ANSWERS = 100.0
@@ -144,6 +169,47 @@ ATTACKS = {
             counters=("refusals: left out", "refusals: late", "refusals: smaller roster"),
         ),
         Attack(name="two-contributions", row="17", member=True, counters=("refusals: equivocation",)),
+        Attack(
+            name="exported-model", row="A", stranger="models:exported_model", rules=("proof",), is_local=True,
+            limits={"foreign": OWN_SHARE}, seconds=1.0, options={"keys": 2},
+        ),
+        Attack(
+            name="exported-model-of-six", row="A", stranger="models:exported_model", rules=("proof",), is_local=True,
+            limits={"foreign": OWN_SHARE}, seconds=1.0, options={"keys": 6},
+        ),
+        Attack(
+            name="other-inputs", row="B", stranger="tasks:other_inputs", rules=("hostile-tasks",), stages=STAGES,
+            changes=PIPELINE, min_pace=PIPELINE_PACE, counters=("refusals: malformed",), seconds=10.0,
+        ),
+        Attack(
+            name="withheld-backwards", row="C", stranger="tasks:withheld_backwards", rules=("own-deadlines",),
+            stages=STAGES, changes=PIPELINE, min_pace=PIPELINE_PACE, seconds=14.0,
+            counters=("microbatches: served: left behind", "microbatches: served: turned away"),
+        ),
+        Attack(
+            name="void-records", row="D", stranger="steps:void_records", rules=("certified-decisions",), stages=STAGES,
+            changes=EXACT, min_pace=PIPELINE_PACE, seconds=10.0, counters=("refusals: not dialled",),
+            limits={"void": VOID_STEPS},
+        ),
+        Attack(
+            name="announced-owners", row="D", stranger="steps:announced_owners", rules=("owners-with-standing",),
+            stages=STAGES, changes=EXACT, min_pace=PIPELINE_PACE, seconds=10.0, options={"keys": 3},
+            counters=("refusals: not dialled",),
+        ),
+        Attack(
+            name="false-activations", row="G", member=True, rules=("audited-results",), stages=STAGES, changes=AUDITED,
+            min_pace=0.5, seconds=20.0, limits={"trusted": OWN_SHARE}, counters=("refusals: contradicted",),
+        ),
+        Attack(
+            name="false-gradients", row="G", member=True, rules=("audited-results",), stages=STAGES, stage=1,
+            changes=AUDITED, min_pace=0.5, seconds=20.0, limits={"trusted": OWN_SHARE},
+            counters=("refusals: contradicted",),
+        ),
+        Attack(
+            name="invented-gradients", row="F", stranger="tasks:invented_gradients", rules=("forward-first",),
+            stages=STAGES, changes=PIPELINE, min_pace=PIPELINE_PACE, seconds=10.0, limits={"added": OWN_SHARE},
+            counters=("microbatches: served: without forward",),
+        ),
     )
 }  # fmt: skip
 

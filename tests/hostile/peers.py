@@ -6,6 +6,7 @@ the processors idle: so the pace of a swarm shows the protocol and not the proce
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -17,14 +18,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from node.monitoring.status_reporter import StatusReporter
 from node.trainer.ipc.trainer_process import TrainerProcess
 from node.trainer.loop import Trainer
+from node.trainer.stages.stage_work import StageWork
 from tests.hostile.patches import replaced
 from tests.hostile.switches import Switches
 
 STEP_SECONDS = 0.05  # of sleep after each inner step
+FALSE_RESULTS = "false-activations", "false-gradients"  # switches of a hostile node, by its passes
+NOISE = 0.1  # of the spread of what a stage passes on: plausible, and wrong
+PASS_SECONDS = 0.02  # of sleep after each pass of a microbatch through a stage
 ROUNDS_FILE = "rounds.jsonl"
+MAX_DESCRIPTORS = 5  # of a trainer: channel, memory, perhaps a file and activations, and its log
 
 
 def honest(home: str, temporary: str, arguments: Sequence[str]) -> None:
@@ -48,8 +56,8 @@ def hostile(home: str, temporary: str, arguments: Sequence[str]) -> None:
 
 def _run_node(home: Path, temporary: str, arguments: Sequence[str], install: Any) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = temporary
-    trainer_socket, trainer_pid = _fork_trainer()
     switches = Switches(home)
+    trainer_socket, trainer_pid = _fork_trainer(switches)
     _hand_over_trainer(trainer_socket, trainer_pid)
     _record_rounds(home / ROUNDS_FILE)
     install(switches)
@@ -73,31 +81,33 @@ def _record_rounds(path: Path) -> None:
     replaced(StatusReporter, "record_rounds", record_rounds)
 
 
-def _fork_trainer() -> tuple[socket.socket, int]:
+def _fork_trainer(switches: Switches) -> tuple[socket.socket, int]:
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
         theirs.close()
         return ours, pid
     ours.close()
-    _become_trainer(theirs)
+    _become_trainer(theirs, switches)
     raise AssertionError("the trainer exits")
 
 
-def _become_trainer(control: socket.socket) -> None:
+def _become_trainer(control: socket.socket, switches: Switches) -> None:
     """Wait for the descriptors of channel, shared memory and log, then train until stopped."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.setpgid(0, 0)
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 3)
-        if len(descriptors) == 3:
-            channel, memory, errors = descriptors
+        _, descriptors, _, _ = socket.recv_fds(control, 1, MAX_DESCRIPTORS)
+        if descriptors:
+            channel, *memories, errors = descriptors
             os.dup2(errors, 2)
             replaced(Trainer, "_take_step", _sleep_after_step)
+            replaced(StageWork, "compute", _sleep_after_pass)
+            replaced(StageWork, "_put_output", functools.partial(_spoil_output, switches))
             from node.trainer.__main__ import main
 
-            code = main([str(os.getppid()), str(channel), str(memory)])
+            code = main([str(descriptor) for descriptor in (os.getppid(), channel, *memories)])
     finally:
         os._exit(code)
 
@@ -105,6 +115,21 @@ def _become_trainer(control: socket.socket) -> None:
 def _sleep_after_step(original: Any, self: Trainer) -> None:
     original(self)
     time.sleep(STEP_SECONDS)
+
+
+def _sleep_after_pass(original: Any, self: StageWork, command: Any) -> Any:
+    done = original(self, command)
+    time.sleep(PASS_SECONDS)
+    return done
+
+
+def _spoil_output(switches: Switches, original: Any, self: StageWork, command: Any, output: Any) -> None:
+    """Add noise to what a stage passes on, while a switch is on."""
+    name = FALSE_RESULTS[command.is_backward]
+    if output is not None and command.output is not None and switches.is_on(name):
+        output = output + NOISE * output.std() * torch.randn_like(output)
+        switches.note_use(name)
+    original(self, command, output)
 
 
 def _hand_over_trainer(control: socket.socket, pid: int) -> None:
@@ -116,7 +141,7 @@ def _hand_over_trainer(control: socket.socket, pid: int) -> None:
             return await original(self, channel_fd)
         trainer = waiting.pop()
         read_end, write_end = os.pipe()
-        socket.send_fds(control, [b"!"], [channel_fd, self._shared_memory.fds[0], write_end])
+        socket.send_fds(control, [b"!"], [channel_fd, *self._memory_fds, write_end])
         os.close(write_end)
         await trainer.read_errors(read_end)
         return trainer

@@ -11,7 +11,7 @@ from tests.hostile.attacks import ATTACKS, Attack
 from tests.hostile.scoreboard import RoundLine, Score, Window, are_digests_equal, count_foreign_rounds, pace
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "hostile.md"
-ROWS = {"1", "1b", "1c", "1d", *map(str, range(2, 18)), "6b", "6c", "13b"}
+ROWS = {"1", "1b", "1c", "1d", *map(str, range(2, 18)), "6b", "6c", "13b", "A", "B", "C", "D", "F"}
 
 
 def line(time: float, number: int, digest: str = "a") -> RoundLine:
@@ -22,14 +22,15 @@ def line(time: float, number: int, digest: str = "a") -> RoundLine:
 def test_attack_names_a_program_and_rules_that_exist(attack: Attack) -> None:
     from tests.hostile.attackers.equivocation import NAME
     from tests.hostile.attackers.members import LIES, SENT_TWICE
+    from tests.hostile.peers import FALSE_RESULTS
     from tests.hostile.rules import RULES
 
     if attack.stranger:
         module, _, function = attack.stranger.partition(":")
         assert hasattr(importlib.import_module(f"tests.hostile.attackers.{module}"), function)
     if attack.member:
-        assert (attack.switch or attack.name) in {*LIES, NAME, SENT_TWICE}
-    assert set(attack.rules) <= RULES.keys() | {"room", "manifest-bounds"}
+        assert (attack.switch or attack.name) in {*LIES, NAME, SENT_TWICE, *FALSE_RESULTS}
+    assert set(attack.rules) <= RULES.keys() | {"room", "manifest-bounds", "proof"}
 
 
 def test_every_row_of_the_list_has_an_attack() -> None:

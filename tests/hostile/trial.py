@@ -32,7 +32,8 @@ class Timing:
 def open_arena(template: Template, attack: Attack, rules_off: Sequence[str] = ()) -> Iterator[Arena]:
     """Start a swarm that suits an attack, inside the context."""
     with isolated_processes(), tempfile.TemporaryDirectory(prefix="mmh", dir="/tmp") as folder:
-        arena = Arena(template, Path(folder) / "r", small_manifest(**attack.changes), attack.member)
+        manifest = small_manifest(**attack.changes)
+        arena = Arena(template, Path(folder) / "r", manifest, attack.member, attack.stages, attack.stage)
         try:
             arena.start(rules_off)
             yield arena
@@ -58,7 +59,7 @@ def attack_until_ruin(arena: Arena, attack: Attack, timing: Timing) -> Score:
     start = _begin(arena, attack, attack.rules)
     while True:
         second = _pass(1.0)
-        if second.end - start < MIN_CONTROL_SECONDS:
+        if second.end - start < (attack.seconds if "trusted" in attack.limits else MIN_CONTROL_SECONDS):
             continue
         recent = _score(arena, clean, Window(max(start, second.end - PACE_SECONDS), second.end), before)
         score = replace(recent, foreign_rounds=arena.foreign_rounds(start))
@@ -75,7 +76,7 @@ def _begin(arena: Arena, attack: Attack, rules_off: Sequence[str]) -> float:
         arena.wait_until_member_lies(attack.switch or attack.name)
         return began
     options = dict(attack.options) | {"rules_off": list(rules_off)}
-    arena.start_strangers(f"tests.hostile.attackers.{attack.stranger}", options)
+    arena.start_strangers(f"tests.hostile.attackers.{attack.stranger}", options, attack.niceness)
     return time.monotonic()
 
 
@@ -101,9 +102,9 @@ def _score(
     return Score(
         loss_ratio=mean_loss(rounds, Window(attacked.end - LOSS_SECONDS, end)) / mean_loss(rounds, clean),
         pace_ratio=slowest_pace(rounds, [attacked]) / max(1e-9, slowest_pace(rounds, [clean])),
-        digests_equal=are_digests_equal(rounds, Window(attacked.start, end)),
+        digests_equal=all(are_digests_equal(each, Window(attacked.start, end)) for each in arena.rounds_by_stage()),
         counters=dict(sorted((+Counter(counters)).items())),
-        facts=arena.facts(),
+        facts=arena.facts() | {"void": counters["setbacks: step void"]},
         foreign_rounds=arena.foreign_rounds(attacked.start),
     )
 

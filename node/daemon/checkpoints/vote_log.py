@@ -1,12 +1,13 @@
 """Persist the vote of the open round, so that a node restarted after a kill does not vote differently.
 
-The proofs of misdeeds, and the convictions of audits with their findings, are in files next to it.
+The proofs of misdeeds, the convictions of audits with their findings, and the contradictions of results of a pipeline
+are in files next to it.
 
 The file is next to the node's key: a node that loses the folder loses both, and returns as a new peer without votes.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from protocol.errors import PeerFault, StorageError
 from protocol.files import write_atomically
 from protocol.manifest.run import RunId
 from protocol.murmur_pb2 import Signed
+from protocol.pipeline.results import Contradiction, ExcludedMaker
 
 
 class VoteLog:
@@ -157,3 +159,37 @@ class ConvictionFile:
         except (ValueError, TypeError, KeyError, DecodeError, PeerFault):
             return
         yield from (each for each in found if proves(each, opened, contribution))
+
+
+class ContradictionFile:
+    """The file with the keys whose results voters contradict: JSON, with all signed results and those voters."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def save(self, excluded: Iterable[ExcludedMaker]) -> None:
+        """Write all of them. Raises StorageError."""
+        entries = [
+            {"contradiction": each.found.to_wire().SerializeToString().hex(), "voters": sorted(each.voters)}
+            for each in excluded
+        ]
+        write_atomically(self._path, json.dumps(entries).encode())
+
+    def load(self, run_ids: Collection[RunId]) -> list[ExcludedMaker]:
+        """Return the keys that results of these stages prove guilty; a damaged file has none. Raises StorageError."""
+        try:
+            entries = json.loads(self._path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return []
+        except OSError as error:
+            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
+            raise StorageError(text) from error
+        opened = map(self._open, entries if isinstance(entries, list) else ())
+        return [each for each in opened if each is not None and each.found.run in run_ids and each.is_proved]
+
+    def _open(self, entry: Any) -> ExcludedMaker | None:
+        try:
+            body = wire.Contradiction.FromString(bytes.fromhex(entry["contradiction"]))
+            return ExcludedMaker(Contradiction.from_wire(body), frozenset(map(str, entry["voters"])))
+        except (ValueError, TypeError, KeyError, DecodeError, PeerFault):
+            return None

@@ -5,10 +5,11 @@ reads them here. Trainers must satisfy the run's rule of admission, at stages an
 ticket, and decide nothing as trainers. Standing comes from the certified commits of a stage: its voters and its late
 contributors have it. Before a stage has a commit that we know, its admitted trainers do.
 
-A key whose result two thirds of the voters of a stage contradict counts nowhere any more, until this node restarts.
+A key whose result two thirds of the voters of a stage contradict counts nowhere any more, also after a restart.
 """
 
 import time
+from collections.abc import Iterable
 
 from protocol.admission import AdmissionPolicy
 from protocol.electorate import Electorate
@@ -17,9 +18,9 @@ from protocol.identity import PeerId
 from protocol.membership.directory import PeerDirectory
 from protocol.membership.record_fields import record_of_stage
 from protocol.murmur_pb2 import PeerRecord
-from protocol.pipeline.results import Contradiction
+from protocol.pipeline.results import Contradiction, ExcludedMaker
 
-MAX_EXCLUDED = 4096
+MAX_EXCLUDED = 1024
 
 
 class AdmittedPeers:
@@ -27,14 +28,26 @@ class AdmittedPeers:
 
     Args:
         stages: the number of stages of the run, 1 for the whole model.
+        excluded: the keys that an earlier process has excluded.
     """
 
-    def __init__(self, directory: PeerDirectory, gate: AdmissionPolicy, stages: int = 1) -> None:
+    def __init__(
+        self,
+        directory: PeerDirectory,
+        gate: AdmissionPolicy,
+        stages: int = 1,
+        excluded: Iterable[ExcludedMaker] = (),
+    ) -> None:
         self.directory = directory
         self.gate = gate
         self._stages = stages
         self._electorates: dict[int, Electorate] = {}  # at the newest known head of each stage
-        self.contradicted: frozenset[PeerId] = frozenset()  # the keys whose results voters contradict
+        self.excluded = {each.found.liar: each for each in excluded if each.found.liar != directory.peer_id}
+
+    @property
+    def contradicted(self) -> frozenset[PeerId]:
+        """Return the keys whose results voters contradict."""
+        return frozenset(self.excluded)
 
     def records(self) -> dict[PeerId, PeerRecord]:
         """Return the records of the live peers without trainers that the run does not admit."""
@@ -50,25 +63,25 @@ class AdmittedPeers:
         electorate = self._electorates.get(stage)
         if electorate is None or not found.proves(electorate.voters):
             raise StaleError("the voters that we know do not contradict that result")
-        is_news = found.liar not in (*self.contradicted, self.directory.peer_id)
-        if not is_news or len(self.contradicted) >= MAX_EXCLUDED:
+        is_news = found.liar not in (*self.excluded, self.directory.peer_id)
+        if not is_news or len(self.excluded) >= MAX_EXCLUDED:
             return False
-        self.contradicted |= {found.liar}
+        self.excluded[found.liar] = ExcludedMaker(found, electorate.voters)
         return True
 
     def _counts(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
-        if peer in self.contradicted:
+        if peer in self.excluded:
             return False
         return record.role != "trainer" or self.gate.admits(peer, record.ticket, now)
 
     def admits(self, peer: PeerId, record: PeerRecord) -> bool:
         """Return whether the run admits a peer with this record, whatever its role is."""
-        return peer not in self.contradicted and self.gate.admits(peer, record.ticket, time.time())
+        return peer not in self.excluded and self.gate.admits(peer, record.ticket, time.time())
 
     def require(self, caller: PeerId) -> None:
         """Raise StaleError unless the run admits a caller, as far as we know its record."""
         record = self.directory.live().get(caller)
-        if caller in self.contradicted:
+        if caller in self.excluded:
             raise StaleError(f"{caller} is excluded: its result was false")
         if not self.gate.admits(caller, record.ticket if record is not None else b"", time.time()):
             raise StaleError(f"the run does not admit {caller}, or its record has not arrived yet")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from node.daemon.checkpoints.vote_log import ContradictionFile
 from node.daemon.inbox import Inbox
 from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages.activations import ActivationFetcher, ActivationStore, NodeBlobs
@@ -55,7 +56,7 @@ from node.trainer.ipc.stage_messages import (
 )
 from protocol import murmur_pb2 as wire
 from protocol.blobs.store import BlobStore
-from protocol.errors import ContradictedError, MalformedError, PeerFault, StaleError, UnreachableError
+from protocol.errors import ContradictedError, MalformedError, PeerFault, StaleError, StorageError, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import RunId
 from protocol.membership.directory import PeerDirectory
@@ -399,6 +400,7 @@ class StageEffects:
         """Report an excluded key, and tell all other peers once why."""
         fault = ContradictedError("excluded, because two thirds of the voters contradict its result")
         self._directory.record_refusal(found.liar, fault)
+        self._background.spawn(self._node.keep_excluded())
         for peer in sorted(self._node.admitted.records().keys() - {self._directory.peer_id}):
             self._spawn(peer, partial(self._contradict, peer, found))
         self._see_peers()
@@ -502,10 +504,21 @@ class StageEffects:
 
 
 class NodeStages:
-    """The stages of a node by run id; it passes each call about microbatches to the stage that the call names."""
+    """The stages of a node by run id; it passes each call about microbatches to the stage that the call names.
 
-    def __init__(self, admitted: AdmittedPeers, calls: StageCalls, decisions: StepDecisions | None = None) -> None:
+    `contradictions`: the file that keeps the excluded keys; None where nothing is kept.
+    """
+
+    def __init__(
+        self,
+        admitted: AdmittedPeers,
+        calls: StageCalls,
+        decisions: StepDecisions | None = None,
+        contradictions: ContradictionFile | None = None,
+    ) -> None:
         self.admitted = admitted
+        self._contradictions = contradictions
+        self._saving = asyncio.Lock()
         self.directory = directory = admitted.directory
         self.calls = calls
         self.records = StageRecords(directory, decisions)
@@ -555,6 +568,16 @@ class NodeStages:
     def take_contradiction(self, body: wire.Contradiction) -> None:
         """Pass on results that contradict one. Raises PeerFault."""
         self._owner.take_contradiction(Contradiction.from_wire(body))
+
+    async def keep_excluded(self) -> None:
+        """Write the excluded keys, with the results that prove them guilty."""
+        if self._contradictions is None:
+            return
+        async with self._saving:
+            try:
+                await asyncio.to_thread(self._contradictions.save, tuple(self.admitted.excluded.values()))
+            except StorageError as error:
+                logger.warning("a key is excluded only until this node restarts: %s", error)
 
     async def ask(self, peer: PeerId, task: Task) -> Answer:
         """Ask a server for a computation. Raises UnreachableError or PeerFault, as the other calls do."""

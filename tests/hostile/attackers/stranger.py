@@ -41,23 +41,29 @@ def main(target: str, home: str, run: str, addresses: Sequence[str], options: Ma
     attack: Attack = getattr(importlib.import_module(module), function)
     folder = Path(home)
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder.parent / "t")
-    asyncio.run(_attack(attack, folder, load_manifest(Path(run)), addresses, options))
+    asyncio.run(_attack(attack, folder, Path(run), addresses, options))
 
 
-async def _attack(
-    attack: Attack, home: Path, manifest: Manifest, addresses: Sequence[str], options: Mapping[str, Any]
-) -> None:
-    await attack(Stranger(home, manifest, addresses, options))
+async def _attack(attack: Attack, home: Path, run: Path, addresses: Sequence[str], options: Mapping[str, Any]) -> None:
+    await attack(Stranger(home, load_manifest(run), addresses, options, run))
     await asyncio.Event().wait()
 
 
 class Stranger:
     """One identity with a transport; `services` may be extended before `open`."""
 
-    def __init__(self, home: Path, manifest: Manifest, addresses: Sequence[str], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        home: Path,
+        manifest: Manifest,
+        addresses: Sequence[str],
+        options: Mapping[str, Any],
+        run: Path | None = None,
+    ) -> None:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.home = home
         self.manifest = manifest
+        self.run = run  # the file of the manifest; None for further identities of an attack
         self.run_id = manifest.run_id
         self.addresses = tuple(addresses)  # of the honest peers
         self.options = options

@@ -1,11 +1,13 @@
 """Who counts: tickets and lists at stages and stores, and standing by certified commits."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from node.daemon.checkpoints.vote_log import ContradictionFile
 from node.daemon.peers.admitted_peers import AdmittedPeers
 from node.daemon.stages import service
 from node.daemon.stages.service import StagesService
@@ -143,6 +145,36 @@ def test_key_whose_result_the_voters_contradict_counts_nowhere() -> None:
     assert not peers.admits(voters[0], directory.records[voters[0]])
     with pytest.raises(StaleError):
         peers.require(voters[0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "is_kept"),
+    [
+        (lambda text: text, True),
+        (lambda text: "[]", False),
+        (lambda text: text.replace(PEERS[1].peer_id, PEERS[3].peer_id), False),
+        (lambda text: text[:-9], False),
+        (lambda text: '[{"contradiction": "zz", "voters": []}, 7]', False),
+    ],
+    ids=["kept", "control: nothing", "other voters", "cut", "damaged"],
+)
+def test_restarted_node_excludes_by_the_evidence_on_disk(
+    tmp_path: Path, spoil: Callable[[str], str], is_kept: bool
+) -> None:
+    voters = [each.peer_id for each in PEERS[:3]]
+    directory = Directory(**{voter: trainer(0) for voter in voters})
+    before = cut_in_two(directory)
+    before.learn(0, certified(*voters))
+    assert before.exclude(contradiction(2), 0)
+    file = ContradictionFile(tmp_path / "contradictions.json")
+    assert not file.load({RUN})
+    file.save(before.excluded.values())
+    (tmp_path / "contradictions.json").write_text(spoil((tmp_path / "contradictions.json").read_text()))
+    after = AdmittedPeers(cast(Any, directory), before.gate, 2, file.load({RUN}))
+    assert (voters[0] not in after.records()) is is_kept
+    assert not file.load({"cd" * 32}), "of another run"
+    directory.peer_id = voters[0]
+    assert not AdmittedPeers(cast(Any, directory), before.gate, 2, file.load({RUN})).contradicted, "nobody itself"
 
 
 def test_nobody_excludes_itself() -> None:

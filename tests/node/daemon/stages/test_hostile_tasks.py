@@ -1,5 +1,6 @@
 """Hostile tasks end no node and leave no server waiting: the real activation store, fetcher and trainer of a stage."""
 
+import asyncio
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from node.daemon.checkpoints.vote_log import ContradictionFile
 from node.daemon.stages import stage_effects
 from node.daemon.stages.activations import (
     ActivationFetcher,
@@ -381,5 +383,9 @@ async def test_owner_excludes_by_the_results_of_its_audit(tmp_path: Path) -> Non
     assert not stage.node.admitted.contradicted, "nobody has a vote yet"
     voters = frozenset(each.peer_id for each in (liar, *others))
     stage.node.admitted.learn(stage.manifest.stage, Electorate(OPEN, 9, voters, {}))
+    file = stage.node._contradictions = ContradictionFile(tmp_path / "contradictions.json")
     stage.stage._run(action)
     assert stage.node.admitted.contradicted == {liar.peer_id}
+    while not (tmp_path / "contradictions.json").exists():
+        await asyncio.sleep(0.01)
+    assert [each.found.liar for each in file.load({stage.manifest.run_id})] == [liar.peer_id]
