@@ -1,10 +1,14 @@
-"""Reinforcement learning in one process: a warm-up on answers, then RL on scored rollouts; and cheats by their kind.
+"""Reinforcement learning by processes behind slow links, or in one process; and cheats by their kind.
 
-    python -m benchmarks.rl [--seeds 3] [--task reverse] [--updates 60] [--loss dppo] [--json]
+    python -m benchmarks.rl [--tasks reverse brackets] [--seeds 3] [--minutes 20] [--recipe frugal] [--json]
+    python -m benchmarks.rl --local [--tasks reverse] [--seeds 3] [--updates 1000] [--loss dppo] [--json]
 
-A small decoder of bytes learns a task from right answers until it is mediocre, and then from the scores of its own
-answers: groups of draws with public noise, rewards centred in each group, and a loss with a trust region. The control
-goes on without updates. Rewards are those of held-out questions, at temperature 1.
+The first form is `benchmarks.rl_swarm`: one trainer and three rollout peers, some of which die. It needs root,
+iproute2, nftables and iptables, and a core for each peer; on fewer cores, more minutes.
+
+`--local`: a small decoder of bytes learns a task from right answers until it is mediocre, and then from the scores of
+its own answers: groups of draws with public noise, rewards centred in each group, and a loss with a trust region. The
+control goes on without updates. Rewards are those of questions that are asked in no update, at temperature 1.
 
 The last table judges claimed rollouts of the model after the warm-up, about 300 tokens of one peer at a time: `exact`
 is the rule for devices of one kind, `sum` that for others, calibrated on half of the honest bf16 claims.
@@ -12,27 +16,36 @@ is the rule for devices of one kind, `sum` that for others, calibrated on half o
 
 import argparse
 import copy
+import functools
+import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.rl_swarm import SwarmResult, measure_processes
 from node.model import LanguageModel, build_model, initial_weights
 from node.model.generate import Completion, Sampling, complete
-from optim.rollouts import POLICY_LOSSES, SumTest, centre_rewards, is_exact, margins_of, noise_key
+from optim.rollouts import POLICY_LOSSES, SumTest, centre_rewards, is_exact, margins_of, mean_entropy, noise_key
 from protocol.manifest.model import ModelSection
 from protocol.scored_tasks import TASKS, Question
+from tests.netlab.lab.namespaces import reason_unavailable
 
-MODEL = ModelSection(vocabulary=128, width=64, layers=2, heads=4, hidden=176, context=48)
+MODEL = ModelSection(vocabulary=128, width=32, layers=2, heads=4, hidden=88, context=48)
 USABLE = torch.arange(MODEL.vocabulary)
 END = ord("\n")
 ANSWER_TOKENS = 12
-GROUP = 8
-HELD_OUT = 1_000_000  # numbers of questions that nobody trains on
+GROUP, GROUPS = 8, 16
+ENTROPY = 0.02
+RATE = 2e-3
+GOAL = 0.85  # of the mean of `NEWEST` updates; a little more than is promised for held-out questions
+NEWEST = 25
+FIRST_SCORED, HELD_OUT = 500_000, 1_000_000  # numbers of the first questions
 HONEST_AND_CHEATS = (
     "honest", "honest, 2 threads", "honest, bf16", "greedy", "temperature 0.7", "older policy", "int8 weights",
     "edited token", "copied rollout", "wrong prompt",
@@ -53,15 +66,18 @@ class Rollout:
 
 @dataclass
 class Result:
-    """The mean rewards of one seed, and the metrics of its last update."""
+    """The mean rewards of one seed, CPU-seconds, and the metrics of its last update; `curve`: means of 25 updates."""
 
+    task: str
     seed: int
     before: float
     after: float
     control: float
     seconds: float
+    updates: int
     skipped_groups: int
     metrics: dict[str, float]
+    curve: list[float]
 
 
 def encode(text: str) -> list[int]:
@@ -104,19 +120,20 @@ def warm_up(model: LanguageModel, task: str, run: str, reward: float, steps: int
     """Learn from right answers until the mean reward is at least this; returns an earlier policy."""
     optimizer, older = torch.optim.AdamW(model.parameters(), lr=2e-3), copy.deepcopy(model)
     for step in range(steps):
-        if step % 50 == 0:
+        if step % 20 == 0:
             if mean_reward(model, task, run, 64) >= reward:
                 return older
             older = copy.deepcopy(model)
-        questions = [TASKS[task].question(run, step * 64 + number) for number in range(64)]
-        right = [Rollout(each, encode(each.prompt), 0, encode(solution(each) + "\n"), [], 1.0) for each in questions]
+        numbered = (TASKS[task].question(run, step * 64 + number) for number in range(64))
+        questions = [each for each in numbered if each.prompt not in held_out_prompts(task, run)]
+        answers = [encode(TASKS[task].right_answer(each) + "\n") for each in questions]
+        right = [
+            Rollout(each, encode(each.prompt), 0, answer, [], 1.0)
+            for each, answer in zip(questions, answers, strict=True)
+        ]
         logits, tokens = answer_logits(model, right)
         _step(optimizer, torch.nn.functional.cross_entropy(logits, tokens))
     return older
-
-
-def solution(question: Question) -> str:
-    return (" " if question.task == "sort" else "").join(question.solution)
 
 
 def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -126,35 +143,71 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-def mean_reward(model: LanguageModel, task: str, run: str, count: int = 256) -> float:
-    questions = [TASKS[task].question(run, HELD_OUT + number) for number in range(count)]
-    rollouts = roll_out(model, questions, [noise_key(run, "held out", number) for number in range(count)])
+def mean_reward(model: LanguageModel, task: str, run: str, count: int = 256, noise: str = "") -> float:
+    questions = list(itertools.islice(held_out(task, run), count))
+    rollouts = roll_out(model, questions, [noise_key(run, "held out", noise, number) for number in range(count)])
     return sum(rollout.reward for rollout in rollouts) / count
 
 
-def reinforce(model: LanguageModel, task: str, run: str, updates: int, loss_name: str) -> tuple[int, dict[str, float]]:
-    """Learn from groups of scored rollouts; returns the groups without variance, and the last metrics.
+@functools.cache
+def held_out_prompts(task: str, run: str) -> frozenset[str]:
+    """Return the prompts that no update from scores asks."""
+    return frozenset(question.prompt for question in itertools.islice(held_out(task, run), 256))
 
-    The rollouts of a batch make two steps, so that the second one is off-policy.
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    skipped, metrics = 0, dict[str, float]()
-    for update in range(updates):
-        rollouts, groups = list[Question](), list[int]()
-        for group in range(24):
-            question = TASKS[task].question(run, 500_000 + update * 24 + group)
-            rollouts += [question] * GROUP
-            groups += [group] * GROUP
-        keys = [noise_key(run, update, group, number % GROUP) for number, group in enumerate(groups)]
-        drawn = roll_out(model, rollouts, keys)
-        advantages = centre_rewards(torch.tensor([each.reward for each in drawn]), groups)
-        skipped += advantages.skipped_groups
+
+def held_out(task: str, run: str) -> Iterator[Question]:
+    return (TASKS[task].question(run, number) for number in itertools.count(HELD_OUT))
+
+
+def asked(task: str, run: str) -> Iterator[Question]:
+    """Yield the questions of updates from scores."""
+    kept = held_out_prompts(task, run)
+    return (
+        question
+        for number in itertools.count(FIRST_SCORED)
+        if (question := TASKS[task].question(run, number)).prompt not in kept
+    )
+
+
+@dataclass
+class Learned:
+    """Groups without variance, the updates, the metrics of the last one, and the mean reward of each."""
+
+    skipped: int = 0
+    updates: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+
+    def curve(self) -> Iterator[float]:
+        """Yield the means of `NEWEST` updates at a time."""
+        for first in range(0, len(self.rewards), NEWEST):
+            part = self.rewards[first : first + NEWEST]
+            yield sum(part) / len(part)
+
+    @property
+    def has_reached(self) -> bool:
+        return len(self.rewards) >= NEWEST and sum(self.rewards[-NEWEST:]) / NEWEST >= GOAL
+
+
+def reinforce(model: LanguageModel, task: str, run: str, updates: int, loss_name: str, entropy: float) -> Learned:
+    """Learn from groups of scored rollouts, up to the goal."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, betas=(0.9, 0.99))
+    questions, learned = asked(task, run), Learned()
+    while learned.updates < updates and not learned.has_reached:
+        chosen = [question for question in itertools.islice(questions, GROUPS) for _ in range(GROUP)]
+        groups = [number // GROUP for number in range(len(chosen))]
+        keys = [noise_key(run, learned.updates, number) for number in range(len(chosen))]
+        drawn = roll_out(model, chosen, keys)
+        rewards = torch.tensor([each.reward for each in drawn])
+        advantages = centre_rewards(rewards, groups)
+        learned.skipped += advantages.skipped_groups
+        learned.rewards.append(float(rewards.mean()))
+        learned.updates += 1
         kept = [number for number, value in enumerate(advantages.values.tolist()) if value != 0.0]
-        if not kept:
-            continue
-        for half in (kept[::2], kept[1::2]):
-            metrics = _learn(model, optimizer, [drawn[number] for number in half], advantages.values[half], loss_name)
-    return skipped, metrics
+        if kept:
+            own = [drawn[number] for number in kept]
+            learned.metrics = _learn(model, optimizer, own, advantages.values[kept], loss_name, entropy)
+    return learned
 
 
 def _learn(
@@ -163,26 +216,34 @@ def _learn(
     rollouts: Sequence[Rollout],
     advantages: Tensor,
     loss_name: str,
+    entropy: float,
 ) -> dict[str, float]:
     logits, tokens = answer_logits(model, rollouts)
     found = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0]
     behaviour = torch.tensor([value for rollout in rollouts for value in rollout.behaviour])
     lengths = torch.tensor([len(rollout.answer) for rollout in rollouts])
     loss, metrics = POLICY_LOSSES[loss_name](found, behaviour, advantages.repeat_interleave(lengths))
-    _step(optimizer, loss)
+    _step(optimizer, loss - entropy * mean_entropy(logits, 1.0))
     return asdict(metrics)
 
 
-def measure(task: str, seed: int, updates: int, loss_name: str) -> tuple[Result, LanguageModel, LanguageModel]:
+def measure(
+    task: str, seed: int, updates: int, loss_name: str, entropy: float
+) -> tuple[Result, LanguageModel, LanguageModel]:
     """Measure one seed; returns also the model after the warm-up and one before it."""
-    run, start = f"benchmark {seed}", time.monotonic()
+    run, start = f"benchmark {seed}", time.process_time()
     model = build_model(MODEL)
     model.load_flat(initial_weights(MODEL, seed))
     older = warm_up(model, task, run, 0.3)
     warm, before = copy.deepcopy(model), mean_reward(model, task, run)
-    skipped, metrics = reinforce(model, task, run, updates, loss_name)
-    after, control = mean_reward(model, task, run), mean_reward(warm, task, f"{run} again")
-    return Result(seed, before, after, control, time.monotonic() - start, skipped, metrics), warm, older
+    learned = reinforce(model, task, run, updates, loss_name, entropy)
+    after, control = mean_reward(model, task, run), mean_reward(warm, task, run, noise="again")
+    seconds = time.process_time() - start
+    result = Result(
+        task, seed, before, after, control, seconds, learned.updates, learned.skipped, learned.metrics,
+        list(learned.curve()),
+    )  # fmt: skip
+    return result, warm, older
 
 
 def claims(kind: str, model: LanguageModel, older: LanguageModel, questions: Sequence[Question]) -> list[Rollout]:
@@ -265,27 +326,65 @@ def margins_by_peer(model: LanguageModel, rollouts: Sequence[Rollout], peers: in
     return found
 
 
+def measure_local(options: argparse.Namespace) -> tuple[list[Result], dict[str, Any]]:
+    """Measure all tasks and seeds in this process, and the claims after the first warm-up."""
+    results, kinds = list[Result](), dict[str, Any]()
+    for task, seed in itertools.product(options.tasks, range(options.seeds)):
+        result, warm, older = measure(task, seed, options.updates, options.loss, options.entropy)
+        results.append(result)
+        note(result)
+        if not kinds:
+            kinds = judge_kinds(task, warm, older, options.peers)
+    return results, kinds
+
+
+def measure_swarms(options: argparse.Namespace) -> tuple[list[SwarmResult], dict[str, Any]]:
+    """Measure all tasks and seeds by processes, and then the claims."""
+    results = list[SwarmResult]()
+    for task, seed in itertools.product(options.tasks, range(options.seeds)):
+        results.append(measure_processes(task, seed, options.minutes, options.recipe))
+        note(results[-1])
+    _, warm, older = measure(options.tasks[0], 0, 0, options.loss, options.entropy)
+    return results, judge_kinds(options.tasks[0], warm, older, options.peers)
+
+
+def note(result: Result | SwarmResult) -> None:
+    """Print a result while the next one is measured."""
+    rewards = f"{result.before:.3f} -> {result.after:.3f}, control {result.control:.3f}"
+    print(f"{result.task}, seed {result.seed}: reward {rewards}; {describe(result)}", file=sys.stderr, flush=True)
+
+
+def describe(result: Result | SwarmResult) -> str:
+    if isinstance(result, Result):
+        of = f"{result.skipped_groups} of {result.updates * GROUPS} groups without variance"
+        return f"{result.seconds:.0f} CPU-seconds, {result.updates} updates, {of}"
+    received = max(result.bytes_received) / 1e6
+    return (
+        f"{result.minutes:.1f} minutes, {result.rounds} rounds, {received:.1f} MB to a rollout peer at most, "
+        f"weights {result.share_of_bf16:.1%} of bf16 a round, {result.refused} of {result.taken + result.refused} "
+        f"honest groups refused, killed: {', '.join(result.deaths) or 'nobody'}"
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--task", default="reverse", choices=("reverse", "sort", "arithmetic"))
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--tasks", nargs="+", default=["reverse", "brackets"], choices=tuple(TASKS))
+    parser.add_argument("--minutes", type=float, default=20.0, help="of learning from scores at most")
+    parser.add_argument("--recipe", default="frugal")
+    parser.add_argument("--local", action="store_true", help="in this process, with --updates, --loss and --entropy")
+    parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--loss", default="dppo", choices=POLICY_LOSSES)
+    parser.add_argument("--entropy", type=float, default=ENTROPY)
     parser.add_argument("--peers", type=int, default=40, help="claims of each kind")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not options.local and (reason := reason_unavailable()) is not None:
+        parser.error(f"{reason}; --local needs no networks")
     torch.set_num_threads(1)
-    results, kinds = list[Result](), dict[str, Any]()
-    for seed in range(options.seeds):
-        result, warm, older = measure(options.task, seed, options.updates, options.loss)
-        results.append(result)
-        if not options.json:
-            print(f"seed {seed}: reward {result.before:.3f} -> {result.after:.3f}, control {result.control:.3f}")
-            print(f"    {result.seconds:.0f} s, {result.skipped_groups} groups skipped, {result.metrics}", flush=True)
-        if seed == 0:
-            kinds = judge_kinds(options.task, warm, older, options.peers)
+    results, kinds = measure_local(options) if options.local else measure_swarms(options)
     if options.json:
-        print(json.dumps({"seeds": [asdict(result) for result in results], "kinds": kinds}, indent=2))
+        print(json.dumps({"runs": [asdict(result) for result in results], "kinds": kinds}, indent=2))
         return
     print(f"{'kind':20} {'tokens':>7} {'margin':>8} {'exact':>7} {'sum':>7}")
     for kind, found in kinds.items():

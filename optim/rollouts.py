@@ -37,6 +37,10 @@ For the token t of a text, with its log probability p_t now, b_t when it was dra
             the others is at most 0.04; k_t = 0. (M2PO, arXiv 2510.01161: a second moment bounds the variance of r_t,
             and texts that are hundreds of updates old still teach.)
 
+Scores alone make a policy certain of whatever guess is best while it cannot tell questions apart yet; then nothing else
+is drawn, and nothing else is learned. So a run may subtract a small multiple of the mean entropy from either loss: with
+the weight h a token whose score is higher by a is at most exp(a / h) times as probable (Williams & Peng 1991).
+
 A group whose rewards are all equal teaches nothing: it is left out and counted. The divisor counts the tokens that
 remain, so that a long text weighs as much per token as a short one.
 
@@ -225,6 +229,12 @@ def m2po(log_probabilities: Tensor, behaviour: Tensor, advantages: Tensor) -> tu
     log_ratio = log_probabilities - behaviour
     kept = keep_small_moment(log_ratio.detach())
     return -(kept * advantages * log_ratio.exp()).sum() / len(kept), _measure(log_ratio, kept)
+
+
+def mean_entropy(logits: Tensor, temperature: float) -> Tensor:
+    """Compute the mean entropy in nats of the draws at logits (S, V) at a temperature."""
+    log_probabilities = torch.log_softmax(logits / temperature, dim=-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(dim=-1).mean()
 
 
 def keep_small_moment(log_ratio: Tensor) -> Tensor:

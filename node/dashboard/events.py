@@ -166,6 +166,15 @@ class ValidationMeasured(EventModel):
     by_source: dict[str, float] = {}  # of a mixture, by the names of the sources
 
 
+class ScoresMeasured(EventModel):
+    """The mean score of the answers that trainers had learned from last when round `round` was committed."""
+
+    kind: Literal["scored"] = "scored"
+    at: float
+    round: Count
+    reward: Annotated[float, Field(ge=0, le=1)]
+
+
 class SampleGenerated(EventModel):
     """Text that the model wrote after `round` rounds, continuing the prompt."""
 
@@ -259,6 +268,7 @@ LoggedEvent = (
     | RoundCommitted
     | RoundTimed
     | ValidationMeasured
+    | ScoresMeasured
     | SampleGenerated
     | ModelEvaluated
     | RunSteered

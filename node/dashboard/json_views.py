@@ -57,6 +57,7 @@ SERIES: dict[str, Callable[[RoundSummary], float | None]] = {
     "tokens": lambda row: row.tokens,
     "loss": lambda row: round(row.loss, 5),
     "validation": lambda row: row.validation_loss,
+    "reward": lambda row: None if row.reward is None else round(row.reward, 4),
     "contributors": lambda row: row.contributors,
     "late": lambda row: row.late_count,
     "message": lambda row: round(row.contribution_bytes),

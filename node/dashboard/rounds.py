@@ -21,7 +21,8 @@ Measurement = tuple[int, float]  # rounds before it, loss
 class RoundSummary:
     """One committed round; the byte counts are per peer, `seconds` is the time since the previous round.
 
-    `sent_bytes` and the validation losses (of the model after this round) are measured later, or never.
+    `sent_bytes`, the mean score of answers (`reward`, of runs that learn from scores) and the validation losses (of the
+    model after this round) are measured later, or never.
     """
 
     round: int
@@ -35,6 +36,7 @@ class RoundSummary:
     all_reduce_bytes: float
     seconds: float | None
     sent_bytes: float | None = None
+    reward: float | None = None
     validation_loss: float | None = None
     validation_by_source: Mapping[str, float] = field(default_factory=dict)
 

@@ -32,6 +32,7 @@ from node.dashboard.events import (
     RunFacts,
     RunSteered,
     SampleGenerated,
+    ScoresMeasured,
     SwarmFound,
     SwarmLost,
     ValidationMeasured,
@@ -236,6 +237,8 @@ def _apply_logged(state: RunState, event: DashboardEvent) -> RunState:
             return _apply_committed(state, event)
         case RoundTimed():
             return _apply_timed(state, event)
+        case ScoresMeasured():
+            return _apply_scored(state, event)
         case ValidationMeasured():
             return _apply_measured(state, event)
         case ChainForked():
@@ -378,6 +381,11 @@ def _apply_measured(state: RunState, event: ValidationMeasured) -> RunState:
         return state
     rows = state.rows.replace_row(replace(row, validation_loss=event.loss, validation_by_source=event.by_source))
     return replace(state, rows=rows, trend=state.trend.add_validation(event.round, event.loss))
+
+
+def _apply_scored(state: RunState, event: ScoresMeasured) -> RunState:
+    row = state.rows.find(event.round)
+    return state if row is None else replace(state, rows=state.rows.replace_row(replace(row, reward=event.reward)))
 
 
 def _apply_forked(state: RunState, event: ChainForked) -> RunState:

@@ -29,6 +29,7 @@ from node.dashboard.events import (
     RunAbout,
     RunFacts,
     RunSteered,
+    ScoresMeasured,
     SwarmFound,
     SwarmLost,
     ValidationMeasured,
@@ -99,6 +100,7 @@ class SwarmWatcher:
         self._diverged: deque[tuple[PeerId, int]] = deque(maxlen=MAX_KEPT_DIVERGED)
         self._adoptions = AdoptionRecord()
         self._newest_validation = 0
+        self._scored_round = -1
         self._news_bucket = TokenBuckets(NEWS_BURST, NEWS_PER_SECOND)
         self._nobody_seen_since: float | None = None
         node.directory.subscribe(self)
@@ -132,6 +134,7 @@ class SwarmWatcher:
             self._event_log.record(event)
             if isinstance(event, ChainForked):  # the other chain's rounds of these numbers are measured again
                 self._newest_validation = min(self._newest_validation, event.round)
+                self._scored_round = min(self._scored_round, event.round - 1)
                 self._parting_records.clear()
 
     def poll(self, now: float) -> None:
@@ -201,6 +204,7 @@ class SwarmWatcher:
             self._event_log.record(RoundTimed(at=now, round=round_number, lanes=lanes))
         trainers = self._trainers(now)
         self._record_validation({**self._parting_records, **trainers}, now)
+        self._record_scores(trainers, now)
         for diverged in find_diverged(trainers) if self._has_one_state else ():
             if diverged not in self._diverged and self._news_bucket.try_take(SHARED_BUCKET, now):
                 self._diverged.append(diverged)
@@ -218,6 +222,14 @@ class SwarmWatcher:
                 self._event_log.record(
                     ValidationMeasured(at=now, peer=peer, round=record.validation_round, loss=loss, by_source=by_source)
                 )
+
+    def _record_scores(self, trainers: Mapping[PeerId, PeerRecord], now: float) -> None:
+        """Record once for each round the mean score of the answers that its trainers learned from last."""
+        rewards = [record.reward for record in trainers.values() if record.HasField("reward")]
+        if rewards and self._known_round > self._scored_round:
+            self._scored_round = self._known_round
+            mean = min(1.0, max(0.0, sum(rewards) / len(rewards)))
+            self._event_log.record(ScoresMeasured(at=now, round=self._known_round, reward=mean))
 
     def _record_steering(self, now: float) -> None:
         """Record new revisions of the organiser, and those that have begun to hold."""

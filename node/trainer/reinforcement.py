@@ -27,7 +27,16 @@ from node.model import LanguageModel
 from node.trainer.devices.device import autocast_context
 from node.trainer.inner_step import loaded_weights
 from node.trainer.ipc.rollout_messages import GroupVerdict, RolloutSample, RolloutsJudged
-from optim.rollouts import POLICY_LOSSES, PolicyMetrics, SumTest, centre_rewards, is_exact, margins_of, noise_key
+from optim.rollouts import (
+    POLICY_LOSSES,
+    PolicyMetrics,
+    SumTest,
+    centre_rewards,
+    is_exact,
+    margins_of,
+    mean_entropy,
+    noise_key,
+)
 from protocol import murmur_pb2 as wire
 from protocol.errors import DataError
 from protocol.identity import PeerId
@@ -305,6 +314,8 @@ class RolloutLearner:
         behaviour = torch.tensor([value for row, _ in part for value in row.claimed], device=device)
         advantages = torch.tensor([value for row, value in part for _ in row.answer], device=device)
         loss, metrics = POLICY_LOSSES[loss_name](found, behaviour, advantages)
+        if self._rl.entropy:
+            loss = loss - self._rl.entropy * mean_entropy(torch.cat(logits), self._rl.temperature)
         torch.autograd.backward(loss * (len(behaviour) / total))
         return metrics
 

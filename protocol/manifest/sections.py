@@ -224,6 +224,7 @@ class ReinforcementSection(Section):
     answer_tokens: int = Field(default=64, ge=1, le=MAX_ANSWER_TOKENS, description="the most of one answer")
     temperature: float = Field(default=1.0, ge=0.05, le=10, description="of the draws")
     loss: str = Field(default="dppo", description="dppo or m2po: how far a step may move the policy")
+    entropy: float = Field(default=0.0, ge=0, le=10, description="weight of the entropy of the draws, added to scores")
     rate_factor: float = Field(default=1.0, gt=0, le=100, description="of the learning rate, from start_round on")
     ahead: int = Field(default=1, ge=0, le=16, description="batches that a rollout peer may draw beyond the first")
     fresh_rounds: int = Field(default=1, ge=0, le=MAX_POLICY_AGE, description="older groups are learned by m2po")

@@ -14,6 +14,7 @@ from optim.rollouts import (
     dppo,
     keep_small_moment,
     m2po,
+    mean_entropy,
 )
 
 every_loss = pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -106,3 +107,25 @@ def test_rewards_are_centred_in_their_groups_and_flat_groups_counted() -> None:
     found = centre_rewards(torch.tensor([1.0, 0.0, 0.1, 0.1, 0.1, 0.5]), [7, 7, 3, 3, 3, 9])
     assert found.values.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
     assert found.skipped_groups == 2
+
+
+def certainty(weight: float) -> float:
+    """Learn which of two tokens is right where nothing shows it, and the first one is in 55 % of all cases."""
+    logits = torch.zeros(1, 2, requires_grad=True)
+    for _ in range(2000):
+        loss = -(torch.tensor([0.55, 0.45]) * torch.softmax(logits, dim=-1)).sum() - weight * mean_entropy(logits, 1.0)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        logits = (logits - 2.0 * gradient).detach().requires_grad_()
+    return float(torch.softmax(logits.detach(), dim=-1)[0, 0])
+
+
+def test_entropy_keeps_the_draws_open_where_scores_hardly_differ() -> None:
+    """Scores alone make the policy certain of the better guess, which it could not unlearn."""
+    assert certainty(0.0) > 0.98
+    assert certainty(0.2) == pytest.approx(1 / (1 + math.exp(-0.1 / 0.2)), abs=1e-3)
+
+
+def test_mean_entropy_is_that_of_the_tempered_draws() -> None:
+    logits = torch.tensor([[0.0, 0.0], [2 * math.log(3), 0.0]])
+    expected = (math.log(2) - 0.75 * math.log(0.75) - 0.25 * math.log(0.25)) / 2
+    assert float(mean_entropy(logits, 2.0)) == pytest.approx(expected, abs=1e-6)

@@ -176,6 +176,22 @@ def test_validation_is_recorded_once_and_after_its_round() -> None:
     assert row is not None and row.validation_loss == 2.5
 
 
+def test_scores_are_recorded_once_a_round_as_the_mean_of_trainers_that_learn_from_some() -> None:
+    scene = Scene()
+    learns = {ADA: record(reward=0.25), BOB: record(reward=0.75)}
+    scene.directory.records = learns
+    scene.watcher.poll(1.0)
+    assert "scored" not in scene.kinds(), "no round yet"
+    scene.event_log.record(committed(0))
+    for now in (2.0, 3.0):
+        scene.watcher.poll(now)
+    scene.directory.records = {ADA: record(), BOB: record()}
+    scene.event_log.record(committed(1))
+    scene.watcher.poll(4.0)
+    assert scene.kinds().count("scored") == 1
+    assert [row.reward for row in scene.event_log.state.rows] == [0.5, None]
+
+
 @pytest.mark.parametrize(("count", "expected"), [(2, {"code": 1.5, "books": 2.5}), (0, {}), (1, {}), (3, {})])
 def test_validation_losses_of_sources_are_named_by_the_manifest(count: int, expected: dict[str, float]) -> None:
     sources = tuple(SourceSection(name=name, source="text") for name in ("code", "books"))

@@ -59,11 +59,12 @@ def draw(
     question: Question | None = None,
     noise_place: Place | None = None,
     device: str = CPU,
+    run_id: str = MANIFEST.run_id,
 ) -> RolloutGroup:
     """Draw a group, by default as the run prescribes."""
-    question = question or question_of("reverse", MANIFEST.run_id, MAKER, place)
+    question = question or question_of("reverse", run_id, MAKER, place)
     prompt = ENCODER.prompt(question)
-    keys = [noise_key(*noise_parts(MANIFEST.run_id, MAKER, noise_place or place, sample)) for sample in range(8)]
+    keys = [noise_key(*noise_parts(run_id, MAKER, noise_place or place, sample)) for sample in range(8)]
     drawn = complete(
         model, [prompt] * 8, 12, Sampling(temperature), ENCODER.usable, ENCODER.stops, keys, keeps_stops=True
     )
@@ -244,6 +245,40 @@ def test_gradient_raises_the_probability_of_better_answers(monkeypatch: pytest.M
     before = preference(model, ENCODER.prompt(question), group)
     model.load_flat(model.flat - 0.01 * model.flat_gradient)
     assert preference(model, ENCODER.prompt(question), group) > before
+
+
+def slow_gradient(model: LanguageModel, prompt: list[int], group: RolloutGroup, entropy: float) -> torch.Tensor:
+    """Compute that of REINFORCE with the mean of the group as its baseline, one answer at a time."""
+    rewards = [float(answer.tokens[0] % 2) for answer in group.answers]
+    model.attach_gradient()
+    loss = torch.zeros(())
+    for answer, reward in zip(group.answers, rewards, strict=True):
+        logits = model(torch.tensor([[*prompt, *answer.tokens]]))[0, len(prompt) - 1 : -1].float()[:, ENCODER.usable]
+        spread = torch.log_softmax(logits, dim=-1)
+        places = torch.searchsorted(ENCODER.usable, torch.tensor(answer.tokens))
+        loss = loss - (reward - sum(rewards) / len(rewards)) * spread.gather(1, places[:, None]).sum()
+        loss = loss + entropy * (spread * spread.exp()).sum()
+    torch.autograd.backward(loss / group.tokens)
+    assert model.flat_gradient is not None
+    gradient = model.flat_gradient.clone()
+    model.clear_gradient()
+    return gradient
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.5])
+def test_gradient_of_fresh_groups_is_that_of_plain_reinforce(entropy: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = parse_manifest(SMALL + f"entropy = {entropy}\n".encode(), "run.toml")
+    monkeypatch.setattr(QuestionEncoder, "score", lambda _, asked, tokens: float(tokens[0] % 2))
+    model = sharp_model(1)
+    groups = (draw(model, Place(3, serial), run_id=manifest.run_id) for serial in range(30))
+    group = next(each for each in groups if len({answer.tokens[0] % 2 for answer in each.answers}) == 2)
+    prompt = ENCODER.prompt(question_of("reverse", manifest.run_id, MAKER, group.place))
+    expected = slow_gradient(model, prompt, group, entropy)
+    learner = learner_of(model, manifest)
+    learner.receive(MAKER, group.to_wire().SerializeToString())
+    assert learner.learn(3, 3, (), None).has_gradient
+    assert model.flat_gradient is not None
+    torch.testing.assert_close(model.flat_gradient, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_group_without_variance_is_counted_and_the_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 "use strict";
-// Two uPlot charts: colours from the page's CSS variables, widths that follow their boxes, a line of text on hover.
+// The uPlot charts: colours from the page's CSS variables, widths that follow their boxes, a line of text on hover.
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
@@ -74,6 +74,13 @@ function lossChart(box, view, words) {
     y: { range: (plot, low, high) => low == null ? [0, 1] : uPlot.rangeNum(low, high, 0.08, false) },
     axis: { ...axis((plot, ticks) => ticks.map((tick) => +tick.toFixed(4)), 46, true), space: 20 },  // several ticks
     series: [{ ...line("pale", undefined, 1), spanGaps: false }, { ...line("busy"), spanGaps: false }, line("warn", [5, 4], 1.5)],
+  }, words);
+}
+
+function rewardChart(box, view, words) {
+  return new Chart(box, view, {
+    y: { range: () => [0, 1] }, axis: { ...axis((plot, ticks) => ticks.map((tick) => +tick.toFixed(2)), 46, true), space: 20 },
+    series: [line("ok")],
   }, words);
 }
 

@@ -4,7 +4,7 @@
 const MAX_ROUNDS = 4000;
 const SMOOTHING = [1, 2, 4, 8, 16, 32, 64, 128];  // rounds, by position of the slider
 let rows = [], shown = [], axisName = "round", zoom = null, unit = [1e3, "k"], baseline = [];
-let lossPlot, bytesPlot;
+let lossPlot, bytesPlot, rewardPlot;
 
 const view = {
   range: () => zoom || fullRange(shown),
@@ -25,7 +25,7 @@ function addRound(event, parameters) {
   const given = event.given, count = Math.max(1, given.length), sum = (key) => given.reduce((total, one) => total + one[key], 0);
   const tokens = Math.max(1, sum("tokens")), steps = sum("steps") / count;
   rows.push({ round: event.round, at: event.at, tokens: event.tokens, loss: given.reduce((total, one) => total + one.loss * one.tokens, 0) / tokens,
-    message: sum("size") / count, raw: 2 * (count - 1) / count * 4 * parameters * steps, sent: null, validation: null });
+    message: sum("size") / count, raw: 2 * (count - 1) / count * 4 * parameters * steps, sent: null, validation: null, reward: null });
   if (rows.length > MAX_ROUNDS) rows = rows.filter((_, index) => index % 2 || index === rows.length - 1);
 }
 const noRows = () => state && state.round ? "The rounds are being loaded" : "No round yet";
@@ -40,6 +40,7 @@ function showCharts() {
   const smooth = count > 1;
   lossPlot.show([x, smooth ? losses : losses.map(() => null), smooth ? smoothed(losses, count) : losses, shown.map((row) => row.validation)],
     last ? `Loss ${digits(last.loss, 3)} after round ${last.round + 1}` : noRows());
+  showRewards(x, count);
   unit = unitOf(Math.max(1, ...rows.map((row) => row.sent || row.message || 0)));
   put("bytes-unit", `${unit[1]}B`);
   const positive = (value) => value > 0 ? value / unit[0] : null;
@@ -50,6 +51,18 @@ function showCharts() {
   $("chart-tools").hidden = shown.length < 2;
   for (const id of ["zoom-out", "zoom-all", "earlier", "later"]) $(id).disabled = !zoom;
   $("zoom-in").disabled = Boolean(zoom) && zoomedBy(zoom, fullRange(shown), 0.5)[1] === zoom[1];
+}
+function showRewards(x, count) {
+  const known = rows.filter((row) => row.reward != null), newest = known[known.length - 1];
+  $("rewards").hidden = !newest;
+  if (!newest) return;
+  const rewards = shown.map((row) => row.reward ?? null);
+  rewardPlot = rewardPlot || rewardChart($("reward-chart"), view, describeReward);
+  rewardPlot.show([x, count > 1 ? smoothed(rewards, count) : rewards], `Score ${digits(newest.reward, 3)} after round ${newest.round + 1}`);
+}
+function describeReward(index) {
+  const row = shown[index];
+  return row && row.reward != null ? `round ${row.round + 1} \u00b7 score ${digits(row.reward, 3)}` : "";
 }
 function describeLoss(index) {
   const row = shown[index];

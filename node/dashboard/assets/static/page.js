@@ -3,7 +3,7 @@
 
 const page = $("page");
 const STALE_MS = 6000;
-const KINDS = ["opened", "started", "joined", "left", "committed", "timed", "measured", "sampled", "evaluated", "steered", "strayed", "forked", "missing", "lost", "found"];
+const KINDS = ["opened", "started", "joined", "left", "committed", "timed", "measured", "scored", "sampled", "evaluated", "steered", "strayed", "forked", "missing", "lost", "found"];
 let state = null, lastMessageAt = Date.now(), skew = 0;
 const now = () => Date.now() / 1000 - skew;
 
@@ -37,6 +37,11 @@ const HANDLERS = {
   measured: (event) => {
     const row = rowOfRound(event.round - 1);
     if (row) row.validation = event.loss;
+    showChartsSoon();
+  },
+  scored: (event) => {
+    const row = rowOfRound(event.round);
+    if (row) row.reward = event.reward;
     showChartsSoon();
   },
   forked: (event) => { rows = rows.filter((row) => row.round < event.round); showChartsSoon(); },

@@ -1,0 +1,76 @@
+"""In virtual time: eight rollout peers give eight times the groups of one, and two trainers learn each of them once."""
+
+from collections import Counter
+
+import pytest
+
+from node.rollout.outbox import GroupOutbox, HeldGroup
+from protocol.identity import Identity
+from protocol.rollout_groups import DrawnAnswer, GroupLimits, Place, RolloutGroup, open_group, page_of, sign_group
+from protocol.rollout_intake import RolloutIntake
+
+RUN = "ab" * 32
+MAKERS = [Identity.create() for _ in range(8)]
+POLL, RATE, SECONDS = 0.5, 2.0, 50.0  # of a trainer's look, groups a second of a peer, of the whole
+GROUPS, STEPS, AHEAD, MAX_AGE = 4, 8, 1, 4
+SERIALS = (AHEAD + 1) * GROUPS * STEPS
+LIMITS = GroupLimits(answers=2, answer_tokens=4, vocabulary=16, serials=SERIALS)
+ANSWER = DrawnAnswer((1, 2), (-0.5, -1.0))
+
+
+class Maker:
+    """A rollout peer that sees a new round a while after the trainers."""
+
+    def __init__(self, identity: Identity, delay: float) -> None:
+        self.identity = identity
+        self._delay = delay
+        self._due = 0.0
+        self.outbox = GroupOutbox(SERIALS, MAX_AGE)
+
+    def work(self, now: float, begun: list[float]) -> None:
+        known = sum(at + self._delay <= now for at in begun)
+        self.outbox.begin_round(known)
+        while self._due <= now and (places := self.outbox.next_places(1)):
+            group = RolloutGroup(places[0].round, places[0].serial, "cpu", (ANSWER, ANSWER))
+            self.outbox.add([HeldGroup(places[0], sign_group(self.identity, RUN, group))])
+            self._due = max(self._due, now - POLL) + 1 / RATE
+
+
+def learn(makers: int, trainers: int) -> Counter[tuple[str, Place]]:
+    """Return how often each group was learned; a round ends once each trainer has as many as its steps take."""
+    peers = [Maker(identity, 0.3 * number) for number, identity in enumerate(MAKERS[:makers])]
+    names = [f"trainer {number}" for number in range(trainers)]
+    pools = {name: RolloutIntake(RUN, name, SERIALS, MAX_AGE) for name in names}
+    begun, missing, learned = list[float](), dict.fromkeys(names, GROUPS * STEPS), Counter[tuple[str, Place]]()
+    for pool in pools.values():
+        pool.begin_round(0, names)
+    for tick in range(int(SECONDS / POLL)):
+        now = tick * POLL
+        for peer in peers:
+            peer.work(now, begun)
+        for name, pool in pools.items():
+            for maker, since in pool.wanted(peer.identity.peer_id for peer in peers).items():
+                own = next(peer for peer in peers if peer.identity.peer_id == maker)
+                for signed in page_of(own.outbox.serve(name, since)):
+                    pool.offer(open_group(signed, RUN, maker, LIMITS))
+            taken = pool.take(missing[name], len(begun))
+            missing[name] -= len(taken)
+            learned.update((each.maker, each.group.place) for each in taken)
+        if not any(missing.values()):
+            begun.append(now)
+            missing = dict.fromkeys(names, GROUPS * STEPS)
+            for pool in pools.values():
+                pool.begin_round(len(begun), names)
+    return learned
+
+
+@pytest.mark.parametrize("makers", [1, 2, 4, 8])
+def test_groups_grow_with_the_rollout_peers(makers: int) -> None:
+    assert learn(makers, 1).total() >= 0.95 * makers * RATE * SECONDS
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_each_group_is_learned_by_one_trainer(trainers: int) -> None:
+    learned = learn(3, trainers)
+    assert max(learned.values()) == 1
+    assert learned.total() > 0.8 * 3 * RATE * SECONDS
