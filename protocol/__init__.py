@@ -7,8 +7,10 @@ from importlib.util import find_spec, module_from_spec
 
 # gRPC's fork handlers close its poller's descriptors around every subprocess start, and about once in some hundred
 # starts the poller then waits on a closed descriptor for ever. We never fork without exec, so we do not need them.
-# gRPC reads this variable when it is first imported.
+# gRPC reads these variables when it is first imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# By itself it writes a raw line to the terminal for each idle connection that the other side closes.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def _open_without_content(package: str) -> None:

@@ -25,3 +25,34 @@ def test_other_parts_of_hivemind_can_still_be_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "DecentralizedAverager"
+
+
+IDLE_CONNECTION = """
+import asyncio
+import protocol
+import grpc
+
+async def answer(request, context):
+    return request
+
+async def main():
+    server = grpc.aio.server(options=[("grpc.max_connection_idle_ms", 50)])
+    handler = grpc.method_handlers_generic_handler("a", {"b": grpc.unary_unary_rpc_method_handler(answer)})
+    server.add_generic_rpc_handlers([handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    await channel.unary_unary("/a/b")(b"x")
+    while channel.get_state() == grpc.ChannelConnectivity.READY:
+        await asyncio.sleep(0.05)
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+
+
+def test_connection_that_was_idle_ends_without_a_raw_line_in_the_terminal() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IDLE_CONNECTION], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == ""
