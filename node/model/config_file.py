@@ -82,6 +82,17 @@ def _rope_faults(config: Json) -> Iterator[str]:
         first, second = (_rope_scaling(config, name) for name in ROPE_TABLES)
         if first != second:
             yield "rope_scaling and rope_parameters differ; remove one of them"
+    bases = list(_rope_bases(config))
+    if any(base != bases[0] for base in bases):
+        found = " and ".join(shorten(json.dumps(base)) for base in bases)
+        yield f"rope_theta is {found}, of which versions of transformers take one or the other; remove the wrong one"
+
+
+def _rope_bases(config: Json) -> Iterator[object]:
+    """Yield the base of the positions as each place of a config.json has it."""
+    for table in (config, *(config.get(name) for name in ROPE_TABLES)):
+        if isinstance(table, dict) and table.get("rope_theta") is not None:
+            yield table["rope_theta"]
 
 
 def rope_type(table: Json) -> object:
@@ -107,8 +118,7 @@ def _values(config: Json, keys: ConfigKeys) -> Iterator[tuple[str, object]]:
         value = keys.defaults.get(ours) if value is None else value
         if value is not None:
             yield ours, value
-    rope = config.get("rope_parameters") or {}
-    yield "rope_theta", config.get("rope_theta", rope.get("rope_theta", 10_000.0))
+    yield "rope_theta", next(_rope_bases(config), 10_000.0)
     for name in ROPE_TABLES:
         if scaling := _rope_scaling(config, name):
             yield "rope_scaling", scaling

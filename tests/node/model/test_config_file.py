@@ -81,6 +81,7 @@ def test_scaled_positions_come_from_either_table_and_go_back(tmp_path: Path) -> 
         ),
         ({"rope_scaling": YARN | {"mscale": 1}}, r"rope_scaling has the key mscale, which is not supported"),
         ({"rope_parameters": LLAMA_3, "rope_scaling": YARN}, r"rope_scaling and rope_parameters differ; remove one"),
+        ({"rope_theta": 3e4, "rope_parameters": {"rope_theta": 2e4}}, r"rope_theta is 30000.0 and 20000.0, of which"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, r"rope_type llama3 needs low_freq_factor; add it"),
         ({"rope_parameters": LLAMA_3 | {"beta_fast": 3}}, r"rope_type llama3 has no beta_fast; remove it"),
         ({"rope_parameters": LLAMA_3 | {"factor": "8"}}, r"model\.rope_scaling\.factor: must be a number"),
