@@ -154,13 +154,26 @@ def revise(manifest: Manifest, values: Mapping[str, Value]) -> Manifest:
 
 def describe_changes(revision: Revision) -> str:
     """Return the number and changes of a revision for people, such as `3: target.rounds = 200`."""
-    return f"{revision.number}: {', '.join(_describe_change(key, value) for key, value in revision.values.items())}"
+    words = (_describe_change(key, value, revision.from_round) for key, value in revision.values.items())
+    return f"{revision.number}: {', '.join(words)}"
 
 
-def _describe_change(key: str, value: Value) -> str:
+def _describe_change(key: str, value: Value, from_round: int) -> str:
     if key == PAUSED_KEY:
         return "the run pauses" if value else "the run goes on"
+    if is_stop(key, value, from_round):
+        return f"the run stops after round {value}"
     return f"{key} = {json.dumps(value)}"
+
+
+def is_stop(key: str, value: object, from_round: int) -> bool:
+    """Return whether a change ends the run at once, as `murmur steer RUN stop` does."""
+    return key == "target.rounds" and value == stop_target(from_round)
+
+
+def stop_target(from_round: int) -> int:
+    """Return the target, in rounds, of a run that stops from a round on."""
+    return max(1, from_round)
 
 
 def describe_revision(revision: Revision) -> str:

@@ -35,6 +35,7 @@ from protocol.steering import (
     encode_changes,
     manifest_of_round,
     steerable_keys,
+    stop_target,
 )
 
 Action = Literal["stop", "pause", "resume"]
@@ -120,7 +121,7 @@ def changes_of(action: Action | None, from_round: int) -> dict[str, Value]:
     """Return the changes that an action stands for."""
     match action:
         case "stop":
-            return {"target.rounds": max(1, from_round)}
+            return {"target.rounds": stop_target(from_round)}
         case "pause" | "resume":
             return {PAUSED_KEY: action == "pause"}
         case None:

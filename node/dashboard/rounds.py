@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from node.dashboard.events import RunFacts, RunSteered
+from protocol.steering import is_stop
 
 CHUNK_ROWS = 256
 RISING_MEASUREMENTS = 5  # in a row that are clearly above the best one
@@ -103,7 +104,7 @@ def was_stopped(steered: RunSteered | None) -> bool:
     reports = steered.revisions if steered else ()
     for report in reversed(reports):
         if report.holds_from is not None and "target.rounds" in report.changes:
-            return report.changes["target.rounds"] == max(1, report.from_round)
+            return is_stop("target.rounds", report.changes["target.rounds"], report.from_round)
     return False
 
 

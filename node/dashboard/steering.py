@@ -8,7 +8,7 @@ from node.dashboard.events import RevisionReport, RunFacts, RunSteered
 from protocol.consensus.messages.contributions import Commit
 from protocol.consensus.messages.signed import Digest
 from protocol.manifest.run import Manifest
-from protocol.steering import PAUSED_KEY, RevisedManifest, SignedRevision, describe_changes, manifest_of_round
+from protocol.steering import PAUSED_KEY, RevisedManifest, SignedRevision, describe_changes, is_stop, manifest_of_round
 
 
 class AdoptionRecord:
@@ -56,17 +56,19 @@ def build_reports(
 
 def revision_values(report: RevisionReport) -> dict[str, Any]:
     """Return a revision for the page, with its text."""
-    words = (describe_change(key, value) for key, value in report.changes.items())
+    words = (describe_change(key, value, report.from_round) for key, value in report.changes.items())
     since = f"from round {report.from_round:,}, not adopted yet"
     if report.holds_from is not None:
         since = f"since round {report.holds_from:,}"
     return report.model_dump() | {"text": f"{report.number}: {', '.join(words)}, {since}"}
 
 
-def describe_change(key: str, value: object) -> str:
+def describe_change(key: str, value: object, from_round: int) -> str:
     """Return a change as people read it."""
     if key == PAUSED_KEY:
         return "pause" if value else "resume"
+    if is_stop(key, value, from_round):
+        return "stop"
     return f"{key} = {'none' if value is None else json.dumps(value, ensure_ascii=False)}"
 
 

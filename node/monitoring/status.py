@@ -437,11 +437,15 @@ class NodeStatus(BaseModel):
         }
 
     def describe_validation(self) -> str:
-        """Return the validation loss for people, and those of the sources of a mixture; empty if there is none."""
+        """Return the validation loss for people, and those of the sources of a mixture; empty if there is none.
+
+        Peers measure different rounds, so the loss of an earlier one says which it is of.
+        """
         if self.validation_loss is None:
             return ""
         sources = ", ".join(f"{name} {loss:.3f}" for name, loss in self.validation_by_source.items())
-        return f"validation {self.validation_loss:.3f}" + (f" ({sources})" if sources else "")
+        earlier = "" if self.validation_round in (None, self.round) else f" after round {self.validation_round}"
+        return f"validation {self.validation_loss:.3f}{earlier}" + (f" ({sources})" if sources else "")
 
     def describe_round(self) -> str:
         return f"round {self.round}" + (f"/{self.target_rounds}" if self.target_rounds else "")

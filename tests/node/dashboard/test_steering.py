@@ -13,7 +13,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.chain import Chain
 from protocol.consensus.messages.contributions import Adoption
 from protocol.manifest.run import Manifest
-from protocol.steering import SignedRevision
+from protocol.steering import SignedRevision, describe_changes
 from tests.node.dashboard.example_events import FACTS, committed
 from tests.node.dashboard.serving.browser import WINDOWS, open_browser, open_window, served_page
 from tests.node.dashboard.serving.test_browser import busy_log, keep_picture, now, require_sound
@@ -100,6 +100,14 @@ def test_server_escapes_the_values_of_a_revision() -> None:
     page = render_revisions([revision_values(FIRST), revision_values(SECOND)])
     assert HOSTILE not in page and "&lt;img" in page and page.index("pause") < page.index("target.rounds = 200")
     assert "from round 90, not adopted yet" in page and " hidden" in render_revisions([])
+
+
+def test_page_and_log_say_that_a_revision_stops_the_run() -> None:
+    report = RevisionReport(number=2, from_round=9, changes={"target.rounds": 9}, time=1.7e9, holds_from=9)
+    assert revision_values(report)["text"] == "2: stop, since round 9"
+    assert revision_values(report.model_copy(update={"from_round": 8}))["text"] == "2: target.rounds = 9, since round 9"
+    revision = signed_revision((), 9, target__rounds=9)
+    assert describe_changes(revision.body) == "1: the run stops after round 9"
 
 
 @pytest.mark.slow

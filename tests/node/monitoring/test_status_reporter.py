@@ -394,6 +394,6 @@ def test_round_is_one_line_with_the_newest_validation_once(
         reporter.record_rounds(head_after(rounds), bytes(32), commits(1), "included")
         reporter.set_phase("training")
     assert caplog.messages == [
-        "round 3: 1 contribution, ours included, validation 2.500 (shared model)",
+        "round 3: 1 contribution, ours included, validation 2.500 after round 2 (shared model)",
         "round 4: 1 contribution, ours included",
     ]  # fmt: skip

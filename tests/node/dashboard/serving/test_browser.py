@@ -17,8 +17,11 @@ from node.dashboard.events import (
     ModelEvaluated,
     PeerDeparted,
     PeersUpdated,
+    RevisionReport,
     RoundCommitted,
+    RoundsMissing,
     RunAbout,
+    RunSteered,
     SampleGenerated,
     ValidationMeasured,
 )
@@ -129,6 +132,32 @@ def busy_log() -> EventLog:
     return event_log
 
 
+def run_on_a_new_host() -> list[LoggedEvent]:
+    """Return the events of a host that began after two thirds of the run, whose peers keep the last ten rounds."""
+    known = 2 * ROUNDS // 3 - 10
+    newer = [
+        event for event in whole_run() if not isinstance(event, LogOpened) and getattr(event, "round", known) >= known
+    ]
+    return [*opening(), RoundsMissing(at=START, first=0, last=known - 1), *newer[3:]]
+
+
+def steered_log(
+    changes: dict[str, bool | int | float | str | list[str] | dict[str, float] | None],
+    *,
+    is_paused: bool = False,
+    target: int | None = None,
+) -> EventLog:
+    """Return the log of a busy run whose organiser has just signed a revision with these changes."""
+    event_log = busy_log()
+    facts = event_log.state.facts
+    assert facts is not None
+    report = RevisionReport(number=1, from_round=ROUNDS, changes=changes, time=now(), holds_from=ROUNDS)
+    if target:
+        facts = facts.model_copy(update={"target_rounds": target, "target_tokens": None})
+    event_log.record(RunSteered(at=now(), facts=facts, revisions=(report,), is_paused=is_paused))
+    return event_log
+
+
 def now() -> float:
     return START + ROUND_SECONDS * (ROUNDS + 1)
 
@@ -152,7 +181,13 @@ UNNAMED_SCRIPT = """[...document.querySelectorAll("button, input, select, [role=
 
 
 async def test_page_of_each_moment_is_sound_in_light_and_dark_narrow_and_wide() -> None:
-    moments = {"before": EventLog(None, opening(peers=1)), "busy": busy_log()}
+    moments = {
+        "before": EventLog(None, opening(peers=1)),
+        "busy": busy_log(),
+        "paused": steered_log({"paused": True}, is_paused=True),
+        "moved": EventLog(None, run_on_a_new_host()),
+        "stopped": steered_log({"target.rounds": ROUNDS}, target=ROUNDS),
+    }
     async with open_browser() as browser:
         for name, event_log in moments.items():
             async with served_page(event_log, now()) as url:
