@@ -249,7 +249,7 @@ class ExchangeLoop(ABC):
         counters, plan = self._state.counters, self._state.plan
         if self._state.draft_steps is not None or self._adopting is not None:
             return False
-        seconds = self._contribution_timer.seconds(counters.since_message.steps, time.monotonic())
+        seconds = self._contribution_timer.seconds(counters.since_message.steps, counters.step, time.monotonic())
         steps = self._step_target.steps_due(plan.steps, counters.round)
         is_due = is_contribution_due(counters, steps, plan.method.schedule, seconds)
         # While a checkpoint is written, a draft would wait; better to make more steps for it.

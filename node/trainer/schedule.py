@@ -37,19 +37,30 @@ class StepTarget:
 
 @dataclass
 class ContributionTimer:
-    """Measures how long a peer has trained for its next contribution."""
+    """Measures how long a peer has trained for its next contribution.
+
+    A contribution that is encoded while the trainer goes on takes none of the steps that follow its start, so the time
+    of the next one begins there.
+    """
 
     began: float | None = None
+    _first: int | None = None
+    _asked_at: float = 0.0
 
-    def seconds(self, steps: int, now: float) -> float:
-        """Return the seconds since the first step. Must be called before every step.
+    def seconds(self, steps: int, total: int, now: float) -> float:
+        """Return the seconds since the first step. Must be called before every step that may make one due.
 
         Args:
             steps: steps since the last contribution.
+            total: steps of the trainer.
             now: seconds of a monotonic clock.
         """
+        first = total - steps
         if self.began is None or not steps:
             self.began = now
+        elif first != self._first:
+            self.began = self._asked_at
+        self._first, self._asked_at = first, now
         return now - self.began
 
 

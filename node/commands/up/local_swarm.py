@@ -20,7 +20,7 @@ ROUNDS_ALONE = 1  # rounds without the victim before it returns, if the others h
 ROUNDS_UNNOTICED = 3  # the same if the victim's record has not expired yet
 MIN_ROUNDS_LEFT = 3  # restart the victim while it can still take part in this many rounds
 TICK_SECONDS = 0.5
-START_SECONDS = 90.0  # until a peer must answer; it imports torch on a busy machine
+START_SECONDS = 300.0  # until a peer must answer; it imports torch, on a busy machine or from a slow disk
 LEAVE_SECONDS = 20.0
 LAGGARD_SECONDS = 180.0  # after the first peer has ended
 

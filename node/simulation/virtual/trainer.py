@@ -95,7 +95,7 @@ class VirtualTrainer:
     def is_contribution_due(self, max_steps: int, now: float) -> bool:
         """Return whether to make a contribution now; `max_steps` steps bring the run to its target."""
         counters, plan = self.state.counters, self.state.plan
-        seconds = self._contribution_timer.seconds(counters.since_message.steps, now)
+        seconds = self._contribution_timer.seconds(counters.since_message.steps, counters.step, now)
         steps = self.step_target.steps_due(min(plan.steps, max_steps), counters.round)
         return is_contribution_due(counters, steps, plan.method.schedule, seconds)
 

@@ -31,8 +31,16 @@ def test_time_makes_a_message_due_too_once_the_least_is_made(since: int, seconds
 
 def test_the_time_counts_from_the_first_step() -> None:
     stretch = ContributionTimer()
-    assert [stretch.seconds(steps, now) for steps, now in ((3, 50.0), (4, 52.0))] == [0, 2], "after a restart"
-    assert [stretch.seconds(steps, now) for steps, now in ((0, 60.0), (0, 70.0), (1, 71.0), (2, 75.0))] == [0, 0, 1, 5]
+    assert [stretch.seconds(steps, steps, now) for steps, now in ((3, 50.0), (4, 52.0))] == [0, 2], "after a restart"
+    asked = ((0, 60.0), (0, 70.0), (1, 71.0), (2, 75.0))
+    assert [stretch.seconds(steps, 4 + steps, now) for steps, now in asked] == [0, 0, 1, 5]
+
+
+def test_steps_made_while_a_contribution_is_encoded_count_from_its_beginning() -> None:
+    """On a card nobody asks in between, and the steps since then may be more than before."""
+    stretch = ContributionTimer()
+    asked = ((0, 0, 10.0), (5, 5, 20.0), (7, 12, 34.0), (8, 13, 36.0))
+    assert [stretch.seconds(*each) for each in asked] == [0, 10, 14, 16]
 
 
 @pytest.mark.parametrize(
