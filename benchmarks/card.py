@@ -53,7 +53,8 @@ from benchmarks.card_runs import (
     two_kinds,
 )
 from benchmarks.comparison_tables import fill_tables
-from benchmarks.device import PAGE, PEAKS, SIZES, Size, commit, flops_per_token, read_results
+from benchmarks.device import PAGE, PEAKS, SIZES, Size, flops_per_token, read_results
+from benchmarks.revision import commit
 from node.model import LanguageModel, build_model, shape_table
 from node.monitoring.training_log.file import METRICS_FILE
 from node.run_dir import write_atomically

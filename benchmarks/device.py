@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -36,6 +35,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmarks.comparison_tables import fill_tables
+from benchmarks.revision import ROOT, commit
 from node.model import LanguageModel, build_compiled_model, build_model, has_compiler, initial_weights, shape_table
 from node.model.products import has_fp8
 from node.run_dir import write_atomically
@@ -46,7 +46,6 @@ from optim.inner.eight_bit import EightBitAdamW
 from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import TrainSection
 
-ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results" / "device.json"
 PAGE: Final = ROOT / "docs" / "results" / "devices.md"
 PEAKS: Final = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # FLOP/s in bf16, dense
@@ -312,13 +311,6 @@ def _cells(row: Row) -> Iterator[str]:
     yield f"{best['mfu']:.0%}" if "mfu" in best else "-"
     yield f"{best['bytes']:.1f}" if "bytes" in best else "-"
     yield f"{row['made']['date']}, `{row['made']['commit']}`"
-
-
-def commit() -> str:
-    told = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    return told.stdout.strip()
 
 
 def _wait(device: torch.device) -> None:

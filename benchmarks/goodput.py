@@ -1,18 +1,21 @@
 """Measure goodput: the tokens that count, over those that the living could make, while peers die in every round.
 
-    python benchmarks/goodput.py [--share 0.3 0.6] [--seconds 280] [--again] [--json]
+    python benchmarks/goodput.py [--share 0.3 0.6] [--seconds 340] [--round 90] [--again] [--json]
     python benchmarks/goodput.py --draw
 
 Eight real peers behind links of 20 to 100 Mbit/s, whose trainers play steps of 0.25 to 2 s (speeds 1:8) of a tiny
-model by the recipe `frugal`, each with as many steps as fit into a round (`schedule.seconds`). In every round a share
-of them is killed, daemon and trainer, at moments that the seed draws, and started again with the next one. Beside them,
-data parallel training under the same deaths as a model in virtual time (`benchmarks/failing/models.py`), which
-exchanges gradients for nothing: synchronous, and elastic with a restart of the workers at each change of the group.
+model (`benchmarks.played_card`) by the recipe `frugal`, each with as many steps as fit into a round
+(`schedule.seconds`). In every round a share of them is killed, daemon and trainer, at moments that the seed draws, and
+started again with the next one. Beside them, data parallel training under the same deaths as a model in virtual time
+(`benchmarks/failing/models.py`), which exchanges gradients for nothing: synchronous, and elastic with a restart of the
+workers at each change of the group.
 
     of_living        tokens in commits over those that peers could make from the first step of each life to its end, or
                      to the last commit that took its work if it was killed: what deaths cost those that live on
     of_all           tokens in commits over those that all processes could make from their start to their death: the
                      time in which they start, and the unfinished work of the dead, count as lost
+    at_work          tokens of all steps that they made over those that they could make from the first step of each life
+                     to its end: the rest of the time they waited
     longest_wait     seconds that a living trainer made no step, beyond the one that it was at
     longest_round    seconds from one round to the next
     start            median seconds from the start of a process to its first step
@@ -31,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.bars import Panel, render_bars
 from benchmarks.failing.models import Kind, Setting, simulate
 from benchmarks.failing.swarm import BATCH_TOKENS, ROUND_SECONDS, Life, Record, observe, running, step_seconds
 from tests.netlab.lab.namespaces import reason_unavailable
@@ -42,7 +46,7 @@ LONGEST_WAIT = 10.0
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "goodput.json"
 PLOT = RESULTS.with_suffix(".svg")
 KINDS: Final[tuple[Kind, ...]] = ("synchronous", "elastic")
-COLOURS: Final = {"murmuration": "#3366cc", "elastic": "#e67300", "synchronous": "#999999"}
+COLOURS: Final = ("#1f6fb4", "#b0b0b0", "#e0a030")
 Row = dict[str, Any]
 
 
@@ -57,6 +61,7 @@ class Figures:
     deaths: int
     of_living: float
     of_all: float
+    at_work: float
     longest_wait: float
     longest_round: float
     start: float
@@ -67,7 +72,7 @@ class Figures:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="of the peers that die in a round")
-    parser.add_argument("--seconds", type=float, default=280.0)
+    parser.add_argument("--seconds", type=float, default=340.0)
     parser.add_argument("--round", type=float, default=ROUND_SECONDS, help="seconds of training in a round")
     parser.add_argument("--again", action="store_true", help="also what was measured already")
     parser.add_argument("--draw", action="store_true", help="draw what was measured")
@@ -104,7 +109,13 @@ def measure(share: float, seconds: float, round_seconds: float, seed: int = 0) -
     start = statistics.median(starts) if starts else 0.0
     for name, taken in record.included.items():
         counted, could = sum(tokens for _, tokens in taken), possible_of(name, record, to_last_commit=True)
-        print(f"{name}: {counted} tokens in {len(taken)} commits, of {could:.0f}", file=sys.stderr)
+        lives = [
+            f"{life.begun - record.began:.0f} {(life.ready or 0) - record.began:.0f} "
+            f"{(life.ended or record.ended) - record.began:.0f}, made {life.made}"
+            for life in record.lives[name]
+        ]
+        print(f"{name}: {counted} tokens in {len(taken)} commits, of {could:.0f}; lives {lives}", file=sys.stderr)
+        print([(round(at - record.began), tokens) for at, tokens in taken], file=sys.stderr)
     return Figures(
         share,
         round_seconds,
@@ -113,6 +124,7 @@ def measure(share: float, seconds: float, round_seconds: float, seed: int = 0) -
         len(record.deaths),
         round(record.tokens / possible(record, to_last_commit=True), 3),
         round(record.tokens / possible(record, to_last_commit=False), 3),
+        round(share_at_work(record), 3),
         round(max(standing.longest for standing in record.standing.values()), 1),
         round(max(later - earlier for earlier, later in zip(times, times[1:], strict=False)), 1),
         round(start, 1),
@@ -126,10 +138,26 @@ def possible(record: Record, to_last_commit: bool) -> float:
     return sum(possible_of(name, record, to_last_commit) for name in record.lives)
 
 
+def share_at_work(record: Record) -> float:
+    """Tokens of the steps that were made, over those that could be made once a life had made its first."""
+    pairs = [
+        (life.made, rate * ((record.ended if life.ended is None else life.ended) - life.ready))
+        for name, rate in rates_of(record).items()
+        for life in record.lives[name]
+        if life.ready is not None
+    ]
+    return sum(made for made, _ in pairs) / sum(could for _, could in pairs)
+
+
+def rates_of(record: Record) -> dict[str, float]:
+    """Tokens per second of each peer."""
+    return dict(zip(record.lives, (BATCH_TOKENS / each for each in step_seconds(len(record.lives))), strict=True))
+
+
 def possible_of(name: str, record: Record, to_last_commit: bool) -> float:
-    rates = dict(zip(record.lives, (BATCH_TOKENS / each for each in step_seconds(len(record.lives))), strict=True))
+    rate = rates_of(record)[name]
     return sum(
-        rates[name] * max(0.0, end_of(life, name, record, to_last_commit) - begin_of(life, to_last_commit))
+        rate * max(0.0, end_of(life, name, record, to_last_commit) - begin_of(life, to_last_commit))
         for life in record.lives[name]
     )
 
@@ -168,27 +196,13 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def draw(rows: dict[str, Row]) -> str:
-    """Bars of `of_all`, which counts everything, by share of deaths."""
-    bars = [(row, name) for row in rows.values() for name in COLOURS]
-    parts = []
-    for index, (row, name) in enumerate(bars):
-        value = row["of_all"] if name == "murmuration" else row["models"][name]["of_all"]
-        left, height = 60 + 55 * index + 30 * (index // len(COLOURS)), 200 * value
-        label = f'<text x="{left + 20}" y="{232 - height:.0f}" text-anchor="middle">{value:.0%}</text>'
-        parts.append(
-            f'<rect x="{left}" y="{240 - height:.0f}" width="40" height="{height:.0f}" fill="{COLOURS[name]}"/>'
-        )
-        parts.append(label)
-        if name == "murmuration":
-            text = f"{row['share']:.0%} die in each round"
-            parts.append(f'<text x="{left + 75}" y="258" text-anchor="middle">{text}</text>')
-    for index, (name, colour) in enumerate(COLOURS.items()):
-        text = name if name == "murmuration" else f"{name} data parallel (model)"
-        parts.append(f'<rect x="60" y="{276 + 18 * index}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="78" y="{286 + 18 * index}">{text}</text>')
-    head = '<svg xmlns="http://www.w3.org/2000/svg" width="480" height="336" font-family="sans-serif" font-size="12">'
-    title = '<text x="60" y="18">tokens that count, of all that the processes could make</text>'
-    return "\n".join([head, '<rect width="480" height="336" fill="white"/>', title, *parts, "</svg>"]) + "\n"
+    """Draw bars of `of_all`, which counts everything, by share of deaths."""
+    groups = [
+        (f"{row['share']:.0%} die", [row["of_all"], *(row["models"][kind]["of_all"] for kind in KINDS)])
+        for row in rows.values()
+    ]
+    title, caption = "peers that die in every round", "% of all work that counts (data parallel: models)"
+    return render_bars([Panel(title, ("Murmuration", *KINDS), groups, caption, COLOURS)])
 
 
 if __name__ == "__main__":

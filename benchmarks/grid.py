@@ -25,17 +25,18 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from benchmarks.bars import Panel, render_bars
 from benchmarks.played_card import FOLDER_VARIABLE, MODULE, STEP_VARIABLE
+from benchmarks.revision import commit
 from node.commands.capacity import workload_of
 from node.commands.plan.arithmetic import predict
 from node.commands.plan.peers import PeerKind
@@ -58,8 +59,6 @@ VALUES: Final = MappingProxyType({128: 64, 8: 16})  # of 4,096 in a message
 WARM_ROUNDS = 3
 ROUNDS: Final = MappingProxyType({128: 8, 8: 24})
 TARGET, TOLERANCE = 0.97, 0.1
-PANEL_WIDTH, PANEL_HEIGHT, BAR_HEIGHT = 310, 230, 130
-COLOURS = ("#b0b0b0", "#1f6fb4")
 RUN_SECONDS = 400.0
 
 
@@ -218,7 +217,6 @@ def summarise(steps: int, mbit: int, spent: Spent, stretches: Sequence[Stretch])
         name: round(statistics.fmean(s.by_activity.get(name, 0.0) / s.seconds for s in stretches), 4) for name in names
     }
     cores = len(os.sched_getaffinity(0))
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return Point(
         steps, mbit,
         computing=round(statistics.fmean(s.steps * STEP_SECONDS / s.seconds for s in stretches), 4),
@@ -231,7 +229,7 @@ def summarise(steps: int, mbit: int, spent: Spent, stretches: Sequence[Stretch])
         seconds=shares,
         cores=cores,
         date=datetime.now(UTC).date().isoformat(),
-        commit=commit.stdout.strip(),
+        commit=commit(),
     )  # fmt: skip
 
 
@@ -248,35 +246,16 @@ def table(points: Sequence[Point]) -> str:
 
 def render_svg(points: Sequence[Point]) -> str:
     """Draw a panel of bars for each number of steps: theirs and ours by link."""
-    panels = [[point for point in points if point.steps == steps] for steps in THEIRS]
-    drawn = [line for index, panel in enumerate(panels) for line in draw_panel(panel, index * PANEL_WIDTH)]
-    size = f'viewBox="0 0 {len(panels) * PANEL_WIDTH} {PANEL_HEIGHT}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
-    return "\n".join((head, '<rect width="100%" height="100%" fill="white"/>', *drawn, "</svg>\n"))
+    return render_bars([panel_of(steps, [point for point in points if point.steps == steps]) for steps in THEIRS])
 
 
-def draw_panel(points: Sequence[Point], left: float) -> Iterator[str]:
-    """Yield the elements of a panel that begins at `left`."""
-    if not points:
-        return
-    yield text(left + PANEL_WIDTH / 2, 16, f"{points[0].steps} steps between messages", "middle")
-    for order, (colour, name) in enumerate(zip(COLOURS, ("diloco-measured", "Murmuration, frugal"), strict=True)):
-        yield f'<rect x="{left + 40 + 130 * order}" y="24" width="10" height="10" fill="{colour}"/>'
-        yield text(left + 54 + 130 * order, 33, name)
-    for place, point in enumerate(points):
-        for order, (colour, share) in enumerate(zip(COLOURS, (point.theirs, point.computing), strict=True)):
-            x, height = left + 34 + 68 * place + 28 * order, BAR_HEIGHT * share
-            top = PANEL_HEIGHT - 36 - height
-            yield f'<rect x="{x}" y="{top:.1f}" width="26" height="{height:.1f}" fill="{colour}"/>'
-            yield text(x + 13, top - 4, f"{100 * share:.{0 if share >= 0.1 else 1}f}", "middle")
-        yield text(left + 61 + 68 * place, PANEL_HEIGHT - 22, f"{point.mbit:,}", "middle")
-    yield text(
-        left + PANEL_WIDTH / 2, PANEL_HEIGHT - 6, "% of the time computing, by Mbit/s of each peer's link", "middle"
+def panel_of(steps: int, points: Sequence[Point]) -> Panel:
+    return Panel(
+        f"{steps} steps between messages",
+        ("diloco-measured", "Murmuration, frugal"),
+        [(f"{point.mbit:,}", (point.theirs, point.computing)) for point in points],
+        "% of the time computing, by Mbit/s of each peer's link",
     )
-
-
-def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
 
 
 if __name__ == "__main__":

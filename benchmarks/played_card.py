@@ -3,7 +3,8 @@
 Daemon, exchange, encoding and shared memory are those of any peer. Only the inner step is not computed: it ends after
 PLAYED_STEP_SECONDS, as on a card of that speed, and leaves random progress in the weights. Copies between the card and
 the shared memory take their bytes over COPY_BYTES_PER_SECOND. A card has its next step queued while the last one ends,
-so a step that follows another one directly begins when that one is due, even if this process wakes up late.
+so a step that follows another one directly begins when that one is due, even if this process wakes up late. Progress
+of a small model grows with the steps, so that peers of unequal speed pass each other's tests.
 
 Each contribution appends a line to a file in PLAYED_FOLDER: the time, the steps made before, the seconds by activity.
 """
@@ -23,6 +24,7 @@ STEP_VARIABLE, FOLDER_VARIABLE = "PLAYED_STEP_SECONDS", "PLAYED_FOLDER"
 MODULE = "benchmarks.played_card"
 COPY_BYTES_PER_SECOND = 20e9  # pinned memory over sixteen lanes of PCIe 4
 PROGRESS = 1e-4  # standard deviation of what a round changes in a weight; the half of its variance all peers share
+SMALL_MODEL = 1 << 20  # parameters, all of which move at each step
 ROUND_STRIDE = 65_537  # so that no two rounds move alike
 
 
@@ -96,12 +98,15 @@ def play() -> None:
             self.report_step(tokens, 1.0)
 
         def _move(self) -> None:
-            """Change the weights of one step's turn: all of them in a round."""
-            counters, steps = self._state.counters, self._state.plan.steps
-            length = -(-self._noise.numel() // steps)
+            """Change the weights of one step's turn, all of them in a round; those of a small model a little each."""
+            counters, steps, size = self._state.counters, self._state.plan.steps, self._noise.numel()
+            if size <= SMALL_MODEL:
+                self._model.flat.add_(self._noise.roll(counters.round * ROUND_STRIDE % size), alpha=1 / steps)
+                return
+            length = -(-size // steps)
             start = counters.since_message.steps % steps * length
             moved = self._model.flat[start : start + length]
-            first = (start + counters.round * ROUND_STRIDE) % (self._noise.numel() - length)
+            first = (start + counters.round * ROUND_STRIDE) % (size - length)
             moved += self._noise[first : first + len(moved)]
 
     node.trainer.loop.Trainer = PlayedTrainer  # type: ignore[misc]

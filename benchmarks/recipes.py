@@ -24,7 +24,6 @@ import json
 import math
 import multiprocessing
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ import torch
 
 from benchmarks import comparison_tables
 from benchmarks.comparison_tables import BASELINES
+from benchmarks.revision import commit
 from node.data import Corpus, open_corpus
 from node.run_dir import write_atomically
 from node.simulation.comparison import (
@@ -53,6 +53,8 @@ from node.simulation.config import SimulationConfig
 from node.simulation.measurement import CurvePoint, Evaluator, SimulationResult
 from node.simulation.virtual.network import BYTES_PER_MEGABIT
 from optim.compose import compose
+from optim.inner.adamw import AdamW
+from optim.inner.muon import Muon
 from optim.options import OptionValue
 from optim.recipes import RECIPES
 from protocol.manifest.reading import load_manifest
@@ -121,9 +123,10 @@ def thousandth(steps: int = STEPS) -> list[Row]:
 
 
 def with_muon(steps: int) -> list[Row]:
-    """Muon as the inner optimizer, everything else as in the row of the recipe's name."""
+    """Muon as the inner optimizer, everything else as in the row of the recipe's name; the baseline is the control."""
     names = ("averaging", "diloco", "sparseloco", "frugal")
     rows = [Row(name, name, for_short_runs(name)) for name in names] + thousandth(steps)[:2]
+    rows += [_row(DATA_PARALLEL)]
     return [Row(f"{row.name} muon", row.recipe, {**row.tables, "inner": {"kind": "muon"}}) for row in rows]
 
 
@@ -205,8 +208,9 @@ def outcome_of(job: Job, setting: SimulationConfig) -> SimulationResult:
     torch.set_num_threads(1)
     corpus = corpus_of(setting.manifest)
     examiner = Evaluator(setting, corpus)
-    if job.row.name == DATA_PARALLEL:
-        return train_data_parallel(setting, corpus, examiner, POINTS, lambda: None)
+    if job.row.recipe == DATA_PARALLEL:
+        inner = Muon() if job.row.tables else AdamW()
+        return train_data_parallel(setting, corpus, examiner, POINTS, lambda: None, inner)
     if job.row.name == LOCAL:
         return train_locally(setting, corpus, examiner, lambda: None)
     return run_simulation(setting, compose(job.row.recipe, tables_of(job)), corpus, examiner, POINTS, lambda: None)
@@ -239,7 +243,7 @@ class Ledger:
             "tables": job.row.tables,
             "seed": job.seed,
             "factor": job.factor,
-            "commit": commit(),
+            "commit": commit(40),
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
             "outcome": asdict(outcome),
@@ -288,11 +292,6 @@ class Ledger:
 
 def _outcome(values: dict[str, Any]) -> SimulationResult:
     return SimulationResult(**{**values, "curve": tuple(CurvePoint(**point) for point in values["curve"])})
-
-
-def commit() -> str:
-    told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HOME, check=False)
-    return told.stdout.strip()
 
 
 def machine() -> str:

@@ -159,11 +159,11 @@ RECIPES: Final = "benchmarks/results/recipes.json"
 QUESTIONS: Final = (
     Question(
         "What share of the time do peers compute, in the setting of diloco-measured (theirs in brackets)?",
-        "docs/results/grid.json", answer_grid, "python benchmarks/grid.py",
+        "docs/results/grid.json", answer_grid, "python benchmarks/grid.py", "grid.md",
     ),
     Question(
         "How much work counts while peers die?",
-        "docs/results/goodput.json", answer_goodput, "python benchmarks/goodput.py",
+        "docs/results/goodput.json", answer_goodput, "python benchmarks/goodput.py", "goodput.md",
     ),
     Question(
         "What does a thousandth of the bits of data parallel cost?",

@@ -15,18 +15,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.played_card import FOLDER_VARIABLE, MODULE, STEP_VARIABLE
 from node.daemon.receipts.ledger import commit_reader, read_ledger
 from protocol.manifest.run import Manifest
 from tests.netlab.lab.lab_swarm import LabPeer, LabSwarm, running_lab_swarm
 from tests.netlab.lab.laboratory import Laboratory, Link
-from tests.swarm.peers.paced_trainer import PLAYED
 from tests.swarm.process_swarm import ENDLESS, manifest_with
 
 POLL_SECONDS = 0.25
 MEGABITS = (20, 30, 40, 50, 60, 70, 80, 100)
 DELAY = 0.02  # seconds, of what arrives
 FASTEST_STEP, SLOWEST_STEP = 0.25, 2.0  # seconds
-ROUND_SECONDS = 45.0
+ROUND_SECONDS = 90.0
 BATCH_TOKENS = 256
 WAIT_FOR_START = 240.0
 
@@ -88,7 +88,7 @@ class Life:
     ready: float | None = None
     included: float | None = None
     ended: float | None = None
-    tokens: int = 0
+    made: int = 0  # tokens of the steps that were seen
 
 
 @dataclass
@@ -152,11 +152,8 @@ class Churn:
 
 
 def start_played(peer: LabPeer, index: int, peers: int, introducers: Sequence[str]) -> None:
-    os.environ[PLAYED] = str(step_seconds(peers)[index])
-    try:
-        peer.start(introducers)
-    finally:
-        del os.environ[PLAYED]
+    os.environ[STEP_VARIABLE] = str(step_seconds(peers)[index])
+    peer.start(introducers)
 
 
 @contextmanager
@@ -165,12 +162,13 @@ def running(seed: int, peers: int, round_seconds: float, folder: Path | None = N
     with ExitStack() as stack:
         laboratory = stack.enter_context(Laboratory())
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp")))
+        os.environ[FOLDER_VARIABLE] = stack.enter_context(tempfile.TemporaryDirectory(prefix="mm", dir="/tmp"))
         links = [Link(up=rate, down=rate, delay=DELAY) for rate in MEGABITS[:peers]]
         nodes = [laboratory.node(link) for link in links]
         manifest = make_manifest(seed, peers, round_seconds)
         swarm = stack.enter_context(running_lab_swarm(place, manifest, laboratory, nodes))
         for peer in swarm.lab_peers:
-            peer.replace_module("tests.swarm.peers.paced_peer")
+            peer.replace_module(MODULE)
         first = swarm.lab_peers[0]
         start_played(first, 0, peers, ())
         swarm.wait_until(lambda: bool(first.addresses()), "the first peer has an address")
@@ -244,6 +242,8 @@ def look(swarm: LabSwarm, record: Record, speeds: dict[str, float], steps: dict[
         if life.ready is None and made > 0 and status.phase in ("training", "exchanging"):
             life.ready = now
             print(f"{now - record.began:7.1f} {name} trains, {now - life.begun:.1f} s after its start", file=sys.stderr)
+        if life.ready is not None and name in steps:
+            life.made += max(0, made) * BATCH_TOKENS
         if life.included is None and life.ready is not None and status.contributions_included > 0:
             life.included = now
         steps[name] = status.step

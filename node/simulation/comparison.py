@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from node.data import BatchReader, Corpus
 from node.simulation.config import SimulationConfig
@@ -30,9 +30,11 @@ from node.simulation.pipeline import PipelineCounts, PipelineResult, run_pipelin
 from node.simulation.swarm import VirtualSwarm, simulated_peer_id
 from node.trainer.inner_step import InnerOptimizer, accumulate_gradient
 from optim.inner.adamw import AdamW
+from optim.inner.base import InnerUpdateRule
 from optim.method import Method
 
 FLOAT_BYTES = 4
+USUAL_INNER: Final = AdamW()
 DATA_PARALLEL = "data-parallel"
 LOCAL = "local"
 
@@ -40,12 +42,14 @@ LOCAL = "local"
 class _SharedModel:
     """One model that is trained on the data of several peers together."""
 
-    def __init__(self, config: SimulationConfig, corpus: Corpus, slots: Sequence[int]) -> None:
+    def __init__(
+        self, config: SimulationConfig, corpus: Corpus, slots: Sequence[int], inner: InnerUpdateRule = USUAL_INNER
+    ) -> None:
         manifest = config.manifest
         self.model = config.build_model()
         self._train = manifest.train
         self.model.load_flat(config.start_weights())
-        self._optimizer = InnerOptimizer(self.model, manifest.train, AdamW())
+        self._optimizer = InnerOptimizer(self.model, manifest.train, inner)
         context, seed = manifest.model.context, manifest.run.seed
         self._sequences = manifest.train.batch_tokens // context
         self._readers = [BatchReader(corpus, context, seed, simulated_peer_id(slot)) for slot in slots]
@@ -62,11 +66,12 @@ class _SharedModel:
 
 
 def train_data_parallel(
-    config: SimulationConfig, corpus: Corpus, evaluator: Evaluator, points: int, on_step: Callable[[], None]
-) -> SimulationResult:
-    """Train the data-parallel baseline."""
+    config: SimulationConfig, corpus: Corpus, evaluator: Evaluator, points: int, on_step: Callable[[], None],
+    inner: InnerUpdateRule = USUAL_INNER,
+) -> SimulationResult:  # fmt: skip
+    """Train the data-parallel baseline with an inner optimizer on the mean gradient."""
     started = time.process_time()
-    group = _SharedModel(config, corpus, range(config.peers))
+    group = _SharedModel(config, corpus, range(config.peers), inner)
     numel = group.model.flat.numel()
     sent = all_reduce_bytes(numel, config.peers)
     seconds = all_reduce_step_seconds(config, numel)
