@@ -378,7 +378,7 @@ class RoundMachine:
 
     @property
     def patience_spent(self) -> float:
-        """Return the seconds for which the roster waited for arriving peers alone."""
+        """Return the seconds for which the roster waited for arriving peers that did not contribute."""
         return self._state.patience_spent
 
     @property

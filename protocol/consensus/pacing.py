@@ -41,15 +41,15 @@ MAX_LATENESS = 0.1  # share of the grace; a peer that is late by less delays no 
 MIN_MARGIN, MAX_MARGIN = 0.25, 0.5  # shares of the grace
 COARSE_STEP, COARSE_STEP_OF_PAIR = 0.9, 0.25  # shares of the grace; longer steps are too coarse to count
 SMOOTHING = 0.5
-PATIENT_SHARE = 0.1  # of all time; so strangers that never contribute delay a run by no more
-MIN_PATIENCE, MAX_PATIENCE = 0.5, 10.0  # seconds
+PATIENT_SHARE = 0.05  # of all time; so strangers that never contribute delay a run by no more
+MIN_PATIENCE, MAX_PATIENCE = 0.5, 6.0  # seconds
 
 
 class Patience:
-    """The time for which rosters may wait for newcomers: a share of all time, saved up to MAX_PATIENCE.
+    """The time for which rosters may wait in vain for newcomers: a share of all time, saved up to MAX_PATIENCE.
 
-    Once it is used up, nothing is spent until all of it is there again, because a slow newcomer needs several rounds
-    in a row.
+    Waits that end with their contributions cost nothing, because such peers are voters soon. Once the time is used up,
+    nothing is spent until all of it is there again, because a slow newcomer needs several rounds in a row.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Patience:
         return 0.0 if self._is_saving else min(most, self._seconds)
 
     def spend(self, seconds: float) -> None:
-        """Record that a roster waited."""
+        """Record that a roster waited in vain."""
         self._seconds = max(0.0, self._seconds - seconds)
 
 

@@ -79,7 +79,7 @@ class RoundState:
         self._patience = start.patience
         self._arriving: frozenset[PeerId] = frozenset()
         self._arrived_at: float | None = None  # when the last of the arriving peers had contributed
-        self.patience_spent = 0.0  # seconds for which the roster of this round waited for arriving peers alone
+        self.patience_spent = 0.0  # seconds for which this round waited in vain for arriving peers
         self.false_reducers: set[PeerId] = set()
         self.false_speakers: set[PeerId] = set()
         self.unusable: set[PeerId] = set()
@@ -224,9 +224,8 @@ class RoundState:
             self.mark_leader_failed(self.current_view.leader)
         contributors = tuple(entry.sender for entry in roster.body.contributions)
         view = View(ballot, roster, self.topology.assign_reducers(roster.digest, contributors), now)
-        if self.current_view is None and self.roster_quorum_since is not None and self._patience:
-            waited_until = now if self._arrived_at is None else self._arrived_at
-            self.patience_spent = min(max(0.0, waited_until - self.roster_quorum_since), self._patience)
+        if self.current_view is None and self.roster_quorum_since is not None and self._arrived_at is None:
+            self.patience_spent = min(max(0.0, now - self.roster_quorum_since), self._patience)
         self.view = ballot.view
         self.view_since = now
         self.current_view = view

@@ -99,7 +99,8 @@ ATTACKS = {
             counters=("setbacks: not certified",),
         ),
         Attack(
-            name="state-vote", row="2", stranger="history:state_vote",
+            # Rosters wait for it as for a slow newcomer: for 6 seconds, and a twentieth of the time from then on.
+            name="state-vote", row="2", stranger="history:state_vote", seconds=12.0,
             counters=("refusals: not dialled", "setbacks: not certified"),
         ),
         Attack(name="invented-sums", row="3", member=True, seconds=14.0, counters=("refusals: forged",)),

@@ -115,7 +115,7 @@ def test_slow_daemon_is_lost_without_patience(monkeypatch: pytest.MonkeyPatch) -
     assert any(has_newcomer for _, has_newcomer in watch(2, 1.0, monkeypatch))
 
 
-def test_newcomer_that_never_contributes_delays_a_run_by_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newcomer_that_never_contributes_delays_a_run_by_a_twentieth() -> None:
     patience, now, waited = pacing.Patience(), 0.0, 0.0
     for _ in range(5000):  # rounds of a quarter of a second, all of which could wait for two seconds more
         spent = patience.for_round(2.0, now)

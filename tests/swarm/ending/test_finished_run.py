@@ -16,13 +16,13 @@ from node.commands.up.peer_process import PeerProcess
 from node.monitoring.training_log.file import METRICS_FILE
 from node.processes.process import python_environment
 from protocol.manifest.run import Manifest
-from tests.swarm.process_swarm import manifest_with, running_swarm
+from tests.swarm.process_swarm import START_SECONDS, manifest_with, running_swarm
 from tests.swarm.test_dashboard import DashboardProcess
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 ROUNDS = 5
-END_SECONDS = 60.0
+END_SECONDS = START_SECONDS + 60.0
 EVERYWHERE = {"source": "python-stdlib", "path": ""}
 LOCAL = {"source": "text", "path": "corpus.txt"}  # next to the manifest, and nowhere else
 
