@@ -41,6 +41,7 @@ def test_three_peers_train_to_the_target(tmp_path: Path) -> None:
             assert status.bytes_sent > 0
 
 
+@pytest.mark.nightly  # one such peer joins in test_dashboard.py
 def test_late_peers_need_one_address_of_anybody(tmp_path: Path) -> None:
     """A state of a tenth of a second ago would be gone before it is fetched: the usual rounds are too quick."""
     slow = manifest_with(target={"rounds": ENDLESS}, run={"min_peers": 2}, method={"schedule": {"inner_steps": 60}})

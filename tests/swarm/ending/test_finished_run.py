@@ -19,7 +19,7 @@ from protocol.manifest.run import Manifest
 from tests.swarm.process_swarm import START_SECONDS, manifest_with, running_swarm
 from tests.swarm.test_dashboard import DashboardProcess
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 ROUNDS = 5
 END_SECONDS = START_SECONDS + 60.0
