@@ -1,11 +1,14 @@
 """The Trainer's callback counts the tokens that are trained on, and reports losses as the Trainer means them."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -32,9 +35,14 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, rows: Rows, loss: Any = None, **options: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: Rows,
+    loss: Any = None,
+    logged: list[float] | None = None,
+    **options: Any,
 ) -> list[tuple[int, float]]:
-    """Train without a swarm, and return the tokens and the loss that each step reports."""
+    """Train without a swarm, and return the tokens and the loss that each step reports; adds the Trainer's losses."""
     steps: list[tuple[int, float]] = []
 
     def step(*, tokens: int, loss: float) -> bool:
@@ -47,11 +55,21 @@ def reported(
     config = AutoConfig.for_model(
         "llama", vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
-    settings = {"learning_rate": 0.0, "max_steps": STEPS, "report_to": "none", "save_strategy": "no", "use_cpu": True}
-    arguments = TrainingArguments(str(folder), per_device_train_batch_size=ROWS, **(settings | options))
+    plain = {
+        "per_device_train_batch_size": ROWS,
+        "learning_rate": 0.0,
+        "max_steps": STEPS,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    arguments = TrainingArguments(str(folder), **(plain | options))
     model = AutoModelForCausalLM.from_config(config)
     callback = SwarmCallback("run.toml")
-    Trainer(model, arguments, train_dataset=rows, callbacks=[callback], compute_loss_func=loss).train()
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[callback], compute_loss_func=loss)
+    trainer.train()
+    logged = [] if logged is None else logged
+    logged.extend(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     return steps
 
 
@@ -73,3 +91,15 @@ def test_losses_that_the_model_does_not_return_are_refused(tmp_path: Path, monke
         reported(tmp_path, monkeypatch, Rows(), label_smoothing_factor=0.1)
     with pytest.raises(UsageError, match="the model returned no loss"):
         reported(tmp_path, monkeypatch, Rows(), loss=lambda output, labels, **_: output.logits.mean())
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(passes=st.integers(1, 4), rows=st.integers(1, 4), real=st.integers(2, LENGTH))
+def test_reported_losses_are_those_that_the_trainer_logs(passes: int, rows: int, real: int) -> None:
+    """With any accumulation, batch and padding; the Trainer rounds what it logs to four digits."""
+    logged: list[float] = []
+    options = {"gradient_accumulation_steps": passes, "per_device_train_batch_size": rows, "logging_steps": 1}
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patches:
+        steps = reported(Path(folder), patches, Rows(real), logged=logged, **options)
+    assert [tokens for tokens, _ in steps] == [passes * rows * real] * STEPS
+    assert [loss for _, loss in steps] == pytest.approx(logged, abs=2e-4) and len(logged) == STEPS
