@@ -36,12 +36,12 @@ from protocol.manifest.model import ModelSection
 from protocol.scored_tasks import TASKS, Question
 from tests.netlab.lab.namespaces import reason_unavailable
 
-MODEL = ModelSection(vocabulary=128, width=32, layers=2, heads=4, hidden=88, context=48)
+MODEL = ModelSection(vocabulary=128, width=48, layers=2, heads=4, hidden=128, context=48)
 USABLE = torch.arange(MODEL.vocabulary)
 END = ord("\n")
 ANSWER_TOKENS = 12
 GROUP, GROUPS = 8, 16
-ENTROPY = 0.02
+ENTROPY = 0.005
 RATE = 2e-3
 GOAL = 0.85  # of the mean of `NEWEST` updates; a little more than is promised for held-out questions
 NEWEST = 25

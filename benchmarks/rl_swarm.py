@@ -76,12 +76,12 @@ class SwarmResult:
 def make_manifest(task: str, seed: int, recipe: str) -> Manifest:
     """Build a run whose rollouts and steps take a core some tenths of a second."""
     rl = {
-        "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10, "entropy": 0.02,
+        "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10, "entropy": 0.005,
         "rate_factor": 0.5,
     }  # fmt: skip
     return manifest_with(
         run={"seed": seed, "min_peers": 1},
-        model={"width": 32, "layers": 2, "heads": 4, "hidden": 88, "context": 32},
+        model={"width": 48, "layers": 2, "heads": 4, "hidden": 128, "context": 32},
         data={"source": "questions", "path": task},
         train={"batch_tokens": 2048, "microbatch": 64, "learning_rate": 4e-3, "warmup_steps": 20},
         method={"recipe": recipe, "schedule": {"inner_steps": INNER_STEPS}},
@@ -135,7 +135,7 @@ class Flight:
         minutes, rounds = (time.monotonic() - began) / 60, self._follower_round() - WARM_UP_ROUNDS
         last, received = self._weights(), self._received()
         blobs = (self._blobs() - before_blobs) / max(1, rounds)
-        taken, refused = (sum(column) for column in zip(*self._counts.values(), strict=True))
+        taken, refused = (sum(counts[place] for counts in self._counts.values()) for place in range(2))
         asked = self._asked(rounds)
         return SwarmResult(
             task=require_rl(manifest).task,

@@ -1,9 +1,16 @@
 """Rewards are measured by questions that no update asks, and a run ends once its newest rewards are high enough."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from benchmarks import rl_swarm
 from benchmarks.rl import GOAL, NEWEST, Learned, asked, held_out_prompts
-from benchmarks.rl_swarm import QUESTIONS, held_out_questions, make_manifest
+from benchmarks.rl_swarm import FAULT_ROUNDS, QUESTIONS, SURE, Flight, held_out_questions, make_manifest
+from benchmarks.rl_swarm import GOAL as PROMISE
+from benchmarks.rl_swarm import NEWEST as ROUNDS
 from protocol.rollout_groups import require_rl
 from protocol.scored_tasks import TASKS
 
@@ -31,3 +38,26 @@ def test_manifest_of_processes_fits_its_longest_question() -> None:
         questions = (TASKS[task].question("run", number) for number in range(300))
         longest = max((len(each.prompt), len(TASKS[task].right_answer(each)) + 1) for each in questions)
         assert longest[0] + rl.answer_tokens <= manifest.model.context and longest[1] <= rl.answer_tokens
+
+
+def test_both_roles_die_once_and_only_then_the_goal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+
+    def peer(name: str) -> SimpleNamespace:
+        def started(_: object) -> None:
+            events.append(f"{name} starts")
+
+        return SimpleNamespace(name=name, start=started, public_addresses=list)
+
+    peers = [peer(name) for name in ("trainer", "one", "two", "three")]
+    swarm = SimpleNamespace(peers=peers, lab_peers=peers, kill_peer=lambda each: events.append(f"{each.name} dies"))
+    monkeypatch.setattr(rl_swarm, "AWAY_SECONDS", 0.0)
+    flight = Flight(cast(Any, swarm), 1.0)
+    for number in range(2 * FAULT_ROUNDS + ROUNDS):
+        assert not flight._has_reached() or number >= 2 * FAULT_ROUNDS
+        flight.curve[str(number)] = PROMISE + SURE
+        flight._kill_in_time()
+    assert events == ["three dies", "three starts", "trainer dies", "trainer starts"]
+    assert flight._has_reached()
+    flight.curve["99"] = 0.0
+    assert not flight._has_reached()
