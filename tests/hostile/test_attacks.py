@@ -4,14 +4,14 @@
 trace share a swarm. So the pace may fall further here before a test is red.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.hostile.arena import Arena
 from tests.hostile.attacks import ATTACKS, Attack
-from tests.hostile.scoreboard import Score
+from tests.hostile.scoreboard import RoundLine, Score
 from tests.hostile.template import Template
 from tests.hostile.trial import Timing, attack_once, attack_until_ruin, open_arena, try_attack, try_control
 from tests.slices import sliced
@@ -23,6 +23,7 @@ PACE_SLACK = 0.2  # of windows of a few seconds on a busy machine
 STRANGERS = ("log-flood", "chain-flood", "fresh-keys", "knocking", "announce-only", "state-vote", "invented-history")
 MEMBERS = ("invented-contributors", "lying-reducer", "token-claim-at-target")
 CONTROLS = ("invented-commits", "token-claim-at-target", "log-flood")
+PIPELINES = ("other-inputs", "invented-gradients", "withheld-backwards")
 MANIFESTS = ("oversized-manifest", "extreme-manifest")
 
 
@@ -79,3 +80,32 @@ def test_same_attack_succeeds_with_the_rule_off(template: Template, name: str) -
         if score.is_ruined(attack.limits):
             break
     assert score.is_ruined(attack.limits), score
+
+
+def test_server_that_returns_false_activations_is_excluded_and_no_other(template: Template) -> None:
+    attack = ATTACKS["false-activations"]
+    with open_arena(template, attack) as arena:
+        assert arena.member is not None
+        arena.member.switch_on(attack.name)
+        arena.wait_until_member_lies(attack.name)
+        arena.wait_until(lambda: arena.facts()["trusted"] == 0.0, "its contributions count no more")
+        assert arena.counters()["refusals: contradicted"]
+        arena.wait_until(lambda: all(is_together(stage) for stage in arena.rounds_by_stage()), "the honest go on")
+        assert arena.facts()["trusted"] == 0.0
+
+
+def is_together(rounds: Mapping[str, Sequence[RoundLine]]) -> bool:
+    """Return whether the newest round of each peer of a stage has contributions of all of them, and of nobody else."""
+    return all(len(lines[-1].senders[-1]) == len(rounds) for lines in rounds.values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*PIPELINES, "void-records", "false-gradients", "exported-model"])
+def test_attack_on_a_pipeline_or_a_person_does_no_harm(template: Template, name: str) -> None:
+    require_defended(ATTACKS[name], try_attack(template, ATTACKS[name]), min_pace=0.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*PIPELINES, "void-records", "false-activations", "exported-model"])
+def test_same_attack_on_a_pipeline_or_a_person_succeeds_with_the_rule_off(template: Template, name: str) -> None:
+    assert try_control(template, ATTACKS[name]).is_ruined(ATTACKS[name].limits)
