@@ -182,11 +182,24 @@ def unlinked_file(folder: Path, size: int) -> int:
 def _reserve(fd: int, size: int, place: str, fix: str) -> int:
     """Reserve all pages of a file now: a page missing later would be a bus error in the middle of a step."""
     try:
-        os.posix_fallocate(fd, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:  # macOS
+            _fill_with_zeros(fd, size)
     except OSError as error:
         os.close(fd)
         raise StorageError(f"no room for {size >> 20} MiB {place} ({error.strerror}); {fix}") from error
     return fd
+
+
+def _fill_with_zeros(fd: int, size: int) -> None:
+    """Write all pages of a file, and let the next reader begin at its start. Raises OSError."""
+    zeros = bytes(min(size, 1 << 20))
+    for start in range(0, size, 1 << 20):
+        part = memoryview(zeros)[: size - start]
+        while part:
+            part = part[os.write(fd, part) :]
+    os.lseek(fd, 0, os.SEEK_SET)
 
 
 @dataclass(frozen=True)

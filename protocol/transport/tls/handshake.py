@@ -16,6 +16,7 @@ import datetime
 import hashlib
 import os
 import ssl
+import tempfile
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -116,13 +117,20 @@ def _make_certificate(identity: Identity) -> x509.Certificate:
 
 
 def _load_certificate(context: ssl.SSLContext, identity: Identity, certificate: x509.Certificate) -> None:
-    """Load key and certificate from a nameless file in memory.
+    """Load key and certificate from a nameless file in memory; without memfd, from one of this user's own for a moment.
 
     OpenSSL reads keys only from files.
     """
     key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    text = key + certificate.public_bytes(Encoding.PEM)
+    if not hasattr(os, "memfd_create"):  # macOS
+        with tempfile.NamedTemporaryFile(prefix="murmur-certificate-") as named:
+            named.write(text)
+            named.flush()
+            context.load_cert_chain(named.name)
+        return
     descriptor = os.memfd_create("murmur-certificate", os.MFD_CLOEXEC)
     with open(descriptor, "wb") as file:
-        file.write(key + certificate.public_bytes(Encoding.PEM))
+        file.write(text)
         file.flush()
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")

@@ -2,6 +2,10 @@
 
 import hashlib
 import os
+import ssl
+import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -42,6 +46,24 @@ def test_proof_names_its_author(server: Identity, client: Identity) -> None:
     proof = make_proof(client, server.peer_id, certificate_of(server), NONCE)
     assert len(proof) == PROOF_BYTES
     assert ServerHandshake(server).verify_proof(proof, NONCE) == client.peer_id
+
+
+def test_key_is_loaded_without_memfd_and_leaves_no_file(
+    server: Identity, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on macOS; the file is readable by its owner alone while OpenSSL reads it."""
+    seen: list[int] = []
+    load = ssl.SSLContext.load_cert_chain
+
+    def watch(context: ssl.SSLContext, path: str) -> None:
+        seen.append(stat.S_IMODE(os.stat(path).st_mode))
+        load(context, path)
+
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", watch)
+    ServerHandshake(server)
+    assert seen == [0o600] and not list(tmp_path.iterdir())
 
 
 def test_proof_is_valid_for_one_connection_only(server: Identity, client: Identity) -> None:
