@@ -1,6 +1,5 @@
 """The blobs of a simulated peer: those that outlive its process, and those on their way to it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,8 +62,8 @@ class BlobTransfers:
         if is_new:
             self._try(part_blob, 0)
 
-    def cancel_all_but(self, kept: Iterable[PartBlob]) -> None:
-        self._sources = {part: self._sources[part] for part in kept if part in self._sources}
+    def cancel_all(self) -> None:
+        self._sources.clear()
 
     def _try(self, part_blob: PartBlob, attempt: int) -> None:
         if part_blob not in self._sources:

@@ -180,8 +180,7 @@ class SimulatedPeer(Messenger):
                 self.transfers.request(action.part_blob, action.sources)
             case CloseRound():
                 self.fetches.clear()
-                # The end of a round does not stop the downloads of its commit, which a daemon makes apart.
-                self.transfers.cancel_all_but(self.swarm.needed(self.obtaining) if self.obtaining else ())
+                self.transfers.cancel_all()
             case ReducePart():
                 self._reduce(action)
             case PrecomputeCommit():
