@@ -1,12 +1,16 @@
 """The end of a run at its host: three real peers, one killed on the way; the end screen, the report, the receipts."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from node.commands.status import status_lines
+from node.commands.up.peer_process import PeerProcess
 from node.dashboard.run_report import RunReport
 from tests.swarm.process_swarm import manifest_with, running_swarm
 from tests.swarm.test_dashboard import DashboardProcess, browser_page, screenshots
@@ -14,6 +18,7 @@ from tests.swarm.test_dashboard import DashboardProcess, browser_page, screensho
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
 
 ROUNDS = 12
+OVER = re.compile(r"the run is over: round (\d+), ([\d,]+) tokens, validation loss ([\d.]+)$", re.MULTILINE)
 
 
 def murmur(*words: object) -> subprocess.CompletedProcess[str]:
@@ -24,6 +29,21 @@ def murmur(*words: object) -> subprocess.CompletedProcess[str]:
 def last_measured_round(scene: DashboardProcess) -> int:
     points = scene.get("/api/v1/history?series=validation").json()["points"]
     return int(points[-1][0]) if points else -1
+
+
+def require_one_figure_of_each(scene: DashboardProcess, report: RunReport, nodes: Sequence[PeerProcess]) -> None:
+    """Compare the page, the state, the report's file, the last lines of the nodes and their status with the report."""
+    assert report.validation_loss is not None and report.validation_round in (None, ROUNDS)
+    loss, tokens = f"{report.validation_loss:.3f}", f"{report.tokens:,}"
+    state = scene.state()
+    assert (state["round"], state["tokens"], f"{state['validation']:.3f}") == (ROUNDS, report.tokens, loss)
+    for text in (scene.get("/").text, scene.get("/report.md").text, (scene.host.folder / "report.md").read_text()):
+        assert loss in text and tokens in text
+    for node in nodes:
+        last = OVER.search(scene.swarm.log(node))
+        assert last and last.groups() == (str(ROUNDS), tokens, loss), scene.swarm.log(node)
+        status, *_ = status_lines(node.folder, as_json=False, check=False)
+        assert f"when it ended: round {ROUNDS}/{ROUNDS}" in status and "the target was reached" in status, status
 
 
 def test_end_screen_report_and_receipts_of_a_real_run(tmp_path: Path) -> None:
@@ -49,6 +69,12 @@ def test_end_screen_report_and_receipts_of_a_real_run(tmp_path: Path) -> None:
             assert (report.outcome, report.rounds, report.missing_rounds) == ("done", ROUNDS, 0)
             assert {one.name for one in report.contributors} == {"ada", "bob", "eve"}
             assert sum(one.tokens for one in report.contributors) == report.tokens
+
+            survivors = swarm.peers[:2]
+            swarm.wait_until(
+                lambda: all(peer.returncode is not None for peer in survivors), "the others have ended", 60
+            )
+            require_one_figure_of_each(scene, report, survivors)
 
             overview = scene.get("/receipts.json").json()
             counted = {one["peer"]: (one["tokens"], one["rounds"]) for one in overview["peers"]}
